@@ -54,7 +54,7 @@ def test_plan_on_a_live_cluster(helmsman: Helmsman, jobs: str) -> None:
     assert len([line for line in ended.stdout.splitlines() if line.startswith("rollout")]) == 3
 
 
-def test_plan_names_the_holder_of_missing_devices(helmsman: Helmsman, run: RayScheduler, jobs: str) -> None:
+def test_plan_names_holder(helmsman: Helmsman, run: RayScheduler, jobs: str) -> None:
     spec = SchedulingSpec(cpu=0, gpu=5, ray_placement_strategy="separate")
     run.create_workers(Job(role="holder", replicas=2, tasks=[spec]))
     ended = helmsman("plan", jobs)
@@ -63,7 +63,7 @@ def test_plan_names_the_holder_of_missing_devices(helmsman: Helmsman, run: RaySc
         assert fact in ended.stdout
 
 
-def test_clean_of_every_node(helmsman: Helmsman, nodes: Nodes, run: RayScheduler) -> None:
+def test_clean_on_every_node(helmsman: Helmsman, nodes: Nodes, run: RayScheduler) -> None:
     run.create_workers(Job(role="lives", tasks=[SchedulingSpec(cpu=0, gpu=1)]))
     ended = helmsman("clean", "--dry-run", "--address", nodes.address)
     assert ended.returncode == 0, ended.stderr
@@ -74,7 +74,7 @@ def test_clean_of_every_node(helmsman: Helmsman, nodes: Nodes, run: RayScheduler
     assert len(run.get_workers("lives")) == 1
 
 
-def test_doctor_of_every_node(helmsman: Helmsman, nodes: Nodes) -> None:
+def test_doctor_on_every_node(helmsman: Helmsman, nodes: Nodes) -> None:
     ended = helmsman("doctor", "--address", nodes.address, "--all", "--gpus", "8")
     assert ended.returncode == 1
     for fact in ("4 nodes", "between the nodes:", "clocks"):

@@ -73,7 +73,7 @@ def _seen(run: RayScheduler, workers: list[Worker], kind: str, name: str) -> lis
         ("deferred", False, "NPU"),
     ],
 )
-def test_a_sibling_has_the_devices_of_its_target(run: RayScheduler, strategy: str, fork: bool, kind: str) -> None:
+def test_fork_has_devices_of_target(run: RayScheduler, strategy: str, fork: bool, kind: str) -> None:
     run.create_workers(_target(kind, strategy, replicas=2, gpu=4))
     run.create_workers(_beside(2, fork))
     target, siblings = run.get_workers("target"), run.get_workers("sibling")
@@ -90,7 +90,7 @@ def test_a_sibling_has_the_devices_of_its_target(run: RayScheduler, strategy: st
 
 
 @pytest.mark.parametrize(("strategy", "kind"), [("shared", "GPU"), ("separate", "CPU"), ("deferred", "NPU")])
-def test_a_fork_that_fails_midway_leaves_its_target_serving(run: RayScheduler, strategy: str, kind: str) -> None:
+def test_fork_failure_leaves_target(run: RayScheduler, strategy: str, kind: str) -> None:
     run.create_workers(_target(kind, strategy, replicas=2, gpu=2))
     engines = [Engine.create(run, f"target/{index}", Counter) for index in range(2)]
     failing = Job(
@@ -106,7 +106,7 @@ def test_a_fork_that_fails_midway_leaves_its_target_serving(run: RayScheduler, s
     assert run.create_workers(_beside(2, fork=True)) == ["sibling/0", "sibling/1"], "the next one starts"
 
 
-def test_one_server_over_the_devices_of_two_trainers(run: RayScheduler) -> None:
+def test_fork_one_for_two_targets(run: RayScheduler) -> None:
     run.create_workers(_target("GPU", "shared", replicas=8, gpu=2))
     run.create_workers(_beside(4, fork=True, gpu=4))
     target, servers = run.get_workers("target"), run.get_workers("sibling")
@@ -125,7 +125,7 @@ def test_one_server_over_the_devices_of_two_trainers(run: RayScheduler) -> None:
             run.create_workers(_beside(replicas, fork=True))
 
 
-def test_four_trainers_over_the_devices_of_one_server(run: RayScheduler) -> None:
+def test_fork_two_for_one_target(run: RayScheduler) -> None:
     run.create_workers(_target("GPU", "separate", replicas=2, gpu=2))
     run.create_workers(_beside(4, fork=True, gpu=1))
     target, siblings = run.get_workers("target"), run.get_workers("sibling")
@@ -135,7 +135,7 @@ def test_four_trainers_over_the_devices_of_one_server(run: RayScheduler) -> None
 
 
 @pytest.mark.parametrize(("strategy", "kind"), [("deferred", "GPU"), ("separate", "CPU")])
-def test_a_module_beside_each_worker(run: RayScheduler, strategy: str, kind: str) -> None:
+def test_fork_workers_command(run: RayScheduler, strategy: str, kind: str) -> None:
     run.create_workers(_target(kind, strategy, replicas=2, gpu=2))
     ids = run.fork_workers("server", "target", command="http.server --bind 127.0.0.1 {port}")
     pids = {worker_id: run.call_engine(worker_id, "pid") for worker_id in ids}

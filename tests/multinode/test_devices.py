@@ -76,7 +76,7 @@ def _seen(run: RayScheduler, worker_id: str) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mask", "noset", "on_zero"), NODES, ids=[_name(*each) for each in NODES])
-def test_a_worker_sees_what_it_was_granted(
+def test_devices_visible_to_worker(
     run: RayScheduler, monkeypatch: pytest.MonkeyPatch, kind: str, mask: str | None, noset: bool, on_zero: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "31")  # the driver's own, which is nobody else's
@@ -107,7 +107,7 @@ class Uses:
 
 
 @pytest.mark.parametrize("kind", list(MASKS))
-def test_a_cpu_where_an_accelerator_was_granted_is_an_error(run: RayScheduler, kind: str) -> None:
+def test_platform_cpu_despite_devices(run: RayScheduler, kind: str) -> None:
     """The devices here are logical ones: torch counts none."""
     cell = {"cell": _name(kind, _NUMBERS, False, "1")}
     run.create_workers(Job(role="a", tasks=[SchedulingSpec(gpu=2, node_labels=cell)]))
@@ -137,7 +137,7 @@ with RayScheduler(address=sys.argv[1], log_dir=sys.argv[2]) as run:
 """
 
 
-def test_a_driver_without_accelerators_and_without_torch(nodes: Nodes, tmp_path: Path) -> None:
+def test_devices_without_torch(nodes: Nodes, tmp_path: Path) -> None:
     """It runs on the head, which has no accelerator."""
     ended = subprocess.run(
         [sys.executable, "-c", DRIVER, nodes.address, str(tmp_path), _name("NPU", None, False, "0")],

@@ -18,7 +18,7 @@ def nodes(base: Nodes) -> Nodes:
     return base
 
 
-def test_the_workers_of_a_lost_node_fail_and_the_others_go_on(nodes: Nodes, run: RayScheduler, gate: Gate) -> None:
+def test_node_loss_fails_its_workers(nodes: Nodes, run: RayScheduler, gate: Gate) -> None:
     doomed = nodes.add(**gpu_node(num_gpus=2))
     run.create_workers(Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=2, ray_placement_strategy="separate")]))
     run.create_workers(Job(role="train", replicas=1, tasks=[SchedulingSpec(cpu=1, gpu=0)]))
@@ -47,7 +47,7 @@ def test_the_workers_of_a_lost_node_fail_and_the_others_go_on(nodes: Nodes, run:
     assert {worker.node_id for worker in run.get_workers("again")}.isdisjoint({doomed.node_id})
 
 
-def test_a_node_that_the_head_still_believes_in_is_not_waited_for(nodes: Nodes, run: RayScheduler) -> None:
+def test_node_loss_unnoticed_by_head(nodes: Nodes, run: RayScheduler) -> None:
     doomed = nodes.add(**gpu_node(num_gpus=2, num_cpus=64))
     doomed.kill_raylet()  # the head notices after some seconds
     spec = SchedulingSpec(cpu=0, gpu=1)

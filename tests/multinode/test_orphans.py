@@ -31,7 +31,7 @@ def _wait_end_of(facts: dict[str, Any], name: str, memory: list[str]) -> None:
 
 
 @pytest.mark.parametrize("driver", [WAIT], indirect=True)
-def test_a_worker_is_killed_and_then_its_driver(driver: Driver) -> None:
+def test_driver_killed_after_worker(driver: Driver) -> None:
     facts = driver.facts()
     os.kill(facts["pids"]["worker of 0"], signal.SIGKILL)
     _wait_end_of(facts, "of 0", facts["memory"][:1])
@@ -42,7 +42,7 @@ def test_a_worker_is_killed_and_then_its_driver(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("driver", [pytest.param("1 / 0", id="exception")], indirect=True)
-def test_the_driver_ends_without_close(driver: Driver) -> None:
+def test_driver_ends_without_close(driver: Driver) -> None:
     facts = driver.facts()
     assert driver.wait() == 1
     _wait_end_of(facts, "", facts["memory"])

@@ -44,7 +44,7 @@ def _devices(run: RayScheduler, role: str) -> list[tuple[str, tuple[str, ...]]]:
         ("deferred", {"cpu": 30, "gpu": 1}, 4, ["CPU", "Job.replicas"]),
     ],
 )
-def test_over_asking_is_answered_at_once(
+def test_create_workers_infeasible(
     run: RayScheduler, strategy: Any, fields: dict[str, Any], replicas: int, facts: list[str]
 ) -> None:
     spec = _spec(ray_placement_strategy=strategy, **fields)
@@ -56,7 +56,7 @@ def test_over_asking_is_answered_at_once(
 
 
 @pytest.mark.timeout(30)
-def test_several_jobs_that_fit_only_one_by_one(run: RayScheduler) -> None:
+def test_create_workers_infeasible_together(run: RayScheduler) -> None:
     half = Job(role="one", replicas=12, tasks=[_spec(gpu=1)])
     with pytest.raises(errors.PlacementInfeasibleError, match="20 GPU"):
         run.create_workers([half, msgspec.structs.replace(half, role="two")])
@@ -66,7 +66,7 @@ def test_several_jobs_that_fit_only_one_by_one(run: RayScheduler) -> None:
 # --- where the planner says ---------------------------------------------------------------------------------------------
 
 
-def test_workers_are_where_the_plan_has_them(run: RayScheduler) -> None:
+def test_placement_follows_plan(run: RayScheduler) -> None:
     jobs = [
         Job(role="train", replicas=4, tasks=[_spec(gpu=1)]),
         Job(role="rollout", replicas=2, tasks=[_spec(gpu=4, ray_placement_strategy="separate")]),
@@ -85,7 +85,7 @@ def test_workers_are_where_the_plan_has_them(run: RayScheduler) -> None:
     run.delete_workers()
 
 
-def test_ranks_stand_in_the_order_of_nodes_and_devices(run: RayScheduler) -> None:
+def test_placement_rank_order(run: RayScheduler) -> None:
     # Every other device of a node is held first, so Ray hands out the rest in an order of its own.
     small = next(node.node_id for node in run.nodes() if node.num_devices == 4)
     run.create_workers([Job(role=f"one-{index}", tasks=[_spec(gpu=1, nodelist=[small])]) for index in range(4)])
@@ -102,7 +102,7 @@ def test_ranks_stand_in_the_order_of_nodes_and_devices(run: RayScheduler) -> Non
     run.delete_workers()
 
 
-def test_selectors_choose_the_node(nodes: Nodes, run: RayScheduler) -> None:
+def test_placement_selectors(nodes: Nodes, run: RayScheduler) -> None:
     import ray
 
     racks = {node["NodeID"]: node["Labels"].get("rack") for node in ray.nodes()}
@@ -119,12 +119,12 @@ def test_selectors_choose_the_node(nodes: Nodes, run: RayScheduler) -> None:
 
 
 @pytest.mark.parametrize(("packing", "num_nodes"), [("pack", 1), ("spread", 3), ("strict_spread", 3)])
-def test_packing(run: RayScheduler, packing: Any, num_nodes: int) -> None:
+def test_placement_packing(run: RayScheduler, packing: Any, num_nodes: int) -> None:
     run.create_workers(Job(role="spread", replicas=3, tasks=[_spec(gpu=1, node_packing=packing)]))
     assert len({node for node, _ in _devices(run, "spread")}) == num_nodes
 
 
-def test_an_instance_larger_than_a_node(run: RayScheduler) -> None:
+def test_placement_instance_over_nodes(run: RayScheduler) -> None:
     import json
 
     spec = _spec(cpu=4, gpu=16, ray_placement_strategy="deferred")
@@ -156,7 +156,7 @@ def _take_devices_of_the_group() -> list[int]:
     return list(ray.get([num_devices.options(scheduling_strategy=each).remote() for each in strategies], timeout=60))
 
 
-def test_two_instances_of_a_node_have_devices_of_their_own(run: RayScheduler) -> None:
+def test_placement_deferred_devices_distinct(run: RayScheduler) -> None:
     spec = _spec(gpu=4, ray_placement_strategy="deferred", node_labels={"rack": "a"})
     run.create_workers(Job(role="server", replicas=2, tasks=[spec]))
     one, two = _devices(run, "server")
@@ -164,13 +164,13 @@ def test_two_instances_of_a_node_have_devices_of_their_own(run: RayScheduler) ->
     assert sorted((*one[1], *two[1])) == [str(index) for index in range(8)]
 
 
-def test_nodes_without_a_cpu_left_take_what_asks_for_none(run: RayScheduler) -> None:
+def test_placement_without_cpus(run: RayScheduler) -> None:
     run.create_workers(Job(role="cpus", replicas=3, tasks=[_spec(cpu=32, node_packing="strict_spread")]))
     run.create_workers(Job(role="gpus", replicas=5, tasks=[_spec(cpu=0, gpu=4, ray_placement_strategy="separate")]))
     assert len(set(_devices(run, "gpus"))) == 5
 
 
-def test_the_cluster_says_how_many_nodes_are_missing(make_run: Callable[..., RayScheduler]) -> None:
+def test_scheduler_nodes_missing(make_run: Callable[..., RayScheduler]) -> None:
     from helmsman.api.scheduler import Timeouts
 
     with pytest.raises(errors.NodesMissingError) as caught:

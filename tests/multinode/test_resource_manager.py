@@ -25,7 +25,7 @@ def _topology_order(run: RayScheduler, least: int) -> list[str]:
     return [node.node_id for node in run.nodes() if node.num_devices >= least]
 
 
-def test_a_group_for_each_node_with_a_bundle_for_each_device(run: RayScheduler) -> None:
+def test_resource_manager_groups_and_bundles(run: RayScheduler) -> None:
     """An actor of the user's own in a device's bundle is given that very device."""
 
     @ray.remote(num_cpus=0, num_gpus=1)
@@ -52,7 +52,7 @@ def test_a_group_for_each_node_with_a_bundle_for_each_device(run: RayScheduler) 
         assert found == [(device.node_id, [device.device_id]) for device in manager.devices]
 
 
-def test_a_group_of_workers_over_two_nodes(run: RayScheduler) -> None:
+def test_cluster_over_two_nodes(run: RayScheduler) -> None:
     with ResourceManager(2, 2, scheduler=run) as manager:
         config = ClusterConfig(device_mapping="0-3", tp_size=2, num_cpus=0.5, env_vars=ON_CPU)
         with Cluster("train", Member, manager, config) as train:  # type: ignore[var-annotated]
@@ -77,7 +77,7 @@ def test_a_group_of_workers_over_two_nodes(run: RayScheduler) -> None:
                 assert other.rank_to_node == {0: 0, 1: 1, 2: 1}
 
 
-def test_a_worker_does_not_straddle_nodes(run: RayScheduler) -> None:
+def test_cluster_worker_on_one_node(run: RayScheduler) -> None:
     with ResourceManager(4, scheduler=run) as manager:
         config = ClusterConfig(device_mapping="2-5", num_gpus_per_worker=4)
         with pytest.raises(
@@ -86,7 +86,7 @@ def test_a_worker_does_not_straddle_nodes(run: RayScheduler) -> None:
             Cluster("straddling", Member, manager, config)
 
 
-def test_workers_without_devices_are_spread_over_the_nodes(run: RayScheduler) -> None:
+def test_cluster_of_cpus_spreads(run: RayScheduler) -> None:
     with ResourceManager(4, 2, scheduler=run) as manager, ResourceManager(0, 3, scheduler=run, name="cpus") as cpus:
         with Cluster("reward", Member, manager, ClusterConfig(world_size=4)) as reward:  # type: ignore[var-annotated]
             assert sorted(reward.rank_to_node.values()) == [0, 0, 1, 1]
@@ -97,7 +97,7 @@ def test_workers_without_devices_are_spread_over_the_nodes(run: RayScheduler) ->
             assert sorted(tools.rank_to_node.values()) == [0, 1, 2]
 
 
-def test_only_some_nodes_and_devices(run: RayScheduler) -> None:
+def test_resource_manager_of_some_devices(run: RayScheduler) -> None:
     with (
         ResourceManager(4, 3, scheduler=run, name="wide") as wide,  # first: the other may take the node that has only four
         ResourceManager(2, 1, scheduler=run, name="narrow") as narrow,
@@ -108,7 +108,7 @@ def test_only_some_nodes_and_devices(run: RayScheduler) -> None:
         assert len(set(held)) == 14
 
 
-def test_nodes_that_are_not_there(run: RayScheduler) -> None:
+def test_resource_manager_missing_nodes(run: RayScheduler) -> None:
     with pytest.raises(errors.ResourcesNotMetError) as caught:
         ResourceManager(8, 3, scheduler=run)
     text = str(caught.value)
@@ -116,7 +116,7 @@ def test_nodes_that_are_not_there(run: RayScheduler) -> None:
     assert text.count(" GPU") == 3 and "Set num_gpus_per_node to 4, or set num_nodes to 2, or add nodes" in text
 
 
-def test_npus(nodes: Nodes, run: RayScheduler) -> None:
+def test_resource_manager_of_npus(nodes: Nodes, run: RayScheduler) -> None:
     with nodes.added(npu_node(resources={"NPU": 9})), ResourceManager(9, scheduler=run) as manager:
         assert [device.device_id for device in manager.devices] == [str(index) for index in range(9)]
         with Cluster("npu", Member, manager, ClusterConfig(device_mapping="7,8", num_cpus=0.5, env_vars=ON_CPU)) as group:  # type: ignore[var-annotated]

@@ -27,7 +27,7 @@ def nodes(base: Nodes) -> Nodes:
     return base
 
 
-def test_a_node_is_lost(nodes: Nodes, run: RayScheduler, tmp_path: Path) -> None:
+def test_recovery_after_node_loss(nodes: Nodes, run: RayScheduler, tmp_path: Path) -> None:
     added = {node.node_id: node for node in [nodes.add(**gpu_node(num_gpus=1)) for _ in range(2)]}
     faults = tmp_path / "faults"
     faults.mkdir()

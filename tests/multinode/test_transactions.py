@@ -46,7 +46,7 @@ def _groups() -> list[str]:
     return [row.name for row in cluster_state.group_rows()]
 
 
-def test_jobs_start_together(run: RayScheduler) -> None:
+def test_create_workers_many_jobs(run: RayScheduler) -> None:
     ids = run.create_workers([_beside("rollout", "train"), _job("train", 2, 1, "shared"), _job("reference", 1, 2)])
     assert ids == ["rollout/0", "train/0", "train/1", "reference/0"]
     (rollout,), train = run.get_workers("rollout"), run.get_workers("train")
@@ -56,7 +56,7 @@ def test_jobs_start_together(run: RayScheduler) -> None:
         run.get_workers("rollout")
 
 
-def test_one_job_that_cannot_start_keeps_the_others_from_starting(run: RayScheduler) -> None:
+def test_create_workers_all_or_nothing(run: RayScheduler) -> None:
     failing = _job("second", 2, 1, env_vars={}, port_count=100_000)
     with pytest.raises(errors.WorkerStartError, match="second"):
         run.create_workers([_job("first", 2, 1), failing])
@@ -72,7 +72,7 @@ def test_one_job_that_cannot_start_keeps_the_others_from_starting(run: RaySchedu
     assert _groups() == []
 
 
-def test_busy_says_who_holds_it_and_how_long_it_waited(make_run: Callable[..., RayScheduler]) -> None:
+def test_create_workers_names_holders(make_run: Callable[..., RayScheduler]) -> None:
     import ray
 
     holder, other = make_run(), make_run(timeouts=Timeouts(start_s=0.5))
@@ -98,9 +98,7 @@ def test_busy_says_who_holds_it_and_how_long_it_waited(make_run: Callable[..., R
     ray.kill(stranger)  # type: ignore[arg-type]
 
 
-def test_a_start_that_waits_says_so_and_takes_what_is_freed(
-    make_run: Callable[..., RayScheduler], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_create_workers_waits(make_run: Callable[..., RayScheduler], caplog: pytest.LogCaptureFixture) -> None:
     holder, other = make_run(), make_run()
     holder.create_workers(_job("holder", 5, 4))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -118,7 +116,7 @@ def test_a_start_that_waits_says_so_and_takes_what_is_freed(
         assert waiting.result(TIMEOUTS.start_s) == ["waits/0", "waits/1"]
 
 
-def test_a_group_whose_node_is_being_asked_is_removed_only_when_it_has_answered(nodes: Nodes, run: RayScheduler) -> None:
+def test_remove_group_in_flight(nodes: Nodes, run: RayScheduler) -> None:
     """Or the node would keep the bundle for ever: the head tells it nothing of a removal that overtakes its question."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -173,7 +171,7 @@ def _progress(group: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_many_groups_at_once(make_run: Callable[..., RayScheduler]) -> None:
+def test_create_workers_many_groups(make_run: Callable[..., RayScheduler]) -> None:
     """Two controllers that want twenty groups together, and there is room for one of them at a time."""
     runs = [make_run(timeouts=Timeouts(start_s=240.0)) for _ in range(2)]
 
@@ -189,7 +187,7 @@ def test_many_groups_at_once(make_run: Callable[..., RayScheduler]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 10 * NUM_ROUNDS)
-def test_rounds_of_two_controllers_that_contend(nodes: Nodes, run: RayScheduler) -> None:
+def test_admission_of_contending_controllers(nodes: Nodes, run: RayScheduler) -> None:
     """Each round two processes admit jobs of a random shape at once, up to all devices each; groups without workers."""
     random_ = random.Random(20)
     outcomes: Counter[str] = Counter()
