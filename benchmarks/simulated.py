@@ -10,8 +10,8 @@ import os
 
 from benchmarks.echo import EchoProcess
 from helmsman.controller._aio.event_loop import await_all
+from helmsman.controller._placement.allocator import OneMachine
 from helmsman.controller._placement.placement import Placement
-from helmsman.controller._placement.single_machine import OneMachine
 from helmsman.controller._schedulers.backend import Backend, Launch
 from helmsman.controller._transport.base import Ending
 from helmsman.controller._transport.channel import Channel

@@ -5,7 +5,7 @@
     python examples/grpo.py --model path/to/model --data tasks.jsonl
     python examples/grpo.py --out runs/grpo --resume          # go on from the last checkpoint
     python examples/grpo.py --async --staleness 1             # generate ahead while the trainer works
-    python examples/grpo.py --faults "kill rollout/0 at step 170"   # a drill: the run goes on
+    python examples/grpo.py --faults '[{"type": "Kill", "worker_id": "rollout/0", "at_step": 170}]'   # a drill: the run goes on
 
 The loop is `Run.train`, and a step of it `Run.grpo_step`: draw prompts, generate answers, reward them, compare each with the
 others of its prompt, take one optimizer step, bring the new weights to the rollout workers. What surrounds it is in
@@ -54,7 +54,6 @@ from helmsman import (
 )
 from helmsman.api.advantages import group_advantages
 from helmsman.api.generation import GenerationResult
-from helmsman.testing import FaultPlan
 
 NUM_CHECKPOINTS = 3
 """How many stay."""
@@ -96,7 +95,7 @@ class Run:
         self.tokenizer = tokenizer
         self.trainer = trainer
         self.rollout = rollout
-        self.drill = FaultPlan.parse(settings.faults).begin(rollout.scheduler)
+        self.drill = settings.fault_plan.begin(rollout.scheduler)
         self.max_new_tokens = max_new_tokens
         self.executor: WorkflowExecutor | None = None
         """Runs the groups of later steps while the trainer works, in an asynchronous run."""

@@ -25,12 +25,7 @@ from helmsman.api.supervision import Monitor
 from helmsman.controller._generation.health import SupervisionPolicy
 from helmsman.controller._generation.request import RequestOptions
 from helmsman.controller._generation.retries import RetryGeneration
-from helmsman.controller._generation.routing import (
-    LeastOutstandingTokens,
-    PrefixAffinity,
-    RoundRobin,
-    RoutingPolicy,
-)
+from helmsman.controller._generation.routing import LeastOutstandingTokens, PrefixAffinity, RoundRobin, RoutingPolicy
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.supervisor import Supervisor
 from helmsman.testing import EngineModel, SimulatedBackend, SimulatedInstance, run_virtually

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -36,6 +37,12 @@ for _name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest first, so that no process is left alone with it in the end."""
     items.sort(key=lambda item: not {"multinode", "contract"} & set(item.path.parts))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the modules that are imported by now from garbage collection: engines and tests that ask for one wait for it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

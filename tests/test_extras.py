@@ -22,7 +22,7 @@ def _import_name(requirement: str) -> str:
     return name.lower().replace("-", "_")
 
 
-def test_the_table_says_what_pyproject_says() -> None:
+def test_extra_of_matches_pyproject() -> None:
     declared = {
         (_import_name(each), extra)
         for extra, requirements in EXTRAS.items()
@@ -34,27 +34,20 @@ def test_the_table_says_what_pyproject_says() -> None:
 
 
 @pytest.mark.parametrize("extra", FOR_USERS)
-def test_the_readme_has_the_command_of_each(extra: str) -> None:
+def test_readme_has_install_command(extra: str) -> None:
     assert f"pip install 'helmsman[{extra}]'" in (ROOT / "README.md").read_text()
 
 
-WITHOUT = """
-import sys
-for name in {packages!r}:
-    sys.modules[name] = None
-"""
-
-
 def run_without(packages: list[str], code: str) -> str:
-    """What a driver prints in whose environment these packages are missing. A test for ImportError cannot tell None in
-    sys.modules from a package that is not there."""
-    script = WITHOUT.format(packages=packages) + code
+    """Run a driver without these packages; returns its output. None in sys.modules fails an import."""
+    script = f"import sys; sys.modules.update(dict.fromkeys({packages!r}))\n{code}"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, cwd=ROOT, check=False)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
 
-def test_helmsman_works_without_any_of_them() -> None:
+@pytest.mark.slow
+def test_helmsman_works_without_extras() -> None:
     used = """
 import asyncio
 from helmsman import Job, make_scheduler
@@ -77,23 +70,23 @@ from helmsman import Job, make_scheduler
 with make_scheduler("inline") as scheduler:
     scheduler.create_workers(Job(role="a"))
     try:
-        asyncio.run(scheduler.create_engine("a/0", "{engine}", None, **{arguments}))
+        asyncio.run(scheduler.create_engine("a/0", "helmsman.engines.train.FSDPTrainEngine"))
     except Exception as error:
         print(type(error).__name__, error)
 """
-TRAIN, ROLLOUT = "helmsman.engines.train.FSDPTrainEngine", "helmsman.engines.rollout.HFRolloutEngine"
 
 
-def test_an_example_says_so_too() -> None:
+@pytest.mark.parametrize("package", ["torch", pytest.param("transformers", marks=pytest.mark.slow)])
+def test_engine_names_install_command(package: str) -> None:
+    said = run_without([package], CREATE)
+    assert f"FSDPTrainEngine needs the package {package!r}, which is not installed in this environment" in said
+    assert install_command(package) in said
+
+
+@pytest.mark.slow
+def test_grpo_hf_names_install_command() -> None:
     begin = "from examples.grpo_hf import main; print(main(['--config', 'examples/hf/cpu_smoke.yaml']))"
     said = run_without(["transformers"], f"sys.stderr = sys.stdout\n{begin}")
     assert "the tokenizer of a model folder needs the package 'transformers'" in said
     assert install_command("transformers") in said
     assert said.endswith("2\n")
-
-
-@pytest.mark.parametrize(("engine", "package"), [(TRAIN, "torch"), (TRAIN, "transformers"), (ROLLOUT, "safetensors")])
-def test_an_engine_says_what_installs_the_package_that_it_lacks(engine: str, package: str) -> None:
-    said = run_without([package], CREATE.format(engine=engine, arguments={}))
-    assert f"{engine} needs the package {package!r}, which is not installed in this environment" in said
-    assert install_command(package) in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -60,8 +61,6 @@ NEEDS_TORCH = {"helmsman.rpc_server._wire.tensors"}
 
 NEEDS_RAY = {
     "helmsman.controller._ray_backend.placement_groups",
-    "helmsman.controller._ray_backend.address",
-    "helmsman.controller._ray_backend.allocator",
     "helmsman.controller._ray_backend.cluster_state",
     "helmsman.controller._ray_backend.transport",
     "helmsman.controller._ray_backend.scheduler",
@@ -95,8 +94,18 @@ def imported_names(tree: ast.AST, module: str, is_package: bool) -> Iterator[tup
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
-def imports_of(path: Path) -> list[tuple[int, str]]:
-    return list(imported_names(ast.parse(path.read_text()), module_name(path), path.name == "__init__.py"))
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imports_of(path: Path, *, module_level: bool = False) -> list[tuple[int, str]]:
+    """(line, dotted name) of what a module imports; of its own statements alone where only the module level counts."""
+    tree = tree_of(path)
+    if module_level:
+        tree = ast.Module([each for each in tree.body if isinstance(each, ast.Import | ast.ImportFrom)], [])
+    return list(imported_names(tree, module_name(path), path.name == "__init__.py"))
 
 
 def room_of(name: str) -> str | None:
@@ -107,13 +116,13 @@ def room_of(name: str) -> str | None:
     return rest[0] if rest and (PACKAGE / rest[0]).is_dir() else ""
 
 
-def test_every_room_has_a_rule() -> None:
+def test_rooms_have_rules() -> None:
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert rooms == set(ALLOWED)
 
 
 @pytest.mark.parametrize("room", ALLOWED)
-def test_room_imports_only_what_it_may(room: str) -> None:
+def test_room_imports_allowed(room: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in SOURCES
@@ -124,7 +133,7 @@ def test_room_imports_only_what_it_may(room: str) -> None:
     assert not wrong, f"{room} may import only {sorted(ALLOWED[room])}:\n" + "\n".join(wrong)
 
 
-def test_package_does_not_load_its_test_tools() -> None:
+def test_package_loads_no_test_tools() -> None:
     files = [path for path in SOURCES if path.parent == PACKAGE]
     assert not [name for path in files for _, name in imports_of(path) if room_of(name) == "testing"]
     assert not [home for home in helmsman._HOMES.values() if room_of(home) == "testing"]
@@ -136,7 +145,7 @@ def part_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("room", LAYERS)
-def test_parts_of_a_room_import_only_layers_below(room: str) -> None:
+def test_room_parts_import_only_layers_below(room: str) -> None:
     level = {part: number for number, layer in enumerate(LAYERS[room]) for part in layer}
     sources = [path for path in SOURCES if path.is_relative_to(PACKAGE / room) and path.parent != PACKAGE / room]
     sources += [path for path in (PACKAGE / room).glob("*.py") if path.name != "__init__.py"]
@@ -153,7 +162,7 @@ def test_parts_of_a_room_import_only_layers_below(room: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_library_never_imports_examples_benchmarks_or_tests() -> None:
+def test_library_imports_no_examples_benchmarks_or_tests() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in SOURCES
@@ -163,14 +172,12 @@ def test_library_never_imports_examples_benchmarks_or_tests() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_contracts_import_only_light_packages_at_module_level() -> None:
+def test_contracts_import_light_packages() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in SOURCES
         if path.is_relative_to(PACKAGE / "api")
-        for statement in ast.parse(path.read_text()).body
-        if isinstance(statement, ast.Import | ast.ImportFrom)
-        for line, name in imported_names(statement, module_name(path), path.name == "__init__.py")
+        for line, name in imports_of(path, module_level=True)
         if room_of(name) is None and name.split(".")[0] not in LIGHT | sys.stdlib_module_names
     ]
     assert not wrong, "\n".join(wrong)
@@ -187,7 +194,7 @@ def test_contracts_import_only_light_packages_at_module_level() -> None:
         ("from .. import engines", ["helmsman.engines"]),
     ],
 )
-def test_the_reader_of_imports_sees_every_form(source: str, names: list[str]) -> None:
+def test_imported_names_of_every_form(source: str, names: list[str]) -> None:
     assert [name for _, name in imported_names(ast.parse(source), "helmsman.api.module", False)] == names
 
 
@@ -207,7 +214,7 @@ print(json.dumps(sorted(new)))
 """
 
 
-def test_import_helmsman_loads_little() -> None:
+def test_import_helmsman_num_modules() -> None:
     new = json.loads(run_python(NEW_MODULES))
     assert "helmsman" in new
     assert not HEAVY & {name.split(".")[0] for name in new}
@@ -226,32 +233,7 @@ refused, modules = map(json.loads, sys.argv[1:])
 sys.meta_path.insert(0, Refuser())
 for module in modules:
     importlib.import_module(module)
-print(json.dumps(sorted({name.split(".")[0] for name in sys.modules} & set(refused))))
-"""
-
-
-def modules_of(*rooms: str) -> list[str]:
-    return [module_name(path) for room in rooms for path in SOURCES if path.is_relative_to(PACKAGE / room)]
-
-
-def test_contracts_import_where_nothing_heavy_is_installed() -> None:
-    modules = ["helmsman", *modules_of("api")]
-    assert run_python(IMPORT_WITHOUT, json.dumps(sorted(HEAVY)), json.dumps(modules)) == "[]\n"
-
-
-def test_driver_and_worker_side_import_without_torch() -> None:
-    modules = [module for module in modules_of("api", "rpc_server", "controller") if module not in NEEDS_TORCH]
-    assert run_python(IMPORT_WITHOUT, json.dumps(["torch", "transformers"]), json.dumps(modules)) == "[]\n"
-
-
-def test_all_but_the_modules_for_ray_import_without_ray() -> None:
-    modules = [module for module in modules_of(*ALLOWED) if module not in NEEDS_RAY]
-    assert run_python(IMPORT_WITHOUT, json.dumps(["ray"]), json.dumps(modules)) == "[]\n"
-
-
-PUBLIC_NAMES_WITHOUT_RAY = """
-import sys
-sys.modules["ray"] = None
+assert not {name.split(".")[0] for name in sys.modules} & set(refused)
 import helmsman
 for name in helmsman.__all__:
     try:
@@ -261,9 +243,39 @@ for name in helmsman.__all__:
 """
 
 
-def test_without_ray_only_names_for_ray_are_missing_and_they_tell_how_to_install_it() -> None:
-    lines = run_python(PUBLIC_NAMES_WITHOUT_RAY).splitlines()
-    assert {line.split()[0] for line in lines} == PUBLIC_FOR_RAY
-    for line in lines:
+def modules_of(*rooms: str) -> list[str]:
+    return [module_name(path) for room in rooms for path in SOURCES if path.is_relative_to(PACKAGE / room)]
+
+
+def import_without(refused: set[str], modules: list[str]) -> list[str]:
+    """Import modules where these packages are not installed; returns the public names that are missing, and why."""
+    return run_python(IMPORT_WITHOUT, json.dumps(sorted(refused)), json.dumps(modules)).splitlines()
+
+
+def test_contracts_import_without_heavy_packages() -> None:
+    import_without(HEAVY, ["helmsman", *modules_of("api")])
+
+
+def test_driver_imports_without_torch_numpy_and_ray() -> None:
+    """And only the public names for Ray are missing."""
+    modules = set(modules_of("api", "rpc_server", "controller")) - NEEDS_TORCH - NEEDS_RAY
+    missing = import_without({"torch", "numpy", "transformers", "ray"}, sorted(modules))
+    assert {line.split()[0] for line in missing} == PUBLIC_FOR_RAY
+    for line in missing:
         assert "BackendNotInstalledError" in line
         assert "pip install 'helmsman[ray]'" in line
+
+
+@pytest.mark.slow
+def test_ray_modules_import_without_torch() -> None:
+    assert import_without({"torch", "transformers"}, sorted(NEEDS_RAY)) == []
+
+
+def test_ray_imported_only_where_needed() -> None:
+    """Engines import neither Ray nor the controller, so no subprocess has to load torch to show that they need no Ray."""
+    at_module_level = {
+        module_name(path) for path in SOURCES for _, name in imports_of(path, module_level=True) if name.split(".")[0] == "ray"
+    }
+    assert at_module_level <= NEEDS_RAY
+    in_engines = [path for path in SOURCES if path.is_relative_to(PACKAGE / "engines")]
+    assert not [name for path in in_engines for _, name in imports_of(path) if name.split(".")[0] == "ray"]

@@ -100,42 +100,42 @@ TESTING = [
 ]
 
 
-def test_public_names_are_these() -> None:
+def test_all_names() -> None:
     assert sorted(helmsman.__all__) == sorted(PUBLIC)
 
 
-def test_public_names_of_testing_are_these() -> None:
+def test_testing_all_names() -> None:
     assert sorted(helmsman.testing.__all__) == sorted(TESTING)
 
 
 @pytest.mark.parametrize("name", TESTING)
-def test_public_name_of_testing_resolves(name: str) -> None:
+def test_testing_name_resolves(name: str) -> None:
     assert getattr(helmsman.testing, name) is not None
 
 
-def test_dir_lists_every_public_name() -> None:
+def test_dir_lists_public_names() -> None:
     assert set(PUBLIC) <= set(dir(helmsman))
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_public_name_resolves_and_has_a_docstring(name: str) -> None:
+def test_public_name_has_docstring(name: str) -> None:
     value = getattr(helmsman, name)
     assert value is getattr(helmsman, name)
     if callable(value):
         assert value.__doc__
 
 
-def test_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = helmsman.no_such_name
 
 
-def test_star_import_works_in_a_fresh_interpreter() -> None:
+def test_star_import() -> None:
     code = "from helmsman import *; import helmsman; assert set(helmsman.__all__) <= set(globals())"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_version_is_written_once() -> None:
+def test_version_written_once() -> None:
     """pyproject.toml reads the version from the package, so an installed and a copied Helmsman agree."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]
@@ -144,7 +144,7 @@ def test_version_is_written_once() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["doctor", "--json"]])
-def test_command_line_runs_where_helmsman_is_not_installed(arguments: list[str], tmp_path: Path) -> None:
+def test_command_line_without_installation(arguments: list[str], tmp_path: Path) -> None:
     """Only PYTHONPATH leads to the sources, and no metadata of an installed package is there."""
     for package in (msgspec, cloudpickle):
         folder = Path(package.__file__).parent  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.test_imports import ROOT, SOURCES, imports_of, module_name
+from tests.test_imports import ROOT, SOURCES, imports_of, module_name, tree_of
 
 MAX_LINES = 500
 MAX_METHODS = 40
@@ -31,11 +31,7 @@ class Class(NamedTuple):
         return [each.name for each in self.node.body if isinstance(each, kinds)]
 
 
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-TREES = {module_name(path): parse(path) for path in SOURCES}
+TREES = {module_name(path): tree_of(path) for path in SOURCES}
 CLASSES = {
     node.name: Class(module, node)
     for module, tree in TREES.items()
@@ -66,22 +62,22 @@ def depth(name: str) -> int:
     return 1 + max((depth(base) for base in bases_of(name) if base in CLASSES and not is_contract(base)), default=0)
 
 
-def test_modules_are_short() -> None:
+def test_modules_max_lines() -> None:
     long = {str(path.relative_to(ROOT)): n for path in SOURCES if (n := len(path.read_text().splitlines())) > MAX_LINES}
     assert not long
 
 
-def test_classes_have_few_methods() -> None:
+def test_classes_max_methods() -> None:
     large = {name: n for name in CLASSES if not is_contract(name) and (n := len(all_methods(name))) > MAX_METHODS}
     assert not large
 
 
-def test_inheritance_is_shallow() -> None:
+def test_inheritance_max_depth() -> None:
     deep = {name: n for name in CLASSES if not is_contract(name) and (n := depth(name)) > MAX_DEPTH}
     assert not deep
 
 
-def test_modules_do_not_import_each_other() -> None:
+def test_modules_no_import_cycles() -> None:
     def imported(path: Path) -> Iterator[str]:
         for _, name in imports_of(path):
             yield from (known for known in (name, name.rpartition(".")[0]) if known in TREES)
@@ -90,7 +86,7 @@ def test_modules_do_not_import_each_other() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-def test_controllers_do_not_ask_for_a_kind_of_scheduler() -> None:
+def test_controllers_no_scheduler_kinds() -> None:
     wrong = [
         f"{module}:{node.lineno} {ast.unparse(node)}"
         for module, tree in TREES.items()
@@ -123,7 +119,7 @@ PRIVATE = {module: private_names(tree) for module, tree in TREES.items()}
 OURS = {name: {module for module in PRIVATE if name in PRIVATE[module]} for name in set().union(*PRIVATE.values())}
 
 
-def test_private_members_are_used_in_their_module_alone() -> None:
+def test_private_members_used_in_own_module() -> None:
     wrong = [
         f"{module}:{node.lineno} {ast.unparse(node)} of {', '.join(sorted(OURS[node.attr]))}"
         for module, tree in TREES.items()

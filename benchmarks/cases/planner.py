@@ -11,7 +11,7 @@ from benchmarks.world import World
 from helmsman.api.plan import Plan
 from helmsman.api.scheduler import Job, SchedulingSpec
 from helmsman.controller._placement.planner import plan_jobs
-from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
+from helmsman.controller._placement.resources import ClusterSnapshot, NodeState
 
 DEVICES = 8
 NUM_PLANTED = 60

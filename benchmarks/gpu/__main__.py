@@ -8,6 +8,7 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import benchmarks.gpu.memory
 import benchmarks.gpu.rollouts
 import benchmarks.gpu.training  # noqa: F401 - they declare checks
 from benchmarks.gpu.harness import CHECKS, Machine, Outcome, perform
+from examples.common.engines import ENGINE_MODULES
+from helmsman import LocalScheduler
 
 OUT = Path(__file__).parents[1] / "out" / "gpu.md"
 
@@ -32,7 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [each for each in options.checks if not any(name.startswith(each) for name in CHECKS)]:
         print(f"there is no check {', '.join(unknown)}; there are {', '.join(CHECKS)}", file=sys.stderr)
         return 2
-    machine = Machine(rehearse=options.rehearse)
+    logs = Path(tempfile.mkdtemp(prefix="helmsman-gpu-check-"))
+    with LocalScheduler(log_dir=logs, num_gpus=options.rehearse, preload=ENGINE_MODULES) as scheduler:
+        return run(names, Machine(scheduler, is_rehearsal=options.rehearse is not None), options.out)
+
+
+def run(names: Sequence[str], machine: Machine, out: Path) -> int:
+    """Perform checks one after the other, print and write the table; returns the exit code."""
     if not machine.num_devices:
         print(
             "this machine has no accelerator that Helmsman sees (`helmsman doctor` says what it looks at); "
@@ -45,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in names:
         outcomes.append(perform(name, machine))
         print(line(outcomes[-1]), flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(f"{about(machine)}\n\n{HEADER}\n" + "".join(f"{line(each)}\n" for each in outcomes))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(f"{about(machine)}\n\n{HEADER}\n" + "".join(f"{line(each)}\n" for each in outcomes))
     failed = [each.name for each in outcomes if each.result == "failed"]
-    print(f"\n{sum(each.result == 'ok' for each in outcomes)} of {len(outcomes)} checks ok; the table is in {options.out}")
+    print(f"\n{sum(each.result == 'ok' for each in outcomes)} of {len(outcomes)} checks ok; the table is in {out}")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,16 +17,17 @@ class DevicesMissingError(Exception):
 
 
 class Machine:
-    """The devices of this machine, and workers on them by a LocalScheduler.
+    """The devices of this machine, and the scheduler whose workers run on them.
 
     Args:
-        rehearse: take the CPU for so many devices.
+        scheduler: the scheduler of all checks; each deletes its roles.
+        is_rehearsal: whether its devices are the CPU.
     """
 
-    def __init__(self, *, rehearse: int | None = None) -> None:
-        self._pretended = rehearse
-        with self.scheduler() as scheduler:
-            self.num_devices = scheduler.n_gpus_per_node
+    def __init__(self, scheduler: LocalScheduler, *, is_rehearsal: bool) -> None:
+        self.scheduler = scheduler
+        self.num_devices = scheduler.n_gpus_per_node
+        self.is_rehearsal = is_rehearsal
         self.model: dict[str, Any] = {
             "model_type": "qwen2",
             "vocab_size": 512 if self.is_rehearsal else 32_000,
@@ -44,11 +42,6 @@ class Machine:
         }
         """0.4 billion parameters; in a rehearsal next to none."""
 
-    @property
-    def is_rehearsal(self) -> bool:
-        """Whether the devices are the CPU."""
-        return self._pretended is not None
-
     def spec(self, devices: int = 1, *, on_host: bool = False) -> SchedulingSpec:
         """A worker's share."""
         env_vars = {"HELMSMAN_PLATFORM": "cpu"} if on_host or self.is_rehearsal else {}
@@ -58,13 +51,6 @@ class Machine:
         """Raises: DevicesMissingError with fewer devices."""
         if self.num_devices < num_devices:
             raise DevicesMissingError(f"{why} needs {num_devices} devices; this machine has {self.num_devices}")
-
-    @contextlib.contextmanager
-    def scheduler(self) -> Any:
-        """A scheduler of a check's own."""
-        logs = Path(tempfile.mkdtemp(prefix="helmsman-gpu-check-"))
-        with LocalScheduler(log_dir=logs, num_gpus=self._pretended) as scheduler:
-            yield scheduler
 
 
 Check = Callable[[Machine], dict[str, str]]

@@ -31,7 +31,8 @@ def offload(machine: Machine) -> dict[str, str]:
 def sleep(machine: Machine) -> dict[str, str]:
     """A trainer that sleeps leaves its device almost empty, and goes on where it was."""
     batch = samples_of(8, 64, machine.model["vocab_size"], 0)
-    with machine.scheduler() as scheduler, training(machine, scheduler, machine.num_devices) as trainer:
+    scheduler = machine.scheduler
+    with training(machine, machine.num_devices) as trainer:
         asyncio.run(scheduler.create_engine("train/0", PROBE, "memory"))
 
         def figures() -> MemoryStats:
@@ -59,7 +60,8 @@ def turns(machine: Machine) -> dict[str, str]:
     """A trainer and a rollout on the same devices, some steps in turns; each token by the weights of the step before."""
     model = machine.model
     shared = SchedulingStrategy(type="colocation", target="train", fork=True)
-    with machine.scheduler() as scheduler, training(machine, scheduler, machine.num_devices) as trainer:
+    scheduler = machine.scheduler
+    with training(machine, machine.num_devices) as trainer:
         rollout = RolloutController(
             scheduler,
             ROLLOUT,

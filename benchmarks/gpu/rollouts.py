@@ -12,7 +12,6 @@ from benchmarks.gpu.harness import Machine, check
 from benchmarks.gpu.training import samples_of, training
 from helmsman import (
     Job,
-    LocalScheduler,
     RolloutController,
     SamplingParams,
     SchedulingStrategy,
@@ -26,13 +25,13 @@ HF = "helmsman.engines.rollout.HFRolloutEngine"
 
 
 @contextlib.contextmanager
-def rolling(machine: Machine, scheduler: LocalScheduler, **config: Any) -> Iterator[RolloutController]:
+def rolling(machine: Machine, **config: Any) -> Iterator[RolloutController]:
     """A rollout instance that is ready; on the train worker's own device where there is no other."""
-    beside = machine.num_devices == 1 and bool(scheduler.status())
+    beside = machine.num_devices == 1 and bool(machine.scheduler.status())
     strategy = SchedulingStrategy(type="colocation", target="train", fork=True) if beside else SchedulingStrategy()
     job = Job(role="rollout", replicas=1, tasks=[machine.spec()], scheduling_strategy=strategy)
     known: dict[str, Any] = {"model": machine.model, "max_model_len": 512, "max_concurrency": 64, **config}
-    rollout = RolloutController(scheduler, HF, job, engine_kwargs=known)
+    rollout = RolloutController(machine.scheduler, HF, job, engine_kwargs=known)
     rollout.initialize()
     try:
         yield rollout
@@ -61,7 +60,7 @@ def difference(trainer: Any, rollout: RolloutController, prompts: list[list[int]
 def speed(machine: Machine) -> dict[str, str]:
     """Tokens per second of one HFRolloutEngine in bfloat16."""
     prompts, new_tokens = prompts_of(machine, 64), 8 if machine.is_rehearsal else 128
-    with machine.scheduler() as scheduler, rolling(machine, scheduler, dtype="bfloat16") as rollout:
+    with rolling(machine, dtype="bfloat16") as rollout:
         rollout.generate(prompts[:4], SamplingParams(max_new_tokens=4))
         started = time.monotonic()
         results = rollout.generate(prompts, SamplingParams(max_new_tokens=new_tokens))
@@ -73,9 +72,8 @@ def speed(machine: Machine) -> dict[str, str]:
 def logprobs(machine: Machine) -> dict[str, str]:
     """Log-probabilities of the rollout engine and of the trainer on the same tokens, in float32."""
     with (
-        machine.scheduler() as scheduler,
-        training(machine, scheduler, 1, compute_dtype="float32") as trainer,
-        rolling(machine, scheduler, dtype="float32") as rollout,
+        training(machine, 1, compute_dtype="float32") as trainer,
+        rolling(machine, dtype="float32") as rollout,
     ):
         largest, mean = difference(trainer, rollout, prompts_of(machine, 16), 8)
     assert largest < 1e-3, largest
@@ -89,9 +87,8 @@ def three_ways(machine: Machine) -> dict[str, str]:
     prompts, batch = prompts_of(machine, 8), samples_of(4, 64, machine.model["vocab_size"], 2)
     with (
         tempfile.TemporaryDirectory() as folder,
-        machine.scheduler() as scheduler,
-        training(machine, scheduler, 1, compute_dtype="float32") as trainer,
-        rolling(machine, scheduler, dtype="float32") as rollout,
+        training(machine, 1, compute_dtype="float32") as trainer,
+        rolling(machine, dtype="float32") as rollout,
     ):
         for name, way in {"memory": ViaMemory(), "collective": ViaCollective(), "disk": ViaDisk(folder)}.items():
             if name == "collective" and machine.num_devices == 1:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.gpu.harness import Machine, check
-from helmsman import Job, LocalScheduler, TrainController
+from helmsman import Job, TrainController
 
 TRAIN = "helmsman.engines.train.FSDPTrainEngine"
 NUM_STEPS = 5
@@ -51,11 +51,14 @@ class Probe:
 def binding(machine: Machine) -> dict[str, str]:
     """Each worker sees its own device and no other, and the driver none."""
     count = machine.num_devices
-    with machine.scheduler() as scheduler:
-        workers = scheduler.create_workers(Job(role="probe", replicas=count, tasks=[machine.spec()]))
+    scheduler = machine.scheduler
+    workers = scheduler.create_workers(Job(role="probe", replicas=count, tasks=[machine.spec()]))
+    try:
         for worker in workers:
             asyncio.run(scheduler.create_engine(worker, Probe))
         found = [scheduler.call_engine(worker, "device", None, timeout=120.0) for worker in workers]
+    finally:
+        scheduler.delete_workers("probe")
     assert all(each["is_right"] for each in found), found
     if not machine.is_rehearsal:
         assert all(each["count"] == 1 and each["kind"] != "cpu" for each in found), found
@@ -75,12 +78,12 @@ def samples_of(count: int, longest: int, vocab: int, seed: int) -> list[dict[str
 
 
 @contextlib.contextmanager
-def training(machine: Machine, scheduler: LocalScheduler, ranks: int, *, on_host: bool = False, **config: Any) -> Iterator[Any]:
+def training(machine: Machine, ranks: int, *, on_host: bool = False, **config: Any) -> Iterator[Any]:
     """A training job that is ready."""
     parallel = config.get("tensor_parallel_size", 1) * config.get("context_parallel_size", 1)
     job = Job(role="train", replicas=ranks, tasks=[machine.spec(on_host=on_host)])
     engine: dict[str, Any] = {"model": machine.model, "lr": 1e-3, **config}
-    trainer = TrainController(scheduler, TRAIN, job, engine_kwargs=engine, model_parallel_size=parallel)
+    trainer = TrainController(machine.scheduler, TRAIN, job, engine_kwargs=engine, model_parallel_size=parallel)
     trainer.initialize()
     try:
         yield trainer
@@ -91,7 +94,7 @@ def training(machine: Machine, scheduler: LocalScheduler, ranks: int, *, on_host
 def losses_of(machine: Machine, ranks: int, *, on_host: bool = False, **config: Any) -> list[float]:
     """Of some steps on the same batches, whatever the ranks."""
     longest = 64
-    with machine.scheduler() as scheduler, training(machine, scheduler, ranks, on_host=on_host, **config) as trainer:
+    with training(machine, ranks, on_host=on_host, **config) as trainer:
         return [
             float(trainer.train_batch(samples_of(8, longest, machine.model["vocab_size"], seed), "sft")["loss"])
             for seed in range(NUM_STEPS)
@@ -126,16 +129,13 @@ def speed(machine: Machine) -> dict[str, str]:
     batch = samples_of(8 if machine.is_rehearsal else 64, longest, machine.model["vocab_size"], 0)
     tokens = sum(len(sample["input_ids"]) for sample in batch)
     for name, config in {"plain": {}, "recomputed": {"gradient_checkpointing": True}}.items():
-        with (
-            machine.scheduler() as scheduler,
-            training(machine, scheduler, machine.num_devices, compute_dtype="bfloat16", **config) as trainer,
-        ):
-            asyncio.run(scheduler.create_engine("train/0", Probe, "probe"))
+        with training(machine, machine.num_devices, compute_dtype="bfloat16", **config) as trainer:
+            asyncio.run(machine.scheduler.create_engine("train/0", Probe, "probe"))
             trainer.train_batch(batch, "sft")
             started = time.monotonic()
             for _ in range(3):
                 trainer.train_batch(batch, "sft")
             rate = 3 * tokens / (time.monotonic() - started)
-            peak = scheduler.call_engine("train/0", "peak", "probe")
+            peak = machine.scheduler.call_engine("train/0", "peak", "probe")
         figures[name] = f"{rate:,.0f} tokens/s, peak {peak / 2**30:.1f} GiB"
     return figures

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from helmsman.testing import FaultPlan
+from helmsman.testing import Fault, FaultPlan
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,8 +35,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     staleness: float | None = None
     """Weight versions that answers may be older than the weights they train; None for a synchronous run."""
-    faults: str = ""
-    """A fault plan for a drill, by the numbers of the steps."""
+    faults: list[dict[str, Any]] = []
+    """Of a drill, as JSON has them, by the numbers of the steps."""
     max_new_tokens: int | None = None
     num_tasks: int = 6000
     num_held_out: int = 256
@@ -44,6 +44,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     save_every: int = 25
     seed: int = 0
     out: str = "runs/grpo"
+
+    @property
+    def fault_plan(self) -> FaultPlan:
+        """The plan of the drill. Raises: ValueError for what is no fault."""
+        return FaultPlan(msgspec.convert(self.faults, list[Fault]))
 
     @property
     def total_steps(self) -> int:
@@ -114,7 +119,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, bool]:
     if settings.scheduler == "inline" and settings.train_workers > 1:
         parser.error("--scheduler inline has one process and so one rank; leave --train-workers out, or use --scheduler local")
     try:
-        FaultPlan.parse(settings.faults)
+        _ = settings.fault_plan
     except ValueError as error:
         parser.error(f"--faults: {error}")
     if settings.faults and settings.scheduler == "inline":
@@ -126,6 +131,13 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, bool]:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _json_objects(text: str) -> list[dict[str, Any]]:
+    try:
+        return msgspec.json.decode(text, type=list[dict[str, Any]])
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(f"not a JSON array of objects: {text!r} ({error})") from error
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -146,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(flag: str, text: str, **options: Any) -> None:
         default = getattr(defaults, flag[2:].replace("-", "_"), None)
-        shown = f" (default: {default})" if default is not None and default != {} else ""
+        shown = f" (default: {default})" if default not in (None, {}, []) else ""
         parser.add_argument(flag, help=text + shown, **options)
 
     add("--scheduler", "what runs the workers", choices=("ray", "local", "inline"))
@@ -170,7 +182,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--staleness", "weight versions that answers may be behind, also a fraction (with --async: 1)", type=float)
     add(
         "--faults",
-        "what to do to workers at which steps, such as 'kill rollout/0 at step 170; hang rollout/1 at step 180 for 9 s'",
+        'what to do to workers at which steps, as JSON: [{"type": "Kill", "worker_id": "rollout/0", "at_step": 170}]',
+        type=_json_objects,
     )
     add("--max-new-tokens", "longest answer; what the known answers need when not given (with --model: 256)", type=int)
     add("--num-tasks", "tasks to generate", type=int)

@@ -45,11 +45,14 @@ class Batch(Frozen):
     old one wherever they can. Slices and chunks are views. Do not change a column in place, a list least of all.
     """
 
-    __slots__ = ("__weakref__", "_columns", "_meta", "_num_padding", "_num_rows")
+    __slots__ = ("__weakref__", "_num_rows", "columns", "meta", "num_padding")
 
-    _columns: Mapping[str, Column]
-    _meta: Mapping[str, Any]
-    _num_padding: int
+    columns: Mapping[str, Column]
+    """Name -> column, read-only."""
+    meta: Mapping[str, Any]
+    """Entries that hold for all rows, read-only."""
+    num_padding: int
+    """How many rows at the end are padding."""
     _num_rows: int
 
     def __init__(
@@ -87,25 +90,10 @@ class Batch(Frozen):
         self._freeze(kept, meta or {}, next(iter(lengths.values()), 0), 0)
 
     def _freeze(self, columns: Mapping[str, Column], meta: Mapping[str, Any], num_rows: int, num_padding: int) -> None:
-        frozen = {"_columns": MappingProxyType(dict(columns)), "_meta": MappingProxyType(dict(meta))}
-        self._fill(**frozen, _num_rows=num_rows, _num_padding=num_padding)
+        frozen = {"columns": MappingProxyType(dict(columns)), "meta": MappingProxyType(dict(meta))}
+        self._fill(**frozen, _num_rows=num_rows, num_padding=num_padding)
 
     # --- what is in it ----------------------------------------------------------------------------------------------
-
-    @property
-    def columns(self) -> Mapping[str, Column]:
-        """Name -> column, read-only."""
-        return self._columns
-
-    @property
-    def meta(self) -> Mapping[str, Any]:
-        """Entries that hold for all rows, read-only."""
-        return self._meta
-
-    @property
-    def num_padding(self) -> int:
-        """How many rows at the end are padding."""
-        return self._num_padding
 
     @property
     def mask(self) -> Column:
@@ -178,11 +166,12 @@ class Batch(Frozen):
 
     def select(self, *names: str) -> Batch:
         """These columns only, in this order."""
-        return self._with({name: self[name] for name in names})
+        return _restore({name: self[name] for name in names}, self.meta, len(self), self.num_padding)
 
     def with_columns(self, **columns: Column | tuple[Any, ...]) -> Batch:
         """With these columns added, or in place of those of the same name."""
-        return self._with(Batch({**self.columns, **columns}, num_rows=len(self)).columns)
+        all_columns = Batch({**self.columns, **columns}, num_rows=len(self)).columns
+        return _restore(all_columns, self.meta, len(self), self.num_padding)
 
     def union(self, other: Batch) -> Batch:
         """The columns and meta of both, row by row.
@@ -374,16 +363,12 @@ class Batch(Frozen):
     def _padding_within(self, start: int, stop: int) -> int:
         return max(0, min(stop - start, stop - (len(self) - self.num_padding)))
 
-    def _with(self, columns: Mapping[str, Column]) -> Batch:
-        return _restore(columns, self.meta, len(self), self.num_padding)
-
     def _require_no_padding(self, operation: str) -> None:
         if self.num_padding:
             raise ValueError(f"{operation} of a batch whose last {self.num_padding} rows are padding; unpad() first")
 
 
 def _restore(columns: Mapping[str, Column], meta: Mapping[str, Any], num_rows: int, num_padding: int) -> Batch:
-    """A batch of parts that are known to agree."""
     batch = Batch.__new__(Batch)
     batch._freeze(columns, meta, num_rows, num_padding)
     return batch
@@ -429,7 +414,6 @@ def _positive(number: int, name: str) -> int:
 
 
 def _no_column(name: str, value: Any) -> str:
-    """Why a value cannot be a column."""
     if getattr(value, "is_nested", False):
         return f"column {name!r} is a nested tensor; make a Ragged of its values() and offsets()"
     kind = "tensor or array without dimensions" if getattr(value, "shape", None) == () else type(value).__qualname__

@@ -228,10 +228,7 @@ def take(column: Column, rows: Sequence[int]) -> Any:
 
 
 def concat_columns(columns: Sequence[Column], where: str = "") -> Column:
-    """One column of all rows; the column itself where there is only one. ``where`` begins the message of an error.
-
-    Raises: TypeError for columns of different kinds or dtypes, ValueError for different shapes of a row or devices.
-    """
+    """One column of all rows. ``where`` begins the message of an error, a TypeError or ValueError."""
     kinds = {kind_of(column) for column in columns}
     if len(kinds) > 1 or "" in kinds:
         raise TypeError(f"{where}parts of different kinds: {', '.join(dict.fromkeys(map(_described, columns)))}")
@@ -250,7 +247,6 @@ def concat_columns(columns: Sequence[Column], where: str = "") -> Column:
 
 
 def _joined(parts: Sequence[Any], where: str) -> Dense:
-    """Tensors, or arrays, one behind the other."""
     facts: list[tuple[type[Exception], str, set[Any]]] = [
         (TypeError, "kinds", {kind_of(part) for part in parts}),
         (TypeError, "dtypes", {part.dtype for part in parts}),

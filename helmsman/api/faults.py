@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from decimal import Decimal
 from typing import TypeAlias
 
 import msgspec
@@ -30,7 +29,7 @@ class _Fault(_Aimed, frozen=True, kw_only=True):
             raise ValueError(f"{name} is {value:g} in a fault of {self.worker_id}; expected {least}")
 
 
-class Kill(_Fault, frozen=True, kw_only=True):
+class Kill(_Fault, frozen=True, kw_only=True, tag=True):
     """The worker's process ends by SIGKILL."""
 
     def __str__(self) -> str:
@@ -48,17 +47,17 @@ class _Lasting(_Fault, frozen=True, kw_only=True):
 
     @property
     def _time(self) -> str:
-        return "" if self.seconds is None else f" for {_number(self.seconds)} s"
+        return "" if self.seconds is None else f" for {self.seconds:g} s"
 
 
-class Hang(_Lasting, frozen=True, kw_only=True):
+class Hang(_Lasting, frozen=True, kw_only=True, tag=True):
     """The worker's process is stopped, as by SIGSTOP: nothing of it answers, and nothing has ended."""
 
     def __str__(self) -> str:
         return f"hang {self.worker_id} at step {self.at_step}{self._time}"
 
 
-class Slow(_Lasting, frozen=True, kw_only=True):
+class Slow(_Lasting, frozen=True, kw_only=True, tag=True):
     """The worker's process runs a part of the time only, and is stopped for the rest of each tenth of a second."""
 
     factor: float
@@ -69,10 +68,10 @@ class Slow(_Lasting, frozen=True, kw_only=True):
         self._require("factor", self.factor, "more than 1, and at most 1000", 1 < self.factor <= 1000)
 
     def __str__(self) -> str:
-        return f"slow {self.worker_id} by {_number(self.factor)}x at step {self.at_step}{self._time}"
+        return f"slow {self.worker_id} by {self.factor:g}x at step {self.at_step}{self._time}"
 
 
-class DropNode(_Fault, frozen=True, kw_only=True):
+class DropNode(_Fault, frozen=True, kw_only=True, tag=True):
     """All workers of this run on the worker's node end by SIGKILL at once, and its raylet where the cluster is this run's."""
 
     def __str__(self) -> str:
@@ -94,9 +93,3 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the fault has been inflicted."""
     outcome: str
     """What has happened, or why it has not, for people."""
-
-
-def _number(value: float) -> str:
-    """Without an exponent, and so that it is read as the same."""
-    text = format(Decimal(repr(value)), "f")
-    return text.rstrip("0").rstrip(".") if "." in text else text

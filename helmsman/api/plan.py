@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -107,14 +108,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _runs(instance: PlannedInstance) -> list[list[PlannedWorker]]:
-    """Neighbouring ranks of one node."""
-    runs: list[list[PlannedWorker]] = []
-    for worker in instance.workers:
-        if runs and runs[-1][-1].node_id == worker.node_id:
-            runs[-1].append(worker)
-        else:
-            runs.append([worker])
-    return runs
+    return [list(run) for _, run in itertools.groupby(instance.workers, lambda worker: worker.node_id)]
 
 
 def _row(role: PlannedRole, instance: PlannedInstance, run: list[PlannedWorker]) -> tuple[str, str, str, str]:
@@ -149,7 +143,6 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table as text, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

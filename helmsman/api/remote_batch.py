@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from helmsman.api.batch import Batch, padding_of
-from helmsman.api.columns import Column
 
 if TYPE_CHECKING:
     from helmsman.api.scheduler import ResultHandle, Scheduler
@@ -40,17 +39,12 @@ class RemoteBatch(Batch):
     def __init__(self, scheduler: Scheduler, pieces: Sequence[Piece], num_padding: int = 0) -> None:
         handles = {piece.handle.id: piece.handle for piece in pieces}  # also of no rows
         self._fill(_scheduler=scheduler, _pieces=_with_rows(pieces), _handles=handles, _fetched=None)
-        self._freeze({}, {}, sum(map(_num_rows, pieces)), num_padding)
+        self._fill(_num_rows=sum(map(_num_rows, pieces)), num_padding=num_padding)
 
-    @property
-    def columns(self) -> Mapping[str, Column]:
-        """As Batch; fetches the rows."""
-        return self.fetch().columns
-
-    @property
-    def meta(self) -> Mapping[str, Any]:
-        """As Batch; fetches the rows."""
-        return self.fetch().meta
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("columns", "meta"):  # which have no value here
+            raise AttributeError(f"a {type(self).__name__} has no {name!r}")
+        return getattr(self.fetch(), name)
 
     def fetch(self) -> Batch:
         """The rows themselves, here. Raises: HandleLostError."""
@@ -95,7 +89,7 @@ class RemoteBatch(Batch):
 
     @staticmethod
     def join(batches: Sequence[Batch]) -> RemoteBatch:
-        """The rows of several, without moving any. Raises: ValueError, where rows lie behind the padding of others."""
+        """The rows of several, without moving any. Raises: ValueError."""
         return RemoteBatch._joined(batches, padding_of(batches))
 
     def __repr__(self) -> str:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import abc
 import functools
+import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
+
+import msgspec
 
 from helmsman.api.closing import Closing
 from helmsman.api.environment import EnvironmentVariable
+from helmsman.api.errors import InvalidSpecError
 from helmsman.api.fan_out import Fanout
 from helmsman.api.faults import Fault, Injection
-from helmsman.api.jobs import Job as Job
-from helmsman.api.jobs import PlacementStrategy as PlacementStrategy
-from helmsman.api.jobs import SchedulingSpec as SchedulingSpec
-from helmsman.api.jobs import SchedulingStrategy as SchedulingStrategy
 from helmsman.api.plan import Node, Plan, Reservation
+from helmsman.api.suggestions import Suggesting
 from helmsman.api.supervision import Monitor
 from helmsman.api.workers import CONTROLLER as CONTROLLER
 from helmsman.api.workers import Call as Call
@@ -32,6 +34,157 @@ from helmsman.api.workers import Worker as Worker
 from helmsman.api.workers import WorkerHealth as WorkerHealth
 from helmsman.api.workers import WorkerState as WorkerState
 from helmsman.api.workers import WorkerStatus as WorkerStatus
+
+PlacementStrategy = Literal["shared", "separate", "deferred"]
+NodePacking = Literal["pack", "spread", "strict_spread"]
+StrategyType = Literal["separation", "colocation"]
+
+
+class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
+    """What one worker needs."""
+
+    cpu: float = 1
+    """CPU cores. Thread counts (OMP_NUM_THREADS and its like, torch's) are these, 1 at least."""
+    gpu: float = 0
+    """Accelerators of whatever kind the cluster has."""
+    mem: float = 0
+    """Memory in GB (10^9 bytes); 0 asks for none in particular."""
+    port_count: int = 0
+    """Ports leased to the worker for its engine, below the ephemeral range or in HELMSMAN_PORT_RANGE ('20000-20200'). No other
+    worker of any run on the node is given them until this one ends. A worker with a ``cmd`` has one at least."""
+    env_vars: dict[str, str] = {}
+    """Environment variables of the worker; they win over everything that is forwarded."""
+    cmd: str | None = None
+    """Module and arguments to run (``python -m``) as the worker's child, which ends with it; None for engines alone. Quoted as
+    for a shell; ``{port0}``, ``{port1}``, ... are the worker's leased ports, ``{port}`` the first; HELMSMAN_PORTS has all."""
+    ray_placement_strategy: PlacementStrategy = "shared"
+    """shared: one placement group, a bundle per worker; separate: a group per worker; deferred: a group per instance whose
+    devices are left to the server that the worker launches."""
+    resources: dict[str, float] = {}
+    """Extra custom resources by name."""
+    node_labels: dict[str, str] = {}
+    """Labels that the worker's node must carry. A value may also be '!x', 'in(x, y)' or '!in(x, y)', as Ray's selectors have
+    it."""
+    accelerator_type: str | None = None
+    """Accelerator model that the worker's node must have, as Ray names it."""
+    nodelist: Sequence[str] = ()
+    """Addresses, host names or ids of the only nodes that may be used; empty for all."""
+    exclude: Sequence[str] = ()
+    """Addresses, host names or ids of nodes that must not be used."""
+    node_packing: NodePacking = "pack"
+    """pack: on as few nodes as possible, leaving whole nodes free; spread: over as many as possible; strict_spread: never two
+    of the job's bundles on one node."""
+
+
+class SchedulingStrategy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
+    """Where a job's workers go in relation to another role's."""
+
+    type: StrategyType = "separation"
+    """separation: resources of its own; colocation: those of ``target``."""
+    target: str | None = None
+    """Role to colocate with."""
+    fork: bool = False
+    """With colocation: False reuses the target's workers (engines are told apart by name), True gives each a sibling
+    process."""
+    device_mapping: Sequence[Sequence[int]] = ()
+    """With fork: for each replica the devices of the target that it gets, counted over the target's workers in rank order, on
+    one node. Several replicas may get the same device. Empty: neighbours share evenly."""
+
+
+class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
+    """One role of the run: ``replicas`` workers with the specs ``tasks``."""
+
+    role: str
+    """Name of the role; workers are 'role/0', 'role/1', ..."""
+    replicas: int = 1
+    tasks: Sequence[SchedulingSpec] = (SchedulingSpec(),)
+    """One spec for all replicas, or one for each."""
+    scheduling_strategy: SchedulingStrategy = SchedulingStrategy()
+
+    def validate(self) -> None:
+        """Raise a JobError unless the job makes sense on its own, whatever the cluster."""
+        self._require_types()
+        if not self.role or "/" in self.role or self.role != self.role.strip():
+            raise self._wrong("role", self.role, "a name without '/' or outer blanks")
+        if self.replicas < 1:
+            raise self._wrong("replicas", self.replicas, "1 or more")
+        if len(self.tasks) not in (1, self.replicas):
+            expected = f"1 spec, which all replicas share, or {self.replicas}, one for each"
+            raise self._wrong("the number of tasks", len(self.tasks), expected)
+        for spec in self.tasks:
+            amounts = {field: getattr(spec, field) for field in ("cpu", "gpu", "mem", "port_count")}
+            amounts |= {f"resources[{name!r}]": amount for name, amount in spec.resources.items()}
+            for field, amount in amounts.items():
+                if not (0 <= amount < math.inf):
+                    raise self._wrong(field, amount, "0 or more")
+            if spec.gpu != int(spec.gpu):
+                raise self._wrong("gpu", spec.gpu, "a whole number; colocate roles to share a device")
+        for field in ("ray_placement_strategy", "node_packing"):
+            values = sorted({getattr(spec, field) for spec in self.tasks})
+            if len(values) > 1:
+                raise self._wrong(field, values, "the same for all tasks of a job")
+        strategy = self.scheduling_strategy
+        if strategy.type == "colocation" and not strategy.target:
+            raise self._wrong("scheduling_strategy.target", strategy.target, "the role to colocate with")
+        if strategy.type == "separation" and (strategy.target or strategy.fork):
+            raise self._wrong("scheduling_strategy", strategy, "target and fork only with colocation")
+        if strategy.device_mapping:
+            self._require_mapping(strategy)
+
+    def _require_mapping(self, strategy: SchedulingStrategy) -> None:
+        """Which devices the target has is known later; see colocation.tile."""
+        field, mapping = "scheduling_strategy.device_mapping", strategy.device_mapping
+        if not strategy.fork:
+            raise self._wrong(field, mapping, "only with colocation and fork")
+        if len(mapping) != self.replicas:
+            raise self._wrong(field, mapping, f"an entry for each of the {self.replicas} replicas")
+        for index, devices in enumerate(mapping):
+            if not devices or min(devices) < 0 or len(set(devices)) < len(devices):
+                raise self._wrong(f"{field}[{index}]", devices, "devices from 0 on, each once, at least one")
+
+    def _wrong(self, field: str, value: Any, expected: str) -> InvalidSpecError:
+        return InvalidSpecError(role=str(self.role), field=field, value=value, expected=expected)
+
+    def _require_types(self) -> None:
+        """Structs made in Python are not checked by msgspec; a misspelt strategy would otherwise be taken for another one."""
+        try:
+            msgspec.convert(msgspec.to_builtins(self, enc_hook=_as_number), type=Job)
+        except (msgspec.ValidationError, TypeError, NotImplementedError) as error:
+            reason, _, where = str(error).partition(" - at `$.")
+            field = where.rstrip("`") or "job"
+            choices = _CHOICES.get(field.rpartition(".")[2])
+            expected = (
+                f"one of {', '.join(map(repr, choices))}" if choices else reason.removeprefix("Expected ").replace("`", "")
+            )
+            raise self._wrong(field, _at(self, field), expected) from error
+
+    def spec(self, index: int) -> SchedulingSpec:
+        return self.tasks[0] if len(self.tasks) == 1 else self.tasks[index]
+
+
+_CHOICES = {
+    "ray_placement_strategy": get_args(PlacementStrategy),
+    "node_packing": get_args(NodePacking),
+    "type": get_args(StrategyType),
+}
+
+
+def _as_number(value: Any) -> Any:
+    """A number of numpy's as Python's."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise NotImplementedError(f"Expected plain values, got `{type(value).__name__}`")
+
+
+def _at(job: Job, path: str) -> Any:
+    """The value at a path such as 'tasks[0].gpu'; the job itself where it leads nowhere."""
+    value: Any = job
+    for name, index in re.findall(r"(\w+)|\[(\d+)\]", path):
+        try:
+            value = getattr(value, name) if name else value[int(index)]
+        except (AttributeError, LookupError, TypeError):
+            break
+    return value
 
 
 class Scheduler(Closing):

@@ -50,8 +50,6 @@ class Sign(Enum):
 
 
 class Report(NamedTuple):
-    """An observation of a worker."""
-
     worker_id: str
     sign: Sign
     reason: str = ""
@@ -133,7 +131,6 @@ class Monitor:
             await asyncio.sleep(pause_s)
 
     def close(self) -> None:
-        """End all watches. Idempotent."""
         for watch in tuple(self._watches):
             watch.close()
         if self._looking is not None:

@@ -50,7 +50,6 @@ class WeightState(Enum):
 
     @property
     def serves(self) -> bool:
-        """Whether it can generate."""
         return self is WeightState.AWAKE
 
     @property

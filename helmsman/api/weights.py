@@ -44,9 +44,6 @@ class WeightFormat(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=Tr
         return name
 
 
-# --- where they go, as an engine's publish_weights is told --------------------------------------------------------------------
-
-
 class IntoMemory(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To be returned, as WeightsInMemory."""
 
@@ -82,9 +79,6 @@ class ByCollective(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 WeightTarget: TypeAlias = IntoMemory | OntoDisk | ByCollective
-
-
-# --- where they come from, as an engine's update_weights is told --------------------------------------------------------------
 
 
 class WeightsInMemory(msgspec.Struct, frozen=True):

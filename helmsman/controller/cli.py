@@ -17,16 +17,14 @@ from helmsman.api.plan import Plan, Shortfall, aligned
 from helmsman.api.scheduler import Job
 from helmsman.api.version import __version__
 from helmsman.controller._bootstrap.up import add_command as add_up
-from helmsman.controller._node.checks import HEAD_PORTS, Observed, observe
+from helmsman.controller._node.checks import HEAD_PORTS, Observed, diagnose, observe, skew_s
 from helmsman.controller._node.cleanup import age, describe, leftovers, remove
-from helmsman.controller._node.doctor import diagnose, skew_s
 from helmsman.controller._node.environment import forwarding_report
 from helmsman.controller._node.run_registry import read_runs, refused_places
 from helmsman.controller._placement.admission import advise
 from helmsman.controller._placement.job_files import load_cluster, load_jobs
 from helmsman.controller._placement.planner import plan_jobs
-from helmsman.controller._placement.resources import ACCELERATORS
-from helmsman.controller._placement.snapshot import ClusterSnapshot
+from helmsman.controller._placement.resources import ACCELERATORS, ClusterSnapshot
 
 T = TypeVar("T")
 
@@ -35,7 +33,6 @@ OK, NO, USAGE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code."""
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
@@ -97,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _connect(address: str | None) -> None:
     """Attach to a cluster that runs; nothing is ever started."""
-    from helmsman.controller._ray_backend.address import choose_address
+    from helmsman.controller._ray_backend.cluster_state import choose_address
 
     chosen = choose_address(address or os.environ.get("RAY_ADDRESS") or "auto")
     if chosen is not None:
@@ -107,16 +104,12 @@ def _connect(address: str | None) -> None:
 
 
 def _start_on(node: Mapping[str, Any], function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Start a function on a node of the cluster; returns a reference to its result."""
     import ray
 
     from helmsman.controller._ray_backend.placement_groups import on_node
 
     task: Any = ray.remote(num_cpus=0, max_retries=0)(function)
     return task.options(scheduling_strategy=on_node(node["NodeID"])).remote(*arguments, **keywords)
-
-
-# --- doctor -------------------------------------------------------------------------------------------------------------
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -148,9 +141,6 @@ def _observe_cluster() -> tuple[dict[str, Observed], dict[str, float]]:
         seen[name] = ray.get(_start_on(node, observe, ports=(), environ=None), timeout=60.0)
         skews_s[name] = skew_s(seen[name], asked_at, time.time())
     return seen, skews_s
-
-
-# --- plan ---------------------------------------------------------------------------------------------------------------
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -204,9 +194,6 @@ def _live(address: str | None, jobs: Sequence[Job]) -> tuple[ClusterSnapshot, st
     return snapshot(), describe_holders("helmsman/none", jobs)
 
 
-# --- env ----------------------------------------------------------------------------------------------------------------
-
-
 def _env(options: argparse.Namespace) -> int:
     report = forwarding_report(os.environ)
     shown = [each for each in report if options.all or each.reach != "nowhere"]
@@ -218,9 +205,6 @@ def _env(options: argparse.Namespace) -> int:
     if hidden:
         print(f"\n{hidden} more reach no worker (--all shows them); SchedulingSpec.env_vars sets any.")
     return OK
-
-
-# --- runs and clean -----------------------------------------------------------------------------------------------------
 
 
 def _runs(options: argparse.Namespace) -> int:
@@ -245,12 +229,8 @@ def _clean(options: argparse.Namespace) -> int:
 def _clean_here(
     run_ids: Sequence[str], dry_run: bool, logs: bool, dead: Sequence[str] = (), alive: Sequence[str] = ()
 ) -> list[tuple[str, list[str], list[str]]]:
-    """(the action, lines about it, problems) for each run of this machine.
-
-    Args:
-        dead: runs whose controller is known from elsewhere to be dead.
-        alive: runs whose controller is known from elsewhere to be alive.
-    """
+    """(the action, lines about it, problems) for each run of this machine. Runs that are ``dead`` or ``alive`` are so by what
+    is known from elsewhere."""
     actions = [("not used", [f"place {path}"], [reason]) for path, reason in refused_places()]
     for left in leftovers(run_ids, logs=logs, alive=alive):
         is_named, lines = left.run_id in run_ids, describe(left)

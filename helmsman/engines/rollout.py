@@ -113,7 +113,6 @@ class HFRolloutEngine(InferenceEngine):
         return list(await asyncio.gather(*map(asyncio.wrap_future, loop.submit(requests))))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """See InferenceEngine."""
         return await asyncio.wrap_future(self._running().abort(request_ids))
 
     async def update_weights(self, weights: Weights, version: int) -> int:
@@ -129,7 +128,6 @@ class HFRolloutEngine(InferenceEngine):
         await asyncio.wrap_future(self._running().wake(weights_only))
 
     def get_version(self) -> int:
-        """The weight version that is served."""
         return self._running().version
 
     def stats(self) -> dict[str, int]:

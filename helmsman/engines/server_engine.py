@@ -172,11 +172,9 @@ class ServerEngine(InferenceEngine):
         await client.close()
 
     def get_version(self) -> int:
-        """The weight version that is served."""
         return self._requests.version if self._requests is not None else 0
 
     def failure(self) -> str | None:
-        """See InferenceEngine."""
         if self._process is None or not self._process.has_ended or self._is_destroyed:
             return None
         return f"its inference server has ended: {self._process.how_it_ended()}"
@@ -196,7 +194,6 @@ class ServerEngine(InferenceEngine):
         return {**gauges, "num_generated_tokens": self._served().num_generated_tokens, "version": self._served().version}
 
     def _on_server_end(self) -> None:
-        """Let requests that wait for the server fail."""
         client, requests = self._client, self._requests
         if client is not None and requests is not None and client.loop is not None:
             with contextlib.suppress(RuntimeError):  # the worker has stopped its loop already
@@ -241,7 +238,6 @@ class ServerEngine(InferenceEngine):
             raise RuntimeError(f"a request came while the server is {self._state.value}; call wake() first")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """See InferenceEngine."""
         return await self._served().abort(request_ids)
 
     async def _read(self, attempt: Attempt) -> None:
@@ -295,7 +291,6 @@ class ServerEngine(InferenceEngine):
 
     @contextlib.asynccontextmanager
     async def _laid_out(self, weights: Weights) -> AsyncIterator[str]:
-        """Weights as a folder."""
         loop = asyncio.get_running_loop()
         if self._group is None:
             self._group = WeightGroup(current_platform.device(0))
@@ -352,7 +347,6 @@ class ServerEngine(InferenceEngine):
                 self._on(WeightEvent.DROPPED)
 
     async def wake(self, *, weights_only: bool = False) -> None:
-        """See InferenceEngine."""
         self._running()
         async with self._one_update:
             needs_cache = not self._state.has_cache and not weights_only
@@ -389,6 +383,5 @@ def _model_at(address: str, headers: Mapping[str, str], limit_s: float) -> dict[
 
 
 def _gauge(metrics: str, name: str) -> float:
-    """The value of a gauge in Prometheus' text, summed over its labels."""
     values = [line.rsplit(" ", 1)[1] for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
     return sum(map(float, values))

@@ -222,7 +222,6 @@ class FSDPTrainEngine(TrainEngine):
     def eval_batch(
         self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
-        """As train_batch, without gradients and without a step."""
         self._built_model().eval()
         try:
             return self._accumulate(samples, loss_fn, loss_kwargs)
@@ -322,7 +321,6 @@ class FSDPTrainEngine(TrainEngine):
         return rows.per_prediction(self._whole_rows(target_logprobs(logits, next_ids, group)))
 
     def _whole_rows(self, parts: torch.Tensor) -> torch.Tensor:
-        """What the model says of all tokens of its rows, from this context-parallel rank's part of them."""
         group = self._built_mesh().context_group
         return parts if group is None else gather_tokens(parts, group)
 
@@ -348,7 +346,6 @@ class FSDPTrainEngine(TrainEngine):
         return dict(sent.tensors) if isinstance(sent, WeightsInMemory) else None
 
     def open_weight_store(self, address: str) -> int:
-        """Have rank 0 listen at this address of its own, for instances that take weights by broadcasts; returns the port."""
         return self._weight_group.open_store(address)
 
     def publish_weights(self, target: WeightTarget, form: WeightFormat) -> WeightsInMemory | WeightsOnDisk | int | None:
@@ -413,11 +410,9 @@ class FSDPTrainEngine(TrainEngine):
         self._memory.wake()
 
     def get_version(self) -> int:
-        """The weight version: the number of optimizer steps that made these weights, unless set otherwise."""
         return self._progress.version
 
     def set_version(self, version: int) -> None:
-        """Set the weight version."""
         self._progress = Progress(version=version, num_steps=self._progress.num_steps)
 
     def set_lr(self, lr: float) -> None:
@@ -441,12 +436,10 @@ class FSDPTrainEngine(TrainEngine):
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank's coordinate along the data-parallel axis."""
         return self._layout().data_rank
 
     @property
     def data_parallel_world_size(self) -> int:
-        """Ranks along the data-parallel axis."""
         return self._layout().data_size
 
     @property

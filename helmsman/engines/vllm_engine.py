@@ -53,8 +53,6 @@ class VLLMEngine(InferenceEngine):
         """Those under way, for destroy to see them answered before the loop ends."""
         self._destroyed = False
 
-    # --- life -------------------------------------------------------------------------------------------------------------
-
     def initialize(self) -> None:
         """Start vLLM's processes and load the model; the weights are version 0.
 
@@ -93,7 +91,6 @@ class VLLMEngine(InferenceEngine):
             raise
 
     def failure(self) -> str | None:
-        """Why it can serve no more, though its worker lives: vLLM's processes have ended. None while it can."""
         return self._instance.failure if self._instance is not None else None
 
     def destroy(self) -> None:
@@ -137,8 +134,6 @@ class VLLMEngine(InferenceEngine):
         """Await what must not be left half done when its caller is cancelled."""
         return await asyncio.shield(asyncio.wrap_future(self._begin(work)))
 
-    # --- generation -------------------------------------------------------------------------------------------------------
-
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
         """See InferenceEngine. Cancelling the call ends the request in vLLM. Raises also EngineDeadError when vLLM's processes
         have ended.
@@ -157,7 +152,6 @@ class VLLMEngine(InferenceEngine):
         return await asyncio.wrap_future(self._begin(lambda instance: instance.generate(requests)))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """See InferenceEngine."""
         return await asyncio.wrap_future(self._begin(lambda instance: instance.requests.abort(request_ids)))
 
     def stats(self) -> dict[str, float]:
@@ -167,8 +161,6 @@ class VLLMEngine(InferenceEngine):
         the last step; and the ``version``. Takes no lock."""
         return self._running().stats()
 
-    # --- weights ----------------------------------------------------------------------------------------------------------
-
     async def update_weights(self, weights: Weights, version: int) -> int:
         """See InferenceEngine; for requests in flight, see VLLMConfig.in_flight. Weights in memory go to vLLM's processes by
         shared memory of this node, copied once; files are read by each rank; broadcasts are received by the first rank, on
@@ -176,10 +168,7 @@ class VLLMEngine(InferenceEngine):
         return await self._to_its_end(lambda instance: instance.update_weights(weights, version))
 
     def get_version(self) -> int:
-        """The weight version that is served."""
         return self._running().requests.version
-
-    # --- sleep ------------------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int = 1) -> None:
         """See InferenceEngine. On devices this is vLLM's sleep mode, which ``enable_sleep_mode`` prepares. On the CPU vLLM has
@@ -188,10 +177,7 @@ class VLLMEngine(InferenceEngine):
         await self._to_its_end(lambda instance: instance.sleep(level))
 
     async def wake(self, *, weights_only: bool = False) -> None:
-        """See InferenceEngine."""
         await self._to_its_end(lambda instance: instance.wake(weights_only))
-
-    # --- adapters ---------------------------------------------------------------------------------------------------------
 
     async def load_lora(self, name: str, path: str) -> None:
         """Load a LoRA adapter in PEFT's layout from a folder, in place of one of this name. Needs ``max_lora_rank``."""
@@ -213,7 +199,6 @@ class VLLMEngine(InferenceEngine):
 
 
 def _arguments(config: VLLMConfig) -> dict[str, Any]:
-    """Of vLLM's AsyncEngineArgs."""
     from helmsman.engines._models.model import resolve_dtype
 
     arguments: dict[str, Any] = {

@@ -78,7 +78,6 @@ def publish(
 
 
 def _renamed(tensors: Mapping[str, torch.Tensor], form: WeightFormat) -> dict[str, torch.Tensor]:
-    """Tensors by the names under which they arrive."""
     sources: dict[str, str] = {}
     for name in tensors:
         mapped = form.name_of(name)
@@ -150,8 +149,6 @@ class _DiskSink(Sink[WeightsOnDisk]):
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """What follows by broadcasts."""
-
     shapes: dict[str, list[int]]
     dtypes: dict[str, str] = {}
     checksums: dict[str, int] = {}

@@ -29,14 +29,11 @@ _locks: set[socket.socket] = set()
 
 
 class PortLeases:
-    """The ports leased to one worker."""
-
     def __init__(self) -> None:
         self._held: dict[int, socket.socket] = {}
 
     @property
     def leased(self) -> tuple[int, ...]:
-        """In the order in which they were leased."""
         return tuple(self._held)
 
     def lease(self, count: int) -> list[int]:
@@ -85,7 +82,6 @@ class PortLeases:
             lock.close()
 
     def close(self) -> None:
-        """Give all leases back."""
         for port in list(self._held):
             self._release(port)
 
@@ -116,7 +112,6 @@ def _first_ephemeral_port() -> int:
 
 
 def _lock(port: int) -> socket.socket | None:
-    """The lock of a port; None when somebody has it."""
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         if sys.platform == "linux":  # elsewhere there is no abstract namespace, and only the check whether the port is bound
@@ -129,7 +124,6 @@ def _lock(port: int) -> socket.socket | None:
 
 
 def _is_free(port: int) -> bool:
-    """Whether no program has bound a port, on IPv4 or IPv6."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as sock:

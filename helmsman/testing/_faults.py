@@ -5,30 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import msgspec
 
-from helmsman.api.errors import FaultPlanError, FaultsUnsupportedError, HelmsmanError
+from helmsman.api.errors import FaultsUnsupportedError, HelmsmanError
 from helmsman.api.faults import DropNode, Fault, Hang, Injection, Kill, Slow
 from helmsman.api.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
 _KINDS: Mapping[str, Callable[..., Fault]] = {"kill": Kill, "hang": Hang, "slow": Slow, "drop": DropNode}
-_WORKER, _STEP, _NUMBER = r" (?P<worker>\S+/\d+)", r" at step (?P<at_step>\d{1,18})", r"\d+(?:\.\d*)?"
-_FOR = rf"(?: for (?P<seconds>{_NUMBER}) ?(?P<unit>ms|s|min|h))?"
-_FORMS = {
-    "kill": f"kill{_WORKER}{_STEP}",
-    "hang": f"hang{_WORKER}{_STEP}{_FOR}",
-    "slow": f"slow{_WORKER} by (?P<factor>{_NUMBER})x?{_STEP}{_FOR}",
-    "drop": f"drop the node of{_WORKER}{_STEP}",
-}
 
 
 class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,29 +91,12 @@ class FaultPlan:
     """Faults in the order in which they are due.
 
     Args:
-        faults: Kill("rollout/3", at_step=5) and so on; those of one step happen together.
+        faults: Kill("rollout/3", at_step=5) and so on; those of one step happen together. In JSON they are objects with a
+            ``type``, which ``msgspec.json.decode(text, type=list[Fault])`` reads.
     """
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
         self.faults: tuple[Fault, ...] = tuple(sorted(faults, key=lambda fault: fault.at_step))
-
-    @classmethod
-    def parse(cls, text: str | Iterable[str]) -> FaultPlan:
-        """A plan from text, or from lines of it. ``str(plan)`` is such a text.
-
-            kill rollout/3 at step 5
-            hang rollout/1 at step 7 for 20 s                 # or ms, min, h; without 'for', until its end
-            slow rollout/2 by 3x at step 3 for 60 s; drop the node of rollout/0 at step 9
-
-        Raises: FaultPlanError with the line and the forms that can be read.
-        """
-        lines = text.splitlines() if isinstance(text, str) else text
-        return cls(
-            _read(number, " ".join(part.split()))
-            for number, line in enumerate(lines, start=1)
-            for part in line.partition("#")[0].split(";")
-            if part.strip()
-        )
 
     @classmethod
     def random(
@@ -183,17 +155,3 @@ class FaultPlan:
 
     def __hash__(self) -> int:
         return hash(self.faults)
-
-
-def _read(line: int, text: str) -> Fault:
-    for kind, form in _FORMS.items():
-        if (found := re.fullmatch(form, text)) is None:
-            continue
-        given: dict[str, Any] = {name: value for name, value in found.groupdict().items() if value is not None}
-        scale = {"seconds": _UNITS[given.pop("unit", "s")], "factor": 1.0}
-        numbers = {name: float(given[name]) * scale[name] for name in scale if name in given}
-        try:
-            return _KINDS[kind](given["worker"], at_step=int(given["at_step"]), **numbers)
-        except ValueError as error:
-            raise FaultPlanError(line=line, text=text, reason=f"has a number out of range ({error})") from error
-    raise FaultPlanError(line=line, text=text, reason="cannot be read")

@@ -79,7 +79,6 @@ class _Running:
         self.done: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
 
     def num_at(self, progress: float) -> int:
-        """Tokens that it has by then."""
         return 0 if self.start is None else max(0, min(int(progress - self.start + _ROUNDING), self.num_tokens))
 
     def versions(self, num_tokens: int) -> list[int]:
@@ -117,7 +116,6 @@ class SimulatedInstance:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has died."""
         return self._lost is not None
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -141,14 +139,12 @@ class SimulatedInstance:
             self._plan()
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End these early, with what they have."""
         self._advance()
         for request_id in request_ids:
             if (running := self._running.get(request_id)) is not None and not running.done.done():
                 self._finish(running, running.num_at(self._progress))
 
     def kill(self, reason: str = "it was killed") -> None:
-        """Die, with all that it has."""
         self._lost = reason
         self._advance()
         for running in self._running.values():
@@ -245,7 +241,6 @@ class SimulatedBackend:
         self.instances = dict(instances)
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
-        """See Backend."""
         return await self.instances[instance_id].generate(request)
 
     async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
@@ -253,7 +248,6 @@ class SimulatedBackend:
         return list(await asyncio.gather(*(self.generate(instance_id, request) for request in requests)))
 
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
-        """See Backend."""
         self.instances[instance_id].abort(request_ids)
 
 
@@ -283,7 +277,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._clock)
 
     def time(self) -> float:
-        """Seconds of virtual time."""
         return self._clock.now
 
 

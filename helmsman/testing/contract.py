@@ -440,25 +440,22 @@ class TestSchedulerContract:
                 other.call_engine("shared/0", "add", engine.name)
         assert engine.call("add") == 1
 
-    @pytest.mark.parametrize(
-        "use",
-        [
-            pytest.param(lambda closed: closed.call_engine("a/0", "add"), id="call"),
-            pytest.param(lambda closed: asyncio.run(closed.async_call_engine("a/0", "add")), id="async call"),
-            pytest.param(lambda closed: closed.create_workers(Job(role="a")), id="create_workers"),
-            pytest.param(lambda closed: closed.get_workers("a"), id="get_workers"),
-            pytest.param(lambda closed: closed.delete_workers("a"), id="delete_workers"),
-            pytest.param(lambda closed: closed.stacks("a"), id="stacks"),
-            pytest.param(lambda closed: closed.fork_workers("b", "a"), id="fork_workers"),
-        ],
-    )
     @pytest.mark.usefixtures("scheduler")
-    def test_use_after_close(self, make_scheduler: Callable[[], Scheduler], use: Callable[[Scheduler], object]) -> None:
+    def test_use_after_close(self, make_scheduler: Callable[[], Scheduler]) -> None:
         """A closed scheduler says so; closing it again, and deleting all workers, does nothing."""
         closed = make_scheduler()
         closed.close()
         closed.close()
         assert closed.status() == []
-        with pytest.raises(errors.SchedulerClosedError, match="is closed"):
-            use(closed)
+        for use in (
+            lambda: closed.call_engine("a/0", "add"),
+            lambda: asyncio.run(closed.async_call_engine("a/0", "add")),
+            lambda: closed.create_workers(Job(role="a")),
+            lambda: closed.get_workers("a"),
+            lambda: closed.delete_workers("a"),
+            lambda: closed.stacks("a"),
+            lambda: closed.fork_workers("b", "a"),
+        ):
+            with pytest.raises(errors.SchedulerClosedError, match="is closed"):
+                use()
         closed.delete_workers()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from helmsman.api.columns import Column, Ragged
 
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ROWS = st.integers(0, 30)
 
 TENSOR_DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.uint16, torch.bool, torch.complex64]

@@ -63,7 +63,7 @@ def test_sequence_weights_at_the_edges() -> None:
         sequence_weights([1], "median")  # type: ignore[arg-type]
 
 
-def test_gae_of_a_hand_worked_episode() -> None:
+def test_gae_episode() -> None:
     # Tokens 1 to 3 are chosen; values of the states before them are 1, 2, 3 (entries 0 to 2), gamma 0.5, lambda 0.5.
     # t=3: 4 + 0 - 3 = 1;  t=2: 0 + 0.5 * 3 - 2 = -0.5, plus 0.25 * 1 = -0.25;  t=1: 1 + 0.5 * 2 - 1 = 1, plus 0.25 * -0.25.
     advantages, returns = gae([[9, 1, 0, 4]], [[1, 2, 3, 8]], [[True, True, True, True]], gamma=0.5, lam=0.5)
@@ -71,13 +71,13 @@ def test_gae_of_a_hand_worked_episode() -> None:
     assert returns == [[0, 1.9375, 1.75, 4]]
 
 
-def test_gae_of_a_truncated_episode() -> None:
+def test_gae_truncated_episode() -> None:
     # 4 + 0.5 * 8 - 3
     advantages, _ = gae([[0, 4]], [[3, 8]], [[False, True]], gamma=0.5, truncated=[True])
     assert advantages == [[0, 5]]
 
 
-def test_gae_skips_tokens_outside_the_mask() -> None:
+def test_gae_outside_mask() -> None:
     # Of two turns: tokens 1 and 4. Before token 4 the value is 6, which is what token 1 leads to.
     rewards, values, masks = [[0, 1, 0, 0, 2]], [[3, 0, 0, 6, 0]], [[False, True, False, False, True]]
     advantages, returns = gae(rewards, values, masks, lam=0.5)
@@ -86,7 +86,7 @@ def test_gae_skips_tokens_outside_the_mask() -> None:
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.5, 0.7)])
-def test_gae_follows_the_paper(gamma: float, lam: float) -> None:
+def test_gae_equals_paper(gamma: float, lam: float) -> None:
     """arXiv:1506.02438 eq. 16 as it is written: a double sum over the errors of one step."""
     random = np.random.default_rng(1)
     lengths = [1, 2, 7, 12]

@@ -56,7 +56,7 @@ def is_view(part: Batch, whole: Batch) -> bool:
 
 @QUICK
 @given(batches(), st.data())
-def test_batch_operations_are_those_of_its_rows(batch: Batch, data: st.DataObject) -> None:
+def test_batch_operations_equal_rows(batch: Batch, data: st.DataObject) -> None:
     rows, size = list(batch), len(batch)
     part, times = data.draw(st.slices(30)), data.draw(st.integers(0, 3))
     numbers = data.draw(st.lists(st.integers(-size, size - 1), max_size=40)) if size else []
@@ -84,7 +84,7 @@ def test_batch_operations_are_those_of_its_rows(batch: Batch, data: st.DataObjec
 
 @QUICK
 @given(batches(), st.integers(1, 9), st.sampled_from(["error", "pad", "uneven"]))
-def test_batch_chunks_joined_again_are_the_batch(batch: Batch, num_chunks: int, remainder: Any) -> None:
+def test_batch_chunk_and_concat(batch: Batch, num_chunks: int, remainder: Any) -> None:
     if remainder == "error" and len(batch) % num_chunks:
         with pytest.raises(UnevenBatchError):
             batch.chunk(num_chunks, remainder)
@@ -102,7 +102,7 @@ def test_batch_chunks_joined_again_are_the_batch(batch: Batch, num_chunks: int, 
 
 @QUICK
 @given(batches(), st.integers(1, 9), st.integers(1, 9), st.slices(40))
-def test_batch_padding_repeats_the_last_row_and_comes_off(batch: Batch, first: int, second: int, part: slice) -> None:
+def test_batch_pad_and_unpad(batch: Batch, first: int, second: int, part: slice) -> None:
     padded = batch.pad(first)
     assert padded is batch or len(batch) % first
     for each in (padded, padded.pad(second), *padded.chunk(second, "pad")):
@@ -119,7 +119,7 @@ def test_batch_padding_repeats_the_last_row_and_comes_off(batch: Batch, first: i
 
 @QUICK
 @given(batches(), st.data())
-def test_batch_groups_have_the_rows_of_their_key_in_order(batch: Batch, data: st.DataObject) -> None:
+def test_batch_group_by_rows_in_order(batch: Batch, data: st.DataObject) -> None:
     keys = data.draw(st.lists(st.integers(0, 3), min_size=len(batch), max_size=len(batch)))
     for column in (keys, torch.tensor(keys, dtype=torch.uint8), np.array(keys, "f2"), np.array(keys, "U1").astype(object)):
         keyed = batch.with_columns(key=column)
@@ -139,7 +139,7 @@ def test_batch_group_by_nan() -> None:
 
 @QUICK
 @given(batches(), st.data())
-def test_batch_selected_columns_and_the_others_make_up_the_batch(batch: Batch, data: st.DataObject) -> None:
+def test_batch_select_and_union(batch: Batch, data: st.DataObject) -> None:
     names = data.draw(st.permutations(list(batch.columns)))
     at = data.draw(st.integers(0, len(names)))
     selected, rest = batch.select(*names[:at]), batch.select(*names[at:])
@@ -151,7 +151,7 @@ def test_batch_selected_columns_and_the_others_make_up_the_batch(batch: Batch, d
 
 @QUICK
 @given(batches(), st.integers(1, 5))
-def test_batch_survives_every_pickle(batch: Batch, multiple: int) -> None:
+def test_batch_pickles(batch: Batch, multiple: int) -> None:
     native = batch.select(*(name for name, column in batch.columns.items() if pickles_as_it_is(column))).pad(multiple)
     for each in (native, native[len(native) // 2 :]):
         pickled = [pickle.loads(pickle.dumps(each, protocol)) for protocol in (2, 5)]
@@ -178,13 +178,13 @@ def wide() -> Batch:
 
 
 @pytest.mark.parametrize("num_bytes", [lambda value: len(pickle.dumps(value)), lambda value: encode(value).nbytes])
-def test_batch_slice_is_sent_as_its_own_bytes(wide: Batch, num_bytes: Callable[[Any], int]) -> None:
+def test_batch_slice_num_bytes(wide: Batch, num_bytes: Callable[[Any], int]) -> None:
     for part in (wide[10:15], {"deep": [wide[10:15]]}):
         assert num_bytes(part) < 5 * 8192 + 4000
     assert num_bytes(wide) > 100 * 8192
 
 
-def test_codec_takes_slices_where_they_lie(wide: Batch) -> None:
+def test_batch_slice_encoded_without_copy(wide: Batch) -> None:
     part = wide[10:15]
     found = [np.frombuffer(buffer, np.uint8).__array_interface__["data"][0] for buffer in encode(part).buffers]
     dense = [column.values if isinstance(column, Ragged) else column for column in part.columns.values()]
@@ -195,7 +195,7 @@ def test_codec_takes_slices_where_they_lie(wide: Batch) -> None:
     assert sorted(found) == sorted(expected), "one for each column; offsets go in the stream"
 
 
-def test_batch_columns_stay_on_their_device() -> None:
+def test_batch_columns_keep_device() -> None:
     """meta stands for any device other than the host; offsets are on the host."""
     values = torch.zeros(5, 2, device="meta")
     batch = Batch({"t": values[:3], "r": Ragged(values, [0, 2, 2, 5])})
@@ -217,7 +217,7 @@ def test_batch_columns_stay_on_their_device() -> None:
         ({"m": torch.zeros(1, device="meta")}, torch.empty(2, dtype=torch.bool, device="meta")),
     ],
 )
-def test_batch_mask_is_of_the_kind_of_the_batch(columns: Any, mask: Any) -> None:
+def test_batch_mask_kind(columns: Any, mask: Any) -> None:
     found = Batch(columns).pad(2).mask
     assert type(found) is type(mask)
     assert getattr(found, "device", None) == getattr(mask, "device", None)
@@ -232,14 +232,14 @@ def test_batch_is_frozen() -> None:
     for name in ("columns", "extra"):
         with pytest.raises(AttributeError, match=f"a Batch is frozen; {name!r} cannot be set"):
             setattr(batch, name, {})
-    with pytest.raises(AttributeError, match="a Batch is frozen; '_meta' cannot be deleted"):
-        del batch._meta
+    with pytest.raises(AttributeError, match="a Batch is frozen; 'meta' cannot be deleted"):
+        del batch.meta
     for mapping in (batch.columns, batch.meta, batch):
         with pytest.raises(TypeError):
             mapping["a"] = [2]  # type: ignore[index]
 
 
-def test_batch_does_not_change_with_the_lists_and_dicts_it_was_made_of() -> None:
+def test_batch_copies_lists_and_dicts() -> None:
     prompts, meta = ["a", "b"], {"step": 1}
     columns: dict[str, Any] = {"prompt": prompts}
     batch = Batch(columns, meta)
@@ -249,7 +249,7 @@ def test_batch_does_not_change_with_the_lists_and_dicts_it_was_made_of() -> None
     assert (dict(batch.columns), dict(batch.meta)) == ({"prompt": ["a", "b"]}, {"step": 1})
 
 
-def test_batch_with_columns_leaves_the_old_one_alone() -> None:
+def test_batch_with_columns() -> None:
     batch = Batch({"a": [1, 2]}, {"m": 1}).pad(3)
     changed = batch.with_columns(a=(3, 4, 5), b=torch.zeros(3))
     assert (list(changed.columns), changed["a"]) == (["a", "b"], [3, 4, 5])
@@ -260,7 +260,7 @@ def test_batch_with_columns_leaves_the_old_one_alone() -> None:
 # --- meta --------------------------------------------------------------------------------------------------------------
 
 
-def test_meta_that_differs_is_kept_per_part() -> None:
+def test_join_meta_differences_per_part() -> None:
     metas: list[dict[str, Any]] = [
         {"same": torch.tensor([1.0, torch.nan]), "nan": math.nan, "step": 1, "first": 1, "none": None},
         {"same": torch.tensor([1.0, torch.nan]), "nan": float("nan"), "step": 2, "second": 2},
@@ -272,7 +272,7 @@ def test_meta_that_differs_is_kept_per_part() -> None:
     assert same(per_part, [PerPart((1, 2)), PerPart((1, None)), PerPart((None, None)), PerPart((None, 2))])
 
 
-def test_meta_per_part_survives_pickling_and_joining() -> None:
+def test_join_meta_nested() -> None:
     batch = Batch.concat([Batch({"a": [part]}, {"step": part}) for part in range(2)])
     assert type(decode(encode(batch)).meta["step"]) is PerPart
     assert Batch.concat(batch.chunk(2)).meta["step"] == PerPart((0, 1))
@@ -284,7 +284,7 @@ def test_meta_per_part_survives_pickling_and_joining() -> None:
 # --- contents ----------------------------------------------------------------------------------------------------------
 
 
-def test_batch_rows_are_dicts() -> None:
+def test_batch_rows() -> None:
     batch = Batch({"x": torch.tensor([[1, 2], [3, 4]]), "r": Ragged(np.arange(3), [0, 1, 3]), "t": ["a", "b"]})
     numbers: list[Any] = [1, -1, np.int64(1), torch.tensor(1), np.array(1)]
     for row in (*(batch[number] for number in numbers), list(batch)[1]):
@@ -292,7 +292,7 @@ def test_batch_rows_are_dicts() -> None:
     assert "x" in batch and "y" not in batch and 0 not in batch
 
 
-def test_batch_without_rows_is_no_missing_one() -> None:
+def test_batch_without_rows() -> None:
     batch = Batch({})
     assert len(batch) == 0 and batch
     assert [len(chunk) for chunk in batch.chunk(3)] == [0, 0, 0]
@@ -403,6 +403,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("make", "error", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
-def test_batch_refuses(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_batch_invalid_arguments(make: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         make()

@@ -57,7 +57,7 @@ def test_columns_of_dtypes_with_few_kernels(dtype: torch.dtype) -> None:
         assert same(taken.to(torch.float32), torch.tensor([5.0, 0.0]))
 
 
-def test_gradients_flow_through_cutting_taking_and_joining() -> None:
+def test_concat_columns_gradients() -> None:
     weights = torch.ones(4, 2, requires_grad=True)
     joined: Any = concat_columns([weights[:2], take(weights, [3, 3]), take(Ragged(weights, [0, 1, 4]), [1]).values])
     joined.sum().backward()
@@ -83,7 +83,7 @@ def test_gradients_flow_through_cutting_taking_and_joining() -> None:
         ([Ragged(torch.zeros(1), [0, 1]), Ragged(torch.zeros(1, 2), [0, 1])], ValueError, "shapes of a row: (), (2,)"),
     ],
 )
-def test_concat_columns_refuses(parts: list[Any], error: type[Exception], message: str) -> None:
+def test_concat_columns_different_parts(parts: list[Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(f"column 'a': parts of different {message.removeprefix('parts of different ')}")):
         concat_columns(parts, "column 'a': ")
 
@@ -145,7 +145,7 @@ def test_same() -> None:
 
 @QUICK
 @given(RAGGED, st.slices(30))
-def test_ragged_rows_lie_between_their_offsets(ragged: Ragged, part: slice) -> None:
+def test_ragged_rows(ragged: Ragged, part: slice) -> None:
     rows, bounds = list(ragged), ragged.offsets.tolist()
     assert len(ragged) == len(rows)
     assert all(same(row, ragged.values[bounds[at] : bounds[at + 1]]) for at, row in enumerate(rows))
@@ -157,7 +157,7 @@ def test_ragged_rows_lie_between_their_offsets(ragged: Ragged, part: slice) -> N
     assert same(pickle.loads(pickle.dumps(ragged, 5)), ragged)
 
 
-def test_ragged_offsets_may_be_any_integers_and_are_copied() -> None:
+def test_ragged_offsets_of_any_integers() -> None:
     for values in (torch.arange(4), np.arange(4)):
         for given_offsets in (
             [0, 1, 4],
@@ -211,7 +211,7 @@ RAGGED_REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("make", "error", "message"), RAGGED_REFUSED, ids=[message for _, _, message in RAGGED_REFUSED])
-def test_ragged_refuses(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_ragged_invalid_arguments(make: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         make()
 
@@ -250,6 +250,6 @@ def test_row_numbers(given: Any, numbers: list[int]) -> None:
     ],
     ids=str,
 )
-def test_row_numbers_refuse(given: Any, error: type[Exception], message: str) -> None:
+def test_row_numbers_invalid(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         row_numbers(given, 3)

@@ -61,7 +61,6 @@ NEXT_STEPS = {
     "RequestDeadlineError": "Raise the deadline",
     "RequestsInFlightError": "end them with abort",
     "ServerLostError": "give the rollout controller supervision",
-    "FaultPlanError": "Write 'kill rollout/3 at step 5'",
     "FaultsUnsupportedError": "Run the drill on the 'local' or 'ray' scheduler",
     "EpisodeTimeoutError": "lower max_new_tokens",
     "WorkflowFailuresError": "Mend the workflow",
@@ -162,7 +161,7 @@ def shown(value: Any) -> list[str]:
     return ["12"] if isinstance(value, float) else [line.strip() for line in str(value).splitlines()]
 
 
-def test_every_error_survives_pickling_and_copies() -> None:
+def test_errors_pickle_and_copy() -> None:
     for cls in CLASSES:
         error = example(cls)
         error.add_note("while the demo stopped")
@@ -173,7 +172,7 @@ def test_every_error_survives_pickling_and_copies() -> None:
             assert duplicate.__notes__ == ["while the demo stopped"]
 
 
-def test_every_message_has_its_fields_and_a_next_step() -> None:
+def test_errors_messages_have_fields_and_next_step() -> None:
     for cls in CLASSES:
         error = example(cls)
         message = str(error)
@@ -190,7 +189,7 @@ def test_every_message_has_its_fields_and_a_next_step() -> None:
                     assert text in message, f"{cls.__name__}.{name}: {text!r} is not in {message!r}"
 
 
-def test_messages_follow_their_fields() -> None:
+def test_errors_messages_follow_fields() -> None:
     failed, call = errors.WorkerFailedError, errors.EngineCallError
     for error, text in (
         (example(errors.WorkerNotFoundError, known=[f"train/{i}" for i in range(1000)]), "and 980 more"),
@@ -233,7 +232,7 @@ def test_messages_follow_their_fields() -> None:
         assert text in str(error)
 
 
-def test_fields_that_follow_from_others() -> None:
+def test_errors_derived_fields() -> None:
     loss = example(errors.WorkerFailedError)
     assert (loss.role, loss.index) == ("train", 1)
     exhausted = example(errors.RecoveryExhaustedError)
@@ -245,7 +244,7 @@ def test_fields_that_follow_from_others() -> None:
     assert errors.signal_name(99) == "signal 99"
 
 
-def test_fields_are_checked_as_arguments_are() -> None:
+def test_errors_unknown_fields() -> None:
     for wrong in ({}, {"role": "r", "num_workers": 2, "num_worker": 2}):
         with pytest.raises(TypeError, match="RoleExistsError: missing or unknown .*num_worker"):
             errors.RoleExistsError(**wrong)  # type: ignore[arg-type]
@@ -256,20 +255,20 @@ class ErrorOfAUser(errors.RoleExistsError):
     template = "{owner}: {role}"
 
 
-def test_subclass_of_a_user_survives_pickling() -> None:
+def test_errors_subclass_of_user() -> None:
     restored = pickle.loads(pickle.dumps(ErrorOfAUser(role="train", num_workers=0, owner="bob")))
     assert isinstance(restored, ErrorOfAUser)
     assert (restored.role, restored.owner, str(restored)) == ("train", "bob", "bob: train")
     assert ErrorOfAUser.__module__ == __name__
 
 
-def test_exit_codes_of_the_bootstrap_are_neither_argparses_nor_a_shells() -> None:
+def test_bootstrap_exit_codes() -> None:
     assert all(2 < code < 126 for code in errors.BootstrapExit)
     assert errors.PreflightError("x").exit_code == 90
     assert errors.ClusterMismatchError("x").exit_code == 95
 
 
-def test_docstring_of_the_module_draws_the_real_tree() -> None:
+def test_errors_docstring_tree() -> None:
     drawn = {name: (parent, builtins) for name, parent, builtins in drawn_tree(errors.__doc__ or "")}
     assert drawn == {cls.__name__: real_place(cls) for cls in CLASSES if cls is not HelmsmanError}
 

@@ -10,17 +10,17 @@ import torch
 from helmsman.api.pairs import pair_samples, sample_units
 
 
-def test_neighbours_become_numbered_pairs() -> None:
+def test_pair_samples_numbers_neighbours() -> None:
     samples = pair_samples([({"input_ids": [1]}, {"input_ids": [2]}), ({"input_ids": [3]}, {"input_ids": [4]})])
     assert [(sample["input_ids"], sample["pair"]) for sample in samples] == [([1], 0), ([2], 0), ([3], 1), ([4], 1)]
     assert sample_units(samples) == [(0, 1), (2, 3)]
 
 
-def test_pairs_may_stand_anywhere_and_keep_their_order() -> None:
+def test_sample_units_pairs_anywhere() -> None:
     assert sample_units([{"pair": number} for number in (7, 3, 3, torch.tensor(7))]) == [(0, 3), (1, 2)]
 
 
-def test_samples_without_pairs_are_alone() -> None:
+def test_sample_units_without_pairs() -> None:
     assert sample_units([{"input_ids": [1]}] * 3) == [(0,), (1,), (2,)]
     assert sample_units([]) == []
 
@@ -34,6 +34,6 @@ def test_samples_without_pairs_are_alone() -> None:
         ([torch.tensor([1, 2])] * 2, "sample 0: 'pair' is .*; expected one integer"),
     ],
 )
-def test_what_is_no_pair_is_named(pairs: list[Any], message: str) -> None:
+def test_sample_units_invalid_pairs(pairs: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sample_units([{"pair": number} for number in pairs])

@@ -73,7 +73,7 @@ def unobservable() -> CallTimeoutError:
 
 
 @virtually
-async def test_watch_asks_once_at_a_time_and_pauses_between_questions() -> None:
+async def test_watch_asks_once_at_a_time() -> None:
     workers = Workers()
     workers.answers_after_s = 3.0
     watch = Watch(workers.monitor, POLICY, workers.note, ["a"], suspect_s=10.0)
@@ -86,7 +86,7 @@ async def test_watch_asks_once_at_a_time_and_pauses_between_questions() -> None:
 
 
 @virtually
-async def test_watch_reports_silence_as_suspect_then_dead() -> None:
+async def test_watch_silent_worker() -> None:
     workers = Workers()
     workers.states["a"] = "stopped"
     watch = Watch(workers.monitor, POLICY, workers.note, ["a"], suspect_s=10.0)
@@ -102,7 +102,7 @@ async def test_watch_reports_silence_as_suspect_then_dead() -> None:
 
 
 @virtually
-async def test_watch_reports_an_answer_after_suspicion() -> None:
+async def test_watch_answer_after_suspicion() -> None:
     workers = Workers()
     workers.errors["a"] = unobservable()
     watch = Watch(workers.monitor, POLICY, workers.note, ["a"], suspect_s=10.0)
@@ -115,7 +115,7 @@ async def test_watch_reports_an_answer_after_suspicion() -> None:
 
 @pytest.mark.parametrize("state", ["running", "disk"])
 @virtually
-async def test_watch_reports_a_busy_worker_dead_only_after_its_own_limit(state: str) -> None:
+async def test_watch_busy_worker(state: str) -> None:
     workers = Workers()
     workers.states["a"] = state
     watch = Watch(workers.monitor, POLICY, workers.note, ["a"], suspect_s=10.0)
@@ -127,7 +127,7 @@ async def test_watch_reports_a_busy_worker_dead_only_after_its_own_limit(state: 
 
 
 @virtually
-async def test_watch_reports_a_worker_that_is_no_longer_busy_dead_by_its_silence_since() -> None:
+async def test_watch_silent_after_busy() -> None:
     workers = Workers()
     workers.states["a"] = "running"
     watch = Watch(workers.monitor, POLICY, workers.note, ["a"])
@@ -141,7 +141,7 @@ async def test_watch_reports_a_worker_that_is_no_longer_busy_dead_by_its_silence
 
 
 @virtually
-async def test_watch_reports_how_a_worker_died_and_goes_on_until_it_is_discarded() -> None:
+async def test_watch_dead_worker_until_discarded() -> None:
     workers = Workers()
     watch = Watch(workers.monitor, POLICY, workers.note, ["a", "b"])
     workers.errors["a"] = death = make_death("a")
@@ -156,7 +156,7 @@ async def test_watch_reports_how_a_worker_died_and_goes_on_until_it_is_discarded
 
 
 @virtually
-async def test_watch_keeps_quiet_about_a_worker_that_cannot_be_asked() -> None:
+async def test_watch_worker_not_found() -> None:
     workers = Workers()
     workers.errors["a"] = WorkerNotFoundError(name="a", known=[])
     watch = Watch(workers.monitor, POLICY, workers.note, ["a"])
@@ -166,7 +166,7 @@ async def test_watch_keeps_quiet_about_a_worker_that_cannot_be_asked() -> None:
 
 
 @virtually
-async def test_monitor_survives_a_subscriber_that_raises_and_ends_all_watches(caplog: pytest.LogCaptureFixture) -> None:
+async def test_monitor_subscriber_raises(caplog: pytest.LogCaptureFixture) -> None:
     workers = Workers()
 
     def fail(report: Report) -> None:
@@ -185,7 +185,7 @@ async def test_monitor_survives_a_subscriber_that_raises_and_ends_all_watches(ca
 
 
 @virtually
-async def test_watches_are_given_the_same_notice_as_long_as_it_holds() -> None:
+async def test_watch_notices_identical_while_they_hold() -> None:
     workers = Workers()
     other: list[Report] = []
     watches = [Watch(workers.monitor, POLICY, subscriber, ["a"]) for subscriber in (workers.note, other.append)]
@@ -206,7 +206,7 @@ async def test_watches_are_given_the_same_notice_as_long_as_it_holds() -> None:
     [(None, True, ANSWERED), ("running", True, Sign.BUSY), ("running", False, DEAD), ("stopped", True, DEAD)],
 )
 @virtually
-async def test_monitor_asks_until_an_answer_or_the_limit(state: str | None, or_busy: bool, sign: Sign) -> None:
+async def test_monitor_ask(state: str | None, or_busy: bool, sign: Sign) -> None:
     workers = Workers()
     workers.states = {} if state is None else {"a": state}
     report = await workers.monitor.ask("a", 5.0, or_busy=or_busy)
@@ -215,7 +215,7 @@ async def test_monitor_asks_until_an_answer_or_the_limit(state: str | None, or_b
 
 
 @virtually
-async def test_monitor_asks_once_more_when_its_own_process_was_stopped() -> None:
+async def test_monitor_ask_after_own_stop() -> None:
     workers = Workers()
     loop = asyncio.get_running_loop()
 
@@ -230,7 +230,7 @@ async def test_monitor_asks_once_more_when_its_own_process_was_stopped() -> None
     assert (report.sign, loop.time()) == (ANSWERED, pytest.approx(500.0))
 
 
-def test_budget_doubles_pauses_within_its_window_and_comes_back() -> None:
+def test_restart_budget() -> None:
     budget = RestartBudget(3, window_s=100.0, pause_s=0.5)
     assert [budget.spend(now) for now in (0.0, 10.0, 20.0)] == [0.5, 1.0, 2.0]
     assert budget.spend(99.0) is None

@@ -30,7 +30,7 @@ def sized(num_rows: int) -> st.SearchStrategy[Batch]:
 
 @QUICK
 @given(ROWS.flatmap(sized))
-def test_tensordict_of_tensors_and_lists_and_back(batch: Batch) -> None:
+def test_tensordict_there_and_back(batch: Batch) -> None:
     tensordict = batch.to_tensordict()
     assert isinstance(tensordict, TensorDict)
     assert tensordict.batch_size == (len(batch),)
@@ -49,7 +49,7 @@ def test_tensordict_keeps_items_of_lists() -> None:
         assert same(there_and_back(column), column)
 
 
-def test_tensordict_of_arrays_of_numbers_has_tensors() -> None:
+def test_tensordict_of_number_arrays() -> None:
     for column in (
         np.arange(6.0).reshape(3, 2),
         np.zeros((3, 0), "f4"),
@@ -65,7 +65,7 @@ def test_tensordict_of_arrays_of_numbers_has_tensors() -> None:
         assert same(there_and_back(Ragged(column, [0, 0, len(column)])), Ragged(expected, [0, 0, len(column)]))
 
 
-def test_tensordict_shares_memory_where_it_can_be_written_to() -> None:
+def test_tensordict_shares_writable_memory() -> None:
     read_only = np.zeros(3)
     read_only.flags.writeable = False
     columns = {"t": torch.zeros(3), "a": np.zeros(3), "r": Ragged(torch.zeros(3), [0, 1, 2, 3]), "read_only": read_only}
@@ -78,7 +78,7 @@ def test_tensordict_shares_memory_where_it_can_be_written_to() -> None:
     assert Batch.from_tensordict(tensordict)["t"].data_ptr() == batch["t"].data_ptr()
 
 
-def test_tensordict_of_what_cannot_be_a_tensor_has_lists() -> None:
+def test_tensordict_of_other_arrays() -> None:
     cases: list[tuple[Column, list[Any]]] = [
         (np.array(["a", "bc"]), ["a", "bc"]),
         (np.array([1, None], dtype=object), [1, None]),
@@ -90,14 +90,14 @@ def test_tensordict_of_what_cannot_be_a_tensor_has_lists() -> None:
         assert same(there_and_back(column), items)
 
 
-def test_tensordict_has_meta_and_no_padding() -> None:
+def test_tensordict_meta_without_padding() -> None:
     meta = {"step": 3, "scale": torch.ones(5), "parts": PerPart((1, 2)), "meta": {"deep": 1}}
     tensordict = Batch({"a": torch.zeros(3)}, meta).pad(2).to_tensordict()
     assert tensordict.batch_size == (3,)
     assert same(dict(Batch.from_tensordict(tensordict).meta), meta)
 
 
-def test_tensordict_entries_that_others_made() -> None:
+def test_from_tensordict_foreign_entries() -> None:
     nested = torch.nested.nested_tensor([torch.arange(3), torch.arange(4)], layout=torch.jagged)
     starts, lengths = torch.tensor([1, 0]), torch.tensor([2, 3])
     gaps = torch.nested.narrow(torch.arange(12).reshape(2, 6), 1, starts, lengths, layout=torch.jagged)
@@ -128,12 +128,12 @@ def test_tensordict_entries_that_others_made() -> None:
         ),
     ],
 )
-def test_tensordict_refuses(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_tensordict_invalid(make: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         make()
 
 
-def test_tensordict_not_installed_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensordict_names_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch({"a": torch.zeros(1)})
     tensordict = batch.to_tensordict()
     monkeypatch.setitem(sys.modules, "tensordict", None)

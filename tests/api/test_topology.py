@@ -43,7 +43,7 @@ def test_rank_at_and_rank_info_agree(topology: Topology) -> None:
 
 @QUICK
 @given(TOPOLOGIES, st.sampled_from(SUBSETS))
-def test_part_of_has_the_first_axis_outermost(topology: Topology, axes: tuple[Axis, ...]) -> None:
+def test_part_of_first_axis_outermost(topology: Topology, axes: tuple[Axis, ...]) -> None:
     parts = [topology.part_of(rank, axes) for rank in range(topology.world_size)]
     assert topology.num_parts(axes) == math.prod(topology.sizes[axis] for axis in axes)
     assert sorted(set(parts)) == list(range(topology.num_parts(axes)))
@@ -55,7 +55,7 @@ def test_part_of_has_the_first_axis_outermost(topology: Topology, axes: tuple[Ax
 
 @QUICK
 @given(TOPOLOGIES)
-def test_ranks_are_those_of_a_device_mesh(topology: Topology) -> None:
+def test_rank_at_equals_device_mesh(topology: Topology) -> None:
     """torch.distributed.init_device_mesh lays out arange(world_size) in the shape of the mesh."""
     layout = np.arange(topology.world_size).reshape([topology.sizes[axis] for axis in topology.mesh])
     for position in np.ndindex(layout.shape):
@@ -71,7 +71,7 @@ def groups(topology: Topology, *axes: Axis) -> list[list[int]]:
     return sorted(found.values())
 
 
-def test_default_mesh_is_megatrons() -> None:
+def test_default_mesh_of_megatron() -> None:
     """The example in the docstring of Megatron-LM's initialize_model_parallel: 16 devices, tensor 2, pipeline 4."""
     topology = Topology.of(16, tp=2, pp=4)
     assert groups(topology, "dp") == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
@@ -87,7 +87,7 @@ def test_default_mesh_is_megatrons() -> None:
 
 @QUICK
 @given(TOPOLOGIES)
-def test_of_derives_the_data_parallel_size(topology: Topology) -> None:
+def test_topology_of_derives_dp_size(topology: Topology) -> None:
     sizes: Any = {axis: size for axis, size in topology.sizes.items() if axis != "dp"}
     assert Topology.of(topology.world_size, **sizes, mesh=topology.mesh).ranks == topology.ranks
     assert Topology.of(topology.world_size, dp=topology.dp_size, **sizes, mesh=topology.mesh).ranks == topology.ranks
@@ -103,17 +103,17 @@ def test_of_derives_the_data_parallel_size(topology: Topology) -> None:
         ([], "1 = 20 ranks / (tp 2 x pp 2 x cp 1 x dp 5)"),
     ],
 )
-def test_derivation(axes: list[Axis], text: str) -> None:
+def test_topology_derivation(axes: list[Axis], text: str) -> None:
     assert Topology(dp=5, tp=2, pp=2).derivation(axes) == text
 
 
-def test_table() -> None:
+def test_topology_table() -> None:
     lines = Topology(dp=2, tp=2).table().splitlines()
     assert lines[1].split() == ["1", "dp=0/2", "tp=1/2", "pp=0/1", "cp=0/1"]
     assert len(lines) == 4
 
 
-def test_sizes_are_plain_integers() -> None:
+def test_topology_plain_integers() -> None:
     topology = Topology(dp=np.int64(2))  # type: ignore[arg-type]
     assert type(topology.get_rank_info(np.int64(1)).dp_size) is int  # type: ignore[arg-type]
 
@@ -149,6 +149,6 @@ def test_sizes_are_plain_integers() -> None:
         (lambda: Topology(dp=2).part_of(0, ["dp", "dp"]), ValueError, "axes are dp, dp"),
     ],
 )
-def test_topology_refuses(make: Any, error: type[Exception], message: str) -> None:
+def test_topology_invalid_arguments(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         make()

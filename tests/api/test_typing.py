@@ -15,7 +15,7 @@ CASES = Path(__file__).with_name("typing_cases.py")
 
 
 @pytest.mark.slow
-def test_the_type_checker_finds_what_is_wrong_and_nothing_else() -> None:
+def test_mypy_errors_of_typing_cases() -> None:
     expected = {
         number: set(match.group(1).split(", "))
         for number, line in enumerate(CASES.read_text().splitlines(), 1)

@@ -8,14 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.__main__ import CHECKS  # type: ignore[attr-defined]
+from benchmarks.gpu.__main__ import CHECKS, main  # type: ignore[attr-defined]
 
 ROOT = Path(__file__).parents[2]
-
-
-def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=1100, cwd=ROOT, check=False)
 
 
 @pytest.mark.slow
@@ -25,9 +20,10 @@ def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
     [("2", list(CHECKS)), ("1", ["rollouts.speed", "weights.three_ways"])],
     ids=["two devices", "checks that differ on one device"],
 )
-def test_a_rehearsal(num_devices: str, checks: list[str], tmp_path: Path) -> None:
+def test_gpu_check_rehearsal(num_devices: str, checks: list[str], tmp_path: Path) -> None:
     table = tmp_path / "gpu.md"
-    ran = gpu_check("--rehearse", num_devices, "--out", str(table), *checks)
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", num_devices, "--out", str(table), *checks]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=1100, cwd=ROOT, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = [line for line in table.read_text().splitlines() if line.startswith("| ")][1:]
     results = [row.split(" | ")[1] for row in rows]
@@ -36,21 +32,19 @@ def test_a_rehearsal(num_devices: str, checks: list[str], tmp_path: Path) -> Non
     assert results.count("not run") <= 2, rows
 
 
-def test_a_machine_without_accelerators() -> None:
-    ran = gpu_check()
-    if ran.returncode == 0:
+def test_gpu_check_without_accelerators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if main(["devices.binding", "--out", str(tmp_path / "gpu.md")]) == 0:
         pytest.skip("this machine has accelerators")
-    assert ran.returncode == 2
-    assert "this machine has no accelerator that Helmsman sees" in ran.stderr
-    assert "--rehearse" in ran.stderr
+    said = capsys.readouterr().err
+    assert "this machine has no accelerator that Helmsman sees" in said
+    assert "--rehearse" in said
 
 
-def test_a_check_that_does_not_exist() -> None:
-    ran = gpu_check("nonsense")
-    assert ran.returncode == 2
-    assert "there is no check nonsense; there are devices.binding" in ran.stderr
+def test_gpu_check_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nonsense"]) == 2
+    assert "there is no check nonsense; there are devices.binding" in capsys.readouterr().err
 
 
-def test_every_check_is_told_of() -> None:
-    told = (ROOT / "docs" / "gpu.md").read_text()
-    assert [name for name in CHECKS if f"| `{name}` |" not in told] == []
+def test_gpu_check_names_documented() -> None:
+    documented = (ROOT / "docs" / "gpu.md").read_text()
+    assert [name for name in CHECKS if f"| `{name}` |" not in documented] == []

@@ -27,7 +27,7 @@ def figures(*values: float) -> Callable[[], float]:
     return itertools.cycle(values).__next__
 
 
-def test_sides_take_turns_and_neither_is_always_first() -> None:
+def test_measure_sides_take_turns() -> None:
     order: list[str] = []
 
     def side(name: str) -> Callable[[], float]:
@@ -38,19 +38,19 @@ def test_sides_take_turns_and_neither_is_always_first() -> None:
     assert order[2:] == ["ours"] * 2 + ["floor"] * 4 + ["ours"] * 4 + ["floor"] * 2
 
 
-def test_the_ratio_is_the_median_over_rounds_and_not_that_of_the_medians() -> None:
+def test_measure_ratio_median_over_rounds() -> None:
     # A machine that is ten times slower in one round is so for both: the ratio stays 2.
     result = measured(Pair(ours=figures(2, 20, 6), floor=figures(1, 10, 3), rounds=3, returns_figure=True, warm_up=0))
     assert (result.ours, result.floor, result.ratio, result.ratio_p10, result.ratio_p90) == (6, 3, 2, 2, 2)
     assert result.ours_p10 < result.ours < result.ours_p90
 
 
-def test_a_limit_needs_no_measuring() -> None:
+def test_measure_constant_floor() -> None:
     result = measured(Pair(ours=figures(5), floor=20.0, rounds=2, returns_figure=True), goal="<= 1")
     assert (result.floor, result.ratio, result.met) == (20, 0.25, True)
 
 
-def test_times_are_in_the_unit_of_the_case_and_seconds_that_a_case_returns_too() -> None:
+def test_measure_units() -> None:
     result = measured(Pair(ours=figures(0.002), floor=figures(0.001), rounds=1, returns_figure=True), unit="ms")
     assert (result.ours, result.floor) == (2, 1)
 
@@ -58,15 +58,15 @@ def test_times_are_in_the_unit_of_the_case_and_seconds_that_a_case_returns_too()
 @pytest.mark.parametrize(
     ("goal", "ratio", "met"), [("<= 1/6", 0.16, True), ("<= 1/6", 0.17, False), (">= 1", 1.0, True), (">= 1", 0.99, False)]
 )
-def test_goals(goal: str, ratio: float, met: bool) -> None:
+def test_meets_goals(goal: str, ratio: float, met: bool) -> None:
     assert meets(goal, ratio) is met
 
 
-def test_all_goals_of_all_cases_can_be_read() -> None:
+def test_goal_value_of_all_cases() -> None:
     assert all(goal_value(each.goal) > 0 for each in CASES.values() if each.goal)
 
 
-def test_cases_are_selected_by_leading_parts_of_names() -> None:
+def test_select_by_leading_parts() -> None:
     assert {each.name for each in select(["imports", "planner.found"])} >= {"imports.helmsman", "planner.found.4"}
     assert not [each for each in select(["payload"]) if each.name.startswith("payload_large")]
     assert not [each for each in select([]) if not each.is_default]
@@ -74,7 +74,7 @@ def test_cases_are_selected_by_leading_parts_of_names() -> None:
         select(["import"])
 
 
-def test_what_a_case_prepared_is_undone_also_when_it_breaks() -> None:
+def test_measure_broken_case_undone() -> None:
     undone: list[str] = []
 
     def prepare(world: World) -> Pair:
@@ -87,7 +87,7 @@ def test_what_a_case_prepared_is_undone_also_when_it_breaks() -> None:
     assert undone == ["undone"]
 
 
-def test_a_cheap_case_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_cheap_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["planner.1250.instances_of_4,fanout.local.packed", "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert [result["case"] for result in results] == ["fanout.local.packed", "planner.1250.instances_of_4"]
@@ -101,13 +101,13 @@ def test_a_cheap_case_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "1 of 1 goals met" in capsys.readouterr().out
 
 
-def test_a_name_that_is_unknown_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_unknown_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nothing", "--out", str(tmp_path / "out")]) == 2
     assert "no case is called 'nothing'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_a_broken_case_costs_the_others_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_broken_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(world: World) -> Pair:
         raise RuntimeError("broken")
 
@@ -121,7 +121,7 @@ def test_a_broken_case_costs_the_others_nothing(tmp_path: Path, monkeypatch: pyt
     assert [result["case"] for result in json.loads((tmp_path / "results.json").read_text())] == ["test.works"]
 
 
-def test_a_missed_goal_shows_in_table_and_chart(tmp_path: Path) -> None:
+def test_report_missed_goal(tmp_path: Path) -> None:
     result = measured(Pair(ours=figures(3), floor=1.0, rounds=1, returns_figure=True), goal="<= 1.2")
     assert "MISSED" in line(result)
     write([result], tmp_path)

@@ -15,8 +15,7 @@ from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts, Wor
 from helmsman.controller._generation.health import SupervisionPolicy
 from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
-from helmsman.controller._training.recovery import RecoverableTraining
-from helmsman.controller._training.recovery_policy import RecoveryPolicy
+from helmsman.controller._training.recovery import RecoverableTraining, RecoveryPolicy
 from helmsman.controller._training.train_controller import TrainController
 from tests.contract.engines import Counter, wait_for_file  # type: ignore[attr-defined]
 from tests.contract.helpers import Engine, Gate, is_running, stop, wait_gone, wait_until

@@ -14,7 +14,7 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.rpc_server._server.local_server import NOTICE_S
+from helmsman.rpc_server._server.forkserver import NOTICE_S
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, wait_gone, wait_until
 

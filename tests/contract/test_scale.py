@@ -202,7 +202,7 @@ def test_remove_workers_interrupted(scheduler: Scheduler, backend: str, role: st
     engine = Engine.create(scheduler, f"{role}/0", Counter)
     pid = engine.call("pid")
     with held(engine, gate) as call:
-        removal = submit(scheduler._scaling.remove(scheduler._roles.role(role), [f"{role}/0"]))  # type: ignore[attr-defined]
+        removal = submit(scheduler._lifecycle.remove(scheduler._roles.role(role), [f"{role}/0"]))  # type: ignore[attr-defined]
         wait_until(lambda: _ids(scheduler, role) == [f"{role}/1"], "it has begun")
         removal.cancel()
         wait_gone({f"{role}/0": pid})

@@ -67,6 +67,9 @@ class Server:
 
     async def handle(self, request: Any) -> Any:
         route = request.path
+        if route == "/forget":
+            self.seen, self.peers = [], set()
+            return web.Response()
         if route not in ("/health", "/v1/models", "/seen"):
             self.peers.add(request.transport.get_extra_info("peername"))
         body = await request.json() if request.can_read_body else None

@@ -63,7 +63,7 @@ def members(world_size: int, timeout_s: float = 60.0) -> tuple[list[WeightGroup]
 
 @pytest.mark.parametrize("bucket_bytes", [1, 9, 40, 1 << 40])
 @pytest.mark.parametrize("way", ["memory", "disk", "collective"])
-def test_every_type_and_size_arrives_as_it_was_sent(way: str, bucket_bytes: int, tmp_path: Path) -> None:
+def test_incoming_every_dtype_and_bucket_size(way: str, bucket_bytes: int, tmp_path: Path) -> None:
     """Also where one begins in the middle of another's word, has no bytes, or no dimensions."""
     form = WeightFormat(bucket_bytes=bucket_bytes, checksum=True)
     if way == "collective":
@@ -86,7 +86,7 @@ def test_every_type_and_size_arrives_as_it_was_sent(way: str, bucket_bytes: int,
             assert torch.equal(found[name].float(), ODD[name].float())
 
 
-def test_bytes_that_changed_on_the_way_are_refused_and_the_group_goes_on() -> None:
+def test_incoming_checksum_mismatch() -> None:
     """In memory before the reader has seen any; by broadcasts, where the reader may stop at any bucket, when they come."""
     form = WeightFormat(checksum=True)
     weights = send(ODD, IntoMemory(version=1), form, WeightGroup(CPU))
@@ -113,7 +113,7 @@ def test_bytes_that_changed_on_the_way_are_refused_and_the_group_goes_on() -> No
         group.close()
 
 
-def test_versions_of_an_earlier_run_in_the_same_folder_go_first(tmp_path: Path) -> None:
+def test_publish_removes_versions_of_earlier_runs(tmp_path: Path) -> None:
     """They may have higher numbers, since every run begins to count anew."""
 
     def write(version: int) -> None:
@@ -130,7 +130,7 @@ def test_versions_of_an_earlier_run_in_the_same_folder_go_first(tmp_path: Path) 
         assert there() == expected
 
 
-def test_who_has_no_room_for_a_bucket_leaves_so_that_the_others_do_not_wait_for_it() -> None:
+def test_incoming_without_room_leaves_group() -> None:
     groups, places = members(2, timeout_s=300.0)
     header = {"shapes": {"w": [1 << 60]}, "dtypes": {"w": "uint8"}, "num_bytes": 1 << 60}
     with concurrent.futures.ThreadPoolExecutor() as threads:
@@ -146,6 +146,6 @@ def test_who_has_no_room_for_a_bucket_leaves_so_that_the_others_do_not_wait_for_
         group.close()
 
 
-def test_weights_of_another_version_are_not_sent() -> None:
+def test_publish_other_version() -> None:
     with pytest.raises(ValueError, match="weight version 2.*1"):
         publish(ODD, IntoMemory(version=1), WeightFormat(), version=2, is_root=True, group=WeightGroup(CPU))

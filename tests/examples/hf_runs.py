@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from examples.grpo_hf import main
+from tests.examples.processes import run_here
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "grpo_hf.py"
@@ -29,14 +29,9 @@ def write_reward(folder: Path, *, on_cluster: bool = False) -> str:
 
 
 def begin_here(model: Path, data: Path, out: Path, *flags: str) -> int:
-    """Run it in this process, where torch is loaded already; returns its exit code."""
-    heeded = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    """Run it in this process; returns its exit code."""
     one = ("--cluster.scheduler", "inline", "--cluster.train_workers", "1", "--cluster.rollout_instances", "1")
-    try:
-        return main([*_flags(model, data, out), *one, *map(str, flags)])
-    finally:
-        for number, handler in heeded.items():
-            signal.signal(number, handler)
+    return run_here(main, [*_flags(model, data, out), *one, *map(str, flags)])
 
 
 def _flags(model: Path, data: Path, out: Path) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -39,3 +40,18 @@ def wait_for(condition: Callable[[], object], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
+
+
+def run_here(main: Callable[[Sequence[str]], int], flags: Sequence[str]) -> int:
+    """Call the main function of a script in this process, which has imported torch already; returns its exit code."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    torch.set_num_threads(1)
+    try:
+        return main(flags)
+    finally:
+        torch.set_num_threads(num_threads)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

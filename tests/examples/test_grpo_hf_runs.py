@@ -54,7 +54,7 @@ def metrics(tmp_path: Path) -> Callable[[str], list[dict[str, Any]]]:
 DAPO = ("--algorithm.preset", "dapo", "--algorithm.overlong_filter", "false", "--train.minibatches", "2")
 
 
-def test_a_run_that_goes_on_is_the_unbroken_one(
+def test_grpo_hf_resume_equals_unbroken(
     begin: Callable[..., int], metrics: Callable[[str], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     """With dynamic sampling, which uses a number of prompts that nobody knows before."""
@@ -79,9 +79,7 @@ def test_a_run_that_goes_on_is_the_unbroken_one(
             assert ours[name] == pytest.approx(theirs[name], abs=2e-4), (ours["step"], name)
 
 
-def test_a_run_whose_files_make_no_sense_is_not_gone_on_with(
-    begin: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_grpo_hf_resume_unreadable_files(begin: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert begin("out", *TWO_STEPS) == 0
     draws, metrics = tmp_path / "out" / "checkpoints" / "latest" / "draws.json", tmp_path / "out" / "metrics.jsonl"
     draws.write_text("{")
@@ -92,9 +90,7 @@ def test_a_run_whose_files_make_no_sense_is_not_gone_on_with(
     assert "metrics.jsonl is not the record of a run" in capsys.readouterr().err
 
 
-def test_instances_with_other_weights_end_the_run_with_a_message(
-    begin: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_grpo_hf_check_weights_difference(begin: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert begin("out", *TWO_STEPS, "--check-weights", "--sync.dtype", "bfloat16", "--check.tolerance", "1e-4") == 1
     said = capsys.readouterr().err
     assert "WeightsDifferError: rollout/" in said
@@ -102,9 +98,7 @@ def test_instances_with_other_weights_end_the_run_with_a_message(
     assert "check.tolerance is 0.0001" in said
 
 
-def test_a_plan_starts_nothing_and_leaves_nothing_in_the_way_of_a_run(
-    begin: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_grpo_hf_plan_starts_nothing(begin: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert begin("out", "--plan", "--cluster.scheduler", "ray") == 0
     said = capsys.readouterr().out
     assert "92 prompts to train on, 8 held out" in said
@@ -114,13 +108,13 @@ def test_a_plan_starts_nothing_and_leaves_nothing_in_the_way_of_a_run(
     assert len(lines(tmp_path / "out" / "checks.jsonl")) == 2
 
 
-def test_prompts_that_teach_nothing_end_the_run(begin: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_grpo_hf_nothing_to_learn(begin: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     exact = ("--rewards", '[{"use": "exact", "on_cluster": true}]')
     assert begin("out", *exact, "--algorithm.preset", "dapo", "--algorithm.max_filtered_batches", "2") == 1
     assert capsys.readouterr().err.startswith("NothingToLearnError: dynamic sampling has thrown away 9 prompts in a row")
 
 
-def test_an_answer_whose_reward_raises_costs_a_prompt_in_training_and_is_wrong_in_an_evaluation(
+def test_grpo_hf_reward_raises(
     begin: Callable[..., int], metrics: Callable[[str], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     (tmp_path / "picky.py").write_text(
@@ -141,7 +135,7 @@ def test_an_answer_whose_reward_raises_costs_a_prompt_in_training_and_is_wrong_i
 # --- in processes -----------------------------------------------------------------------------------------------------
 
 
-def test_steps_on_ray_change_the_weights_of_every_instance(given: tuple[Path, Path, str], tmp_path: Path) -> None:
+def test_grpo_hf_ray_weights_of_every_instance(given: tuple[Path, Path, str], tmp_path: Path) -> None:
     model, data, rewards = given
     out = tmp_path / "out"
     flags = ("--check-weights", "--rewards", rewards, "--train.lr", "1e-3", "--steps", "3", "--evaluation.every", "2")
@@ -170,26 +164,37 @@ def test_steps_on_ray_change_the_weights_of_every_instance(given: tuple[Path, Pa
 LOCAL = ("--cluster.scheduler", "local", "--cluster.train_workers", "1", "--cluster.rollout_instances", "1", *PLAIN)
 
 
-def test_an_asynchronous_run_with_a_reference_and_partial_rollouts(
-    given: tuple[Path, Path, str], metrics: Callable[[str], list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def begin_run(given: tuple[Path, Path, str], out: Path, *flags: str, **options: Any) -> subprocess.Popen[str]:
+    """Start a run on a local scheduler in a process of its own."""
     model, data, rewards = given
-    ahead = ("--rollout.staleness", "1", "--rollout.oversample", "1.5", "--sync.in_flight", "recall", "--steps", "4")
-    ahead = (*LOCAL, "--rewards", rewards, *ahead, "--sync.way", "collective")  # type: ignore[assignment]
-    run(model, data, tmp_path / "out", *ahead, "--algorithm.kl_coef", "0.01", "--algorithm.old_logprobs", "trainer")
-    found = metrics("out")[1:]
-    assert max(each["staleness/max"] for each in found) == 1
-    assert all(each["kl"] >= 0 and "time/reference" in each for each in found)
-    assert all(each["ratio"] == pytest.approx(1.0, abs=1e-3) for each in found), "its own log-probabilities are the old ones"
+    flags = (*LOCAL, "--rewards", rewards, *flags)
+    return subprocess.Popen(
+        command(model, data, out, *flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+    )
 
 
-def test_a_reference_that_dies_is_built_anew_also_where_it_dies_again_meanwhile(
+def _num_steps(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_grpo_hf_asynchronous_reference_killed_twice(
     given: tuple[Path, Path, str], metrics: Callable[[str], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    model, data, rewards = given
+    """Partial rollouts, a reference, and log-probabilities of the trainer; a second death while the reference is rebuilt."""
     out = tmp_path / "out"
-    flags = (*LOCAL, "--rewards", rewards, "--steps", "6", "--algorithm.kl_coef", "0.01", "--cluster.train_workers", "2")
-    process = subprocess.Popen(command(model, data, out, *flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    ahead = (
+        "--rollout.staleness",
+        "1",
+        "--rollout.oversample",
+        "1.5",
+        "--sync.in_flight",
+        "recall",
+        "--sync.way",
+        "collective",
+    )
+    reference = ("--algorithm.kl_coef", "0.01", "--algorithm.old_logprobs", "trainer", "--cluster.train_workers", "2")
+    process = begin_run(given, out, *ahead, *reference, "--steps", "6")
     try:
         wait_for(lambda: process.poll() is not None or _num_steps(out) > 1, 120.0)
         victims = set(pids_of("reference", out))
@@ -204,9 +209,13 @@ def test_a_reference_that_dies_is_built_anew_also_where_it_dies_again_meanwhile(
     assert process.returncode == 0, said
     assert "a rank of the reference was lost, and all of them are rebuilt" in said
     assert [each["step"] for each in metrics("out")] == list(range(7)), "no step was done again"
+    found = metrics("out")[1:]
+    assert max(each["staleness/max"] for each in found) == 1
+    assert all(each["kl"] >= 0 and "time/reference" in each for each in found)
+    assert all(each["ratio"] == pytest.approx(1.0, abs=1e-3) for each in found), "its own log-probabilities are the old ones"
 
 
-def test_roles_that_take_turns_on_their_devices_do_what_separate_ones_do(
+def test_grpo_hf_colocated_equals_separated(
     given: tuple[Path, Path, str],
     begin: Callable[..., int],
     metrics: Callable[[str], list[dict[str, Any]]],
@@ -217,14 +226,8 @@ def test_roles_that_take_turns_on_their_devices_do_what_separate_ones_do(
     flags = ("--steps", "2", "--checkpoints.every", "2", "--evaluation.every", "2")
     assert begin("separated", *flags) == 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    shared = (
-        "--cluster.placement",
-        "colocated",
-        "--cluster.devices_per_node",
-        "1",
-        "--cluster.env_vars.HELMSMAN_PLATFORM",
-        "cpu",
-    )
+    on_one = ("--cluster.placement", "colocated", "--cluster.devices_per_node", "1")
+    shared = (*on_one, "--cluster.env_vars.HELMSMAN_PLATFORM", "cpu")
     model, data, rewards = given
     reference = ("--algorithm.kl_coef", "1e-9")  # it takes its turn, too, and does not change what is learned
     said = run(
@@ -241,18 +244,10 @@ def test_roles_that_take_turns_on_their_devices_do_what_separate_ones_do(
         assert ours["check/max_diff"] < 1e-3
 
 
-def test_an_interrupted_run_leaves_nothing_and_says_how_to_go_on(given: tuple[Path, Path, str], tmp_path: Path) -> None:
-    model, data, rewards = given
+def test_grpo_hf_interrupted(given: tuple[Path, Path, str], tmp_path: Path) -> None:
     out, mark = tmp_path / "out", f"interrupted-{os.getpid()}"
-    flags = (*LOCAL, "--rewards", rewards, "--steps", "100000", "--checkpoints.every", "1")
-    process = subprocess.Popen(
-        command(model, data, out, *flags),
-        env={**os.environ, "MARK": mark},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    flags = ("--steps", "100000", "--checkpoints.every", "1")
+    process = begin_run(given, out, *flags, env={**os.environ, "MARK": mark}, start_new_session=True)
     try:
         wait_for(lambda: process.poll() is not None or _num_steps(out) > 2, 120.0)
         assert process.poll() is None, process.stdout and process.stdout.read()
@@ -266,21 +261,14 @@ def test_an_interrupted_run_leaves_nothing_and_says_how_to_go_on(given: tuple[Pa
     assert marked(mark) == []
 
 
-def _num_steps(out: Path) -> int:
-    path = out / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
-
-
-def test_workers_that_die_do_not_end_the_run(
+def test_grpo_hf_workers_killed(
     given: tuple[Path, Path, str], begin: Callable[..., int], metrics: Callable[[str], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     """A rollout instance and a train worker are killed; every step is recorded once and does what it does in a quiet run."""
     flags = ("--steps", "6", "--checkpoints.every", "2", "--checkpoints.in_background", "true")
     assert begin("quiet", *flags) == 0
-    model, data, rewards = given
     out = tmp_path / "out"
-    common = (*LOCAL, "--rewards", rewards, *flags, "--cluster.train_workers", "2")
-    process = subprocess.Popen(command(model, data, out, *common), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = begin_run(given, out, *flags, "--cluster.train_workers", "2")
     killed: list[int] = []
     try:
         for role, at in (("rollout", 1), ("train", 3)):

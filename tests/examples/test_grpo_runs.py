@@ -1,4 +1,4 @@
-"""The example as its user runs it: the same losses on every scheduler, and an end at any time that can be gone on from."""
+"""examples/grpo.py as its user runs it: the same losses on every scheduler, and an end at any time that can be gone on from."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from tests.examples.processes import marked, pids_of, wait_for
+from examples.grpo import main
+from helmsman.testing import Hang, Kill, Slow
+from tests.examples.processes import marked, pids_of, run_here, wait_for
 
 ROOT = Path(__file__).parents[2]
-SMALL = [
-    "--sft-steps",
-    "12",
-    "--sft-batch",
-    "32",
-    "--prompts-per-step",
-    "8",
-    "--samples-per-prompt",
-    "4",
-    "--num-held-out",
-    "12",
-]
+SMALL = ("--sft-steps", "12", "--sft-batch", "32", "--prompts-per-step", "8", "--samples-per-prompt", "4")
+HELD_OUT = ("--num-held-out", "12")
+GREEDY = ("--steps", "8", "--temperature", "0")
+SAMPLED = ("--steps", "6")
+FAULTS = msgspec.json.encode(
+    [
+        Kill("rollout/0", at_step=14),
+        Hang("rollout/1", at_step=15, seconds=1),
+        Slow("rollout/1", at_step=16, factor=3, seconds=2),
+    ]
+).decode()
+MEASURED = ("loss", "reward", "accuracy")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-
-
-GREEDY = ("--scheduler", "local", "--steps", "8", "--temperature", "0")
 
 
 @pytest.fixture(scope="module")
@@ -45,114 +45,100 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unbroken(sums: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Records of a synchronous run in which nothing happens."""
-    return run(sums, tmp_path_factory.mktemp("unbroken"), *GREEDY)
+def unbroken(sums: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Records of synchronous runs of one rank in which nothing happens: greedy, and with sampled answers."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    runs = {"greedy": GREEDY, "sampled": SAMPLED}
+    for name, flags in runs.items():
+        assert run_here(main, flags_of(sums, folder / name, "--scheduler", "inline", *flags)) == 0
+    return {name: records(folder / name) for name in runs}
 
 
-def command(data: Path, out: Path, *flags: str) -> list[str]:
-    return [sys.executable, str(ROOT / "examples" / "grpo.py"), "--data", str(data), "--out", str(out), *SMALL, *flags]
+def flags_of(data: Path, out: Path, *flags: str) -> list[str]:
+    return ["--data", str(data), "--out", str(out), *SMALL, *HELD_OUT, *flags]
+
+
+def begin(data: Path, out: Path, *flags: str, **options: Any) -> subprocess.Popen[str]:
+    """Start the script in a process of its own."""
+    command = [sys.executable, str(ROOT / "examples" / "grpo.py"), *flags_of(data, out, *flags)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
 
 def records(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def run(data: Path, out: Path, *flags: str) -> list[dict[str, Any]]:
-    ran = subprocess.run(command(data, out, *flags), capture_output=True, text=True, timeout=180, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return records(out)
+def num_lines(out: Path) -> int:
+    try:
+        return len((out / "metrics.jsonl").read_text().splitlines())
+    except OSError:
+        return 0
 
 
-def test_schedulers_and_ranks_give_the_same_losses(sums: Path, tmp_path: Path) -> None:
+def kill_at(process: subprocess.Popen[str], out: Path, role: str, steps: tuple[int, ...]) -> int:
+    """Kill a worker of a role after each of these steps, wait for the run's end, and return how many were killed."""
+    killed: list[int] = []
+    try:
+        for at in steps:
+            wait_for(lambda at=at: num_lines(out) > at or process.poll() is not None, 120)  # type: ignore[misc]
+            wait_for(lambda: set(pids_of(role, out)) - set(killed) or process.poll() is not None, 60)
+            if process.poll() is None:
+                killed.append(pids_of(role, out)[-1])
+                os.kill(killed[-1], signal.SIGKILL)
+        said, _ = process.communicate(timeout=180)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    return len(killed)
+
+
+@pytest.mark.parametrize("flags", [("--scheduler", "ray"), ("--scheduler", "local", "--faults", FAULTS)], ids=["ray", "drill"])
+def test_grpo_same_losses(
+    sums: Path, tmp_path: Path, unbroken: dict[str, list[dict[str, Any]]], flags: tuple[str, ...]
+) -> None:
     """Within 2e-4: the arithmetic is the same, but the order in which floats are summed depends on which prompts share a batch
     and on how many ranks share a step, and each step carries a rounding of 1e-7 on, amplified by Adam near a gradient of 0.
     """
-    runs = {
-        "inline": run(sums, tmp_path / "inline", "--scheduler", "inline", "--steps", "4"),
-        "local": run(sums, tmp_path / "local", "--scheduler", "local", "--steps", "4"),
-        "two ranks": run(sums, tmp_path / "two", "--scheduler", "local", "--steps", "4", "--train-workers", "2"),
-        "ray": run(sums, tmp_path / "ray", "--scheduler", "ray", "--steps", "4"),
-    }
-    expected = runs.pop("inline")
-    grpo = [record for record in expected if record["phase"] == "grpo"]
-    assert len(grpo) == 4
-    assert any(record["reward"] not in (0.0, 1.0) for record in grpo), "no step had anything to learn from"
-    for name, found in runs.items():
-        assert [record["step"] for record in found] == [record["step"] for record in expected], name
-        for ours, theirs in zip(found, expected, strict=True):
-            assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-4), (name, ours, theirs)
-            assert ours["reward"] == theirs["reward"], (name, ours, theirs)
-            assert ours["weight_version"] == theirs["weight_version"], (name, ours, theirs)
+    process = begin(sums, tmp_path / "out", *flags, *SAMPLED)
+    said, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, said
+    found, expected = records(tmp_path / "out"), unbroken["sampled"]
+    assert any(record["reward"] not in (0.0, 1.0) for record in expected if record["phase"] == "grpo"), "nothing to learn from"
+    assert [record["step"] for record in found] == list(range(19))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-4), (ours, theirs)
+        assert ours["reward"] == theirs["reward"], (ours, theirs)
+        assert ours["weight_version"] == theirs["weight_version"], (ours, theirs)
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "number"), [("local", signal.SIGINT), ("ray", signal.SIGTERM), ("inline", signal.SIGTERM)]
-)
-def test_an_interrupted_run_ends_at_once_and_goes_on(scheduler: str, number: int, sums: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    flags = ["--scheduler", scheduler, "--save-every", "2", "--eval-every", "1000"]
-    mark = f"interrupted-{os.getpid()}-{scheduler}"
-    process = subprocess.Popen(
-        command(sums, out, *flags, "--steps", "100000"),
-        env={**os.environ, "MARK": mark},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+@pytest.mark.parametrize("scheduler", ["ray", "inline"])
+def test_grpo_interrupted_and_resumed(scheduler: str, sums: Path, tmp_path: Path) -> None:
+    out, mark = tmp_path / "run", f"interrupted-{os.getpid()}-{scheduler}"
+    flags = ("--save-every", "2", "--eval-every", "1000", "--scheduler")
+    process = begin(sums, out, *flags, scheduler, "--steps", "100000", env={**os.environ, "MARK": mark}, start_new_session=True)
     try:
         wait_for(lambda: process.poll() is not None or num_lines(out) > 18, 120.0)
         assert process.poll() is None, process.stdout and process.stdout.read()
-        os.killpg(process.pid, number)  # as a terminal's Ctrl-C, which all processes of its group get
+        os.killpg(process.pid, signal.SIGTERM)  # all processes of its group get it, as of a terminal's Ctrl-C
         said, _ = process.communicate(timeout=10.0)
     finally:
         process.kill()
-    assert process.returncode == 128 + number, said
+    assert process.returncode == 128 + signal.SIGTERM, said
     assert "--resume" in said
     wait_for(lambda: not marked(mark), 1.0)
     assert marked(mark) == []
     assert list(Path(tempfile.gettempdir()).glob(f"helmsman-*/**/*{mark}*")) == []
 
-    done = max(record["step"] for record in records(out))
-    run_to = done + 3 - 12
-    ran = subprocess.run(
-        [*command(sums, out, *flags, "--steps", str(run_to), "--resume")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    steps = [record["step"] for record in records(out)]
-    assert steps == list(range(12 + run_to + 1))
+    last = max(record["step"] for record in records(out)) + 3
+    assert run_here(main, flags_of(sums, out, *flags, "inline", "--steps", str(last - 12), "--resume")) == 0
+    assert [record["step"] for record in records(out)] == list(range(last + 1))
 
 
-@pytest.mark.parametrize(("flags", "most_late"), [((), 0), (("--async", "--staleness", "1.5"), 2)])
-def test_rollout_workers_that_die_do_not_end_the_run(
-    sums: Path, tmp_path: Path, flags: tuple[str, ...], most_late: int
-) -> None:
-    """One is killed every few steps; every step is trained, and every prompt at its step or, asynchronously, near it."""
-    out = tmp_path / "out"
-    process = subprocess.Popen(
-        command(sums, out, "--scheduler", "local", "--steps", "12", *flags),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    num_killed = 0
-    try:
-        for at in (13, 17, 21):
-            wait_for(lambda at=at: num_lines(out) > at or process.poll() is not None, 120)  # type: ignore[misc]
-            wait_for(lambda: len(pids_of("rollout", out)) >= 1 or process.poll() is not None, 60)
-            if process.poll() is None:
-                os.kill(pids_of("rollout", out)[0], signal.SIGKILL)
-                num_killed += 1
-        told, _ = process.communicate(timeout=180)
-    finally:
-        process.kill()
-    assert process.returncode == 0, told
-    assert num_killed >= 2
+def test_grpo_rollout_workers_killed(sums: Path, tmp_path: Path) -> None:
+    """One is killed every few steps of an asynchronous run; every step is trained, and every prompt near its step."""
+    out, most_late = tmp_path / "out", 2
+    process = begin(sums, out, "--scheduler", "local", "--steps", "12", "--async", "--staleness", "1.5")
+    assert kill_at(process, out, "rollout", (13, 17, 21)) >= 2
     assert [record["step"] for record in records(out)] == list(range(25))
     trained = [record["draws"] for record in records(out) if record["phase"] == "grpo"]
     num_prompts = len(trained[0])
@@ -163,61 +149,19 @@ def test_rollout_workers_that_die_do_not_end_the_run(
     assert not lost
 
 
-def test_a_drill_does_not_change_what_is_trained(sums: Path, tmp_path: Path) -> None:
-    faults = "kill rollout/0 at step 14; hang rollout/1 at step 15 for 1 s; slow rollout/1 by 3x at step 16 for 2 s"
-    flags = ("--scheduler", "local", "--steps", "6")
-    quiet, drilled = run(sums, tmp_path / "quiet", *flags), run(sums, tmp_path / "drill", *flags, "--faults", faults)
-    assert [record["step"] for record in drilled] == list(range(19))
-    for ours, theirs in zip(drilled, quiet, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-4), (ours, theirs)
-        assert ours["reward"] == theirs["reward"], (ours, theirs)
-
-
-@pytest.mark.parametrize("flags", [(), ("--async", "--staleness", "0")])
-def test_train_workers_that_die_do_not_end_the_run(
-    sums: Path, tmp_path: Path, unbroken: list[dict[str, Any]], flags: tuple[str, ...]
+@pytest.mark.parametrize("flags", [(), ("--async", "--staleness", "0")], ids=["synchronous", "asynchronous"])
+def test_grpo_train_workers_killed(
+    sums: Path, tmp_path: Path, unbroken: dict[str, list[dict[str, Any]]], flags: tuple[str, ...]
 ) -> None:
-    """One is killed in each phase; every step is recorded once, in order, and does what it does in a run without a loss."""
+    """One of two is killed in each phase; every step is recorded once, in order, and does what it does without a loss."""
     out = tmp_path / "out"
-    process = subprocess.Popen(
-        command(sums, out, *GREEDY, "--save-every", "5", *flags, "--train-workers", "2"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    killed: list[int] = []
-    try:
-        for at in (7, 16):
-            wait_for(lambda at=at: num_lines(out) > at or process.poll() is not None, 120)  # type: ignore[misc]
-            wait_for(lambda: set(pids_of("train", out)) - set(killed) or process.poll() is not None, 60)
-            if process.poll() is None:
-                killed.append(pids_of("train", out)[-1])
-                os.kill(killed[-1], signal.SIGKILL)
-        told, _ = process.communicate(timeout=180)
-    finally:
-        process.kill()
-    assert process.returncode == 0, told
-    assert len(killed) == 2
+    process = begin(sums, out, "--scheduler", "local", *GREEDY, "--save-every", "5", *flags, "--train-workers", "2")
+    assert kill_at(process, out, "train", (7, 16)) == 2
     found = records(out)
     assert [record["step"] for record in found] == list(range(21))
     versions = [record["weight_version"] for record in found]
     assert versions == sorted(set(versions))
     assert versions[-1] > 20, "the versions of the steps that were lost are not given again"
-    for ours, theirs in zip(found, unbroken, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-4), (ours, theirs)
-
-
-def test_an_asynchronous_run_draws_the_same_tasks(sums: Path, tmp_path: Path, unbroken: list[dict[str, Any]]) -> None:
-    ahead = run(sums, tmp_path / "async", *GREEDY, "--staleness", "0")
-    keys = ("loss", "reward", "accuracy")
-    assert [[record[key] for key in keys] for record in ahead] == [
-        pytest.approx([record[key] for key in keys], abs=2e-4, nan_ok=True) if record["phase"] != "eval" else [None] * 3
-        for record in unbroken
-    ]
-
-
-def num_lines(out: Path) -> int:
-    try:
-        return len((out / "metrics.jsonl").read_text().splitlines())
-    except OSError:
-        return 0
+    for ours, theirs in zip(found, unbroken["greedy"], strict=True):
+        for name in MEASURED:
+            assert ours[name] == pytest.approx(theirs[name], abs=2e-4, nan_ok=True), (name, ours, theirs)

@@ -43,7 +43,7 @@ GROUPS = [
 ]
 
 
-def test_samples_say_which_tokens_count_and_what_they_are_worth() -> None:
+def test_make_samples_masks_and_advantages() -> None:
     samples = make_samples(GROUPS, settings(("samples_per_prompt", "2"), ("algorithm.preset", "dr_grpo")))
     assert samples[0] == {
         "input_ids": [8, 9, 1, 2],
@@ -54,7 +54,7 @@ def test_samples_say_which_tokens_count_and_what_they_are_worth() -> None:
     assert [sample["advantages"] for sample in samples] == [0.5, -0.5, 0.0, 0.0]
 
 
-def test_overlong_answers_are_left_out_where_it_is_asked_for() -> None:
+def test_make_samples_overlong_filter() -> None:
     dapo = settings(("samples_per_prompt", "2"), ("algorithm.preset", "dapo"))
     assert [sum(sample["loss_mask"]) for sample in make_samples(GROUPS, dapo)] == [2, 0, 1, 2]
     assert loss_arguments(dapo.algorithm) == {"clip_low": 0.2, "clip_high": 0.28}
@@ -64,18 +64,18 @@ def test_overlong_answers_are_left_out_where_it_is_asked_for() -> None:
     ("preset", "weights"),
     [("grpo", [9 / 8, 9 / 16, 9 / 4, 9 / 8]), ("dr_grpo", [9 / 64] * 4), ("dapo", [1.0] * 4)],
 )
-def test_the_mean_over_tokens_is_taken_as_the_algorithm_has_it(preset: str, weights: list[float]) -> None:
+def test_with_weights_of_presets(preset: str, weights: list[float]) -> None:
     found = settings(("samples_per_prompt", "2"), ("algorithm.preset", preset), ("algorithm.overlong_filter", "false"))
     samples = with_weights(make_samples(GROUPS, found), found)
     assert [sample["loss_weights"] for sample in samples] == pytest.approx(weights)
 
 
-def test_near_the_greatest_length_an_answer_loses_linearly() -> None:
+def test_overlong_cost() -> None:
     algorithm = settings(("algorithm.overlong_buffer", "4"), ("algorithm.overlong_penalty", "0.5")).algorithm
     assert [overlong_cost(length, algorithm, 16) for length in (1, 12, 14, 16)] == [0, 0, 0.25, 0.5]
 
 
-def test_metrics_of_answers() -> None:
+def test_rollout_metrics() -> None:
     found = rollout_metrics(GROUPS, 3, "exact", 1.0)
     assert found["reward/mean"] == 0.5
     assert (found["response_length/mean"], found["response_length/max"]) == (2.25, 4.0)
@@ -86,7 +86,7 @@ def test_metrics_of_answers() -> None:
     assert found["staleness/max"] == 1.0
 
 
-def test_log_probabilities_are_compared_where_the_weights_are_the_same() -> None:
+def test_logprob_differences_of_same_version() -> None:
     torch = pytest.importorskip("torch")
     own = [torch.zeros(2 + len(each.result.token_ids)) for one in GROUPS for each in one.answers]
     own[0][2:] = torch.tensor([-0.5, -0.75])
@@ -96,7 +96,7 @@ def test_log_probabilities_are_compared_where_the_weights_are_the_same() -> None
     assert logprob_differences(GROUPS, own, 9) == {}
 
 
-def test_the_metrics_of_several_optimizer_steps_are_their_mean_by_tokens() -> None:
+def test_train_metrics_mean_by_tokens() -> None:
     every = [
         {"loss": 1.0, "ref_kl": 0.5, "grad_norm": 1.0, "lr": 1.0, "num_tokens": 30.0},
         {"loss": 3.0, "ref_kl": 0.5, "grad_norm": 1.0, "lr": 2.0, "num_tokens": 10.0},

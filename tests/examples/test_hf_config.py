@@ -11,7 +11,7 @@ from examples.hf import config
 from examples.hf.roles import ENGINES, engine_arguments, make_jobs
 from helmsman.api.plan import Plan
 from helmsman.controller._placement.planner import plan_jobs
-from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
+from helmsman.controller._placement.resources import ClusterSnapshot, NodeState
 from tests.examples.hf_data import CONFIGS, settings
 
 FILES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
@@ -26,7 +26,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_file_is_valid_and_its_jobs_have_a_place_on_the_cluster_that_it_describes(name: str) -> None:
+def test_load_every_file_can_be_placed(name: str) -> None:
     found = settings(name=name)
     cluster = found.cluster
     kind = "NPU" if "npu" in name else "GPU"
@@ -47,13 +47,13 @@ def test_every_file_is_valid_and_its_jobs_have_a_place_on_the_cluster_that_it_de
     assert len(devices) == len(set(devices)) == cluster.num_nodes * cluster.devices_per_node, "all devices, each once"
 
 
-def test_one_machine_and_many_differ_in_the_cluster_alone() -> None:
+def test_load_one_machine_and_many_nodes() -> None:
     one, many = settings(name="one_machine_8gpu.yaml"), settings(name="many_nodes_gpu.yaml")
     assert one.cluster != many.cluster
     assert msgspec.structs.replace(many, cluster=one.cluster) == one
 
 
-def test_unknown_keys_are_refused_with_the_nearest_name(file: Path) -> None:
+def test_load_unknown_keys(file: Path) -> None:
     file.write_text(file.read_text().replace("steps = 3", "step = 3"))
     with pytest.raises(ValueError, match=r"run.toml: there is no setting 'step'; did you mean 'steps'\?"):
         config.load(file)
@@ -63,13 +63,13 @@ def test_unknown_keys_are_refused_with_the_nearest_name(file: Path) -> None:
         settings(("rollout.temprature", "1"))
 
 
-def test_keys_inside_a_list_are_checked_too(file: Path) -> None:
+def test_load_unknown_key_in_list(file: Path) -> None:
     file.write_text(file.read_text().replace('use = "exact"', 'use = "exact"\nwieght = 2'))
     with pytest.raises(ValueError, match=r"there is no setting 'rewards\[0\].wieght'; did you mean 'weight'\?"):
         config.load(file)
 
 
-def test_the_command_line_is_on_top_and_has_the_fields_types() -> None:
+def test_load_overrides() -> None:
     found = settings(
         ("train.lr", "3e-6"),
         ("steps", "7"),
@@ -92,7 +92,7 @@ def test_the_command_line_is_on_top_and_has_the_fields_types() -> None:
     assert found.data.system_prompt == '{"answer": "in this form"}'
 
 
-def test_a_value_of_another_type_is_refused_by_its_key() -> None:
+def test_load_value_of_wrong_type() -> None:
     with pytest.raises(ValueError, match=r"steps: Expected `int`, got `str`"):
         settings(("steps", "many"))
     with pytest.raises(
@@ -101,7 +101,7 @@ def test_a_value_of_another_type_is_refused_by_its_key() -> None:
         settings(("cluster.placement", "together"))
 
 
-def test_load_names_the_origin_of_a_value(file: Path) -> None:
+def test_load_origin_of_values(file: Path) -> None:
     for override, message in (
         (("steps", "many"), "^--steps: steps: Expected `int`"),
         (("cluster.train_cpus", "-1"), "^--cluster.train_cpus: cluster.train_cpus is -1.0"),
@@ -147,12 +147,12 @@ def test_load_names_the_origin_of_a_value(file: Path) -> None:
         (("train.engine.lr", "1e-3"), "train.engine.lr is a setting of its own here; set train.lr instead"),
     ],
 )
-def test_what_does_not_fit_together_is_said_before_anything_starts(override: tuple[str, str], message: str) -> None:
+def test_load_invalid_values(override: tuple[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings(override)
 
 
-def test_colocated_roles_take_turns_and_so_are_synchronous() -> None:
+def test_load_colocated_placement() -> None:
     colocated = [("cluster.placement", "colocated"), ("cluster.devices_per_node", "8")]
     with pytest.raises(ValueError, match="rollout.staleness is 1"):
         settings(*colocated, ("rollout.staleness", "1"))
@@ -163,53 +163,53 @@ def test_colocated_roles_take_turns_and_so_are_synchronous() -> None:
     assert engine_arguments(settings(*colocated, ("rollout.engine", "vllm")))["enable_sleep_mode"] is True
 
 
-def test_a_preset_fills_in_what_is_not_given() -> None:
+def test_load_preset() -> None:
     algorithm = settings(("algorithm.preset", "dapo"), ("algorithm.overlong_filter", "false")).algorithm
     assert (algorithm.clip_high, algorithm.aggregation, algorithm.dynamic_sampling) == (0.28, "token", True)
     assert algorithm.overlong_filter is False
     assert settings(("algorithm.preset", "dr_grpo")).algorithm.normalize_std is False
 
 
-def test_a_number_without_a_dot_is_one_also_where_the_type_is_not_known(tmp_path: Path) -> None:
+def test_load_yaml_number_without_dot(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: m\ndata: {train: t}\nrewards: [{use: exact}]\ntrain: {engine: {eps: 1e-6}}\n")
     assert config.load(path).train.engine == {"eps": 1e-6}
 
 
-def test_a_date_is_a_text_as_in_the_file_that_a_resumed_run_is_compared_with(file: Path) -> None:
+def test_load_toml_date(file: Path) -> None:
     file.write_text(file.read_text().replace('train = "t.jsonl"', 'train = "t.jsonl"\ntemplate_args = {today = 2026-01-31}'))
     found = config.load(file)
     assert found.data.template_args == {"today": "2026-01-31"}
     assert msgspec.json.decode(msgspec.json.encode(found), type=type(found)) == found
 
 
-def test_a_file_that_extends_itself_is_refused(tmp_path: Path) -> None:
+def test_load_file_extends_itself(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
     (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
     with pytest.raises(ValueError, match="extends itself"):
         config.load(tmp_path / "a.yaml")
 
 
-def test_what_is_printed_gives_the_same_settings_again(tmp_path: Path) -> None:
+def test_as_yaml_loads_again(tmp_path: Path) -> None:
     found = settings(("data.system_prompt", 'say "yes", or: no'), ("train.engine.weight_decay", "1e-6"))
     again = tmp_path / "again.yaml"
     again.write_text(config.as_yaml(found))
     assert config.load(again) == found
 
 
-def test_large_instances_span_nodes_by_deferred_placement() -> None:
+def test_make_jobs_large_instances() -> None:
     found = settings(("cluster.rollout_devices", "16"), ("cluster.rollout_instances", "1"), name="many_nodes_gpu.yaml")
     rollout = make_jobs(found)[1]
     assert (rollout.tasks[0].ray_placement_strategy, rollout.tasks[0].gpu) == ("deferred", 16)
     assert engine_arguments(found)["tensor_parallel_size"] == 16
 
 
-def test_the_reference_stands_beside_the_trainer_only_where_it_is_needed() -> None:
+def test_make_jobs_reference() -> None:
     assert [job.role for job in make_jobs(settings())] == ["train", "rollout"]
     assert [job.role for job in make_jobs(settings(("algorithm.kl_coef", "0.01")))] == ["train", "rollout", "reference"]
 
 
-def test_every_setting_has_a_meaning_and_is_documented() -> None:
+def test_settings_documented() -> None:
     assert all(meaning for _, _, meaning in config.all_keys())
     assert config.key_table() in DOCS.read_text(), (
         "docs/training_hf.md has other keys; python -c 'from examples.hf.config import key_table; print(key_table())'"

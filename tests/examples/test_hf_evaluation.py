@@ -14,14 +14,14 @@ from helmsman import SamplingParams
 
 
 @pytest.mark.parametrize(("num_samples", "num_right"), [(1, 0), (1, 1), (5, 0), (5, 1), (5, 3), (6, 6)])
-def test_pass_at_k_is_the_share_of_choices_with_a_right_one(num_samples: int, num_right: int) -> None:
+def test_pass_at_k(num_samples: int, num_right: int) -> None:
     answers = [True] * num_right + [False] * (num_samples - num_right)
     for k in range(1, num_samples + 1):
         expected = statistics.fmean(any(chosen) for chosen in itertools.combinations(answers, k))
         assert pass_at_k(num_samples, num_right, k) == pytest.approx(expected)
 
 
-def test_pass_at_k_of_more_than_there_is() -> None:
+def test_pass_at_k_too_few_samples() -> None:
     with pytest.raises(ValueError, match="give no pass@3"):
         pass_at_k(2, 1, 3)
 
@@ -30,7 +30,7 @@ def row(answer: int, source: str) -> Row:
     return Row([answer], str(answer), answer, source, {})
 
 
-async def test_figures_are_those_of_all_and_of_each_source() -> None:
+async def test_evaluate_all_and_each_source() -> None:
     rows = [row(0, "a"), row(1, "a"), row(2, "b")]
     asked: list[SamplingParams] = []
 
@@ -56,7 +56,7 @@ async def test_figures_are_those_of_all_and_of_each_source() -> None:
     assert (await evaluate(rows, settings, sampling, judge, seed=3)) == found
 
 
-async def test_one_source_alone_is_told_once_and_without_samples_only_greedily() -> None:
+async def test_evaluate_one_source_greedy() -> None:
     async def judge(row: Row, sampling: SamplingParams) -> bool:
         return True
 

@@ -26,7 +26,7 @@ def chat(*messages: tuple[str, str]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in messages]
 
 
-def test_texts_and_chats_go_through_the_models_template(folder: Path) -> None:
+def test_chat_tokenizer_encode_template(folder: Path) -> None:
     tokenizer = ChatTokenizer(str(folder), Data(train=""))
     text, ids = tokenizer.encode("1+1=")
     assert text == "<user>1+1=\n<assistant>"
@@ -37,26 +37,26 @@ def test_texts_and_chats_go_through_the_models_template(folder: Path) -> None:
     assert told.encode(chat(("system", "mine"), ("user", "x")))[0] == "<system>mine\n<user>x\n<assistant>"
 
 
-def test_without_a_template_a_text_goes_as_it_is_and_a_chat_is_written_out(folder: Path) -> None:
+def test_chat_tokenizer_encode_without_template(folder: Path) -> None:
     make_tokenizer(folder, chat_template=None)
     tokenizer = ChatTokenizer(str(folder), Data(train=""))
     assert tokenizer.encode("1+1=")[0] == "1+1="
     assert tokenizer.encode(chat(("user", "1+1=")))[0] == "User: 1+1=\n\nAssistant:"
 
 
-def test_a_template_of_the_users_takes_the_place_of_the_models(folder: Path, tmp_path: Path) -> None:
+def test_chat_tokenizer_encode_own_template(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}{{ '?' if curious }}")
     data = Data(train="", chat_template=str(tmp_path / "mine.jinja"), template_args={"curious": True})
     assert ChatTokenizer(str(folder), data).encode("x")[0] == "x?"
 
 
-def test_answers_end_with_all_end_tokens_of_the_model(folder: Path) -> None:
+def test_chat_tokenizer_stop_ids(folder: Path) -> None:
     assert ChatTokenizer(str(folder), Data(train="")).stop_ids == (SPECIAL.index("<eos>"),)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
     assert ChatTokenizer(str(folder), Data(train="")).stop_ids == (1, 7)
 
 
-def test_files_that_make_no_sense_are_named(folder: Path, tmp_path: Path) -> None:
+def test_chat_tokenizer_invalid_files(folder: Path, tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
     with pytest.raises(ValueError, match=r"generation_config.json: Expected `int`, got `str` - at `\$.eos_token_id"):
         ChatTokenizer(str(folder), Data(train=""))
@@ -66,7 +66,7 @@ def test_files_that_make_no_sense_are_named(folder: Path, tmp_path: Path) -> Non
         ChatTokenizer(str(folder), Data(train="", chat_template=str(tmp_path / "mine.jinja")))
 
 
-def test_long_prompts_are_left_out_and_counted_or_an_error(folder: Path, tmp_path: Path) -> None:
+def test_load_dataset_long_prompts(folder: Path, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [*SUMS[:6], {"prompt": "7" * 60, "answer": "7"}])
     data = Data(train=str(path), num_held_out=2, max_prompt_tokens=40)
     found = load_dataset(data, ChatTokenizer(str(folder), data), seed=0)
@@ -76,7 +76,7 @@ def test_long_prompts_are_left_out_and_counted_or_an_error(folder: Path, tmp_pat
         load_dataset(strict, ChatTokenizer(str(folder), strict), seed=0)
 
 
-def test_what_is_held_out_is_drawn_by_the_seed_and_never_trained_on(folder: Path, tmp_path: Path) -> None:
+def test_load_dataset_held_out_by_seed(folder: Path, tmp_path: Path) -> None:
     data = Data(train=str(write_jsonl(tmp_path / "rows.jsonl", [*SUMS, *SUMS])), num_held_out=10)
     tokenizer = ChatTokenizer(str(folder), data)
     first, again, other = (load_dataset(data, tokenizer, seed) for seed in (0, 0, 1))
@@ -86,7 +86,7 @@ def test_what_is_held_out_is_drawn_by_the_seed_and_never_trained_on(folder: Path
     assert first.num_in_both == 0
 
 
-def test_prompts_of_a_file_to_evaluate_on_that_are_trained_on_as_well_are_counted(folder: Path, tmp_path: Path) -> None:
+def test_load_dataset_num_in_both(folder: Path, tmp_path: Path) -> None:
     train, held_out = write_jsonl(tmp_path / "train.jsonl", SUMS[:7]), write_jsonl(tmp_path / "test.jsonl", SUMS[5:10])
     data = Data(train=str(train), held_out=str(held_out))
     found = load_dataset(data, ChatTokenizer(str(folder), data), seed=0)
@@ -101,7 +101,7 @@ def test_prompts_of_a_file_to_evaluate_on_that_are_trained_on_as_well_are_counte
         ('{"prompt": [{"role": "user"}]}', "line 2: 'prompt' is "),
     ],
 )
-def test_a_line_that_makes_no_sense_is_named(folder: Path, tmp_path: Path, line: str, message: str) -> None:
+def test_load_dataset_malformed_line(folder: Path, tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(SUMS[0]) + "\n" + line + "\n")
     data = Data(train=str(path))
@@ -109,7 +109,7 @@ def test_a_line_that_makes_no_sense_is_named(folder: Path, tmp_path: Path, line:
         load_dataset(data, ChatTokenizer(str(folder), data), seed=0)
 
 
-def test_rows_keep_what_rewards_may_need(folder: Path, tmp_path: Path) -> None:
+def test_load_dataset_row_fields(folder: Path, tmp_path: Path) -> None:
     entry = {"prompt": "x", "answer": [1], "data_source": None, "extra_info": {"a": 2}}
     data = Data(train=str(write_jsonl(tmp_path / "rows.jsonl", [entry])))
     (row,) = load_dataset(data, ChatTokenizer(str(folder), data), seed=0).train
@@ -123,20 +123,20 @@ def draws(folder: Path, tmp_path: Path) -> Draws:
     return Draws(rows, num_samples=3, seed=5, shuffle=True)
 
 
-def test_an_epoch_has_every_row_once_in_an_order_of_its_own(draws: Draws) -> None:
+def test_draws_epochs(draws: Draws) -> None:
     taken = [draw.row.prompt for draw in itertools.islice(draws, 21)]
     epochs = [taken[:7], taken[7:14], taken[14:]]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_a_draw_follows_from_its_number_alone(draws: Draws) -> None:
+def test_draws_by_number(draws: Draws) -> None:
     taken = list(itertools.islice(draws, 10))
     assert [draws.draw(number) for number in reversed(range(10))] == taken[::-1]
     assert len({seed for draw in taken for seed in draw.seeds}) == 30
 
 
-def test_a_run_goes_on_with_what_was_not_used_and_uses_each_draw_once(draws: Draws) -> None:
+def test_draws_state_and_restore(draws: Draws) -> None:
     for number in (0, 1, 3, 6):  # 2, 4 and 5 were under way
         draws.use(number)
     state = draws.state()

@@ -55,12 +55,12 @@ def mine(tmp_path: Path) -> Path:
     return path
 
 
-def test_exact_answers() -> None:
+def test_reward_exact() -> None:
     assert [alone("exact", text, "12") for text in ("12", " 12\n", "13", "")] == [1, 1, 0, 0]
     assert alone("exact", "", None) == 0
 
 
-def test_numbers() -> None:
+def test_reward_number() -> None:
     texts = ("it is 1,234.50", "1234.5", "first 7, then 1234.5", "1234.6", "none")
     assert [alone("number", text, "1234.5") for text in texts] == [1, 1, 1, 0, 0]
     assert alone("number", "0.333", 1 / 3, tolerance=0.01) == 1
@@ -68,7 +68,7 @@ def test_numbers() -> None:
     assert [alone("number", text, "5") for text in ("1e9999999", "-1e99999999999999999999", "5e0")] == [0, 0, 1]
 
 
-def test_forms() -> None:
+def test_reward_format() -> None:
     pattern = r"<think>.*</think>\s*<answer>.*</answer>"
     assert alone("format", "<think>a\nb</think>\n<answer>2</answer>\n", pattern=pattern) == 1
     assert alone("format", "sure! <think></think><answer></answer>", pattern=pattern) == 0
@@ -80,7 +80,7 @@ def test_forms() -> None:
         make_caller(Reward(use="number", args={"tolerance": "small"}))
 
 
-def test_math_without_its_package_says_what_installs_it() -> None:
+def test_reward_math_names_install_command() -> None:
     if importlib.util.find_spec("math_verify") is not None:
         pytest.skip("math-verify is installed here")
     with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman\[math\]'"):
@@ -96,12 +96,12 @@ def test_math_without_its_package_says_what_installs_it() -> None:
         ("json:nothing", "json has no function 'nothing'"),
     ],
 )
-def test_a_reward_that_is_not_there(use: str, message: str) -> None:
+def test_make_caller_unknown_reward(use: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_caller(Reward(use=use))
 
 
-def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(mine: Path) -> None:
+def test_make_caller_signature_mismatch(mine: Path) -> None:
     with pytest.raises(ValueError, match="of_a_list' cannot be called: missing a required argument: 'answers'. It is given"):
         make_caller(Reward(use=f"{mine}:of_a_list"))
     assert make_caller(Reward(use=f"{mine}:of_a_list", args={"answers": []}))
@@ -112,7 +112,7 @@ def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(mine
 
 
 @pytest.mark.slow
-def test_several_are_summed_by_their_weights(mine: Path) -> None:
+def test_scorer_weighted_sum(mine: Path) -> None:
     found = score(
         Reward(use="exact", processes=1),
         Reward(use=f"{mine}:compute_score", weight=0.5, processes=1),
@@ -123,13 +123,13 @@ def test_several_are_summed_by_their_weights(mine: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_does_not_end_counts_as_nothing_and_is_told(mine: Path) -> None:
+def test_scorer_timeout(mine: Path) -> None:
     found = score(Reward(use=f"{mine}:never_ends", timeout_s=0.2, processes=1), Reward(use="exact", processes=1))
     assert (found.values, found.total, found.failed) == ({"never_ends": 0.0, "exact": 1.0}, 1.0, 1)
 
 
 @pytest.mark.slow
-def test_what_a_function_raises_is_an_error_with_its_traceback(mine: Path) -> None:
+def test_scorer_function_raises(mine: Path) -> None:
     with pytest.raises(EngineCallError, match="oops"):
         score(Reward(use=f"{mine}:broken", processes=1))
     for completion, returned in (("text", "'good'"), ("nothing", "nan"), ("2", "None")):
@@ -138,5 +138,5 @@ def test_what_a_function_raises_is_an_error_with_its_traceback(mine: Path) -> No
 
 
 @pytest.mark.slow
-def test_on_the_runs_cluster(mine: Path) -> None:
+def test_scorer_on_cluster(mine: Path) -> None:
     assert score(Reward(use=f"{mine}:everything", on_cluster=True, processes=2)).total == 7.0

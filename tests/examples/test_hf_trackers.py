@@ -13,14 +13,14 @@ from tests.examples.hf_data import settings
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_missing_package_says_what_installs_it(name: str) -> None:
+def test_require_trackers_names_install_command(name: str) -> None:
     if importlib.util.find_spec(name) is not None:
         pytest.skip(f"{name} is installed here")
     with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman\[tracking\]'"):
         require_trackers(settings(("tracking.to", f'["console", "{name}"]')))
 
 
-def test_the_file_has_a_line_for_each_step_and_goes_back(tmp_path: Path) -> None:
+def test_metrics_file_rewinds(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     assert file.read() == []
     for step in range(4):
@@ -32,7 +32,7 @@ def test_the_file_has_a_line_for_each_step_and_goes_back(tmp_path: Path) -> None
     assert file.read() == [{"step": 0, "loss": 0.0}, {"step": 1, "loss": 0.5}, {"step": 2, "loss": 7.0}]
 
 
-def test_the_console_has_a_row_for_each_step_and_evaluations_behind_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_rows(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
     console.log(0, {"eval/greedy_accuracy": 0.25, "eval/sums/greedy_accuracy": 0.125})
     console.log(1, {"loss": -0.5, "reward/mean": 0.25, "time/step": 1.5})
@@ -42,7 +42,7 @@ def test_the_console_has_a_row_for_each_step_and_evaluations_behind_it(capsys: p
     assert second.split()[:3] == ["1", "-0.5000", "0.250"]
 
 
-def test_several_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_open_trackers_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     with open_trackers(settings(("out", str(tmp_path))), file) as trackers:
         trackers.log(1, {"loss": 1.0})

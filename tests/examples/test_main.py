@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,24 @@ import pytest
 from examples.common.record import MetricsLog, Record, write_json
 from examples.common.settings import Settings
 from examples.common.tokens import CharTokenizer, small_model
+from examples.grpo import main
 from helmsman import Checkpoints
+from tests.examples.processes import run_here
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "grpo.py"
+Refused = Callable[..., str]
 
 
-def refused(*flags: object) -> str:
-    command = [sys.executable, str(SCRIPT), "--scheduler", "inline", *map(str, flags)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (ran.returncode, ran.stdout) == (2, "")
-    assert len(ran.stderr.splitlines()) == 1, ran.stderr
-    return ran.stderr
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs the script with flags that it refuses; returns the line that it says."""
+
+    def run(*flags: object) -> str:
+        assert run_here(main, ["--scheduler", "inline", *map(str, flags)]) == 2
+        said = capsys.readouterr()
+        assert (said.out, len(said.err.splitlines())) == ("", 1), said
+        return said.err
+
+    return run
 
 
 @pytest.fixture
@@ -32,23 +38,23 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def test_data_that_is_no_text(data: Path, tmp_path: Path) -> None:
+def test_grpo_data_that_is_no_text(refused: Refused, data: Path, tmp_path: Path) -> None:
     data.write_bytes(b"\xff\xfe\n")
     assert f"{data}, line 1: " in refused("--data", data, "--out", tmp_path / "out")
 
 
-def test_an_output_folder_that_cannot_be(data: Path, tmp_path: Path) -> None:
+def test_grpo_output_folder_impossible(refused: Refused, data: Path, tmp_path: Path) -> None:
     assert str(data) in refused("--data", data, "--num-held-out", 2, "--out", data / "out")
 
 
-def test_a_model_folder_without_a_model(data: Path, tmp_path: Path) -> None:
+def test_grpo_model_folder_empty(refused: Refused, data: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "model").mkdir()
     said = refused("--data", data, "--num-held-out", 2, "--model", tmp_path / "model", "--out", tmp_path / "out")
     assert f"'{tmp_path / 'model'}' has no tokenizer" in said
 
 
-def test_a_model_of_the_run_that_would_be_replaced(data: Path, tmp_path: Path) -> None:
+def test_grpo_model_of_replaced_run(refused: Refused, data: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     out = tmp_path / "out"
     tokenizer = CharTokenizer(["20", "21"], ["a"])
@@ -62,7 +68,7 @@ def test_a_model_of_the_run_that_would_be_replaced(data: Path, tmp_path: Path) -
     assert saved.is_dir()
 
 
-def test_a_run_that_cannot_be_resumed(data: Path, tmp_path: Path) -> None:
+def test_grpo_resume_impossible(refused: Refused, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     write_json(out / "settings.json", Settings(data=str(data), num_held_out=2, sft_steps=1, steps=3, scheduler="inline"))

@@ -22,14 +22,14 @@ def filled(path: Path, *steps: int) -> MetricsLog:
     return log
 
 
-def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
+def test_metrics_log_read(tmp_path: Path) -> None:
     log = filled(tmp_path / "metrics.jsonl", 0, 1, 2)
 
     assert log.read() == records(0, 1, 2)
     assert MetricsLog(tmp_path / "none.jsonl").read() == []
 
 
-def test_rewind_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
+def test_metrics_log_rewind(tmp_path: Path) -> None:
     log = filled(tmp_path / "metrics.jsonl", 0, 1, 2, 3, 4)
 
     assert log.rewind(2) == records(0, 1, 2)
@@ -39,7 +39,7 @@ def test_rewind_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
     assert log.rewind(-1) == []
 
 
-def test_a_line_that_a_crash_cut_short_is_left_out_and_overwritten(tmp_path: Path) -> None:
+def test_metrics_log_cut_line(tmp_path: Path) -> None:
     log = filled(tmp_path / "metrics.jsonl", 0, 1)
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b'{"step":2,"phase":"gr')
@@ -50,7 +50,7 @@ def test_a_line_that_a_crash_cut_short_is_left_out_and_overwritten(tmp_path: Pat
     assert log.read() == records(0, 1, 2)
 
 
-def test_clear_leaves_a_folder_that_no_run_has_written(tmp_path: Path) -> None:
+def test_clear_foreign_folder(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
 
     with pytest.raises(FileExistsError, match="has logs but no settings.json"):
@@ -58,21 +58,21 @@ def test_clear_leaves_a_folder_that_no_run_has_written(tmp_path: Path) -> None:
     assert (tmp_path / "logs").is_dir()
 
 
-def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
+def test_only_run_in_twice(tmp_path: Path) -> None:
     with only_run_in(tmp_path), pytest.raises(BlockingIOError, match="another run writes to"), only_run_in(tmp_path):
         pass
     with only_run_in(tmp_path):
         pass
 
 
-def test_a_record_that_is_none_is_said(tmp_path: Path) -> None:
+def test_metrics_log_invalid_record(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
 
     with pytest.raises(ValueError, match="metrics.jsonl is not the record of a run"):
         MetricsLog(tmp_path / "metrics.jsonl").read()
 
 
-def test_clear_removes_an_earlier_run_and_nothing_else(tmp_path: Path) -> None:
+def test_clear_earlier_run(tmp_path: Path) -> None:
     write_json(tmp_path / "settings.json", Settings())
     filled(tmp_path / "metrics.jsonl", 0)
     Checkpoints(tmp_path / "checkpoints", num_kept=1).save(1, lambda folder: folder.mkdir())
@@ -83,7 +83,7 @@ def test_clear_removes_an_earlier_run_and_nothing_else(tmp_path: Path) -> None:
     assert not clear(tmp_path)
 
 
-def test_the_summary_takes_its_accuracies_from_the_right_steps() -> None:
+def test_summarize_accuracies() -> None:
     steps = [
         Record(step=0, phase="eval", held_out_accuracy=0.01),
         Record(step=1, phase="sft"),

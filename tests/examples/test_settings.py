@@ -10,25 +10,25 @@ from examples.common.record import write_json
 from examples.common.settings import TASK_PARAMS, Settings, parse
 
 
-def test_defaults_are_those_of_the_demo() -> None:
+def test_parse_defaults() -> None:
     settings, resume = parse([])
 
     assert (settings.scheduler, settings.task, resume) == ("ray", "palindrome_generation", False)
     assert settings.task_params == TASK_PARAMS["palindrome_generation"]
 
 
-def test_another_task_has_parameters_of_its_own() -> None:
+def test_parse_task_parameters() -> None:
     assert parse(["--task", "chain_sum"])[0].task_params == {}
     assert parse(["--task", "chain_sum", "--task-params", '{"max_terms": 3}'])[0].task_params == {"max_terms": 3}
 
 
-def test_a_pretrained_model_is_not_trained_like_a_new_one() -> None:
+def test_parse_pretrained_model() -> None:
     settings, _ = parse(["--model", "folder", "--lr", "3e-6"])
 
     assert (settings.sft_steps, settings.lr, settings.max_new_tokens) == (0, 3e-6, 256)
 
 
-def test_resume_goes_on_with_the_settings_of_the_run(tmp_path: Path) -> None:
+def test_parse_resume(tmp_path: Path) -> None:
     first, _ = parse(["--scheduler", "local", "--seed", "5", "--task", "chain_sum", "--steps", "10", "--out", str(tmp_path)])
     write_json(tmp_path / "settings.json", first)
 
@@ -54,18 +54,22 @@ def test_resume_goes_on_with_the_settings_of_the_run(tmp_path: Path) -> None:
         (["--task-params", "[1]"], "not a JSON object"),
         (["--scheduler", "slurm"], "invalid choice: 'slurm'"),
         (["--task-params", "{"], "not a JSON object"),
-        (["--faults", "kil rollout/0 at step 5"], "'kil rollout/0 at step 5' cannot be read"),
-        (["--scheduler", "inline", "--faults", "kill rollout/0 at step 5"], "use --scheduler local"),
+        (["--faults", "kill rollout/0"], "not a JSON array of objects: 'kill rollout/0'"),
+        (["--faults", '[{"type": "Kil"}]'], "--faults: Invalid value 'Kil'"),
+        (
+            ["--scheduler", "inline", "--faults", '[{"type": "Kill", "worker_id": "a/0", "at_step": 5}]'],
+            "use --scheduler local",
+        ),
         (["--resume", "--out", "nowhere"], "there is no run to resume in nowhere"),
     ],
 )
-def test_what_makes_no_sense_is_said(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parse_invalid_values(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse(arguments)
     assert message in capsys.readouterr().err
 
 
-def test_resume_says_when_the_settings_of_the_run_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parse_resume_unreadable_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "settings.json").write_text("{")
 
     with pytest.raises(SystemExit, match="2"):
@@ -73,7 +77,7 @@ def test_resume_says_when_the_settings_of_the_run_cannot_be_read(tmp_path: Path,
     assert "settings.json cannot be read" in capsys.readouterr().err
 
 
-def test_resume_refuses_what_the_steps_before_were_not_made_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parse_resume_other_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_json(tmp_path / "settings.json", Settings(seed=5))
 
     with pytest.raises(SystemExit, match="2"):

@@ -31,7 +31,7 @@ def records(sft_steps: int, steps: int) -> list[Record]:
 
 
 @pytest.mark.parametrize(("sft_steps", "steps"), [(3, 5), (0, 5), (3, 0), (0, 0)])
-def test_a_curve_is_drawn_for_every_mix_of_phases(tmp_path: Path, sft_steps: int, steps: int) -> None:
+def test_draw_curve_every_mix_of_phases(tmp_path: Path, sft_steps: int, steps: int) -> None:
     pytest.importorskip("matplotlib")
     every = records(sft_steps, steps)
     path = tmp_path / "curve.png"
@@ -42,7 +42,7 @@ def test_a_curve_is_drawn_for_every_mix_of_phases(tmp_path: Path, sft_steps: int
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_plain_lines_tell_evaluations_and_every_tenth_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_view_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     view = View(40)
     for record in records(3, 20):
         view.show(record)
@@ -76,7 +76,7 @@ def page() -> Iterator[tuple[LiveView, Console]]:
     view.close()
 
 
-def test_the_page_shows_the_step_and_what_every_worker_does(page: tuple[LiveView, Console]) -> None:
+def test_live_view_page(page: tuple[LiveView, Console]) -> None:
     view, console = page
     for record in records(3, 5):
         view.show(record)

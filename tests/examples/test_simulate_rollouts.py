@@ -12,7 +12,7 @@ from helmsman.testing import run_virtually
 SMALL = ["--instances", "8", "--capacity", "16", "--prompts", "32", "--samples", "4"]
 
 
-def test_it_tells_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_rollouts_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "new" / "simulation.png"
     assert main([*SMALL, "--out", str(picture)]) == 0
     told = capsys.readouterr().out
@@ -22,7 +22,7 @@ def test_it_tells_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_failures_cost_their_unfinished_tokens_and_nothing_else() -> None:
+def test_simulate_failures() -> None:
     options = parse([*SMALL, "--failures", "3", "--rebuild-s", "5"])
     workload = make_workload(options)
     found = run_virtually(simulate("x", POLICIES["least outstanding tokens"](), workload, options))
@@ -33,7 +33,7 @@ def test_failures_cost_their_unfinished_tokens_and_nothing_else() -> None:
     assert found.makespan_s >= found.bound_s
 
 
-def test_prefix_affinity_finds_more_in_the_caches() -> None:
+def test_simulate_prefix_affinity() -> None:
     options = parse([*SMALL, "--cache-tokens", "4096"])
     workload = make_workload(options)
     cached = {name: run_virtually(simulate(name, policy(), workload, options)).cached for name, policy in POLICIES.items()}
@@ -41,7 +41,7 @@ def test_prefix_affinity_finds_more_in_the_caches() -> None:
 
 
 @pytest.mark.parametrize(("flag", "value", "told"), [("--instances", "0", "1 or more"), ("--failures", "9", "0 to 8")])
-def test_what_makes_no_sense_is_said(flag: str, value: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parse_invalid_flags(flag: str, value: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse([*SMALL, flag, value])
     assert told in capsys.readouterr().err

@@ -18,7 +18,7 @@ def palindromes(seed: int = 0, num_tasks: int = 600) -> TaskSet:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_no_held_out_task_is_trained_on_not_even_with_its_letters_shuffled(seed: int) -> None:
+def test_reasoning_gym_tasks_held_out_apart(seed: int) -> None:
     tasks = palindromes(seed, num_tasks=6000)
 
     assert len(tasks.held_out) == 50
@@ -28,7 +28,7 @@ def test_no_held_out_task_is_trained_on_not_even_with_its_letters_shuffled(seed:
     assert not held_out & trained
 
 
-def test_a_seed_decides_tasks_and_split() -> None:
+def test_reasoning_gym_tasks_seed() -> None:
     def prompts(seed: int) -> tuple[list[str], list[str]]:
         tasks = palindromes(seed)
         return [task.prompt for task in tasks.train], [task.prompt for task in tasks.held_out]
@@ -37,7 +37,7 @@ def test_a_seed_decides_tasks_and_split() -> None:
     assert not set(prompts(3)[0]) & set(prompts(4)[0])
 
 
-def test_the_verifier_takes_any_right_answer_and_rewards_it_fully() -> None:
+def test_task_set_score() -> None:
     tasks = palindromes()
     task = tasks.train[0]
     assert task.answer is not None
@@ -50,17 +50,17 @@ def test_the_verifier_takes_any_right_answer_and_rewards_it_fully() -> None:
     assert tasks.score(task, "") == 0.0
 
 
-def test_an_unknown_task_is_named_with_the_known_ones() -> None:
+def test_reasoning_gym_tasks_unknown() -> None:
     with pytest.raises(ValueError, match=r"cannot make the task 'palindromes'.*palindrome_generation"):
         reasoning_gym_tasks("palindromes", {}, num_tasks=10, num_held_out=2, seed=0)
 
 
-def test_parameters_that_a_task_does_not_have_are_named() -> None:
+def test_reasoning_gym_tasks_unknown_parameter() -> None:
     with pytest.raises(ValueError, match="cannot make the task 'chain_sum' with .*length"):
         reasoning_gym_tasks("chain_sum", {"length": 5}, num_tasks=10, num_held_out=2, seed=0)
 
 
-def test_split_keeps_other_orders_of_held_out_characters_from_training() -> None:
+def test_split_other_orders_of_characters() -> None:
     tasks = [Task(f"{a} + {b}", str(a + b)) for a in range(10) for b in range(10)]
 
     train, held_out = split(tasks, 20, seed=0)
@@ -70,12 +70,12 @@ def test_split_keeps_other_orders_of_held_out_characters_from_training() -> None
     assert 60 <= len(train) <= 80
 
 
-def test_split_counts_equal_prompts_once_and_says_when_too_few_are_left() -> None:
+def test_split_too_few_tasks() -> None:
     with pytest.raises(ValueError, match="1 different tasks do not give 1 to hold out"):
         split([Task("a", "b")] * 50, 1, seed=0)
 
 
-def test_jsonl_tasks_are_split_and_matched_exactly_after_strip(tmp_path: Path) -> None:
+def test_jsonl_tasks_split_and_score(tmp_path: Path) -> None:
     path = tmp_path / "capitals.jsonl"
     lines = [json.dumps({"prompt": f"number {i}?", "answer": f" {i}\n", "more": 1}) for i in range(20)]
     path.write_text("\n".join(lines) + "\n\n")
@@ -91,7 +91,7 @@ def test_jsonl_tasks_are_split_and_matched_exactly_after_strip(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("line", ['{"prompt": "x"}', "{", '{"prompt": 1, "answer": "x"}', "[]"])
-def test_a_malformed_jsonl_line_is_named(tmp_path: Path, line: str) -> None:
+def test_jsonl_tasks_malformed_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"prompt": "x", "answer": "y"}\n' + line + "\n")
 
@@ -99,5 +99,5 @@ def test_a_malformed_jsonl_line_is_named(tmp_path: Path, line: str) -> None:
         jsonl_tasks(path, num_held_out=1, seed=0)
 
 
-def test_a_task_without_an_answer_is_never_matched() -> None:
+def test_exact_match_without_answer() -> None:
     assert exact_match(Task("x", None), "") == 0.0

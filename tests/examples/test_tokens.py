@@ -14,7 +14,7 @@ from examples.common.tokens import CharTokenizer, FolderTokenizer, longest, make
 PROMPTS = ["Add the numbers 3, 4\nand 5.", "Add the numbers 10, 2\nand 7.", "Add the numbers 8, 6\nand 31."]
 
 
-def test_answers_come_back_as_they_were() -> None:
+def test_char_tokenizer_decodes_answers() -> None:
     tokenizer = CharTokenizer(PROMPTS, ["12", "-1 9", "a, b\n"])
 
     for text in ("12", "-1 9", "a, b\n", "9 9"):
@@ -23,7 +23,7 @@ def test_answers_come_back_as_they_were() -> None:
         assert tokenizer.decode(ids) == text
 
 
-def test_what_all_prompts_share_is_one_token_and_the_rest_is_spelled_out() -> None:
+def test_char_tokenizer_shared_text_one_token() -> None:
     tokenizer = CharTokenizer(PROMPTS, ["12"])
 
     # "Add the numbers " 1 0 ", " 2 "\n" "and" ... "." and the separator
@@ -31,13 +31,13 @@ def test_what_all_prompts_share_is_one_token_and_the_rest_is_spelled_out() -> No
     assert tokenizer.decode(tokenizer.encode_prompt(PROMPTS[1])) == PROMPTS[1]
 
 
-def test_an_unknown_character_is_one_unknown_token() -> None:
+def test_char_tokenizer_unknown_character() -> None:
     tokenizer = CharTokenizer(PROMPTS, ["12"])
 
     assert len(tokenizer.encode_answer("1Ω2")) == 4
 
 
-def test_the_prompts_of_the_demo_are_short() -> None:
+def test_make_tokenizer_demo_prompts_short() -> None:
     tasks = load_tasks(Settings(num_tasks=1000, task_params={"min_length": 5, "max_length": 8}))
     tokenizer = make_tokenizer(None, tasks)
 
@@ -46,7 +46,7 @@ def test_the_prompts_of_the_demo_are_short() -> None:
         assert tokenizer.decode(tokenizer.encode_prompt(task.prompt)) == task.prompt
 
 
-def test_transformers_loads_what_was_saved_and_encodes_the_same(tmp_path: Path) -> None:
+def test_char_tokenizer_save_loads_in_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     tokenizer = CharTokenizer(PROMPTS, ["12"])
     tokenizer.save(tmp_path)
@@ -60,6 +60,6 @@ def test_transformers_loads_what_was_saved_and_encodes_the_same(tmp_path: Path) 
     assert loaded.decode(tokenizer.encode_answer("4, 2")) == "4, 2"
 
 
-def test_a_model_folder_that_does_not_exist_is_named() -> None:
+def test_folder_tokenizer_missing_folder() -> None:
     with pytest.raises(ValueError, match="there is no model folder 'nowhere'"):
         FolderTokenizer("nowhere")

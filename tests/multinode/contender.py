@@ -15,8 +15,7 @@ import msgspec
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job
-from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._aio.event_loop import submit
+from helmsman.controller._aio.event_loop import Deadline, submit
 from helmsman.controller._ray_backend.placement_groups import admit
 from helmsman.controller._ray_backend.scheduler import RayScheduler
 

@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._ray_backend.address import choose_address
+from helmsman.controller._ray_backend.cluster_state import choose_address
 from helmsman.controller._ray_backend.scheduler import RayScheduler
 from tests.multinode.conftest import Nodes
 

@@ -10,8 +10,7 @@ import pytest
 
 from helmsman.api.scheduler import Job, SchedulingSpec
 from helmsman.controller._ray_backend.scheduler import RayScheduler
-from helmsman.controller._training.recovery import RecoverableTraining
-from helmsman.controller._training.recovery_policy import RecoveryPolicy
+from helmsman.controller._training.recovery import RecoverableTraining, RecoveryPolicy
 from helmsman.controller._training.train_controller import TrainController
 from tests.contract.helpers import wait_until
 from tests.controller.recovery_engines import plan_fault

@@ -28,7 +28,7 @@ def port(leases: PortLeases) -> int:
     return leases.lease(1)[0]
 
 
-def test_leases_are_apart_and_below_the_ephemeral_range(leases: PortLeases) -> None:
+def test_lease_distinct_ports_of_range(leases: PortLeases) -> None:
     other = PortLeases()
     leased = leases.lease(50) + other.lease(50)
     assert len(set(leased)) == 100
@@ -39,7 +39,7 @@ def test_leases_are_apart_and_below_the_ephemeral_range(leases: PortLeases) -> N
     other.close()
 
 
-def test_a_port_that_somebody_has_bound_is_not_leased(leases: PortLeases, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_skips_bound_port(leases: PortLeases, monkeypatch: pytest.MonkeyPatch) -> None:
     (port,) = leases.lease(1)
     leases.close()
     monkeypatch.setenv(RANGE_VARIABLE, f"{port}-{port}")
@@ -52,7 +52,7 @@ def test_a_port_that_somebody_has_bound_is_not_leased(leases: PortLeases, monkey
 
 
 @LINUX
-def test_too_few_says_who_has_them_and_leases_none(leases: PortLeases, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_too_few_free(leases: PortLeases, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RANGE_VARIABLE, "20100-20109")
     other = PortLeases()
     theirs = other.lease(4)
@@ -64,16 +64,16 @@ def test_too_few_says_who_has_them_and_leases_none(leases: PortLeases, monkeypat
 
 
 @pytest.mark.parametrize("value", ["20000", "20000-", "30000-20000", "80-90", "20000-70000", "a-b"])
-def test_a_range_that_is_none_is_refused_in_a_line(value: str) -> None:
+def test_port_range_invalid(value: str) -> None:
     with pytest.raises(ValueError, match=r"HELMSMAN_PORT_RANGE is .*expected 'FIRST-LAST'"):
         port_range({RANGE_VARIABLE: value})
 
 
-def test_a_range_may_be_given() -> None:
+def test_port_range_from_environment() -> None:
     assert port_range({RANGE_VARIABLE: " 20000 - 20200 "}) == (20_000, 20_200)
 
 
-def test_leased_port_can_be_bound_by_the_owner_and_its_children(port: int) -> None:
+def test_lease_port_bindable_by_owner(port: int) -> None:
     for _ in range(2):
         subprocess.run([sys.executable, "-c", TAKE_PLAINLY, str(port)], check=True)
         with socket.create_server(("0.0.0.0", port)), socket.create_connection(("127.0.0.1", port), timeout=10.0):
@@ -95,9 +95,7 @@ input()
 
 @LINUX
 @pytest.mark.parametrize("fork", ["alone", "forks"])
-def test_a_lease_ends_with_its_process_also_when_a_forked_child_lives_on(
-    leases: PortLeases, monkeypatch: pytest.MonkeyPatch, fork: str
-) -> None:
+def test_lease_ends_with_its_process(leases: PortLeases, monkeypatch: pytest.MonkeyPatch, fork: str) -> None:
     monkeypatch.setenv(RANGE_VARIABLE, "20120-20122")
     command = [sys.executable, "-c", HOLDER, fork]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:

@@ -1,4 +1,4 @@
-"""Fault plans: read from text, written back, drawn from a seed; and the drill's order of them."""
+"""Fault plans: their order, drawn from a seed; and the drill's order of them."""
 
 from __future__ import annotations
 
@@ -6,23 +6,16 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
-from helmsman.api.errors import FaultPlanError, FaultsUnsupportedError
+from helmsman.api.errors import FaultsUnsupportedError
 from helmsman.api.scheduler import Job
 from helmsman.controller._schedulers.factory import make_scheduler
-from helmsman.testing import DropNode, FaultPlan, Hang, Kill, Slow
+from helmsman.testing import DropNode, Fault, FaultPlan, Hang, Kill, Slow
 from tests.controller.fakes import FakeScheduler
 
-TEXT = """
-# a comment
-kill rollout/3 at step 5
-hang rollout/1 at step 7 for 20 s   # and another
-slow rollout/2 by 3x at step 3 for 1.5min; drop the node of my/role/0 at step 9
-hang a/0 at step 0
-slow a/0 by 2.5 at step 10
-"""
-FAULTS = [
+FAULTS: list[Fault] = [
     Kill("rollout/3", at_step=5),
     Hang("rollout/1", at_step=7, seconds=20.0),
     Slow("rollout/2", at_step=3, factor=3.0, seconds=90.0),
@@ -32,41 +25,11 @@ FAULTS = [
 ]
 
 
-UNREADABLE = "cannot be read"
-
-
-def test_fault_plan_parse_and_text() -> None:
-    plan = FaultPlan.parse(TEXT)
-    assert plan == FaultPlan.parse(TEXT.splitlines()) == FaultPlan(FAULTS)  # type: ignore[arg-type]
+def test_fault_plan_order_and_forms() -> None:
+    plan = FaultPlan(FAULTS)
     assert [fault.at_step for fault in plan.faults] == [0, 3, 5, 7, 9, 10]
-    assert FaultPlan.parse("") == FaultPlan()
-    plan = FaultPlan([*FAULTS, Hang("b/0", at_step=1, seconds=1e-5), Slow("b/0", at_step=1, factor=10 / 3)])  # type: ignore[list-item]
-    assert "slow rollout/2 by 3x at step 3 for 90 s" in str(plan)
-    assert FaultPlan.parse(str(plan)) == plan
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        *((text, UNREADABLE) for text in ("kil a/3 at step 5", "kill", "kill a at step 5", "kill a/x at step 5", "kill a/3")),
-        *(
-            (text, UNREADABLE)
-            for text in ("kill a/3 at 5", "kill a/3 at step five", "kill a/3 at step -1", "slow a/3 at step 5")
-        ),
-        *((text, UNREADABLE) for text in ("kill a/3 at step 5 for 20 s", "hang a/3 at step 5 20 s", "slow a/3 at step 5")),
-        *((text, UNREADABLE) for text in ("hang a/3 at step 5 for long", "hang a/3 at step 5 for 20", "drop a/3 at step 5")),
-        pytest.param(f"kill a/3 at step {'9' * 5000}", UNREADABLE, id="too many digits"),
-        ("hang a/3 at step 5 for 0 s", "seconds is 0 in a fault of a/3; expected more than 0"),
-        ("slow a/3 by 1x at step 5", "factor is 1 in a fault of a/3; expected more than 1, and at most 1000"),
-    ],
-)
-def test_fault_plan_parse_refuses_text(text: str, reason: str) -> None:
-    with pytest.raises(FaultPlanError) as caught:
-        FaultPlan.parse(f"kill a/0 at step 1\n{text}; kill a/0 at step 1\n")
-    error = caught.value
-    assert (error.line, error.text) == (2, text)
-    assert reason in error.reason
-    assert f"line 2: {text!r} {error.reason}. Write 'kill rollout/3" in str(error)
+    assert "slow rollout/2 by 3x at step 3 for 90 s\n" in str(plan)
+    assert FaultPlan(msgspec.json.decode(msgspec.json.encode(plan.faults), type=list[Fault])) == plan
 
 
 @pytest.mark.parametrize(
@@ -76,7 +39,12 @@ def test_fault_plan_parse_refuses_text(text: str, reason: str) -> None:
         (lambda: Kill("rollout/0", at_step=-1), "at step -1; expected 0 or more"),
         (lambda: Hang("rollout/0", at_step=1, seconds=float("nan")), "seconds is nan"),
         (lambda: Hang("rollout/0", at_step=1, seconds=float("inf")), "seconds is inf"),
+        (lambda: Hang("rollout/0", at_step=1, seconds=0), "seconds is 0 in a fault of rollout/0; expected more than 0"),
         (lambda: Slow("rollout/0", at_step=1, factor=1001), "factor is 1001"),
+        (
+            lambda: Slow("rollout/0", at_step=1, factor=1),
+            "factor is 1 in a fault.*more than 1, and at most 1000",
+        ),
         (lambda: FaultPlan.random(1, WORKERS, 10, {"burn": 0.1}), "rates has 'burn': 0.1; expected"),
         (lambda: FaultPlan.random(1, WORKERS, 10, {"kill": 1.5}), "rates has 'kill': 1.5; expected"),
         (lambda: FaultPlan.random(1, [], 10, {"kill": 0.1}), "workers is empty; expected"),
@@ -98,7 +66,6 @@ def test_fault_plan_random_same_for_seed() -> None:
     plan = FaultPlan.random(7, WORKERS, 500, RATES)
     assert plan == FaultPlan.random(7, WORKERS, 500, RATES)
     assert plan != FaultPlan.random(8, WORKERS, 500, RATES)
-    assert FaultPlan.parse(str(plan)) == plan
     assert str(FaultPlan.random(7, WORKERS, 12, RATES)) == GOLDEN, "written here by another run"
 
 
@@ -153,7 +120,7 @@ def test_injector_of_resumed_run() -> None:
 
 def test_injector_records_missing_worker() -> None:
     scheduler, _ = _fake()
-    drill = FaultPlan.parse("kill b/7 at step 1; kill a/0 at step 1").begin(scheduler)
+    drill = FaultPlan([Kill("b/7", at_step=1), Kill("a/0", at_step=1)]).begin(scheduler)
     missed, hit = drill.step(1)
     assert (missed.injection.done, missed.injection.pid) == (False, None)
     assert "no worker 'b/7'" in str(missed)
@@ -167,7 +134,7 @@ def test_injector_refuses_inline_workers() -> None:
     with make_scheduler("inline") as scheduler:
         scheduler.create_workers(Job(role="a"))
         with pytest.raises(FaultsUnsupportedError, match="InlineScheduler has its workers in the script's own process"):
-            FaultPlan.parse("kill a/0 at step 1").begin(scheduler)
+            FaultPlan([Kill("a/0", at_step=1)]).begin(scheduler)
         with pytest.raises(FaultsUnsupportedError):
             asyncio.run(scheduler.inject(Kill("a/0", at_step=1)))
         assert FaultPlan().begin(scheduler).step(1) == []

@@ -46,7 +46,6 @@ HelmsmanError
 │   └── RequestsInFlightError (TimeoutError) they did not end, or were not returned, in time
 ├── ServerStartError                      an inference server did not get ready
 ├── ServerRequestError                    an inference server refused a request, or its answer cannot be read
-├── FaultPlanError (ValueError)           a fault plan that cannot be read
 ├── FaultsUnsupportedError                workers that share the process of the script
 ├── EpisodeTimeoutError (TimeoutError)    an episode of a workflow took too long
 ├── WorkflowFailuresError                 too many episodes have failed
@@ -84,7 +83,6 @@ tests/api/test_errors.py a row. Fields must be picklable: errors are rebuilt fro
 ``__init__``.
 """
 
-from helmsman.api.errors._backends import *
 from helmsman.api.errors._base import HelmsmanError as HelmsmanError
 from helmsman.api.errors._base import signal_name as signal_name
 from helmsman.api.errors._calls import *

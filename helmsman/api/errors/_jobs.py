@@ -1,7 +1,8 @@
-"""Errors of jobs, of their names, and of their start and end on a cluster."""
+"""Errors of jobs and of their names, of clusters, launchers and accelerators."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -177,3 +178,213 @@ class ShutdownIncompleteError(HelmsmanError):
             f"{self.operation} left {len(self.remaining)} thing(s) behind after {self.elapsed_s:.1f} s: "
             f"{'; '.join(self.remaining)}. Remove them with: {self.command}"
         )
+
+
+class BackendError(HelmsmanError):
+    """A scheduler backend that cannot be used."""
+
+
+class BackendNotInstalledError(BackendError, ImportError):
+    """A backend whose package is missing; the message has the command that installs it."""
+
+    backend: str
+    package: str
+    command: str
+    template = "{backend} needs the package {package!r}, which is not installed in this environment. Install it with: {command}"
+
+
+class UnknownBackendError(BackendError, ValueError):
+    """A scheduler name that does not exist."""
+
+    backend: str
+    known: Sequence[str]
+    template = "there is no scheduler {backend!r}; choose one of: {known}."
+
+
+class AmbiguousAddressError(BackendError, ValueError):
+    """More than one cluster could be meant."""
+
+    asked: str
+    candidates: Sequence[str]
+    step: str
+
+    def describe(self) -> str:
+        return f"{self.asked} could mean more than one Ray cluster: {'; '.join(self.candidates)}. {self.step}."
+
+
+class ClusterNotFoundError(BackendError, ConnectionError):
+    """No cluster where one is asked for."""
+
+    asked: str
+    reason: str
+    template = (
+        "there is no Ray cluster at {asked!r}: {reason}. Start one and give its address as address= or in RAY_ADDRESS, or use "
+        "address='local' for an embedded one."
+    )
+
+
+class ClusterNotUpError(BackendError, RuntimeError):
+    """A launcher has started the script on several nodes without a Ray cluster that spans them."""
+
+    launcher: str
+    said: Sequence[str]
+    command: str
+    template = (
+        "Ray was not started (this node is one of several, by {launcher}: {said}): no cluster is given, expected one of all "
+        "nodes; with a Ray of its own, each node would run this script alone. Start one process on every node with "
+        "`{command}`. Or give a cluster in RAY_ADDRESS; RAY_ADDRESS=local starts Ray on this node alone."
+    )
+
+
+class NodesMissingError(BackendError, TimeoutError):
+    """Fewer nodes have joined the cluster than the script expects."""
+
+    num_expected: int
+    present: Sequence[str]
+    elapsed_s: float
+    limit_s: float
+
+    def describe(self) -> str:
+        return (
+            f"{self.num_expected} nodes are expected and {len(self.present)} have joined within {self.elapsed_s:.1f} s (limit "
+            f"{self.limit_s:.1f} s, Timeouts.start_s); present: {', '.join(self.present) or 'none'}. Look at the log of the "
+            "nodes that are not in this list, or lower num_nodes."
+        )
+
+
+class RayStartError(BackendError, _LoggedError):
+    """An embedded Ray that did not start."""
+
+    reason: str
+    processes: Sequence[str]
+    """Those of its processes that were there when it was given up, each with its state."""
+
+    def describe(self) -> str:
+        return (
+            f"no Ray of its own could be started on this machine: {self.reason.rstrip('.')}. "
+            f"When it was given up, these of its processes were there: {', '.join(self.processes) or 'none'}; they were ended. "
+            "See what Ray logged, and whether the machine has memory, processes (ulimit -u) and space under its temporary "
+            f"folder left; or start a cluster with `ray start --head` and give its address.{self.log}"
+        )
+
+
+class ClusterLostError(BackendError, _LoggedError, ConnectionError):
+    """The embedded Ray of a scheduler has ended, and all of its workers with it; the log is that of ``cause``."""
+
+    cause: str
+    """The process that ended first and how, as 'gcs_server (pid 7) was ended by SIGSEGV'."""
+    exit_code: int | None = None
+    exit_signal: int | None = None
+    template = (
+        "the Ray that this scheduler started has ended, and its workers with it: {cause}. Close the scheduler and start "
+        "another; this process can do so.{log}"
+    )
+
+
+class LauncherError(HelmsmanError, ValueError):
+    """Flags and the variables of launchers conflict, or do not say which node of how many this is."""
+
+    said: Sequence[str]
+    """The facts that conflict or do not suffice, each with its source."""
+    problem: str
+    step: str
+    template = "{problem}. {step}."
+
+
+class BootstrapExit(enum.IntEnum):
+    """Exit codes of ``helmsman up`` when a cluster does not come up, or this node has to leave it."""
+
+    PREFLIGHT = 90
+    """This node cannot take part as it is: a port, its address, its shared memory, or its settings."""
+    NOT_JOINED = 91
+    """Nodes, or the head, have not come within the time, or left before the run began."""
+    REFUSED = 92
+    """The head does not take this node: another token, other versions, a rank that is taken."""
+    RAY_DIED = 93
+    """Ray's own processes on this node have ended, or did not start."""
+    HEAD_LOST = 94
+    """The head cannot be reached any more; whether the run goes on is not known here."""
+    CLUSTER_MISMATCH = 95
+    """The Ray cluster at the address belongs to another run."""
+
+
+class BootstrapError(HelmsmanError):
+    """A cluster that does not come up, or that this node has to leave.
+
+    Args:
+        exit_code: The code with which ``helmsman up`` ends.
+        log: The end of the output of the program that failed.
+    """
+
+    exit_code: BootstrapExit
+
+    def __init__(self, message: str, *, exit_code: BootstrapExit, log: str = "") -> None:
+        super().__init__(f"{message}; the end of what it printed:\n{log}" if log else message, exit_code=exit_code)
+
+
+class PreflightError(BootstrapError, ValueError):
+    """This node cannot take part as it is."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, exit_code=BootstrapExit.PREFLIGHT)
+
+
+class ClusterMismatchError(BootstrapError, ConnectionError):
+    """The Ray cluster at this address belongs to another run."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, exit_code=BootstrapExit.CLUSTER_MISMATCH)
+
+
+class PlatformError(HelmsmanError):
+    """An accelerator that is not what was granted, or is used where it must not be."""
+
+
+class PlatformPicklingError(PlatformError, TypeError):
+    """An attempt to pickle the platform, which each process resolves for itself."""
+
+    name: str
+    template = (
+        "the platform ({name}) cannot be pickled: it belongs to the process that resolved it. Use "
+        "helmsman.api.platforms.current_platform inside the worker instead of passing it there."
+    )
+
+
+class DeviceMismatchError(PlatformError):
+    """A process that does not see the accelerators that it was granted, or sees others."""
+
+    where: str
+    granted: str
+    mask: str
+    counted: str
+    step: str
+
+    def describe(self) -> str:
+        return (
+            f"{self.where}: granted {self.granted or 'no accelerator'}; the raw mask is {self.mask}; {self.counted}. "
+            f"{self.step}."
+        )
+
+
+class LogDirectoryError(HelmsmanError, OSError):
+    """The log directory of a run cannot be made or used."""
+
+    path: str
+    reason: str
+    template = (
+        "the logs of this run cannot be kept in {path}: {reason}. Name a directory that can be written to by log_dir; without "
+        "it the place is below XDG_STATE_HOME, else among the temporary files (TMPDIR)."
+    )
+
+
+class UntrustedPathError(HelmsmanError, PermissionError):
+    """A file or directory that another user may have planted; nothing was written, read or removed through it."""
+
+    path: str
+    observed: str
+    expected: str
+    owner: str
+    template = (
+        "{path} is not used: it is {observed} of {owner}, expected {expected}. Have it removed, or name another place: log_dir "
+        "for logs, else XDG_STATE_HOME, XDG_RUNTIME_DIR or TMPDIR."
+    )

@@ -296,20 +296,6 @@ class ParallelLayoutError(HelmsmanError, ValueError):
     template = "{what} asks for {requested}, and there is {observed}. {step}."
 
 
-class FaultPlanError(HelmsmanError, ValueError):
-    """A line of a fault plan that cannot be read."""
-
-    line: int
-    """From 1; parts of a line that ';' divides have one number."""
-    text: str
-    reason: str
-    template = (
-        "fault plan, line {line}: {text!r} {reason}. Write 'kill rollout/3 at step 5', 'hang rollout/1 at step 7 for 20 s', "
-        "'slow rollout/2 by 3x at step 3 for 60 s' (or ms, min, h; without 'for', until its end) or 'drop the node of "
-        "rollout/0 at step 9', one on each line or divided by ';'."
-    )
-
-
 class FaultsUnsupportedError(HelmsmanError):
     """A scheduler whose workers cannot be killed or stopped alone."""
 

@@ -14,6 +14,7 @@ import functools
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
@@ -91,7 +92,6 @@ _mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weak
 
 
 def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
-    """The one mailbox of a loop."""
     mailbox = _mailboxes.get(loop)
     if mailbox is None:
         with _lock:
@@ -105,7 +105,6 @@ def run_on_loop(function: Callable[[], None]) -> None:
 
 
 def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-    """Start ``coroutine`` on the loop and return its future."""
     return asyncio.run_coroutine_threadsafe(coroutine, background_loop())
 
 
@@ -164,14 +163,12 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     return await running
 
 
-async def in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Run a function that blocks for what this loop does, such as a scheduler's blocking calls.
-
-    In a thread of its own, since those of the executor are few: as many such functions as it has threads would wait for ever,
-    once what they wait for needs one of these threads itself.
-    """
+def begin_in_thread(
+    function: Callable[..., T], *arguments: Any, name: str = "helmsman-blocking"
+) -> concurrent.futures.Future[T]:
+    """Run a function in a daemon thread of its own. Cancelling the future has no effect."""
     ended: concurrent.futures.Future[T] = concurrent.futures.Future()
-    ended.set_running_or_notify_cancel()  # a cancelled await leaves it running, as it does in an executor
+    ended.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
@@ -179,8 +176,17 @@ async def in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
         except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
             ended.set_exception(error)
 
-    threading.Thread(target=work, name="helmsman-blocking", daemon=True).start()
-    return await asyncio.wrap_future(ended)
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return ended
+
+
+async def in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a function that blocks for what this loop does, such as a scheduler's blocking calls.
+
+    In a thread of its own, since those of the executor are few: as many such functions as it has threads would wait for ever,
+    once what they wait for needs one of these threads itself.
+    """
+    return await asyncio.wrap_future(begin_in_thread(function, *arguments))
 
 
 async def await_all(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -200,3 +206,24 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+class Deadline:
+    """A point in time that all steps of an operation share."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._start = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._start
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, 0 when it has passed."""
+        return max(0.0, self.limit_s - self.elapsed_s)
+
+    @property
+    def passed(self) -> bool:
+        return self.remaining_s == 0.0

@@ -44,8 +44,6 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """First message of a node."""
-
     rank: int
     count: int
     hostname: str
@@ -62,8 +60,6 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True):
-    """The head does not take the node."""
-
     reason: str
     ended: bool = False
     """The node belonged to an earlier run on this port, which has ended."""
@@ -104,8 +100,6 @@ class Ended(Message, frozen=True):
 
 
 class Leaving(Message, frozen=True):
-    """The node leaves by itself."""
-
     reason: str
     signal: int = 0
     """That told it to."""
@@ -183,17 +177,9 @@ def proof_key(secret: str, run: str) -> bytes:
 
 
 async def connect(host: str, port: int, key: bytes, timeouts: LinkTimeouts, *, tls: bool) -> PeerConnection:
-    """Connect to a head.
-
-    Args:
-        host: name or address.
-        key: from proof_key.
-        timeouts: bound connecting, and the authentication.
-        tls: whether this node uses TLS; the head must do the same.
-
-    Raises: OSError (no process listens), PeerLostError (the head accepts, and then is silent or closes, as when it is
-        overloaded or ends), ProtocolError (it is not the head of this run).
-    """
+    """Connect to a head, by the key of proof_key; ``tls`` must be the same there. Raises: OSError (no process listens),
+    PeerLostError (the head accepts, and then is silent or closes, as when it is overloaded or ends), ProtocolError (it is not
+    the head of this run)."""
     stream = await _open(host, port, timeouts.connect_s)
     try:
         await authenticate_listener(stream, key, tls=tls, limit_s=timeouts.connect_s, where=f"{host}:{port}")

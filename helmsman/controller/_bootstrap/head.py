@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import secrets
 import socket
@@ -13,8 +12,9 @@ from typing import Any, Literal
 import msgspec
 
 from helmsman.api.errors import BootstrapError, BootstrapExit, PreflightError
-from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, unless
+from helmsman.api.plan import ranges
+from helmsman.controller._aio.event_loop import Deadline
+from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, run_script, unless
 from helmsman.controller._bootstrap.connection import (
     Ended,
     Hello,
@@ -29,7 +29,6 @@ from helmsman.controller._bootstrap.connection import (
 )
 from helmsman.controller._bootstrap.node_plan import NodePlan, node_environ, ray_token
 from helmsman.controller._bootstrap.ray_process import NodeSeen, NodeView, RayProcess
-from helmsman.controller._bootstrap.script import run_script
 from helmsman.controller._node.run_registry import RUN_VARIABLE
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE, guard
 from helmsman.rpc_server._server.authenticated_server import BACKLOG, Door, RefusalLog
@@ -41,8 +40,6 @@ _LEAVE_S = 3.0
 
 
 class Member(msgspec.Struct):
-    """Another node, as the head sees it."""
-
     hello: Hello
     connection: PeerConnection
     state: Literal["arrived", "joined", "lost"] = "arrived"
@@ -54,10 +51,7 @@ class Member(msgspec.Struct):
 class Head:
     """The supervisor of rank 0.
 
-    Args:
-        report: prints news.
-        stop: settled with the exception that ends the run: a StoppedError, or a BootstrapError of this head.
-        make_view: of an address and an environment, the view of the head's nodes.
+    ``stop`` is settled with the exception that ends the run: a StoppedError, or a BootstrapError of this head.
     """
 
     def __init__(
@@ -82,10 +76,8 @@ class Head:
         self._door: Door | None = None
 
     async def run(self) -> int:
-        """Live; returns the exit code of the script, or 128 and the number of the signal that ended the run.
-
-        Raises: BootstrapError, with all nodes told to leave.
-        """
+        """Live; returns the exit code of the script, or 128 and the number of the signal that ended the run. Raises:
+        BootstrapError, with all nodes told to leave."""
         reason = "the head's supervisor has failed"
         try:
             code = await self._live()
@@ -127,8 +119,6 @@ class Head:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    # --- the nodes --------------------------------------------------------------------------------------------------------
 
     async def _all_nodes(self, view: NodeView, deadline: Deadline) -> dict[int, NodeSeen]:
         """Wait until Ray knows every rank, with its devices. Raises: BootstrapError."""
@@ -224,7 +214,6 @@ class Head:
         return None
 
     async def _attend(self, hello: Hello, connection: PeerConnection) -> None:
-        """Serve a node until it leaves or is lost."""
         if (before := self._members.get(hello.rank)) is not None:
             self._spawn(before.connection.close())  # the node has given that one up
         member = self._members[hello.rank] = Member(hello, connection, "joined" if hello.has_joined else "arrived")
@@ -291,6 +280,5 @@ def _summary(seen: Mapping[int, NodeSeen]) -> str:
 def _listed(missing: Mapping[int, str], most: int = 8) -> str:
     """Few by name and state, many by number."""
     first, rest = list(missing.values())[:most], list(missing)[most:]
-    runs = [[rank for _, rank in run] for _, run in itertools.groupby(enumerate(rest), lambda pair: pair[1] - pair[0])]
-    ranks = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    ranks = ranges(rest).replace(",", ", ")
     return "; ".join([*first, f"and {len(rest)} more, ranks {ranks}"] if rest else first)

@@ -10,13 +10,12 @@ import msgspec
 from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.event_loop import submit
 from helmsman.controller._node.run_registry import default_log_dir, new_run_id
-from helmsman.controller._placement.resources import ACCELERATORS
-from helmsman.controller._placement.snapshot import NodeState
-from helmsman.controller._ray_backend.before_import import importing_ray
+from helmsman.controller._placement.resources import ACCELERATORS, NodeState
 from helmsman.controller._ray_backend.embedded import (
     current,
     end_connection,
     has_started_its_cluster,
+    importing_ray,
     script_is_failing,
     settle,
 )
@@ -77,7 +76,7 @@ def initialize(
         import ray
 
         from helmsman.controller._ray_backend import cluster_state
-        from helmsman.controller._ray_backend.address import choose_address
+        from helmsman.controller._ray_backend.cluster_state import choose_address
     settle(Timeouts().start_s)
     address = choose_address(None)
     if address is not None:

@@ -9,7 +9,7 @@ import socket
 from typing import Any
 
 from helmsman.api.errors import BootstrapError, BootstrapExit, ProtocolError
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, cancelled, first, unless
 from helmsman.controller._bootstrap.connection import (
     Ended,
@@ -33,12 +33,7 @@ _RETRY_S = 0.2
 
 
 class JoiningNode:
-    """The supervisor of a rank above 0.
-
-    Args:
-        report: prints news.
-        stop: settled when this process is told to stop.
-    """
+    """The supervisor of a rank above 0; ``stop`` is settled when this process is told to stop."""
 
     def __init__(self, plan: NodePlan, report: StatusPrinter, stop: asyncio.Future[StoppedError]) -> None:
         self._plan, self._report, self._stop = plan, report, stop
@@ -51,10 +46,7 @@ class JoiningNode:
 
     async def run(self) -> int:
         """Live; returns 0 when this node had joined and the head then ended its run, or 128 and the number of the signal that
-        ended this node.
-
-        Raises: BootstrapError.
-        """
+        ended this node. Raises: BootstrapError."""
         guard(os.getpid(), self._plan.tag)
         try:
             ended = await self._live()
@@ -75,7 +67,6 @@ class JoiningNode:
         return 0
 
     async def _live(self) -> Ended:
-        """Join, and stay until the run has ended; returns how."""
         plan = self._plan
         welcome = await unless(self._stop, self._arrive(Deadline(plan.timeout_s)))
         assert self._connection is not None
@@ -130,11 +121,9 @@ class JoiningNode:
             await asyncio.sleep(_RETRY_S)
 
     async def _introduce(self) -> Welcome:
-        """Connect, and wait until the head takes this node.
-
-        Raises: OSError and PeerLostError (the head does not answer), ProtocolError (another run's head, or no head, does),
-            BootstrapError (the head refuses this node, or has ended the run).
-        """
+        """Connect, and wait until the head takes this node. Raises: OSError and PeerLostError (the head does not answer),
+        ProtocolError (another run's head, or no head, does), BootstrapError (the head refuses this node, or has ended the
+        run)."""
         plan = self._plan
         key = proof_key(plan.secret, plan.job)
         connection = await connect(plan.identity.head, plan.control_port, key, plan.timeouts, tls=plan.tls)
@@ -180,7 +169,6 @@ class JoiningNode:
         return ended
 
     async def _attend(self) -> Ended:
-        """Stay with the head until it ends the run; returns how. Raises: BootstrapError."""
         assert self._connection is not None
         while True:
             try:
@@ -192,10 +180,8 @@ class JoiningNode:
                     return ended
 
     async def _seek_again(self, why: str) -> Ended | None:
-        """Connect again; None once that is done, or how the run has ended when its head is no more.
-
-        Raises: BootstrapError: the head is lost, or another node has taken this rank.
-        """
+        """Connect again; None once that is done, or how the run has ended when its head is no more. Raises: BootstrapError: the
+        head is lost, or another node has taken this rank."""
         timeouts = self._plan.timeouts
         deadline, refusals = Deadline(timeouts.unreachable_s), Deadline(timeouts.refused_s)
         while True:

@@ -39,7 +39,6 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Of this node's part of the run; that of rank 0 is the run's."""
     identity: NodeIdentity
     command: Sequence[str]
-    """The script and its arguments."""
     address: str
     port: int
     """Of the head's Ray; 0 to lease one, with one node."""
@@ -63,7 +62,6 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Of this run on this node: its token, and all that Ray writes; its path is short, for Ray's sockets."""
     dashboard: bool = False
     tls: bool = True
-    """Whether the nodes' supervisors use TLS."""
     elastic: bool = False
     """The run goes on when a node is told to leave."""
     ray_command: Sequence[str] = RAY_COMMAND
@@ -83,16 +81,14 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ray_token(secret: str, run_id: str) -> str:
-    """The token of the run's Ray cluster."""
     return hmac.new(secret.encode(), f"ray {run_id}".encode(), hashlib.sha256).hexdigest()
 
 
 def node_environ(plan: NodePlan, cluster: Mapping[str, str], token: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Environment of all that is started on the node.
 
-    Args:
-        cluster: Ray's variables, as the head has them.
-        token: of the Ray cluster; it is written to a file of this user alone.
+    ``cluster`` has Ray's variables, as the head has them; ``token``, of the Ray cluster, is written to a file of this user
+    alone.
     """
     plan.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = plan.folder / "token"
@@ -135,14 +131,8 @@ def worker_ports(taken: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def ray_start(plan: NodePlan, run_id: str, leases: PortLeases, head: str = "") -> list[str]:
-    """The command that starts Ray on this node.
-
-    Args:
-        leases: the source of all ports that need not be known beforehand.
-        head: address of the cluster to join; '' to be its head.
-
-    Raises: PreflightError when there are not enough ports.
-    """
+    """The command that starts Ray on this node, to join the cluster at ``head``; '' to be its head. Raises: PreflightError when
+    there are not enough ports."""
     ports = [f"{flag}={port}" for flag, port in zip(_AGENT_PORTS, lease(leases, len(_AGENT_PORTS)), strict=True)]
     first, last = worker_ports([(plan.port, plan.port), (plan.control_port, plan.control_port), port_range(os.environ)])
     where = (

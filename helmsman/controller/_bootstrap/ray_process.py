@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 
 from helmsman.api.errors import BootstrapError, BootstrapExit
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._bootstrap.async_utils import StatusPrinter
 from helmsman.controller._bootstrap.node_plan import NodePlan, lease, ray_start
 from helmsman.controller._node.run_registry import RANK_LABEL, RUN_LABEL
-from helmsman.controller._ray_backend.ray_logs import last_warnings, newest_session_logs
+from helmsman.controller._ray_backend.embedded import last_warnings, newest_session_logs
 from helmsman.controller._ray_backend.start_limits import CORE
 from helmsman.controller._transport.base import describe_exit, split_returncode, tail_of
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE, descendants, end_family, family, process_table, wait_until
@@ -37,13 +37,7 @@ _ANSWER_S = 2.0
 
 
 class RayProcess:
-    """``ray start --block`` as a child, and what it has started.
-
-    Args:
-        plan: of this node.
-        environ: the environment of Ray.
-        report: prints news.
-    """
+    """``ray start --block`` as a child, and what it has started."""
 
     def __init__(self, plan: NodePlan, environ: Mapping[str, str], report: StatusPrinter) -> None:
         self._plan, self._environ, self._report = plan, {**environ, TAG_VARIABLE: plan.tag}, report
@@ -56,16 +50,9 @@ class RayProcess:
         """Done when a process without which the node is none has ended; its result says which."""
 
     async def start(self, run_id: str, head: str = "") -> str:
-        """Start it, and wait until it prints that Ray is up; a start that fails within its time is tried once more.
-
-        Args:
-            head: address of the cluster to join; '' to be its head.
-
-        Returns: the address of the head.
-
-        Raises:
-            BootstrapError: with the end of what it printed, and the warnings and errors in the logs of Ray's processes.
-        """
+        """Start it to join the cluster at ``head`` ('' to be its head), and wait until it prints that Ray is up; returns the
+        address of the head. A start that fails within its time is tried once more. Raises: BootstrapError with the end of what
+        it printed, and the warnings and errors in the logs of Ray's processes."""
         plan, limit_s = self._plan, self._plan.ray_start_s
         if not (head or plan.port):
             plan = msgspec.structs.replace(plan, port=lease(self._leases, 1)[0])
@@ -176,10 +163,7 @@ class RayProcess:
 
 
 class NodeSeen(msgspec.Struct, frozen=True):
-    """A living node of the run."""
-
     node_id: str
-    """Ray's."""
     address: str
     resources: Mapping[str, float]
     is_twice: bool = False

@@ -24,8 +24,6 @@ Source = Literal["default", "your environment", "--env"]
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """A variable that Helmsman sets on a node, or has from the user."""
-
     name: str
     value: str
     reason: str = ""
@@ -64,10 +62,9 @@ _ALL = (
 
 
 def cluster_defaults(num_nodes: int, start_s: float = 60.0) -> tuple[Setting, ...]:
-    """Ray's own variables for a cluster. They must be the same on all nodes: the head's values hold everywhere.
+    """Ray's own variables for a cluster, the same on all nodes: the head's values hold everywhere.
 
-    Args:
-        start_s: seconds that a start of Ray may take; on a busy node its own limits for parts of it end it earlier.
+    ``start_s`` are the seconds that a start of Ray may take; on a busy node its own limits for parts of it end it earlier.
     """
     seconds, reason = max(1, round(start_s)), "as --start-timeout; a busy node takes longer than Ray's {} s"
     return (
@@ -89,12 +86,7 @@ NODE_DEFAULTS = (
 
 
 def variables(defaults: Iterable[Setting], environ: Mapping[str, str], given: Mapping[str, str]) -> list[Setting]:
-    """These defaults, or the user's values for them.
-
-    Args:
-        environ: this process's environment, whose values come before the defaults.
-        given: values of --env, which come first.
-    """
+    """These defaults, or the user's values for them: those of --env (``given``), else those of this process's environment."""
     layers: tuple[tuple[Source, Mapping[str, str]], ...] = (("--env", given), ("your environment", environ))
 
     def chosen(default: Setting) -> Setting:
@@ -107,11 +99,9 @@ def variables(defaults: Iterable[Setting], environ: Mapping[str, str], given: Ma
 
 
 def of_address(address: str, interface: str, *, chosen: bool) -> list[Setting]:
-    """Variables by which libraries find the node's address.
+    """Variables by which libraries find the node's address; ``interface`` is '' when it is not known.
 
-    Args:
-        interface: that has the address; '' when it is not known.
-        chosen: whether the user named it; NCCL and HCCL, which may have faster ones, are then held to it.
+    Where the user has ``chosen`` it, NCCL and HCCL, which may have faster ones, are held to it.
     """
     found = [Setting("VLLM_HOST_IP", address, "the address that other nodes reach")]
     if interface:
@@ -159,11 +149,9 @@ def object_store_bytes(asked: float | None, available: int, shm_free: int) -> in
 
     Args:
         asked: in GiB; 30 % of the available memory, at most what /dev/shm has, when None.
-        available: bytes of memory that programs can still take on this node.
-        shm_free: bytes that are free in /dev/shm.
+        available, shm_free: bytes of memory that programs can still take on this node, and that are free in /dev/shm.
 
-    Raises:
-        PreflightError: the store does not fit into /dev/shm, or leaves too little memory for Ray's processes.
+    Raises: PreflightError where the store does not fit into /dev/shm, or leaves too little memory for Ray's processes.
     """
     rest, shm = available - MEMORY_BESIDE_STORE, int(shm_free * _SHM_SHARE)
     step = "enlarge /dev/shm (docker --shm-size, an emptyDir with medium Memory)"
@@ -188,7 +176,6 @@ def object_store_bytes(asked: float | None, available: int, shm_free: int) -> in
 
 
 def resource_arguments(resources: Mapping[str, float]) -> list[str]:
-    """These resources as arguments of ``ray start``."""
     arguments = [f"{flag}={int(resources[name])}" for name, flag in _FLAGS.items() if name in resources]
     others = {name: amount for name, amount in resources.items() if name not in _FLAGS}
     return [*arguments, f"--resources={json.dumps(others)}"] if others else arguments

@@ -33,7 +33,7 @@ from helmsman.api.errors import (
 )
 from helmsman.api.platforms import MemoryStats
 from helmsman.controller._aio.event_loop import run_async, run_sync
-from helmsman.controller._roles.blocking import blocking
+from helmsman.controller._roles.role_controller import blocking
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._training.train_controller import TrainController
 from helmsman.controller._weight_sync.sync import SyncReport, WeightSync
@@ -101,8 +101,6 @@ class Turns:
     def close(self) -> None:
         """Leave both sides to the script, as they are now. Idempotent."""
         self._trainer.turn = self._rollout.turn = None
-
-    # --- hand-overs -------------------------------------------------------------------------------------------------------
 
     async def ato_training(self) -> None:
         """Give the devices to the trainer. Nothing happens when it has them.
@@ -172,8 +170,6 @@ class Turns:
                     raise
                 raise
 
-    # --- asked by the controllers -----------------------------------------------------------------------------------------
-
     def require(self, role: str, method: str) -> None:
         """Raise DevicesNotOwnedError unless it is this role's turn."""
         wanted = Owner.TRAINER if role == self._trainer.role else Owner.ROLLOUT
@@ -220,8 +216,6 @@ class Turns:
         if self.owner is Owner.NOBODY:
             return f"nobody's, {self._why_nobody}"
         return f"role {(self._trainer if self.owner is Owner.TRAINER else self._rollout).role!r}'s"
-
-    # --- figures ----------------------------------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, MemoryStats | str]:
         """What each worker of both sides holds, or why that is not known."""

@@ -24,13 +24,11 @@ class Health(Enum):
     """
 
     HEALTHY = "healthy"
-    """It serves."""
     SUSPECT = "suspect"
     """It has not answered for a while: it gets nothing new, and keeps what it has."""
     DEAD = "dead"
     """Its process has ended, or those of its engine, or it has not answered for too long."""
     RESTARTING = "restarting"
-    """It is being rebuilt."""
     STALE = "stale"
     """It lives, and has not the weights that are served: only a completed update lets it serve."""
 
@@ -46,10 +44,7 @@ class Health(Enum):
 
 
 class Event(Enum):
-    """What can happen to an instance."""
-
     ANSWERED = "answered"
-    """A probe was answered."""
     LATE = "late"
     """A probe has been without an answer for ``suspect_s``."""
     LOST = "lost"
@@ -57,10 +52,8 @@ class Event(Enum):
     LEFT = "left"
     """It is about to go, as its node is, and has nothing any more: it is given up, to be rebuilt elsewhere."""
     RESTART = "restart"
-    """It is to be rebuilt."""
     RESTARTED = "restarted"
     UPDATED = "updated"
-    """A weight update has been completed."""
     UPDATE_FAILED = "update failed"
 
 

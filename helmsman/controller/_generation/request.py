@@ -1,18 +1,20 @@
-"""A generation request: its states, and what it has become so far."""
+"""Generation requests, those that wait, and the rollout instances that are given them."""
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Protocol
 
 import msgspec
 
 from helmsman.api.generation import GenerationRequest, GenerationResult, StopReason
 from helmsman.api.suggestions import Suggesting
+from helmsman.controller._generation.health import Health
 
 
 class RequestState(Enum):
@@ -33,7 +35,6 @@ class RequestState(Enum):
     ADMITTED = "admitted"
     """An instance keeps a place for it; nothing has been sent."""
     RUNNING = "running"
-    """It was sent."""
     DONE = "done"
     PARTIAL = "partial"
     ABORTED = "aborted"
@@ -41,7 +42,6 @@ class RequestState(Enum):
 
     @property
     def is_end(self) -> bool:
-        """Whether nothing follows."""
         return not TRANSITIONS[self]
 
 
@@ -55,7 +55,6 @@ TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
         **dict.fromkeys((_STATE.DONE, *_EARLY), frozenset()),
     }
 )
-"""What may follow what."""
 
 
 class RequestOptions(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
@@ -74,15 +73,6 @@ class RequestOptions(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
 _numbers = itertools.count()
 
 
-class Holder(Protocol):
-    """An instance, as far as the requests that it has know it."""
-
-    instance_id: str
-
-    def give_back(self, ticket: Ticket) -> None:
-        """Count a request that it no longer has."""
-
-
 class Ticket:
     """A request between its submission and its end. Used on one event loop; its future from any thread."""
 
@@ -92,9 +82,7 @@ class Ticket:
         """PENDING while queued, when it can be cancelled; RUNNING once it was sent, when only abort ends it early."""
         self.state = RequestState.QUEUED
         self.number = next(_numbers)
-        """In the order of submission."""
-        self.instance: Holder | None = None
-        """That has it."""
+        self.instance: Instance | None = None
         self.sent_to = ""
         """Id of the instance that it was last sent to."""
         self.num_attempts = 0
@@ -110,7 +98,6 @@ class Ticket:
 
     @property
     def request_id(self) -> str:
-        """Of its request."""
         return self.request.request_id
 
     @property
@@ -181,3 +168,127 @@ class Ticket:
             versions=[version for piece in pieces for version in piece.versions],
             stop_reason=stop_reason or (last.stop_reason if last is not None else "abort"),
         )
+
+
+_turns = itertools.count(1)
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    instance_id: str
+    capacity: int
+    """Requests that it is given at once, at most."""
+    health: Health = Health.HEALTHY
+    error: Exception | None = None
+    version: int | None = None
+    """Its weights are not newer than this; None while that is not known."""
+    drains: set[object] = field(default_factory=set)
+    """Marks of those who want it to get nothing more."""
+    outstanding_tokens: int = 0
+    last_turn: int = 0
+    """Grows with each request that any instance is given: where it is smaller, the last one was given longer ago."""
+    tickets: dict[Ticket, None] = field(default_factory=dict)
+    """Requests that it has, admitted or running, in the order in which it was given them: a set's order would differ from one
+    run to the next, and with it what follows on a virtual clock."""
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.tickets)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it gets nothing more, whatever its health."""
+        return bool(self.drains)
+
+    @property
+    def serves(self) -> bool:
+        return self.health.serves and not self.is_draining
+
+    def has_room_for(self, num: int) -> bool:
+        """Whether it serves, and may be given so many more, or as many as it ever may be."""
+        # The full ones first: under load they are most of them, and each is asked whenever a request may be given out.
+        return len(self.tickets) + min(num, self.capacity) <= self.capacity and self.serves
+
+    def take(self, ticket: Ticket) -> None:
+        self.tickets[ticket] = None
+        self.outstanding_tokens += ticket.num_tokens
+        self.last_turn = next(_turns)
+
+    def give_back(self, ticket: Ticket) -> None:
+        """Count a request that it no longer has; nothing when it had none such."""
+        if ticket in self.tickets:
+            del self.tickets[ticket]
+            self.outstanding_tokens -= ticket.num_tokens
+
+
+class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What one instance does at the moment of asking."""
+
+    state: Health
+    num_in_flight: int
+    outstanding_tokens: int
+    is_draining: bool = False
+    """Whether it gets nothing more, whatever its state."""
+
+
+class RolloutLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rollout controller does at the moment of asking."""
+
+    num_queued: int
+    """Requests that no instance has been given yet."""
+    paused: bool
+    instances: dict[str, InstanceLoad]
+
+
+_SPARE_ENTRIES = 64
+
+
+class WaitingRequests:
+    """A set of tickets that knows its first one. What leaves it costs no search, wherever it stands."""
+
+    def __init__(self) -> None:
+        self._tickets: dict[Ticket, None] = {}
+        self._heap: list[tuple[tuple[int, int], Ticket]] = []
+        """Of all tickets, some of them twice, and of some that no longer wait: not more than about as many."""
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __contains__(self, ticket: Ticket) -> bool:
+        return ticket in self._tickets
+
+    def __iter__(self) -> Iterator[Ticket]:
+        """In the order in which they came to wait."""
+        return iter(self._tickets)
+
+    def add(self, ticket: Ticket) -> None:
+        self._tickets[ticket] = None
+        heapq.heappush(self._heap, (ticket.order, ticket))
+        self._tidy()
+
+    def discard(self, ticket: Ticket) -> None:
+        self._tickets.pop(ticket, None)
+        self._tidy()
+
+    def first(self) -> Ticket | None:
+        """The first, of those that are not passed over."""
+        while self._heap:
+            if (ticket := self._heap[0][1]) in self._tickets:
+                return ticket
+            heapq.heappop(self._heap)
+        return None
+
+    def pass_over(self) -> Ticket:
+        """Leave out the first one, of which there must be one, until put_back at most; it goes on waiting. Returns it."""
+        return heapq.heappop(self._heap)[1]
+
+    def put_back(self, tickets: Iterable[Ticket]) -> None:
+        """Pass these over no more, as far as they still wait."""
+        for ticket in tickets:
+            if ticket in self._tickets:
+                heapq.heappush(self._heap, (ticket.order, ticket))
+
+    def _tidy(self) -> None:
+        if len(self._heap) > 2 * len(self._tickets) + _SPARE_ENTRIES:
+            self._heap = [(ticket.order, ticket) for ticket in self._tickets]
+            heapq.heapify(self._heap)

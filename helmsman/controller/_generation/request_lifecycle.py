@@ -10,16 +10,12 @@ from typing import Protocol
 from helmsman.api.errors import HelmsmanError, InstanceLostError, RequestDeadlineError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.controller._generation.health import Health
-from helmsman.controller._generation.instance import Instance
-from helmsman.controller._generation.request import Holder, RequestState, Ticket
-from helmsman.controller._generation.request_queue import WaitingRequests
+from helmsman.controller._generation.request import Instance, RequestState, Ticket, WaitingRequests
 from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._generation.routing import LeastOutstandingTokens, RoutingPolicy
 
 
 class Backend(Protocol):
-    """What reaches the instances."""
-
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
         """Have an instance continue a prompt. Raises InstanceLostError when the instance has gone, or was never reached: it is
         taken for dead then, with all that it has, until set_health says otherwise."""
@@ -66,7 +62,6 @@ class RequestFlow:
         self._changed = asyncio.Event()
         """Set for a moment whenever an instance has one request less, one less waits, or an instance serves again."""
         self.suspended: set[str] = set()
-        """By whom."""
         self.expected_version: int | None = None
         """Of the weights that were the last to be on their way to the instances."""
         self.closed = ""
@@ -128,7 +123,6 @@ class RequestFlow:
                 self._end(ticket, RequestState.FAILED, reason)
 
     def _room(self) -> float:
-        """How many more all instances together may have."""
         return math.inf if self._max_in_flight is None else self._max_in_flight - self.num_in_flight
 
     def why_none_serves(self) -> Exception | None:
@@ -210,7 +204,6 @@ class RequestFlow:
     # --- to the end -------------------------------------------------------------------------------------------------------
 
     def _settle(self, ticket: Ticket, outcome: GenerationResult | BaseException) -> None:
-        """Take in how an attempt ended."""
         if isinstance(outcome, InstanceLostError):
             self._settle_lost(ticket, outcome)
         elif isinstance(outcome, BaseException):
@@ -265,7 +258,6 @@ class RequestFlow:
         self._changed.clear()
 
     def _end(self, ticket: Ticket, state: RequestState, outcome: GenerationResult | BaseException) -> None:
-        """Give a request its one outcome."""
         ticket.transition(state)
         self._forget(ticket)
         if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
@@ -281,7 +273,6 @@ class RequestFlow:
             loop.call_soon_threadsafe(self._cancelled, ticket)
 
     def _cancelled(self, ticket: Ticket) -> None:
-        """Its future was cancelled before it was sent."""
         if not ticket.state.is_end:
             self._end_cancelled(ticket)
             self.pump()
@@ -322,7 +313,6 @@ class RequestFlow:
         self.pump()
 
     def close(self, reason: str) -> None:
-        """Fail what waits and take nothing more; what runs ends with its instance. Idempotent."""
         self.closed = self.closed or reason
         for ticket in list(self.open.values()):
             if ticket.state in (RequestState.QUEUED, RequestState.ADMITTED):
@@ -330,7 +320,6 @@ class RequestFlow:
                 self._end(ticket, RequestState.FAILED, error)
 
     def set_health(self, instance_id: str, health: Health, error: Exception | None = None) -> None:
-        """Take in what supervision has found. What a dead instance had is lost now, also where its calls still hang."""
         instance = self.instances[instance_id]
         instance.health = health
         instance.error = None if health.serves else error or instance.error
@@ -345,7 +334,6 @@ class RequestFlow:
         self.pump()
 
     def _lost(self, instance: Instance) -> InstanceLostError:
-        """What happened to a request that the instance had."""
         why = instance.error
         if isinstance(why, InstanceLostError):  # met by another request, which it may not have begun
             return InstanceLostError(instance_id=instance.instance_id, reason=why.reason, may_have_begun=True)
@@ -355,7 +343,7 @@ class RequestFlow:
 
     # --- shared with the scheduler --------------------------------------------------------------------------------------------
 
-    def abort_at(self, instance: Holder, tickets: Sequence[Ticket]) -> asyncio.Task[None]:
+    def abort_at(self, instance: Instance, tickets: Sequence[Ticket]) -> asyncio.Task[None]:
         """Have an instance give requests back, by a task that need not be awaited."""
 
         async def tell() -> None:

@@ -19,7 +19,6 @@ class RetryUnbegun:
     """Only what no instance has begun: the default for requests with effects outside, such as tools."""
 
     def may_retry(self, ticket: Ticket, error: InstanceLostError) -> bool:
-        """See RetryPolicy."""
         return not error.may_have_begun
 
 
@@ -36,5 +35,4 @@ class RetryGeneration:
         self._max_attempts = max_attempts
 
     def may_retry(self, ticket: Ticket, error: InstanceLostError) -> bool:
-        """See RetryPolicy."""
         return not error.may_have_begun or ticket.num_losses < self._max_attempts

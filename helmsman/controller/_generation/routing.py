@@ -8,8 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from helmsman.controller._generation.instance import Instance
-from helmsman.controller._generation.request import Ticket
+from helmsman.controller._generation.request import Instance, Ticket
 
 
 class RoutingPolicy(Protocol):
@@ -24,7 +23,6 @@ class LeastOutstandingTokens:
     cluster is full of, the one that was given a request longest ago."""
 
     def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
-        """See RoutingPolicy."""
         return min(able, key=lambda each: (each.outstanding_tokens, each.last_turn))
 
 
@@ -35,7 +33,6 @@ class RoundRobin:
         self._last = ""
 
     def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
-        """See RoutingPolicy."""
         in_order = sorted(able, key=lambda each: each.instance_id)
         chosen = next((each for each in in_order if each.instance_id > self._last), in_order[0])
         self._last = chosen.instance_id
@@ -86,7 +83,6 @@ class PrefixAffinity:
         self._affinity = _Affinity(load_factor, max_entries)
 
     def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
-        """See RoutingPolicy."""
         return self._affinity.at_home(self._prefixes(ticket.request.prompt_ids), ticket, able)
 
     def _prefixes(self, tokens: Sequence[int]) -> list[str | bytes]:
@@ -111,5 +107,4 @@ class SessionAffinity:
         self._affinity = _Affinity(load_factor, max_entries)
 
     def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
-        """See RoutingPolicy."""
         return self._affinity.at_home([ticket.options.session] if ticket.options.session else [], ticket, able)

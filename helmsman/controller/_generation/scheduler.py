@@ -14,8 +14,7 @@ from types import MappingProxyType
 from helmsman.api.errors import HelmsmanError, InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.controller._generation.health import Health
-from helmsman.controller._generation.instance import Instance
-from helmsman.controller._generation.request import Holder, RequestOptions, RequestState, Ticket
+from helmsman.controller._generation.request import Instance, RequestOptions, RequestState, Ticket
 from helmsman.controller._generation.request_lifecycle import Backend, RequestFlow
 from helmsman.controller._generation.retries import RetryPolicy
 from helmsman.controller._generation.routing import RoutingPolicy
@@ -55,7 +54,6 @@ class GenerateScheduler:
             raise ValueError(f"max_queue is {max_queue}; expected 1 or more")
         self._flow.slots = asyncio.Semaphore(max_queue) if max_queue is not None else None
         self.instances = self._flow.instances
-        """By id."""
 
     # --- submission -------------------------------------------------------------------------------------------------------
 
@@ -140,7 +138,7 @@ class GenerateScheduler:
         What is put meanwhile is not meant, nor what waits in ``submit`` for the room that this makes.
         """
         chosen = self._chosen(request_ids)
-        running: dict[Holder, list[Ticket]] = {}
+        running: dict[Instance, list[Ticket]] = {}
         for ticket in chosen:
             if ticket.state.is_end:  # by what the end of another has caused
                 continue
@@ -154,19 +152,18 @@ class GenerateScheduler:
         return len(chosen)
 
     def _chosen(self, request_ids: Collection[str] | None) -> list[Ticket]:
-        """Those of these requests (None: all) that have not ended."""
         if request_ids is None:
             return list(self._flow.open.values())
         return [self._flow.open[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._flow.open]
 
-    async def _tell_all(self, running: Mapping[Holder, Sequence[Ticket]]) -> None:
+    async def _tell_all(self, running: Mapping[Instance, Sequence[Ticket]]) -> None:
         """Have instances end these requests; what a lost instance had ends by its loss."""
         outcomes = await asyncio.gather(*(self._tell(*each) for each in running.items()), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, InstanceLostError):
                 raise outcome
 
-    async def _tell(self, instance: Holder, tickets: Sequence[Ticket]) -> None:
+    async def _tell(self, instance: Instance, tickets: Sequence[Ticket]) -> None:
         """Wait for the instance's answer, or until it has none of them any more: what is dead may never answer."""
         call = self._flow.abort_at(instance, tickets)
         left = asyncio.ensure_future(self._flow.until(lambda: all(ticket.instance is not instance for ticket in tickets)))
@@ -227,7 +224,6 @@ class GenerateScheduler:
         await self._flow.until(have_ended)
 
     async def _recall(self, instances: Iterable[Instance]) -> None:
-        """Tell instances to give back what they have been sent, without waiting for it."""
         running = self._running_at(instances)
         for tickets in running.values():
             for ticket in tickets:
@@ -235,10 +231,8 @@ class GenerateScheduler:
         await self._tell_all(running)
 
     @staticmethod
-    def _running_at(instances: Iterable[Instance]) -> dict[Holder, list[Ticket]]:
-        running: dict[Holder, list[Ticket]] = {
-            instance: [ticket for ticket in instance.tickets if ticket.is_running] for instance in instances
-        }
+    def _running_at(instances: Iterable[Instance]) -> dict[Instance, list[Ticket]]:
+        running = {instance: [ticket for ticket in instance.tickets if ticket.is_running] for instance in instances}
         return {instance: tickets for instance, tickets in running.items() if tickets}
 
     # --- instances --------------------------------------------------------------------------------------------------------
@@ -330,10 +324,6 @@ class GenerateScheduler:
     def on_lost(self, call: Callable[[str, Exception], None]) -> None:
         """Call a function with an instance that a call has found to be gone, and why, in place of set_health."""
         self._flow.on_lost = call
-
-    def pump(self) -> None:
-        """Give out what can be given out now; to be called whenever an instance has changed."""
-        self._flow.pump()
 
     def close(self, reason: str = "the generation scheduler was closed") -> None:
         """Fail what waits and take nothing more; what runs ends with its instance. Idempotent."""

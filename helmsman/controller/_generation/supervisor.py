@@ -43,7 +43,6 @@ class _Supervised:
         return self.restarting is not None and not self.restarting.done()
 
     def cancel(self) -> None:
-        """Cancel its move, its rebuild and its timer."""
         if self.again is not None:
             self.again.cancel()
         for task in (self.restarting, self.moving):
@@ -90,7 +89,6 @@ class Supervisor:
             self._plan_restart(instance_id, supervised, pause_s=None)
 
     def forget(self, instance_id: str) -> None:
-        """Stop supervising an instance."""
         if (supervised := self._supervised.pop(instance_id, None)) is not None:
             supervised.cancel()
             self._mark_gone(instance_id, supervised)
@@ -109,7 +107,6 @@ class Supervisor:
             watch.close()
 
     def note(self, instance_id: str, event: Event, error: Exception | None = None) -> None:
-        """Apply an event to the health of an instance."""
         if (supervised := self._supervised.get(instance_id)) is None:
             return
         before, after = supervised.health, follow(supervised.health, event)
@@ -168,10 +165,8 @@ class Supervisor:
         return supervised.health in (Health.RESTARTING, Health.SUSPECT) or supervised.is_restarting
 
     async def while_they_answer(self, instance_ids: Collection[str], work: Awaitable[T]) -> T:
-        """Await work on instances that are not probed yet, such as the load of a model, without a limit of its own.
-
-        Raises: the errors of ``work``; after start, InstanceLostError when one of the instances stops answering probes.
-        """
+        """Await work on instances that are not probed yet, such as the load of a model, without a limit of its own. Raises: the
+        errors of ``work``; after start, InstanceLostError when one of the instances stops answering probes."""
         if self._watch is None:
             return await work
         working = asyncio.ensure_future(work)
@@ -190,8 +185,6 @@ class Supervisor:
         finally:
             watch.close()
             working.cancel()
-
-    # --- inside -----------------------------------------------------------------------------------------------------------
 
     def _on_report(self, report: Report) -> None:
         id_, health = report.worker_id, report.health

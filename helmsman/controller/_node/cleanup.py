@@ -39,8 +39,6 @@ _UP_FOLDER = re.compile(rf"hm-{RUN_ID.pattern}")
 
 
 class LeftProcess(msgspec.Struct, frozen=True):
-    """A process of a run."""
-
     pid: int
     started: int
     """Clock ticks since boot, which tells it from a successor of its pid."""
@@ -51,8 +49,6 @@ class LeftProcess(msgspec.Struct, frozen=True):
 
 
 class Leftover(msgspec.Struct, frozen=True):
-    """Remains of a run on this machine."""
-
     run_id: str
     state: str
     """alive, dead, unknown where there are processes and no record, or ended where there are only logs."""
@@ -65,14 +61,12 @@ class Leftover(msgspec.Struct, frozen=True):
 
 
 def leftovers(run_ids: Collection[str] = (), *, logs: bool = False, alive: Collection[str] = ()) -> list[Leftover]:
-    """List the processes, folders and removable logs of this user's runs on this machine, dead and alive.
+    """The processes, folders and removable logs of this user's runs on this machine, dead and alive, an entry per run.
 
     Args:
         run_ids: only these runs; all when empty.
         logs: list the logs of all runs that have ended; otherwise only those that are kept no longer.
         alive: runs that are known from elsewhere to be alive.
-
-    Returns: an entry per run.
     """
     # Records are read last: a run writes its record before all else, so that of each run that is seen here is seen, too.
     folders, log_folders = _folders(), log_dirs()
@@ -106,7 +100,6 @@ def _removable_logs(
 
 
 def remove_old_logs() -> None:
-    """Remove the logs that the retention rule drops."""
     if not _removable_logs(log_dirs(), everything=False, living=()):
         return  # before the process table is read, which takes longer
     for left in leftovers():
@@ -157,7 +150,6 @@ def up_places(environ: Mapping[str, str]) -> list[Path]:
 
 
 def up_folder(place: Path, run_id: str) -> Path:
-    """The folder of a run of ``helmsman up``."""
     return place / f"hm-{run_id}"
 
 
@@ -236,7 +228,6 @@ def _lives(process: LeftProcess) -> bool:
 
 
 def age(seconds: float) -> str:
-    """A duration for people."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
@@ -244,7 +235,6 @@ def age(seconds: float) -> str:
 
 
 def describe(left: Leftover) -> list[str]:
-    """Lines for people."""
     record = left.record
     who = (
         f", controller {record.pid} on {record.host} ({record.command[:80]}), {age(time.time() - record.since)} ago"

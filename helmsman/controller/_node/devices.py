@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from helmsman.api.errors import DeviceMismatchError
-from helmsman.api.platform_kinds import EMPTY_MASKS, PLATFORMS
+from helmsman.api.platforms import EMPTY_MASKS, PLATFORMS
 
 _DEVICE_FILES = {"cuda": "/dev/nvidia[0-9]*", "npu": "/dev/davinci[0-9]*"}
 
@@ -93,23 +93,18 @@ class DevicePool:
         self._held: dict[str, tuple[str, ...]] = {}
 
     def free_ids(self) -> tuple[str, ...]:
-        """Devices that no worker holds, in order."""
         taken = {device for ids in self._held.values() for device in ids}
         return tuple(device for device in self.ids if device not in taken)
 
     def hold(self, worker_id: str, ids: Sequence[str]) -> None:
-        """Let a worker have these devices, which are free."""
         self._held[worker_id] = tuple(ids)
 
     def holders(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Workers that hold devices, with these."""
         return [(worker_id, ids) for worker_id, ids in self._held.items() if ids]
 
     def free(self, worker_ids: Sequence[str]) -> None:
-        """Take back what these workers hold."""
         for worker_id in worker_ids:
             self._held.pop(worker_id, None)
 
     def environment(self, ids: Sequence[str]) -> dict[str, str]:
-        """The visibility variables for a worker that holds ``ids``."""
         return visibility(self.kind, ids)

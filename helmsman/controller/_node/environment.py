@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from helmsman.api.environment import EnvironmentVariable, masked
-from helmsman.api.platform_kinds import PLATFORMS
+from helmsman.api.platforms import PLATFORMS
 from helmsman.api.scheduler import SchedulingSpec
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE
 from helmsman.rpc_server.ports import PORTS_VARIABLE
@@ -94,8 +94,6 @@ _RULES: tuple[tuple[Reach, Mapping[str, str]], ...] = (
 
 
 class Forwarding(NamedTuple):
-    """How far a variable of the driver goes, and by which rule."""
-
     reach: Reach
     rule: str
 
@@ -109,7 +107,6 @@ class ForwardedVariable(msgspec.Struct, frozen=True, kw_only=True):
     reach: Reach
     """everywhere: every worker gets it; this machine: workers of LocalScheduler do, other nodes have their own; nowhere."""
     rule: str
-    """Why."""
 
 
 def forwarding_of(name: str) -> Forwarding:
@@ -136,10 +133,8 @@ def worker_environment(
 ) -> list[EnvironmentVariable]:
     """The variables that are set in a worker, sorted by name.
 
-    Args:
-        environ: the driver's environment.
-        devices: the worker's device masks and what else its scheduler wants in it.
-        same_machine: whether the worker has no environment but this: then what a program of this machine needs is in it.
+    ``devices`` has its device masks and what else its scheduler wants in it. With ``same_machine`` the worker has no
+    environment but this: then what a program of this machine needs is in it.
     """
     reaches = ("everywhere", "this machine") if same_machine else ("everywhere",)
     forwarded = {name: value for name, value in environ.items() if forwarding_of(name).reach in reaches}
@@ -156,5 +151,4 @@ def _thread_count(spec: SchedulingSpec) -> str:
 
 
 def as_mapping(variables: Iterable[EnvironmentVariable]) -> dict[str, str]:
-    """Names to values."""
     return {variable.name: variable.value for variable in variables}

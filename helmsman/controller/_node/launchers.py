@@ -8,7 +8,7 @@ here looks at the machine.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -16,8 +16,6 @@ from helmsman.api.errors import LauncherError
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """A value and its source."""
-
     value: int | str
     said_by: str
     """'SLURM_NODEID=3', '--node-rank 3'."""
@@ -37,19 +35,15 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """This node's place in the run."""
-
     launcher: str
     """The source; 'this machine alone' when there is none."""
     rank: int
-    """From 0, which is the head."""
     count: int
     head: str = ""
     """Host name or address of the head; '' on a head that no source names, and with one node."""
     attach_to: str = ""
     """Address of a Ray cluster that is there already; nothing is started then."""
     said_by: Mapping[str, str] = {}
-    """Field -> source."""
 
 
 ALONE = "this machine alone"
@@ -64,16 +58,9 @@ _FIELDS = {
 def identify_node(
     environ: Mapping[str, str], *, rank: int | None = None, count: int | None = None, head: str | None = None
 ) -> NodeIdentity:
-    """This node's place in the run.
-
-    Args:
-        environ: environment variables.
-        rank, count, head: the flags --node-rank, --num-nodes and --head.
-
-    Raises:
-        LauncherError: Two sources say different things, a launcher starts several processes on a node, or a part is missing
-            or makes no sense.
-    """
+    """This node's place in the run, by environment variables and the flags --node-rank, --num-nodes and --head. Raises:
+    LauncherError where two sources say different things, a launcher starts several processes on a node, or a part is missing or
+    makes no sense."""
     given = zip(_FIELDS.items(), (rank, count, head), strict=True)
     flags = {field: Fact(value, f"{flag} {value}") for (field, (_, flag)), value in given if value is not None}
     if not flags and (address := environ.get("RAY_ADDRESS", "")):
@@ -136,7 +123,6 @@ def _complete(launcher: str, facts: Mapping[str, Fact]) -> NodeIdentity:
 
 
 def _agreed(field: str, found: Sequence[Said]) -> Fact | None:
-    """The value of a field, on which all launchers must agree."""
     said = {each.launcher: fact for each in found if (fact := getattr(each, field)) is not None}
     if len({fact.value for fact in said.values()}) > 1:
         name, flag = _FIELDS[field]
@@ -158,9 +144,6 @@ def _conflict(field: str, said: list[str], flag: str) -> LauncherError:
         said=said,
         step=f"Start helmsman with {flag}, which settles it, or without the variables of the launcher that is not meant",
     )
-
-
-# --- launchers --------------------------------------------------------------------------------------------------------
 
 
 def _number(environ: Mapping[str, str], name: str) -> Fact | None:
@@ -213,7 +196,7 @@ def _slurm(environ: Mapping[str, str]) -> Said | None:
     count = _number(environ, "SLURM_STEP_NUM_NODES") or _number(environ, "SLURM_JOB_NUM_NODES")
     listed = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
     nodes = environ.get(listed, "")
-    head = Fact(next(expand_hostlist(nodes)), f"{listed}={nodes}") if nodes else None
+    head = Fact(first_host(nodes), f"{listed}={nodes}") if nodes else None
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # '8', '1(x3)', '2,1(x2)'
     first = re.match(r"\d+", per_node)
     tasks = Fact(int(first.group()), f"SLURM_STEP_TASKS_PER_NODE={per_node}") if first else None
@@ -251,28 +234,11 @@ _LAUNCHERS: tuple[Callable[[Mapping[str, str]], Said | None], ...] = (
 _generic = _Variables("RANK and WORLD_SIZE (PAI-DLC)", "RANK", "WORLD_SIZE", "MASTER_ADDR", counts_processes=True).read
 
 
-_HOSTS = r"(?:[^,\[\]]|\[[^\[\]]*\])+"
+_HOST = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 
 
-def expand_hostlist(text: str) -> Iterator[str]:
-    """The hosts of Slurm's syntax, in order: 'gpu[001-003,007]-a,login' is gpu001-a, gpu002-a, gpu003-a, gpu007-a, login.
-
-    Raises: LauncherError for what is none.
-    """
-    if not re.fullmatch(rf"{_HOSTS}(,{_HOSTS})*", text):
+def first_host(text: str) -> str:
+    """The first host of a list in Slurm's syntax: gpu001-a of 'gpu[001-003,007]-a,login'. Raises: LauncherError."""
+    if not re.fullmatch(rf"{_HOST}(,{_HOST})*", text):
         raise _incomplete("Slurm", ["a list of hosts"], [text])
-    for part in re.findall(_HOSTS, text):
-        yield from _expand(part.strip(), text)
-
-
-def _expand(part: str, whole: str) -> Iterator[str]:
-    match = re.search(r"\[([^\[\]]*)\]", part)
-    if match is None:
-        yield part
-        return
-    for item in match.group(1).split(","):
-        first, dash, last = item.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise _incomplete("Slurm", ["a list of hosts"], [whole])
-        for number in range(int(first), int(last or first) + 1):
-            yield from _expand(part[: match.start()] + str(number).zfill(len(first)) + part[match.end() :], whole)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.match(_HOST, text)[0]).strip()  # type: ignore[index]

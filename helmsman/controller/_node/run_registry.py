@@ -52,7 +52,6 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     """Secrets masked."""
     scheduler: str
-    """Class of its scheduler."""
     log_dir: str
     since: float
     """Seconds since the epoch."""
@@ -112,14 +111,8 @@ def default_log_dir(run_id: str) -> Path:
 
 
 def make_log_dir(path: Path, run_id: str) -> None:
-    """Make a run's log directory, or check that an existing one is safe to use.
-
-    Args:
-        path: default_log_dir of the run, or a directory that the user has named.
-        run_id: of the run.
-
-    Raises: UntrustedPathError, LogDirectoryError.
-    """
+    """Make a run's log directory, its default_log_dir or one that the user has named, or check that an existing one is safe to
+    use. Raises: UntrustedPathError, LogDirectoryError."""
     own = next((place for place in log_places() if path == place.path / run_id), None)
     try:
         with own.open(run_id) if own is not None else log_directory(path, run_id):
@@ -135,10 +128,8 @@ UP = "helmsman up"
 
 
 class RunLock:
-    """A controller's hold on the record of its run.
-
-    Raises: UntrustedPathError where another user's directory has the name of ours; OSError where the record cannot be written.
-    """
+    """A controller's hold on the record of its run. Raises: UntrustedPathError where another user's directory has the name of
+    ours; OSError where the record cannot be written."""
 
     def __init__(self, run_id: str, scheduler: str, log_dir: Path) -> None:
         record = RunRecord(
@@ -196,7 +187,6 @@ def read_runs() -> list[tuple[RunRecord, bool]]:
 
 
 def forget_run(run_id: str) -> None:
-    """Remove a record."""
     for place in _record_places():
         with contextlib.suppress(FileNotFoundError, UntrustedPathError), place.open(create=False) as folder:
             os.unlink(f"{run_id}.json", dir_fd=folder)

@@ -13,12 +13,18 @@ import msgspec
 from helmsman.api import errors
 from helmsman.api.plan import Plan, PlannedRole, Shortfall
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._placement.bundles import allowed_nodes, change_specs
-from helmsman.controller._placement.diagnosis import node_name
-from helmsman.controller._placement.planner import plan_jobs
-from helmsman.controller._placement.resources import ACCELERATORS, Resources, field_of, show, total_of
-from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
+from helmsman.controller._placement.planner import node_name, plan_jobs
+from helmsman.controller._placement.resources import (
+    ACCELERATORS,
+    ClusterSnapshot,
+    NodeState,
+    Resources,
+    field_of,
+    show,
+    total_of,
+)
 
 _WORK = 100_000
 """Limit on the work of one trial, of which there may be dozens."""
@@ -147,7 +153,6 @@ class _Advice:
         return f"set SchedulingSpec.ray_placement_strategy{self._of_role(job)} to 'deferred', whose instances may span nodes"
 
     def _smaller_instances(self) -> str:
-        """Let instances span fewer whole nodes."""
         largest = int(max((node.total.get(name, 0.0) for node in self._snapshot.nodes for name in ACCELERATORS), default=0))
         for job in self._jobs:
             spec = job.spec(0)
@@ -223,7 +228,6 @@ def _changed(jobs: Sequence[Job], *changed: Job) -> list[Job]:
 
 
 def _colocated(job: Job, jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs that are colocated with a job, directly or through each other."""
     found = {job.role}
     for _ in jobs:
         found |= {other.role for other in jobs if other.scheduling_strategy.target in found}

@@ -21,8 +21,7 @@ from itertools import repeat
 
 from helmsman.api.scheduler import Job
 from helmsman.controller._placement.bundles import Demand, Split, by_instance
-from helmsman.controller._placement.resources import ACCELERATORS, Resources
-from helmsman.controller._placement.snapshot import NodeState
+from helmsman.controller._placement.resources import ACCELERATORS, NodeState, Resources
 
 WORK = 400_000
 """Default limit on the nodes and classes that one plan may look at: about a second."""
@@ -38,8 +37,6 @@ Placed = dict[tuple[int, int, int], int]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class NodeClass:
-    """Nodes that are alike."""
-
     free: Amounts
     selections: Amounts
     """For each selection of nodes, whether these nodes are in it."""
@@ -48,15 +45,12 @@ class NodeClass:
     in_use: bool
     """Whether some of these are held."""
     nodes: list[int] = dataclasses.field(default_factory=list)
-    """Indexes in ascending order."""
 
 
 class Packing:
     """The state of a cluster while bundles are placed on it.
 
     Args:
-        nodes: the nodes of the cluster.
-        free: free resources of each node.
         demands: all demands that may be placed; they determine which resources and selectors matter.
         work: number of nodes and classes that the attempts may look at; ``work`` then holds the remainder.
     """
@@ -86,14 +80,12 @@ class Packing:
         return tuple(round(resources.get(name, 0.0) * _UNIT) for name in self.names)
 
     def amounts(self, demand: Demand) -> Amounts:
-        """Return a bundle in units, in the order of ``names``."""
         found = self._amounts.get(demand.bundle)
         if found is None:
             found = self._amounts[demand.bundle] = self._in_units(dict(demand.bundle))
         return found
 
     def reset(self) -> None:
-        """Remove all bundles."""
         self.free = list(self._free_at_start)
         self._in_use = list(self._in_use_at_start)
         self._classes: dict[tuple[Amounts, Amounts, int, bool], NodeClass] = {}
@@ -101,7 +93,6 @@ class Packing:
             self.class_of(index).nodes.append(index)
 
     def class_of(self, index: int) -> NodeClass:
-        """Return the current class of a node."""
         key = self.free[index], self.selections[index], self._capacity[index], self._in_use[index]
         found = self._classes.get(key)
         if found is None:
@@ -141,14 +132,12 @@ class Packing:
     # --- use --------------------------------------------------------------------------------------------------------
 
     def fitting(self, demand: Demand) -> list[NodeClass]:
-        """Return the classes whose nodes have room for a bundle."""
         wanted = self.amounts(demand)
         self.work -= len(self._classes)
         selection = self._selection[demand.nodes]
         return [group for group in self._classes.values() if group.selections[selection] and times_in(group.free, wanted)]
 
     def put(self, demand: Demand, replicas: Sequence[int], index: int, placed: Placed) -> None:
-        """Place the bundles of these replicas on one node."""
         wanted, group = self.amounts(demand), self.class_of(index)
         del group.nodes[bisect.bisect_left(group.nodes, index)]
         if not group.nodes:
@@ -223,7 +212,6 @@ def pack(packing: Packing, jobs: Sequence[Job], split: Split, order: Sequence[in
 
 
 def _put_each(packing: Packing, demands: Iterable[Demand], placed: Placed, together: bool) -> bool:
-    """Place the demands in turn, largest first; see _choose."""
     for demand in _largest_first(demands):
         chosen = _choose(packing, demand, len(demand.replicas), together)
         if chosen is None:
@@ -237,12 +225,8 @@ def _put_each(packing: Packing, demands: Iterable[Demand], placed: Placed, toget
 def _choose(packing: Packing, demand: Demand, count: int, together: bool) -> list[tuple[int, int]] | None:
     """Return (index of a node, bundles that it takes) for ``count`` bundles, or None when there is no room.
 
-    Args:
-        packing: the state of the cluster.
-        demand: the kind of bundle.
-        count: number of bundles.
-        together: whether to take as few nodes as possible: the nodes with the most room first, and for the rest the tightest
-            one that holds it. Otherwise the tightest nodes come first.
+    ``together`` takes as few nodes as possible: the nodes with the most room first, and for the rest the tightest one that
+    holds it. Otherwise the tightest nodes come first.
     """
     wanted = packing.amounts(demand)
     groups = []
@@ -312,11 +296,7 @@ def _put_one_by_one(packing: Packing, demands: Sequence[Demand], placed: Placed,
 class _Queue:
     """The nodes with room for a bundle, best first, while they fill up.
 
-    Args:
-        packing: the state of the cluster.
-        demand: the kind of bundle.
-        load: bundles of the job on each node.
-        spread: whether nodes with a low load are best, and not the tightest ones.
+    With ``spread`` those with a low ``load`` (bundles of the job) are best, else the tightest ones.
     """
 
     def __init__(self, packing: Packing, demand: Demand, load: Counter[int], spread: bool) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._placement.resources import ACCELERATORS, Resources
-from helmsman.controller._placement.snapshot import NodeState
+from helmsman.controller._placement.resources import ACCELERATORS, NodeState, Resources
 
 _TRACE = 0.001
 """CPU of a bundle that requests nothing, because Ray rejects empty bundles."""
@@ -22,10 +21,7 @@ _MAX_SPLITS = 64
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """A number of identical bundles."""
-
     job: int
-    """Index of the job."""
     replicas: tuple[int, ...]
     """Replica of each bundle, in rank order."""
     part: int
@@ -42,14 +38,11 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class Split(msgspec.Struct, frozen=True):
-    """One way to cut jobs into bundles."""
-
     kinds: tuple[str, ...]
     """Accelerator resource of each job; '' for a job without accelerators."""
     demands: tuple[Demand, ...]
 
     def of_job(self, index: int) -> list[Demand]:
-        """The demands of one job."""
         return [demand for demand in self.demands if demand.job == index]
 
 
@@ -62,7 +55,6 @@ def by_instance(demands: Iterable[Demand]) -> list[list[Demand]]:
 
 
 def change_specs(job: Job, **fields: Any) -> Job:
-    """Return the job with other values of these fields in all of its specs."""
     return msgspec.structs.replace(job, tasks=[msgspec.structs.replace(spec, **fields) for spec in job.tasks])
 
 
@@ -135,15 +127,11 @@ def _cuts(num_devices: int, kind: str, nodes: Sequence[NodeState], allowed: froz
     return list(dict.fromkeys([*equal[:_MAX_EQUAL_CUTS], (largest,) * whole + ((rest,) if rest else ())]))
 
 
-# --- selectors ----------------------------------------------------------------------------------------------------------
-
-
 def _selector(spec: SchedulingSpec) -> Hashable:
     return tuple(spec.nodelist), tuple(spec.exclude), tuple(sorted(spec.node_labels.items())), spec.accelerator_type
 
 
 def allowed_nodes(spec: SchedulingSpec, nodes: Sequence[NodeState]) -> frozenset[int]:
-    """Return the indexes of the nodes that a spec's selectors allow."""
     if not (spec.nodelist or spec.exclude or spec.node_labels or spec.accelerator_type):
         return frozenset(range(len(nodes)))
     use, avoid = set(spec.nodelist), set(spec.exclude)

@@ -12,8 +12,7 @@ import msgspec
 from helmsman.api.errors import JobsFileError
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
 from helmsman.api.suggestions import did_you_mean
-from helmsman.controller._placement.resources import Resources
-from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
+from helmsman.controller._placement.resources import ClusterSnapshot, NodeState, Resources
 
 T = TypeVar("T")
 
@@ -42,19 +41,13 @@ _NAMES = {"cpu": "CPU", "gpu": "GPU", "npu": "NPU", "mem": "memory"}
 
 def load_jobs(path: str) -> list[Job]:
     """Read the jobs of a file: a list, or one under 'jobs', with the fields of Job, SchedulingSpec and SchedulingStrategy.
-
-    Raises:
-        JobsFileError: The file cannot be read, or an entry is invalid; the error names the entry.
-    """
+    Raises: JobsFileError: The file cannot be read, or an entry is invalid; the error names the entry."""
     return _load(path, "jobs", Job)
 
 
 def load_cluster(path: str) -> ClusterSnapshot:
-    """Read the nodes of a file: a list, or one under 'nodes', with the fields of NodeShape.
-
-    Raises:
-        JobsFileError: The file cannot be read, or an entry is invalid; the error names the entry.
-    """
+    """Read the nodes of a file: a list, or one under 'nodes', with the fields of NodeShape. Raises: JobsFileError: The file
+    cannot be read, or an entry is invalid; the error names the entry."""
     nodes: dict[str, NodeState] = {}
     for at, shape in enumerate(_load(path, "nodes", NodeShape)):
         where = f"nodes[{at}].name"
@@ -84,7 +77,6 @@ def _by_ray(amounts: Mapping[str, float]) -> Resources:
 
 
 def _load(path: str, key: str, kind: type[T]) -> list[T]:
-    """Read and convert the entries of a file, a list or one under a key."""
     data = _parse(path)
     entries = data.get(key) if isinstance(data, Mapping) else data
     if not isinstance(entries, list):

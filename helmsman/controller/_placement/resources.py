@@ -1,10 +1,13 @@
-"""Amounts of resources by Ray's names, and their text for people."""
+"""Amounts of resources by Ray's names, and the total and free resources of a cluster at one moment."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from helmsman.api.platform_kinds import PLATFORMS
+import msgspec
+
+from helmsman.api.plan import Node
+from helmsman.api.platforms import PLATFORMS
 
 Resources = dict[str, float]
 """By Ray's names ('CPU', 'GPU', 'NPU', 'memory' in bytes, custom ones)."""
@@ -16,7 +19,6 @@ _FIELDS = {**dict.fromkeys(ACCELERATORS, "gpu"), "CPU": "cpu", "memory": "mem"}
 
 
 def total_of(parts: Iterable[Mapping[str, float]]) -> Resources:
-    """Return the sum of resources by name."""
     total: Resources = {}
     for part in parts:
         for name, amount in part.items():
@@ -25,7 +27,6 @@ def total_of(parts: Iterable[Mapping[str, float]]) -> Resources:
 
 
 def missing_of(wanted: Mapping[str, float], available: Mapping[str, float]) -> Resources:
-    """Return the part of the wanted resources that is not available."""
     short = {name: amount - available.get(name, 0.0) for name, amount in wanted.items()}
     return {name: by for name, by in short.items() if by > 1e-6}
 
@@ -44,5 +45,38 @@ def _digits(gigabytes: float) -> str:
 
 
 def field_of(resource: str) -> str:
-    """Return the field of SchedulingSpec that requests a resource."""
     return f"SchedulingSpec.{_FIELDS.get(resource, 'resources')}"
+
+
+class NodeState(msgspec.Struct, frozen=True, kw_only=True):
+    node_id: str
+    address: str
+    hostname: str = ""
+    total: Resources
+    available: Resources
+    labels: dict[str, str] = {}
+    free_devices: tuple[str, ...] | None = None
+    """Ids of its free accelerators in order; None when unknown."""
+
+
+class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """All live nodes, ordered so that nodes close to each other are neighbours."""
+
+    nodes: tuple[NodeState, ...]
+    can_grow: bool = True
+    shared: frozenset[str] = frozenset()
+    """Resources that workers share: a node needs the largest request of its workers, and not the sum."""
+
+
+def as_node(state: NodeState) -> Node:
+    kind = next((name for name in ACCELERATORS if state.total.get(name)), "")
+    return Node(
+        node_id=state.node_id,
+        address=state.address,
+        hostname=state.hostname,
+        accelerator=kind,
+        num_devices=int(state.total.get(kind, 0.0)),
+        num_free_devices=int(state.available.get(kind, 0.0) + 1e-6),
+        num_cpus=state.total.get("CPU", 0.0),
+        num_free_cpus=state.available.get("CPU", 0.0),
+    )

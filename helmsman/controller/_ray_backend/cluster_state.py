@@ -1,4 +1,4 @@
-"""What a Ray cluster is and who holds what of it: the one place that reads Ray's tables.
+"""Which Ray cluster is meant, what it is and who holds what of it: the one place that reads Ray's tables.
 
 Ray's public state API needs a dashboard, which an embedded cluster does not have; the tables behind it are read here, each with
 one request to the cluster's head, whatever the number of nodes or groups.
@@ -6,8 +6,12 @@ one request to the cluster's head, whatever the number of nodes or groups.
 
 from __future__ import annotations
 
+import logging
+import os
 import re
+import shlex
 import socket
+import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
@@ -15,15 +19,17 @@ from typing import Any
 
 import msgspec
 import ray
+from ray._private import services
 from ray._private.state import state
 from ray.core.generated import gcs_pb2
 
+from helmsman.api.errors import AmbiguousAddressError, ClusterNotFoundError, ClusterNotUpError
 from helmsman.api.plan import Plan
 from helmsman.api.scheduler import Job, PreemptionNotice
+from helmsman.controller._node.launchers import find_many_nodes
 from helmsman.controller._placement.admission import asked_for
 from helmsman.controller._placement.planner import plan_jobs
-from helmsman.controller._placement.resources import ACCELERATORS, Resources, show, total_of
-from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
+from helmsman.controller._placement.resources import ACCELERATORS, ClusterSnapshot, NodeState, Resources, show, total_of
 
 _RAYLET_ANSWERS_S = 1.0
 _SHOWN = 8
@@ -110,7 +116,6 @@ def _neighbourhood(node: NodeState) -> tuple[str, list[Any], str]:
 
 
 def group_rows() -> list[GroupRow]:
-    """All placement groups that are not removed."""
     rows = map(_GroupState.FromString, state._connect_and_get_accessor().get_placement_group_table())
     return [
         GroupRow(
@@ -151,7 +156,6 @@ class GroupProgress(msgspec.Struct, frozen=True):
 
 
 def group_progress(ids: Iterable[str]) -> dict[str, GroupProgress]:
-    """How far the head is with each of these groups."""
     found = dict.fromkeys(ids, GroupProgress(GroupPhase.GONE))
     for data in state._connect_and_get_accessor().get_placement_group_table():
         row = _GroupState.FromString(data)
@@ -265,3 +269,71 @@ def _weight(resources: Resources) -> float:
     """Accelerators before anything else."""
     units = {**dict.fromkeys(ACCELERATORS, 1e3), "memory": 1e-9}
     return sum(amount * units.get(name, 1.0) for name, amount in resources.items())
+
+
+log = logging.getLogger(__name__)
+
+_ANSWER_S = 5.0
+
+
+def choose_address(address: str | None) -> str | None:
+    """The address to connect to, 'local' for an embedded cluster; None to stay with the one this process is connected to.
+
+    Args:
+        address: as the script gave it; RAY_ADDRESS when None, and 'local' without that. 'auto' means the one cluster that runs
+            on this machine.
+    Raises: AmbiguousAddressError, ClusterNotFoundError, ClusterNotUpError (a launcher has started this on several nodes, and
+        nothing names their cluster).
+    """
+    wanted = address or os.environ.get("RAY_ADDRESS") or "local"
+    if wanted == "auto":
+        wanted = _the_one_on_this_machine()
+    if not ray.is_initialized():
+        if wanted == "local":
+            _require_one_node(is_chosen=bool(address or os.environ.get("RAY_ADDRESS")))
+        require_answer(wanted)
+        return wanted
+    connected = ray.get_runtime_context().gcs_address
+    if address is not None and wanted != connected:
+        raise AmbiguousAddressError(
+            asked=f"address={address!r}",
+            candidates=[f"{connected}, to which this process is connected already", f"{wanted}, which is asked for"],
+            step="Leave the address out to use the connected cluster, or call ray.shutdown() first",
+        )
+    return None
+
+
+def _require_one_node(*, is_chosen: bool) -> None:
+    """Raise ClusterNotUpError where each of several nodes would start a Ray of its own and train alone; only log it where the
+    user has asked for 'local'."""
+    said = find_many_nodes(os.environ)
+    if said is None:
+        return
+    facts = [fact.said_by for fact in (said.rank, said.count, said.head) if fact is not None]
+    if is_chosen:
+        log.warning("Ray starts on this node alone, as address 'local' asks, in a job of several (%s)", ", ".join(facts))
+        return
+    command = shlex.join(sys.orig_argv) or "python train.py"
+    raise ClusterNotUpError(launcher=said.launcher, said=facts, command=f"helmsman up -- {command}")
+
+
+def require_answer(address: str) -> None:
+    """Raise ClusterNotFoundError within seconds where nobody listens; Ray itself would try for a minute."""
+    host, _, port = address.rpartition(":")
+    if address == "local" or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+    except OSError as error:
+        raise ClusterNotFoundError(asked=address, reason=f"nobody answers there ({error})") from error
+
+
+def _the_one_on_this_machine() -> str:
+    found: list[str] = sorted(services._find_address_from_flag("--gcs-address"))
+    if not found:
+        raise ClusterNotFoundError(asked="auto", reason="no Ray runs on this machine")
+    if len(found) > 1:
+        raise AmbiguousAddressError(
+            asked="address 'auto'", candidates=found, step="Give the address of the one you mean, as address= or in RAY_ADDRESS"
+        )
+    return found[0]

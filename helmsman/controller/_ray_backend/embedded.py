@@ -8,21 +8,23 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from helmsman.api.errors import ClusterLostError, RayStartError
-from helmsman.controller._aio.event_loop import run_sync
+from helmsman.api.extras import needed_by
+from helmsman.controller._aio.event_loop import begin_in_thread, run_sync
 from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE
-from helmsman.controller._ray_backend.ray_logs import newest_log, tail_without_dumps
-from helmsman.controller._transport.base import describe_exit, split_returncode
+from helmsman.controller._transport.base import describe_exit, split_returncode, tail_of
 from helmsman.rpc_server._process.oom import oom_count, oom_kills_since
 from helmsman.rpc_server._process.safe_files import remove_tree
 from helmsman.rpc_server._ray_forks.install import end_forks
+from helmsman.rpc_server._ray_forks.ray_patches import forbid_auto_start
 
 T = TypeVar("T")
 
@@ -35,11 +37,9 @@ _REAP_S = 1.0
 
 
 class EmbeddedRay:
-    """An embedded Ray that has started, watched from its start. Its methods run on the event loop, except ``begin``.
+    """An embedded Ray that has started, watched from its start. Its methods run on the event loop.
 
-    Args:
-        processes: its processes by name, for those in CORE.
-        logs: the folder of their logs.
+    ``processes`` are those in CORE by name, and ``logs`` is the folder of their logs.
     """
 
     def __init__(self, processes: Mapping[str, subprocess.Popen[bytes]], logs: Path) -> None:
@@ -49,7 +49,6 @@ class EmbeddedRay:
         """The fields of the ClusterLostError, once it is lost."""
         self._oom = oom_count()
         self._waiting: set[asyncio.Future[Any]] = set()
-        self._calls: set[concurrent.futures.Future[Any]] = set()
         self._pidfds: set[int] = set()
         if hasattr(os, "pidfd_open"):  # on other systems than Linux, only Ray's own errors report its end
             for name, process in processes.items():
@@ -80,8 +79,6 @@ class EmbeddedRay:
         log.error("%s", str(self.loss).split("\n", 1)[0])
         for waiting in list(self._waiting):
             waiting.cancel()
-        for call in list(self._calls):
-            self._fail(call)
         # At once: until this process is disconnected, its next use of the raylet's object store would end it.
         self._begin_end(_END_S, keep_session=True)
 
@@ -91,7 +88,6 @@ class EmbeddedRay:
         return None if self._error is None else ClusterLostError(**self._error)
 
     def require(self) -> None:
-        """Raise ClusterLostError if it is lost."""
         if (loss := self.loss) is not None:
             raise loss
 
@@ -124,17 +120,6 @@ class EmbeddedRay:
         finally:
             self._waiting.discard(waiting)
 
-    def begin(self, call: concurrent.futures.Future[Any]) -> None:
-        """Let a blocking call fail with ClusterLostError as soon as this Ray is lost, or at once."""
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-        if self._error is not None:
-            self._fail(call)
-
-    def _fail(self, call: concurrent.futures.Future[Any]) -> None:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has ended just now
-            call.set_exception(self.loss)
-
 
 _current: EmbeddedRay | None = None
 """The embedded Ray that this process started last; a process has one at a time."""
@@ -157,54 +142,30 @@ def current() -> EmbeddedRay | None:
 
 
 async def bounded(function: Callable[..., T], *arguments: Any, limit_s: float | None = None) -> T:
-    """Run a blocking call of Ray's in a daemon thread.
+    """Run a blocking call of Ray's in a daemon thread, for at most ``limit_s`` seconds; None for calls that end by themselves
+    while the cluster is there.
 
     Not in the loop's executor: such a call may hang for ever when the cluster's head has ended, and the interpreter waits at
     its exit for the threads of executors. At that exit itself it runs on the loop, unbounded, since no thread can start then.
 
-    Args:
-        function: the call.
-        *arguments: of the call.
-        limit_s: seconds that it may take; None for those that end by themselves while the cluster is there.
-
     Raises: TimeoutError; ClusterLostError as soon as the embedded Ray is lost.
     """
+    if _current is not None:
+        _current.require()
     if not threading.main_thread().is_alive():
-        if _current is not None:
-            _current.require()
         return function(*arguments)
-    return await asyncio.wait_for(asyncio.wrap_future(_begun(_current, function, *arguments)), limit_s)
+    call = begin_in_thread(function, *arguments, name="helmsman-ray")
+    return await asyncio.wait_for(answered(asyncio.wrap_future(call)), limit_s)
 
 
 def blocking(function: Callable[..., T], *arguments: Any) -> T:
-    """Run a blocking call of Ray's and wait for it in this thread. Raises ClusterLostError as soon as the embedded Ray is
-    lost."""
-    return function(*arguments) if _current is None else _begun(_current, function, *arguments).result()
+    """As bounded, for a thread that waits."""
+    return function(*arguments) if _current is None else run_sync(bounded(function, *arguments))
 
 
 async def answered(answer: Awaitable[T]) -> T:
     """Await an answer of Ray's. Raises ClusterLostError as soon as the embedded Ray is lost."""
     return await (answer if _current is None else _current.wait(answer))
-
-
-def _begun(ray: EmbeddedRay | None, function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
-    call: concurrent.futures.Future[T] = concurrent.futures.Future()
-    call.set_running_or_notify_cancel()
-    if ray is not None:
-        ray.begin(call)
-
-    def work() -> None:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # Ray was lost meanwhile
-            try:
-                result = function(*arguments)
-            except BaseException as error:  # noqa: BLE001 - passed on to the caller, which awaits it
-                call.set_exception(error)
-            else:
-                call.set_result(result)
-
-    if not call.done():
-        threading.Thread(target=work, name="helmsman-ray", daemon=True).start()
-    return call
 
 
 # --- its end ------------------------------------------------------------------------------------------------------------
@@ -269,7 +230,7 @@ async def _alone(function: Callable[[], None], *, limit_s: float) -> None:
 
 def begin_shutdown(function: Callable[[], None]) -> concurrent.futures.Future[None]:
     """Run a call that ends Ray in a daemon thread; the next Ray of this process is started when it has returned."""
-    call = _begun(None, function)
+    call = begin_in_thread(function, name="helmsman-ray")
     _shutdowns.add(call)
     call.add_done_callback(_shutdowns.discard)
     return call
@@ -314,3 +275,65 @@ def is_own_node(node_id: str) -> bool:
     run_id = os.environ.get(RUN_VARIABLE)
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return bool(run_id) and any(node["NodeID"] == node_id and node["Labels"].get(RUN_LABEL) == run_id for node in nodes)
+
+
+@contextlib.contextmanager
+def importing_ray(user: str) -> Iterator[None]:
+    """Import ray within it. Raises BackendNotInstalledError, which names the ``user`` of Ray.
+
+    Authentication is explicit: without these variables, a local start writes a token file that changes the mode of this user's
+    later clusters. An embedded cluster gets a token of its own, so that no other user can join it.
+
+    The death of the raylet must not end this process. Ray ends a process whose raylet does not answer and has exited, and reads
+    the raylet's pid from RAY_RAYLET_PID. A script has no such variable; Ray then takes the script's parent for the raylet, and
+    counts it as exited where that is the init process, as in containers and services. The script's own pid always exists.
+    """
+    variables = {}
+    if "ray" not in sys.modules:
+        if os.environ.get("RAY_ADDRESS", "local") == "local" and "RAY_AUTH_MODE" not in os.environ:
+            os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        if "RAY_RAYLET_PID" not in os.environ:
+            variables["RAY_RAYLET_PID"] = str(os.getpid())
+    os.environ.update(variables)
+    try:
+        with needed_by(user, "ray"):
+            yield
+        forbid_auto_start()
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+_LOGS = ("gcs_server.err", "gcs_server.out", "raylet.err", "raylet.out", "dashboard_agent.log", "runtime_env_agent.log")
+"""Logs of Ray's processes, in the order in which they start."""
+_IS_WARNING = re.compile(r"\[?[-\d]+ [\d:,]+[ \t]+([WECF] \d|WARNING|ERROR|CRITICAL)")
+_MOST_WARNINGS = 3
+"""Lines of each log that are shown."""
+
+
+def newest_session_logs(folder: Path, pattern: str) -> Path | None:
+    """The folder of logs of the newest session below Ray's temporary folder, of a name that fits the pattern."""
+    sessions = sorted(folder.glob(f"{pattern}/logs"), key=lambda path: path.stat().st_mtime)
+    return sessions[-1] if sessions else None
+
+
+def newest_log(folder: Path, name: str) -> str:
+    """The log of a process of Ray's that is not empty, its errors first; else the folder."""
+    written = [path for suffix in ("err", "out") if (path := folder / f"{name}.{suffix}").is_file() and path.stat().st_size]
+    return str(written[0] if written else folder)
+
+
+def tail_without_dumps(path: str, num_lines: int = 20) -> str:
+    """The last lines of a log of Ray's, without the tables of its state that it writes there every minute."""
+    lines = [line for line in tail_of(path, 500).split("\n") if "[state-dump]" not in line and line.strip()]
+    return "\n".join(lines[-num_lines:])
+
+
+def last_warnings(folder: Path) -> list[str]:
+    """The last warnings and errors in the logs of a session, each once, with the name of its log."""
+    found, known = [], set[str]()
+    for name in _LOGS:
+        lines = [line for line in tail_of(str(folder / name), 1000).splitlines() if _IS_WARNING.match(line)]
+        found += [f"{name}: {line}" for line in lines if line not in known][-_MOST_WARNINGS:]
+        known |= set(lines)
+    return found

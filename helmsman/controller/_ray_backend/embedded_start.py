@@ -16,11 +16,17 @@ from typing import Any
 
 from helmsman.api.errors import ClusterMismatchError, RayStartError
 from helmsman.api.scheduler import Timeouts
-from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._aio.event_loop import run_on_loop, submit
+from helmsman.controller._aio.event_loop import Deadline, run_on_loop, submit
 from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE, make_log_dir
-from helmsman.controller._ray_backend.embedded import EmbeddedRay, begin_shutdown, remember, settle
-from helmsman.controller._ray_backend.ray_logs import newest_log, newest_session_logs, tail_without_dumps
+from helmsman.controller._ray_backend.embedded import (
+    EmbeddedRay,
+    begin_shutdown,
+    newest_log,
+    newest_session_logs,
+    remember,
+    settle,
+    tail_without_dumps,
+)
 from helmsman.controller._ray_backend.start_limits import CORE, RayStart
 from helmsman.rpc_server._process import ray_exec
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE, descendants, guard, process_table
@@ -55,15 +61,11 @@ def connect(
     preload: Sequence[str] | None,
     start_s: float = Timeouts().start_s,
 ) -> None:
-    """Join the cluster at ``address``, or start an embedded one for 'local'.
+    """Join the cluster at ``address``, or start an embedded one for 'local' within ``start_s`` seconds.
 
     Args:
-        address: of the cluster.
-        run_id: of the run, in the names of what is started.
         sizes: logical resources of an embedded cluster.
-        log_dir: of the run.
         preload: modules that the workers of an embedded cluster are forked with; None lets Ray start each by itself.
-        start_s: seconds that an embedded cluster may take to start.
 
     Raises: RayStartError for an embedded Ray; the errors of ray.init for another cluster.
     """
@@ -141,7 +143,6 @@ def _connect(
 
 
 def _watched() -> EmbeddedRay:
-    """The Ray that this process has just started, under watch from here on."""
     from ray._private import worker
 
     node: Any = worker._global_node  # private, as there is no public way to know the processes that ray.init started
@@ -150,13 +151,8 @@ def _watched() -> EmbeddedRay:
 
 
 def _failed_start(error: BaseException, start: RayStart, others: set[int]) -> RayStartError:
-    """The error of a failed start; called while its processes still exist.
-
-    Args:
-        error: of ray.init.
-        start: whose processes ray.init has started.
-        others: processes below this one that were there before.
-    """
+    """The error of a failed start, from that of ray.init; called while its processes still exist. Processes ``others`` below
+    this one were there before."""
     from ray._common import utils
 
     table = process_table()

@@ -27,13 +27,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from helmsman.api.errors import ClusterLostError
 from helmsman.api.plan import Plan, PlannedInstance, PlannedRole, Reservation
 from helmsman.api.scheduler import Job
-from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._aio.event_loop import in_thread
+from helmsman.controller._aio.event_loop import Deadline, in_thread
 from helmsman.controller._placement.admission import busy, require_feasible
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._placement.planner import plan_jobs
-from helmsman.controller._placement.resources import Resources
-from helmsman.controller._placement.snapshot import ClusterSnapshot
+from helmsman.controller._placement.resources import ClusterSnapshot, Resources
 from helmsman.controller._ray_backend import cluster_state
 from helmsman.controller._ray_backend.cluster_state import GroupPhase, GroupProgress, describe_holders, is_held_by_run
 from helmsman.controller._ray_backend.embedded import answered, bounded
@@ -76,7 +74,6 @@ class BundleSlot(Placement, frozen=True, kw_only=True):
         return msgspec.structs.replace(super().as_reservation(), bundles=self.device_bundles, placement_group=self.group)
 
     def shares_group_of(self, other: Placement) -> bool:
-        """Whether both are bundles of one group."""
         return isinstance(other, BundleSlot) and bool(other.group.id == self.group.id)
 
 
@@ -351,5 +348,4 @@ def _address_and_port() -> tuple[str, int]:
 
 
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
-    """Schedule on this node and on no other."""
     return NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)

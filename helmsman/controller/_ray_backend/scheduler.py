@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Job, ResultHandle, Timeouts
-from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._aio.event_loop import await_all
-from helmsman.controller._node.devices import visibility
+from helmsman.api.platforms import PLATFORMS
+from helmsman.api.scheduler import Job, PreemptionNotice, ResultHandle, Timeouts
+from helmsman.controller._aio.event_loop import Deadline, await_all
+from helmsman.controller._node.devices import physical_ids, visibility
+from helmsman.controller._placement.allocator import Allocator
 from helmsman.controller._placement.placement import Placement, in_device_order
-from helmsman.controller._placement.resources import ACCELERATORS, Resources, show
-from helmsman.controller._placement.snapshot import NodeState
-from helmsman.controller._ray_backend.before_import import importing_ray
+from helmsman.controller._placement.resources import ACCELERATORS, ClusterSnapshot, NodeState, Resources, show
 from helmsman.controller._ray_backend.embedded import (
     EmbeddedRay,
+    blocking,
     bounded,
     current,
     end_connection,
+    importing_ray,
+    is_own_node,
     script_is_failing,
     settle,
 )
@@ -44,12 +47,12 @@ with importing_ray("RayScheduler"):
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+    from helmsman.controller._ray_backend import cluster_state
     from helmsman.controller._ray_backend import placement_groups as placement
-    from helmsman.controller._ray_backend.address import choose_address
-    from helmsman.controller._ray_backend.allocator import RayAllocator, with_devices
+    from helmsman.controller._ray_backend.cluster_state import choose_address
     from helmsman.controller._ray_backend.placement_groups import get_placement_group_master_ip_and_port
     from helmsman.controller._ray_backend.transport import ControllerStore, RayWorker
-    from helmsman.rpc_server._server.ray_server import Greeting, RayRPCServer
+    from helmsman.rpc_server._server.ray_server import Granted, Greeting, RayRPCServer
 
 __all__ = ["RayScheduler", "get_placement_group_master_ip_and_port"]
 
@@ -111,14 +114,7 @@ class RayScheduler(BackendScheduler):
 
 
 class RayBackend(Backend):
-    """An actor for each worker.
-
-    Args:
-        address: of the cluster; 'local' for an embedded one, None for the one that this process is connected to.
-        sizes: resources of an embedded cluster.
-        tls: whether connections to other machines use TLS.
-        num_nodes, preload: as for RayScheduler.
-    """
+    """An actor for each worker; ``address`` is None for the cluster that this process is connected to."""
 
     allocator: RayAllocator
     store: ControllerStore
@@ -222,7 +218,6 @@ class RayBackend(Backend):
         ).remote(absolute_search_path())
 
     async def _answer(self, job: Job, index: int, worker: RayWorker, answer: Awaitable[T], deadline: Deadline) -> T:
-        """What a worker that starts answers. Raises WorkerStartError."""
         try:
             async with asyncio.timeout(deadline.remaining_s):
                 return await answer
@@ -239,12 +234,12 @@ class RayBackend(Backend):
         if place.shared or not place.num_devices:
             return place
         if not (isinstance(place, placement.BundleSlot) and place.deferred):
-            return with_devices(place, greeting.granted)
+            return _with_devices(place, greeting.granted)
         bundles = await self._answer(job, index, worker, placement.devices_of(place), deadline)
-        everywhere = [with_devices(place, granted).devices for granted in bundles]
+        everywhere = [_with_devices(place, granted).devices for granted in bundles]
         nodes = [node for node, _ in place.bundles]
         return msgspec.structs.replace(
-            with_devices(place, bundles[0]), instance_devices=tuple(zip(nodes, everywhere, strict=True))
+            _with_devices(place, bundles[0]), instance_devices=tuple(zip(nodes, everywhere, strict=True))
         )
 
     def closing(self) -> None:
@@ -261,3 +256,97 @@ async def _kill_all(workers: Sequence[RayWorker]) -> None:
 
 def _devices(node: NodeState) -> Resources:
     return {name: amount for name, amount in node.total.items() if name in ACCELERATORS} or {"CPU": node.total.get("CPU", 0.0)}
+
+
+# --- places -------------------------------------------------------------------------------------------------------------
+
+
+class RayAllocator(Allocator):
+    """Takes placement groups, whose names begin with ``prefix``; ``here`` is the id of the script's node."""
+
+    def __init__(self, prefix: str, embedded: EmbeddedRay | None, here: str) -> None:
+        self._prefix = prefix
+        self._ray = embedded
+        self._here = here
+
+    def require_ray(self) -> None:
+        if self._ray is not None:
+            self._ray.require()
+
+    def snapshot(self) -> ClusterSnapshot:
+        self.require_ray()
+        return blocking(cluster_state.snapshot)
+
+    def holders(self, jobs: Sequence[Job]) -> str:
+        return blocking(cluster_state.describe_holders, self._prefix, jobs)
+
+    async def reserve(
+        self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+    ) -> Mapping[str, Sequence[Placement]]:
+        self.require_ray()
+        return await placement.admit(jobs, self._prefix, deadline, resources)
+
+    async def give_back(self, worker_id: str, place: Placement, kept: Sequence[Placement]) -> None:
+        if isinstance(place, placement.BundleSlot) and not any(place.shares_group_of(other) for other in kept):
+            await placement.remove_created(place.group)
+
+    async def is_lost(self, place: Placement) -> bool:
+        return isinstance(place, placement.BundleSlot) and await bounded(_is_going, place)
+
+    async def hold(self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack) -> Sequence[Placement]:
+        self.require_ray()
+        slots = await placement.admit([job], self._prefix, deadline, {job.role: resources}, per_device=True)
+        return await await_all(self._held(job, index, slot, deadline) for index, slot in enumerate(slots[job.role]))
+
+    async def _held(self, job: Job, index: int, slot: placement.BundleSlot, deadline: Deadline) -> Placement:
+        """The slot with the devices that its group was granted, in the order of the node."""
+        if not slot.num_devices:
+            return slot
+        try:
+            async with asyncio.timeout(deadline.remaining_s):
+                granted = await placement.devices_of(slot)
+        except (TimeoutError, TransportLostError) as error:
+            reason = str(error) or f"its devices could not be read within {deadline.limit_s:g} s (Timeouts.start_s)"
+            raise start_error(f"{job.role}/{index}", slot.node, reason) from error
+        found: list[tuple[int, str, int]] = []
+        for bundle, grant in enumerate(granted):
+            own = _with_devices(slot, grant)
+            found += [(position, id_, bundle) for position, id_ in zip(own.positions, own.devices, strict=True)]
+        positions, devices, bundles = zip(*sorted(found), strict=True)
+        return msgspec.structs.replace(slot, positions=positions, devices=devices, device_bundles=bundles)
+
+    async def preemption_notices(self, places: Mapping[str, Placement]) -> dict[str, PreemptionNotice]:
+        self.require_ray()
+        draining = await bounded(cluster_state.draining_nodes)
+        found: dict[str, PreemptionNotice] = {}
+        for worker_id, place in places.items() if draining else ():
+            nodes = [place.node_id]
+            if isinstance(place, placement.BundleSlot) and len(place.bundles) > 1:  # an instance that spans nodes
+                nodes += [address for address, _ in place.bundles]
+            if notice := next((draining[node] for node in nodes if node in draining), None):
+                found[worker_id] = notice
+        return found
+
+    def why_node_stays(self, place: Placement) -> str:
+        if place.node_id == self._here:
+            return "the script runs on it"
+        return "" if is_own_node(place.node_id) else "it is a cluster that this run has not started"
+
+
+def _is_going(slot: placement.BundleSlot) -> bool:
+    there = cluster_state.alive_nodes()
+    addresses = {node["NodeManagerAddress"] for node in there}
+    return (
+        slot.node_id not in {node["NodeID"] for node in there}
+        or not addresses.issuperset(node for node, _ in slot.bundles)
+        or cluster_state.loss_of_node(slot.node_id) is not None
+    )
+
+
+def _with_devices(place: Placement, granted: Granted) -> Placement:
+    """The place with the ids of the devices that Ray has granted there."""
+    kind = next(info for info in PLATFORMS.values() if info.ray_resource == place.accelerator)
+    found = physical_ids(kind.name, granted.ids.get(place.accelerator, []), granted.masks.get(kind.visibility_env_var))
+    return msgspec.structs.replace(
+        place, devices=tuple(id_ for _, id_ in found), positions=tuple(position for position, _ in found)
+    )

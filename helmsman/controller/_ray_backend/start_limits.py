@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._transport.base import describe_exit, split_returncode
 from helmsman.rpc_server._ray_forks.ray_patches import replaced
 
@@ -27,13 +27,9 @@ _PAUSE_S = 0.05
 
 
 class RayStart:
-    """One attempt to start Ray.
+    """One attempt to start Ray, until a deadline; ``limit_name`` is the setting that this comes from, for errors.
 
     Ray waits 30 s for the port of its head and as long for the registration of its raylet, also where these have exited.
-
-    Args:
-        deadline: of the start.
-        limit_name: of the setting that the deadline is from, for errors.
     """
 
     SETTINGS: ClassVar[Mapping[str, Any]] = {"raylet_start_wait_time_s": _LOOK_S}

@@ -58,8 +58,7 @@ _SAMPLE = b"helmsman"
 class ControllerStore(RayHandleStore):
     """What the script puts.
 
-    Args:
-        publish: asks the maker of a value to copy it into Ray's object store; returns its reference. Blocks.
+    ``publish`` asks the maker of a value to copy it into Ray's object store, and returns its reference. It blocks.
     """
 
     def __init__(self, publish: Callable[[ResultHandle], Any]) -> None:
@@ -120,14 +119,8 @@ class RayWorker:
         return greeting
 
     async def adopt(self, identity: WorkerIdentity, *, tls: bool) -> Channel:
-        """Make it this worker, and open its channel.
-
-        Args:
-            identity: the worker's.
-            tls: whether a channel between machines uses TLS.
-
-        Raises: TransportLostError with the reason.
-        """
+        """Make it this worker, and open its channel, with TLS between machines if ``tls``. Raises: TransportLostError with the
+        reason."""
         self._worker_id, self.log_path = identity.worker_id, identity.log_path
         self.log_start = log_size(identity.log_path)  # for an error until it answers, where its node is this one
         self.log_start = await self._await(self._actor.adopt.remote(identity))
@@ -165,7 +158,6 @@ class RayWorker:
         return channel
 
     async def observe(self, limit_s: float) -> bytes:
-        """As WorkerProcess's."""
         if self._page is not None:
             return await in_thread(observe, self._page, self._pid)
         if self._observer is None:
@@ -204,11 +196,9 @@ class RayWorker:
         return f"Ray has it as {state or 'unknown'} on node {self.place.node}"
 
     async def bring(self, request_id: int, payload: Payload) -> None:
-        """As SidePath's."""
         await self._await(await bounded(lambda: self._actor.bring.remote(request_id, self._store.as_references(payload))))
 
     async def fetch(self, request_id: int) -> Payload:
-        """As SidePath's."""
         (payload,) = await self._await(self._actor.fetch.remote(request_id))
         if isinstance(payload, ray.ObjectRef):
             payload = await self._await(payload)
@@ -230,7 +220,6 @@ class RayWorker:
             raise TransportLostError(_reason_text(error)) from error
 
     async def ending(self, lost_because: str) -> Ending:
-        """As WorkerProcess's."""
         try:
             return await self._ending(lost_because)
         except errors.ClusterLostError as loss:
@@ -276,7 +265,6 @@ class RayWorker:
             return None, 0, ""
 
     async def kill(self) -> None:
-        """As WorkerProcess's."""
         if self._killed:
             return
         if self._ray is not None and self._ray.loss is not None:

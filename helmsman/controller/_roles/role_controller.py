@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from helmsman.api.closing import Closing
 from helmsman.api.errors import HelmsmanError, InvalidSpecError, NotFoundError, SchedulerClosedError
@@ -14,7 +16,7 @@ from helmsman.api.scheduler import Call, EngineSpec, Job, Scheduler, Worker
 from helmsman.controller._aio.event_loop import forbid_blocking, run_sync
 from helmsman.controller._roles.call_all import call_all, gather_all
 from helmsman.controller._validation.argument_names import require_engine_arguments
-from helmsman.controller._validation.argument_types import refusal
+from helmsman.controller._validation.argument_types import checked, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +77,6 @@ class RoleController(Closing):
 
     @property
     def role(self) -> str:
-        """Name of the role."""
         return self.job.role
 
     @property
@@ -91,8 +92,6 @@ class RoleController(Closing):
             raise HelmsmanError(
                 f"the controller of role {self.role!r} is not started; call initialize() first.", role=self.role
             )
-
-    # --- start and end ----------------------------------------------------------------------------------------------
 
     def initialize(self) -> None:
         """Start the workers, build their engines and make them ready; on an error nothing of the role remains.
@@ -123,9 +122,7 @@ class RoleController(Closing):
 
     def close(self) -> None:
         """Destroy the engines and end the workers. Idempotent; nothing happens when the scheduler has been closed before.
-
-        Raises: ShutdownIncompleteError.
-        """
+        Raises: ShutdownIncompleteError."""
         was_running = bool(self._workers) and not self._closed
         if was_running:
             forbid_blocking()  # before it counts as closed
@@ -153,7 +150,6 @@ class RoleController(Closing):
         """Called once, before the workers end."""
 
     async def _make_ready(self, workers: Sequence[Worker], ranks: Sequence[int]) -> None:
-        """Build the engines of these ranks of all workers."""
         scheduler, role, name = self.scheduler, self.role, self.engine_name
         chosen = {workers[rank].id: rank for rank in ranks}
         environment = {id_: variables for id_, variables in self._environment(workers).items() if id_ in chosen}
@@ -184,8 +180,6 @@ class RoleController(Closing):
             if cause is None:
                 raise
             cause.add_note(f"and taking role {self.role!r} down failed: {error}")
-
-    # --- calls ------------------------------------------------------------------------------------------------------
 
     async def _call_workers(self, method: str, calls: Mapping[str, Call], timeout: float | None = None) -> list[Any]:
         return await call_all(self.scheduler, self.role, method, calls, engine_name=self.engine_name, timeout=timeout)
@@ -220,3 +214,25 @@ def rank_environment(role: str, workers: Sequence[Worker]) -> dict[str, dict[str
         }
         seen[worker.ip] += 1
     return environment
+
+
+S = TypeVar("S")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def blocking(method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[S, P], T]:
+    """The method without the ``a`` of an ``async`` method's name, which blocks until that has ended on Helmsman's event loop.
+
+    It has the same arguments, checks and documentation. An interrupt of the waiting thread cancels the coroutine.
+    """
+    core: Any = inspect.unwrap(method)
+
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = run_sync(core(self, *args, **kwargs))
+        return result
+
+    functools.update_wrapper(call, core)
+    call.__name__ = core.__name__.removeprefix("a")
+    call.__qualname__ = f"{core.__qualname__.rpartition('.')[0]}.{call.__name__}"
+    return checked(call)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from helmsman.api.errors import InvalidSpecError, JobError, WorkerNotFoundError
 from helmsman.controller._aio.event_loop import await_all, in_own_thread
 from helmsman.controller._generation.health import Health
-from helmsman.controller._generation.instance import Instance
+from helmsman.controller._generation.request import Instance
 from helmsman.controller._rollout.instances import Instances
 from helmsman.controller._rollout.request_api import require_ids
 from helmsman.controller._rollout.weight_state import RolloutWeights
@@ -18,12 +18,8 @@ T = TypeVar("T")
 
 
 class InstancePool:
-    """Adds, drains, removes and rebuilds instances.
-
-    Args:
-        instances: the role's instances.
-        weights: what a new instance is brought before it serves.
-    """
+    """Adds, drains, removes and rebuilds instances. A new one is brought the weights before it serves. See
+    RolloutController."""
 
     def __init__(self, instances: Instances, weights: RolloutWeights) -> None:
         self._instances, self._weights = instances, weights
@@ -49,8 +45,6 @@ class InstancePool:
         async with self._looking:
             await self._instances.look()
 
-    # --- coming -----------------------------------------------------------------------------------------------------
-
     async def scale(self, replicas: int, migrate: bool) -> None:
         """Resize to ``replicas`` instances; concurrent calls are serialized. See RolloutController.scale."""
         if replicas < 1:
@@ -64,7 +58,6 @@ class InstancePool:
                 await self.remove(staying[replicas:], migrate)
 
     async def add(self, count: int) -> list[str]:
-        """See RolloutController.add."""
         requests = self._instances.requests
         adding = asyncio.ensure_future(in_own_thread(self._instances.scheduler.add_workers, self._instances.role, count))
         try:
@@ -99,19 +92,14 @@ class InstancePool:
             if version == self._weights.version:
                 return have_weights
 
-    # --- going ------------------------------------------------------------------------------------------------------
-
     async def drain(self, worker_ids: Collection[str], migrate: bool) -> None:
-        """See RolloutController.drain."""
         await self._instances.requests.drain(*self._known(worker_ids), migrate=migrate)
 
     async def undrain(self, worker_ids: Collection[str]) -> None:
-        """See RolloutController.undrain."""
         for worker_id in self._known(worker_ids):
             self._instances.requests.undrain(worker_id)
 
     async def remove(self, worker_ids: Collection[str], migrate: bool) -> None:
-        """See RolloutController.remove."""
         requests, chosen = self._instances.requests, self._known(worker_ids)
         refused = ""
         if again := self._leaving.intersection(chosen):
@@ -146,7 +134,6 @@ class InstancePool:
         return gone
 
     async def _end(self, worker_ids: Sequence[str], gone: Sequence[Instance]) -> None:
-        """End workers that serve no more."""
         try:
             await in_own_thread(self._instances.scheduler.remove_workers, self._instances.role, worker_ids)
         except JobError:  # it ends none of them

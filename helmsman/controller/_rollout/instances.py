@@ -13,7 +13,7 @@ from helmsman.api.scheduler import Job, Scheduler
 from helmsman.api.supervision import Sign
 from helmsman.controller._aio.event_loop import in_own_thread, run_sync
 from helmsman.controller._generation.health import Event, Health, SupervisionPolicy
-from helmsman.controller._generation.instance import Instance, InstanceLoad, RolloutLoad
+from helmsman.controller._generation.request import Instance, InstanceLoad, RolloutLoad
 from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.supervisor import Supervisor
@@ -68,10 +68,7 @@ class Instances(RoleController):
         self.num_builds: Counter[str] = Counter()
         """How often each worker was rebuilt: news of an earlier process says nothing about the present one."""
 
-    # --- life -------------------------------------------------------------------------------------------------------
-
     async def look(self) -> None:
-        """Read from the scheduler which workers there are."""
         self._workers = tuple(await in_own_thread(self.scheduler.get_workers, self.role, 0))
 
     async def build(self, worker_ids: Sequence[str]) -> None:
@@ -106,8 +103,6 @@ class Instances(RoleController):
         run_sync(close())
         self._on_closed()
 
-    # --- which of them ----------------------------------------------------------------------------------------------
-
     @property
     def requests(self) -> GenerateScheduler:
         """The requests of the role. Raises: HelmsmanError unless the controller is started."""
@@ -115,7 +110,6 @@ class Instances(RoleController):
         return self._requests
 
     async def load(self) -> RolloutLoad:
-        """Return the figures of this moment."""
         requests = self.requests
         return RolloutLoad(
             num_queued=requests.num_queued,
@@ -136,24 +130,17 @@ class Instances(RoleController):
         return any(each.health.lives for each in self._requests.instances.values())
 
     def living_ids(self, *, with_suspects: bool = True) -> list[str]:
-        """Ids of instances that have not died; none while all are being rebuilt.
-
-        Args:
-            with_suspects: whether those are among them that are late with the answer to a probe.
-        Raises: the reason when none lives or will.
-        """
+        """Ids of instances that have not died; none while all are being rebuilt. Suspects are late with the answer to a probe.
+        Raises: the reason when none lives or will."""
         living = [each for each in self.requests.instances.values() if each.health.lives]
         if not living and (reason := self.why_none_will_serve("any call")) is not None:
             raise reason
         return [each.instance_id for each in living if with_suspects or each.health is not Health.SUSPECT]
 
     def serving_ids(self) -> list[str]:
-        """Ids of instances that may be given requests."""
         return [id_ for id_, instance in self.requests.instances.items() if instance.serves]
 
     async def answering_ids(self) -> list[str]:
-        """Ids of living instances that answer now."""
-
         ask, limit_s = self.scheduler.monitor.ask, self.scheduler.timeouts.health_s
         reports = await asyncio.gather(*(ask(worker_id, limit_s, or_busy=False) for worker_id in self.living_ids()))
         return [report.worker_id for report in reports if report.sign is Sign.ANSWERED]
@@ -165,8 +152,6 @@ class Instances(RoleController):
             return None
         errors = {id_: each.error or _lacks_weights(each) for id_, each in instances.items()}
         return group_error(self.role, method, errors, len(instances))
-
-    # --- calls ------------------------------------------------------------------------------------------------------
 
     async def ask(self, worker_id: str, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """Call an engine. Every call to an instance goes through here, so that its death is noticed whichever call meets it."""
@@ -209,19 +194,16 @@ class Instances(RoleController):
             await turn.explain(error)
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
-        """See Backend."""
         result: GenerationResult = await self._serve(instance_id, "agenerate", request, self._request_timeout_s)
         return result
 
     async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> Sequence[GenerationResult]:
-        """See Backend."""
         results: Sequence[GenerationResult] = await self._serve(
             instance_id, "agenerate_samples", list(requests), self._request_timeout_s
         )
         return results
 
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
-        """See Backend."""
         await self._serve(instance_id, "abort", list(request_ids))
 
     async def _serve(self, instance_id: str, method: str, argument: Any, timeout: float | None = None) -> Any:

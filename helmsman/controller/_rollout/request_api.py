@@ -1,27 +1,228 @@
-"""RolloutRequests: the prompts of a script as requests of a role, their results, and the hold over their flow."""
+"""The prompts of a script as requests of a role, their results, together or as they end, and the hold over their flow."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Sequence
+import contextlib
+import hashlib
+import itertools
+import queue
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
-from helmsman.api.errors import RequestsInFlightError
+import msgspec
+
+from helmsman.api.errors import RequestsInFlightError, SchedulerClosedError
 from helmsman.api.generation import GenerationRequest, GenerationResult, InFlight, SamplingParams
+from helmsman.controller._aio.event_loop import run_async, run_on_loop, run_sync
 from helmsman.controller._generation.request import RequestOptions, Ticket
-from helmsman.controller._generation.request_factory import Prompt, RequestMaker
-from helmsman.controller._generation.streaming import OnError, astream, gather, stream, withdraw
+from helmsman.controller._generation.scheduler import GenerateScheduler
+from helmsman.controller._roles.call_all import DEFAULT_GRACE_S, group_error, observe
 from helmsman.controller._rollout.instances import Instances
+
+Prompt: TypeAlias = Sequence[int] | GenerationRequest
+"""Token ids, or a request that the caller made, with an id and sampling parameters of its own."""
+
+
+class RequestMaker:
+    """Makes the requests of one role, with which their ids begin."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._numbers = itertools.count()
+
+    def make(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        resume_from: GenerationResult | None = None,
+        name: str = "the prompt",
+    ) -> GenerationRequest:
+        """One request. Raises: ValueError for a prompt that makes no sense, called by this name, or a ``resume_from`` that it
+        cannot go on from."""
+        if isinstance(prompt, GenerationRequest):
+            if sampling is not None:
+                raise ValueError(f"{name} is a GenerationRequest with sampling parameters of its own; leave `sampling` out")
+            request = prompt
+        else:
+            request = GenerationRequest(
+                request_id=f"{self._role}-{next(self._numbers)}",
+                prompt_ids=_token_ids(prompt, name),
+                sampling=sampling or SamplingParams(),
+            )
+        if not request.prompt_ids:
+            raise ValueError(f"{name} is empty; expected at least one token id")
+        if resume_from is not None:
+            require_resumable(request, resume_from)
+        return request
+
+    def make_all(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None, num_samples: int = 1
+    ) -> list[GenerationRequest]:
+        """The requests of several prompts, those of a prompt in a row. Raises: ValueError for what makes no sense."""
+        each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one for all, or one for each")
+        requests = [self.make(p, s, name=f"prompt {i}") for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
+        return [sample for request in requests for sample in samples_of(request, num_samples)]
+
+
+def _token_ids(prompt: object, name: str) -> list[int]:
+    if isinstance(prompt, str) or not isinstance(prompt, Iterable):
+        raise ValueError(f"{name} is of type {type(prompt).__name__}; expected its token ids, or a GenerationRequest")
+    return [int(token) for token in prompt]
+
+
+def samples_of(request: GenerationRequest, num_samples: int) -> list[GenerationRequest]:
+    """A request as its samples: itself when it is to have one, else requests with the ids ``id#0``, ``id#1``... and seeds of
+    their own. Raises: ValueError for a number below 1."""
+    if num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples}; expected 1 or more")
+    if num_samples == 1:
+        return [request]
+    return [
+        msgspec.structs.replace(
+            request,
+            request_id=f"{request.request_id}#{sample}",
+            sampling=msgspec.structs.replace(request.sampling, seed=sample_seed(request.sampling.seed, sample)),
+        )
+        for sample in range(num_samples)
+    ]
+
+
+def sample_seed(seed: int | None, sample: int) -> int | None:
+    """The seed of a prompt's sample: None for None, else a function of both, of 63 bits, however many samples there are. The
+    first sample has the seed itself, so it is what the prompt alone would have."""
+    if seed is None or sample == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed} {sample}".encode(), digest_size=8).digest()) >> 1
+
+
+def require_resumable(request: GenerationRequest, partial: GenerationResult) -> None:
+    """Raises: ValueError when a request cannot go on from a result, or has nothing to go on to."""
+    name, num_tokens, sampling = f"resume_from, the result of {partial.request_id!r},", len(partial.token_ids), request.sampling
+    if partial.stop_reason != "abort":
+        raise ValueError(f"{name} has come to its end (stop_reason {partial.stop_reason!r}); only an aborted one goes on")
+    if not num_tokens == len(partial.logprobs) == len(partial.versions):
+        raise ValueError(
+            f"{name} has {num_tokens} tokens, {len(partial.logprobs)} log-probabilities and {len(partial.versions)} versions; "
+            "expected one of each for every token"
+        )
+    if num_tokens >= sampling.max_new_tokens:
+        raise ValueError(
+            f"{name} has {num_tokens} tokens already, and max_new_tokens, which counts them, is {sampling.max_new_tokens}; "
+            "raise it, or use the result as it is"
+        )
+    if num_tokens and partial.token_ids[-1] in sampling.stop_token_ids:
+        raise ValueError(f"{name} ends with the stop token {partial.token_ids[-1]}; use it as it is")
+
+
+OnError: TypeAlias = Literal["raise", "yield"]
+"""What a stream does with a request that failed."""
+Put: TypeAlias = Callable[[], list[Ticket]]
+"""Queues the requests of a call, on Helmsman's event loop."""
+
+
+async def gather(requests: GenerateScheduler, tickets: Sequence[Ticket], role: str, num_workers: int) -> list[GenerationResult]:
+    """The results of all tickets in their order, on Helmsman's event loop.
+
+    When one fails, the others are withdrawn and get a short grace to end in; then the error is raised as call_all raises it.
+    """
+    futures = [asyncio.wrap_future(ticket.future) for ticket in tickets]
+    if not futures:
+        return []
+    try:
+        first, pending = await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            withdraw(requests, tickets)
+            await asyncio.wait(pending, timeout=DEFAULT_GRACE_S)
+    except asyncio.CancelledError:
+        withdraw(requests, tickets)
+        raise
+    finally:
+        for future in futures:
+            future.cancel()  # the results of those that have not ended are not needed any more
+    failures: dict[str, Exception] = {}
+    for future, ticket in sorted(zip(futures, tickets, strict=True), key=lambda pair: pair[0] not in first):
+        error = None if future.cancelled() else future.exception()
+        if isinstance(error, Exception):
+            failures.setdefault(ticket.sent_to, error)
+    if failures:
+        # Requests that were never sent fail because of a worker whose own error, if it is here, says more.
+        sent = {worker_id: error for worker_id, error in failures.items() if worker_id}
+        raise group_error(role, "generate", sent, num_workers) if sent else failures[""]
+    return [future.result() for future in futures]
+
+
+def stream(requests: GenerateScheduler, put: Put, on_error: OnError) -> Iterator[tuple[int, GenerationResult | Exception]]:
+    """Put requests when the first item is asked for, and give each with its number as it ends, to a caller that blocks."""
+    tickets: list[Ticket] = []
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    try:
+        run_sync(_put_into(tickets, put, ended.put))
+        for _ in tickets:
+            number = ended.get()
+            yield number, _outcome(tickets[number], on_error)
+    finally:
+        run_on_loop(lambda: withdraw(requests, tickets))
+
+
+async def astream(
+    requests: GenerateScheduler, put: Put, on_error: OnError
+) -> AsyncIterator[tuple[int, GenerationResult | Exception]]:
+    """As stream, awaited from any event loop."""
+    tickets: list[Ticket] = []
+    loop, ended = asyncio.get_running_loop(), asyncio.Queue[int]()
+
+    def tell(number: int) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no coroutine waits there
+            loop.call_soon_threadsafe(ended.put_nowait, number)
+
+    try:
+        await run_async(_put_into(tickets, put, tell))
+        for _ in tickets:
+            number = await ended.get()
+            yield number, _outcome(tickets[number], on_error)
+    finally:
+        run_on_loop(lambda: withdraw(requests, tickets))
+
+
+async def _put_into(tickets: list[Ticket], put: Put, tell: Callable[[int], None]) -> None:
+    """Put requests, and report the number of each as it ends. The caller knows them once they are put, also when it is
+    interrupted before this returns."""
+    tickets.extend(put())
+    for number, ticket in enumerate(tickets):
+        ticket.future.add_done_callback(lambda _, number=number: tell(number))  # type: ignore[misc]
+
+
+def _outcome(ticket: Ticket, on_error: OnError) -> GenerationResult | Exception:
+    error = ticket.future.exception()
+    if error is None:
+        return ticket.future.result()
+    if on_error == "raise" or not isinstance(error, Exception):
+        raise error
+    return error
+
+
+def withdraw(requests: GenerateScheduler, tickets: Sequence[Ticket]) -> None:
+    """Take back what is queued and abort what is in flight, without waiting for it. On Helmsman's event loop."""
+    for ticket in tickets:
+        ticket.future.cancel()
+    running = [ticket.request_id for ticket in tickets if ticket.future.running()]
+    if running:
+        what = f"abort of {len(running)} requests that no caller waits for, {running[0]!r} first"
+        observe(asyncio.create_task(_abort_if_open(requests, running)), what)
+
+
+async def _abort_if_open(requests: GenerateScheduler, request_ids: Sequence[str]) -> None:
+    with contextlib.suppress(SchedulerClosedError):  # the requests have ended with their workers
+        await requests.abort(request_ids)
 
 
 class RolloutRequests:
-    """Makes the requests of a role and gives them to its GenerateScheduler. Coroutines run on Helmsman's event loop.
-
-    Args:
-        instances: the role's instances.
-        samples_by_engine: whether a prompt's samples go to one instance by one call.
-    """
+    """Makes the requests of a role and gives them to its GenerateScheduler; see RolloutController. Coroutines run on Helmsman's
+    event loop. With ``samples_by_engine`` a prompt's samples go to one instance by one call."""
 
     def __init__(self, instances: Instances, *, samples_by_engine: bool) -> None:
         self._instances, self._samples_by_engine = instances, samples_by_engine
@@ -36,7 +237,6 @@ class RolloutRequests:
         options: RequestOptions | None,
         resume_from: GenerationResult | None,
     ) -> Future[GenerationResult]:
-        """See RolloutController.submit."""
         request = self.maker.make(prompt, sampling, resume_from)
         self._require_turn("submit")
         kept = {request.request_id: resume_from} if resume_from is not None else {}
@@ -49,13 +249,12 @@ class RolloutRequests:
         options: RequestOptions | None,
         resume_from: GenerationResult | None,
     ) -> GenerationResult:
-        """See RolloutController.agenerate."""
         request = self.maker.make(prompt, sampling, resume_from)
-        queue, tickets = self._instances.requests, self._put([request], options, resume_from=resume_from)
+        waiting, tickets = self._instances.requests, self._put([request], options, resume_from=resume_from)
         try:
             return await asyncio.wrap_future(tickets[0].future)
         except asyncio.CancelledError:
-            withdraw(queue, tickets)
+            withdraw(waiting, tickets)
             raise
 
     async def generate(
@@ -99,16 +298,12 @@ class RolloutRequests:
     # --- control ----------------------------------------------------------------------------------------------------
 
     async def abort(self, request_ids: Collection[str] | None) -> int:
-        """See RolloutController.abort."""
         require_ids("request_ids", request_ids)
         return await self._instances.requests.abort(None if request_ids is None else frozenset(request_ids))
 
     async def pause(self, in_flight: InFlight, timeout: float | None, by: str = "") -> None:
-        """See RolloutController.pause.
-
-        Args:
-            by: name of a holder, whose pause only its own resume ends: an update of the weights, which resumes in any case.
-        """
+        """See RolloutController.pause. ``by`` names a holder, whose pause only its own resume ends: an update of the weights,
+        which resumes in any case."""
         _require_one_of("in_flight", in_flight, get_args(InFlight))
         requests = self._instances.requests
         requests.suspend(by)
@@ -118,24 +313,16 @@ class RolloutRequests:
             await self.within(ended, operation, timeout, resumes=bool(by))
 
     async def resume(self) -> None:
-        """See RolloutController.resume."""
         self._instances.requests.resume()
 
     async def wait_idle(self, timeout: float | None) -> None:
-        """See RolloutController.wait_idle."""
         await self.within(self._instances.requests.wait_idle(), "wait_idle", timeout)
 
     async def within(
         self, wait: Coroutine[Any, Any, None], operation: str, limit_s: float | None, *, resumes: bool = False
     ) -> None:
-        """Await what becomes of requests.
-
-        Args:
-            operation: that waits, for the error.
-            limit_s: seconds; None for no limit.
-            resumes: whether the flow goes on after an error.
-        Raises: RequestsInFlightError after the limit.
-        """
+        """Await what becomes of requests, for an operation after whose error the flow goes on if it ``resumes``. Raises:
+        RequestsInFlightError after ``limit_s`` seconds."""
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:

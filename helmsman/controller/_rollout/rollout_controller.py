@@ -13,18 +13,14 @@ from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
 from helmsman.api.weights import Weights
 from helmsman.controller._aio.event_loop import run_async, run_sync
 from helmsman.controller._generation.health import SupervisionPolicy
-from helmsman.controller._generation.instance import RolloutLoad
-from helmsman.controller._generation.request import RequestOptions
-from helmsman.controller._generation.request_factory import Prompt, samples_of
+from helmsman.controller._generation.request import RequestOptions, RolloutLoad
 from helmsman.controller._generation.retries import RetryPolicy
 from helmsman.controller._generation.routing import RoutingPolicy
 from helmsman.controller._generation.scheduler import GenerateScheduler
-from helmsman.controller._generation.streaming import OnError
-from helmsman.controller._roles.blocking import blocking
-from helmsman.controller._roles.role_controller import Turn
+from helmsman.controller._roles.role_controller import Turn, blocking
 from helmsman.controller._rollout.instance_pool import InstancePool
 from helmsman.controller._rollout.instances import Instances
-from helmsman.controller._rollout.request_api import RolloutRequests
+from helmsman.controller._rollout.request_api import OnError, Prompt, RolloutRequests, samples_of
 from helmsman.controller._rollout.weight_state import RolloutWeights
 from helmsman.controller._validation.argument_types import checked
 

@@ -32,11 +32,7 @@ class RolloutWeights:
     """What the instances of a role serve. It is their WeightSink.
 
     One update is under way at a time, and the last that began says what is served. An instance that has not got that is STALE,
-    and takes no request until it has.
-
-    Args:
-        instances: the role's instances.
-        requests: whose flow stops for updates and sleep.
+    and takes no request until it has. The flow of the requests stops for updates and sleep.
     """
 
     def __init__(self, instances: Instances, requests: RolloutRequests) -> None:
@@ -45,7 +41,6 @@ class RolloutWeights:
         self._served: tuple[ResultHandle | Weights, int] | None = None
         """Weights of the last update, where there is supervision, and their version."""
         self.version: int | None = None
-        """Of the last update."""
         self.state = WeightState.AWAKE
         """Of most instances; one that was rebuilt or has missed an update may be behind."""
         self._has_room = asyncio.Event()
@@ -53,13 +48,10 @@ class RolloutWeights:
         self._has_room.set()
         self._is_updating = False
         self._one_at_a_time = asyncio.Lock()
-        """Of updates, sleep and wake."""
         self.group_id = ""
-        """See WeightPeer."""
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """See WeightPeer."""
         return self._instances.workers
 
     def why_hopeless(self) -> Exception | None:
@@ -70,7 +62,6 @@ class RolloutWeights:
         return self._instances.why_none_will_serve()
 
     def forget(self) -> None:
-        """Release the weights that are kept. Blocks."""
         old, self._served = self._served, None
         self._release(old)
 
@@ -84,7 +75,6 @@ class RolloutWeights:
     # --- sleep ------------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int, in_flight: InFlight, timeout: float | None) -> None:
-        """See RolloutController.sleep."""
         if level not in (1, 2):
             raise ValueError(f"level is {level}; expected 1, which keeps the weights on the hosts, or 2, which drops them")
         if in_flight not in ("finish", "recall"):
@@ -107,7 +97,6 @@ class RolloutWeights:
             await self._ask_living("sleep", living, left_s(), level)
 
     async def wake(self, weights_only: bool, timeout: float | None) -> None:
-        """See RolloutController.wake."""
         async with self._in_turn(timeout) as left_s:
             if self.state.has_cache:
                 return
@@ -145,7 +134,6 @@ class RolloutWeights:
     # --- updates ----------------------------------------------------------------------------------------------------
 
     async def update_all(self, weights: ResultHandle | Weights, version: int, timeout: float | None) -> int:
-        """See RolloutController.update_weights."""
         deadline = time.monotonic() + self._limit_s(timeout)
         async with self.hold("continue", timeout):
             each = dict.fromkeys(self._instances.living_ids(), weights)
@@ -161,7 +149,6 @@ class RolloutWeights:
         kept: ResultHandle | Weights | None = None,
         sending: asyncio.Future[Any] | None = None,
     ) -> Mapping[str, Exception]:
-        """See WeightSink."""
         if not self.state.has_weight_memory:
             raise HelmsmanError(
                 f"role {self.role!r} is asleep, and has no room for weights; call wake(weights_only=True) first.",
@@ -326,19 +313,15 @@ class RolloutWeights:
     # --- for a sync -------------------------------------------------------------------------------------------------
 
     def keeps(self, weights: ResultHandle) -> bool:
-        """See WeightSink."""
         return self._served is not None and self._served[0] is weights
 
     def living_ids(self, *, with_suspects: bool = True) -> list[str]:
-        """See WeightSink."""
         return self._instances.living_ids(with_suspects=with_suspects)
 
     async def answering_ids(self) -> list[str]:
-        """See WeightSink."""
         return await self._instances.answering_ids()
 
     def served_by(self, failures: Mapping[str, Exception]) -> tuple[tuple[str, ...], dict[str, str]]:
-        """See WeightSink."""
         updated: list[str] = []
         failed: dict[str, str] = {}
         for id_, instance in self._instances.requests.instances.items():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from helmsman.api.errors import WorkerStartError
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import Job, Timeouts
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._node.run_registry import default_log_dir, new_run_id
 from helmsman.controller._placement.allocator import Allocator
 from helmsman.controller._placement.placement import Placement
@@ -65,7 +65,6 @@ class Backend(abc.ABC):
     allocator: Allocator
     """Finds places for workers; OneMachine where they all run on this machine."""
     store: HandleStore
-    """Keeps the values that the script puts."""
     run: Run
     shares_process = False
     """Whether workers are threads of the script's own process, whose environment and random state they share."""
@@ -73,12 +72,7 @@ class Backend(abc.ABC):
     """Whether a worker's environment is only what the script's process gives it."""
 
     def open(self, run: Run, find_worker: Callable[[str], WorkerClient]) -> None:
-        """Acquire what the backend itself needs. ``close`` follows in any case.
-
-        Args:
-            run: of the scheduler.
-            find_worker: returns a worker of the scheduler by its id. Raises WorkerNotFoundError.
-        """
+        """Acquire what the backend itself needs; ``close`` follows in any case. ``find_worker`` raises WorkerNotFoundError."""
         self.run = run
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""The scheduler of every backend, composed of parts: registry, starter, scaling, calls and values."""
+"""The scheduler of every backend, composed of parts: registry, lifecycle, calls and values."""
 
 from __future__ import annotations
 
@@ -31,14 +31,12 @@ from helmsman.api.scheduler import (
 from helmsman.controller._aio.event_loop import await_all, forbid_blocking, run_async, run_sync
 from helmsman.controller._node.cleanup import remove_old_logs
 from helmsman.controller._node.run_registry import RunLock
-from helmsman.controller._placement.snapshot import as_node
+from helmsman.controller._placement.resources import as_node
 from helmsman.controller._schedulers.backend import Backend, Run
 from helmsman.controller._schedulers.calls import CallService, ValueStore
-from helmsman.controller._schedulers.fault_injection import inject
-from helmsman.controller._schedulers.rendezvous import probe
+from helmsman.controller._schedulers.role_lifecycle import RoleLifecycle
 from helmsman.controller._schedulers.roles import Role, RoleRegistry, rank_of, stop_roles
-from helmsman.controller._schedulers.scaling import WorkerScaling
-from helmsman.controller._schedulers.starter import RoleStarter
+from helmsman.controller._schedulers.worker_requests import inject, probe
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
 from helmsman.controller._validation.argument_types import checked, refusal
@@ -68,8 +66,7 @@ class BackendScheduler(Scheduler):
         self._roles = RoleRegistry()
         self._values = ValueStore(self._roles, backend)
         self._calls = CallService(self._run, self._roles, self._values)
-        self._starter = RoleStarter(self._run, self._roles, backend, self._calls)
-        self._scaling = WorkerScaling(self._run, self._roles, backend, self._starter)
+        self._lifecycle = RoleLifecycle(self._run, self._roles, backend, self._calls)
         self._platform_guard = backend.guard_platform()
         self._record = _open_record(self._run, type(self).__name__)
         remove_old_logs()
@@ -82,12 +79,10 @@ class BackendScheduler(Scheduler):
 
     @property
     def run_id(self) -> str:
-        """The id of the run, in the names of what it starts."""
         return self._run.id
 
     @property
     def timeouts(self) -> Timeouts:
-        """Limits by class of operation."""
         return self._run.timeouts
 
     @timeouts.setter
@@ -134,7 +129,7 @@ class BackendScheduler(Scheduler):
 
     @checked
     def create_workers(self, job: Job | Collection[Job]) -> list[str]:
-        return self._starter.create(_valid(job))
+        return self._lifecycle.create(_valid(job))
 
     @checked
     def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
@@ -148,44 +143,44 @@ class BackendScheduler(Scheduler):
             ],
             scheduling_strategy=SchedulingStrategy(type="colocation", target=target_role, fork=True),
         )
-        return self._starter.create(_valid(job))
+        return self._lifecycle.create(_valid(job))
 
     @checked
     def reserve(self, job: Job) -> list[Reservation]:
-        return self._starter.reserve(*_valid(job))
+        return self._lifecycle.reserve(*_valid(job))
 
     @checked
     def restart_worker(self, worker_id: str) -> None:
-        self._scaling.restart_worker(worker_id)
+        self._lifecycle.restart_worker(worker_id)
 
     @checked
     def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
-        self._scaling.restart_workers(role, elsewhere=elsewhere)
+        self._lifecycle.restart_workers(role, elsewhere=elsewhere)
 
     @checked
     def scale(self, role: str, replicas: int) -> list[str]:
-        return self._scaling.scale(role, replicas)
+        return self._lifecycle.scale(role, replicas)
 
     @checked
     def add_workers(self, role: str, count: int) -> list[str]:
-        return self._scaling.add(role, count)
+        return self._lifecycle.add(role, count)
 
     @checked
     def remove_workers(self, role: str, worker_ids: Sequence[str]) -> None:
         if isinstance(worker_ids, str):
             raise refusal("remove_workers", "worker_ids", worker_ids, "Sequence[str]", f"Give a list of ids: [{worker_ids!r}]")
         entry = self._roles.open_role(role, "remove_workers")
-        run_sync(self._scaling.remove(entry, list(dict.fromkeys(worker_ids))))
+        run_sync(self._lifecycle.remove(entry, list(dict.fromkeys(worker_ids))))
 
     @checked
     def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
         if role is not None:
             self._roles.open_role(role, "delete_workers")
-        self._starter.delete(role, reverse_order)
+        self._lifecycle.delete(role, reverse_order)
 
     @checked
     def advise(self, role: str, next_step: str) -> None:
-        self._starter.advice[role] = next_step
+        self._lifecycle.advice[role] = next_step
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
@@ -341,8 +336,6 @@ def _valid(job: Job | Collection[Job]) -> list[Job]:
 
 
 def _ask_all(clients: Mapping[str, WorkerClient], ask: Callable[[WorkerClient], Coroutine[Any, Any, T]]) -> dict[str, T]:
-    """The answer of each of these workers."""
-
     async def ask_all() -> dict[str, T]:
         return dict(zip(clients, await await_all(map(ask, clients.values())), strict=True))
 

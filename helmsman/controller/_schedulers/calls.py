@@ -35,7 +35,6 @@ class ValueStore:
         """Ids of recently released handles; the stores know of all of them."""
 
     def put(self, value: Any) -> ResultHandle:
-        """Keep a value of the script."""
         payload = value.payload if isinstance(value, Packed) else encode(value)
         self.require(payload.handles)
         handle = keep(self._backend.store, CONTROLLER, payload, value)
@@ -69,7 +68,6 @@ class ValueStore:
                 run_sync(client.control(Verb.RELEASE, handle.id))
 
     def forget_all(self) -> None:
-        """Drop all values that the script has put."""
         while self._put:
             self._backend.store.drop(self._put.pop())
 
@@ -102,7 +100,6 @@ class CallService:
     async def create_engine(
         self, worker_id: str, engine: Any, engine_name: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """As Scheduler.create_engine."""
         client = self._roles.client(worker_id)
         name = str.__str__(engine_name or worker_id)
         payload = encode_arguments(worker_id, name, "__init__", (engine, args, kwargs))
@@ -111,11 +108,9 @@ class CallService:
         self._roles.note_engine(worker_id, name)
 
     def call(self, worker_id: str, method: str, engine_name: str | None, call: Call, timeout: float | None) -> Any:
-        """As Scheduler.call_engine."""
         return decode(wait_for_reply(*self._prepared("call_engine", worker_id, method, engine_name, call, timeout)))
 
     async def acall(self, worker_id: str, method: str, engine_name: str | None, call: Call, timeout: float | None) -> Any:
-        """As Scheduler.async_call_engine."""
         return decode(await await_reply(*self._prepared("async_call_engine", worker_id, method, engine_name, call, timeout)))
 
     def _prepared(
@@ -144,7 +139,6 @@ class CallService:
         return fanout
 
     def _limit(self, caller: str, timeout: float | None) -> tuple[float, str]:
-        """Limit of a call in seconds, and its source."""
         if timeout is None:
             return self._run.timeouts.call_s, "Timeouts.call_s"
         require_seconds(caller, timeout)

@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._aio.event_loop import in_thread
+from helmsman.controller._aio.event_loop import Deadline, in_thread
 from helmsman.controller._transport.base import tail_of
 from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._process.driver_watch import NO_PIDFD, pidfd_of_this_process
@@ -51,7 +50,6 @@ class ForkServerGoneError(Exception):
 class _Worker(NamedTuple):
     tag: str
     status: asyncio.Future[int]
-    """Its wait status."""
     survivors: asyncio.Future[list[int]]
     """Those of its family that could not be ended."""
 
@@ -73,7 +71,6 @@ class ForkServer(asyncio.Protocol):
         self._spawned: dict[str, tuple[asyncio.Future[int], str]] = {}
         """Orders not obeyed yet: socket path -> (future of the pid, tag)."""
         self._workers: dict[int, _Worker] = {}
-        """By pid."""
         self.has_ended = False
         """Whether it has ended, and its workers with it."""
         self._ending: asyncio.Task[None] | None = None
@@ -173,7 +170,6 @@ class ForkServer(asyncio.Protocol):
         return await asyncio.shield(self._workers[pid].survivors)
 
     def kill(self, pid: int) -> None:
-        """End a worker at once."""
         if not self._workers[pid].status.done():
             self._send(Kill(pid))
 

@@ -19,7 +19,7 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import InvalidSpecError
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import Timeouts
-from helmsman.controller._placement.single_machine import OneMachine
+from helmsman.controller._placement.allocator import OneMachine
 from helmsman.controller._schedulers.backend import Backend, Launch
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._transport.base import Awaited, Ending, Transport, TransportLostError
@@ -57,8 +57,6 @@ class InlineScheduler(BackendScheduler):
 
 
 class InlineBackend(Backend):
-    """An EngineHost for each worker, in this process."""
-
     shares_process = True
 
     def __init__(self, machine: OneMachine) -> None:
@@ -105,13 +103,10 @@ class InlineBackend(Backend):
 
 
 class InlineTransport(Transport):
-    """Requests to a host in this process."""
-
     def __init__(self, host: EngineHost) -> None:
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Awaited, None] = {}
-        """Who waits for a reply."""
         self._has_ended = False
 
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:

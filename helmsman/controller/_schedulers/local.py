@@ -18,8 +18,8 @@ from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.event_loop import await_all, in_thread
 from helmsman.controller._node.environment import as_mapping, worker_environment
 from helmsman.controller._node.run_registry import make_log_dir
+from helmsman.controller._placement.allocator import ADDRESS, OneMachine
 from helmsman.controller._placement.placement import Placement
-from helmsman.controller._placement.single_machine import ADDRESS, OneMachine
 from helmsman.controller._schedulers.backend import Backend, Launch, start_error
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._schedulers.forkserver_client import ForkServer, ForkServerGoneError
@@ -65,12 +65,7 @@ class LocalScheduler(BackendScheduler):
 
 
 class LocalBackend(Backend):
-    """Worker processes that a fork server of this machine starts.
-
-    Args:
-        machine: finds places for workers.
-        preload: as for LocalScheduler.
-    """
+    """Worker processes that a fork server of this machine starts."""
 
     same_machine = True
 
@@ -143,7 +138,6 @@ class LocalProcess:
         self._log_start = log_start
         self._oom = oom_count(pid)
         self._page: mmap.mmap | None = None
-        """The process's pulse, once it is there."""
         self._watch: asyncio.Future[None] | None = None
 
     def on_end(self, react: Callable[[], None]) -> None:
@@ -190,7 +184,6 @@ class LocalProcess:
         return Ending(describe_exit(code, number, oom_kills_since(self._oom)), code, number, self._log_tail())
 
     async def observe(self, limit_s: float) -> bytes:
-        """Observe it by its page."""
         return b"" if self._page is None else await in_thread(observe, self._page, self.pid)
 
     def _log_tail(self) -> str:

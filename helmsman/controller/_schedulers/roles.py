@@ -14,7 +14,7 @@ from typing import TypeVar
 from helmsman.api import errors
 from helmsman.api.plan import PlannedInstance, PlannedRole, PlannedWorker
 from helmsman.api.scheduler import Job
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._wire.messages import Verb
@@ -48,11 +48,9 @@ class Role:
         self.reuses = reuses
         """Whether the workers belong to another role (colocation without fork)."""
         self.engine_names: dict[str, set[str]] = {}
-        """Engines created through this role, by worker id."""
         self.growing = asyncio.Lock()
         """Held while it gets more workers."""
         self.restarts: dict[str, asyncio.Task[None]] = {}
-        """What restarts a worker just now."""
         self._own: dict[str, contextlib.AsyncExitStack] = {}
         """What has to be undone for a worker alone, of those that came later or were restarted."""
 
@@ -71,34 +69,28 @@ class Role:
         return doomed
 
     async def free(self) -> None:
-        """Undo what is left to be undone."""
         async with self.resources, contextlib.AsyncExitStack() as own:
             for stack in self._own.values():
                 own.push_async_callback(stack.aclose)
 
     @property
     def name(self) -> str:
-        """The role."""
         return self.job.role
 
     @property
     def worker_ids(self) -> list[str]:
-        """Ids of its workers in rank order."""
         return list(self.clients)
 
     @property
     def places(self) -> dict[str, Placement]:
-        """Where its replicas are, by id in rank order."""
         return self._reserved or {worker_id: client.place for worker_id, client in self.clients.items()}
 
     @property
     def workers(self) -> list[PlannedWorker]:
-        """Its replicas as a plan has them, in rank order."""
         return [place.as_planned(worker_id) for worker_id, place in self.places.items()]
 
     @property
     def target(self) -> str | None:
-        """The role that it is colocated with."""
         return self.job.scheduling_strategy.target
 
     def as_planned(self) -> PlannedRole:
@@ -129,7 +121,6 @@ class RoleRegistry:
         return self._closed
 
     def require_open(self, operation: str) -> None:
-        """Raise SchedulerClosedError if the scheduler is closed."""
         if self._closed:
             raise errors.SchedulerClosedError(operation=operation, in_child=self._parents_roles is not None)
 
@@ -322,7 +313,6 @@ def by_id(job: Job, replicas: Sequence[T]) -> dict[str, T]:
 
 
 def rank_of(worker_id: str) -> int:
-    """The number in a worker's id."""
     return int(worker_id.rpartition("/")[2])
 
 

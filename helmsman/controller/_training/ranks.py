@@ -1,17 +1,101 @@
-"""Ranks: calls to all ranks of a training job together."""
+"""The ranks of a training job: how a batch is cut over them, calls to all of them, and the weights that they hold."""
 
 from __future__ import annotations
 
+import asyncio
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from helmsman.api.engines import LossFn, Sample, SampleShare
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError
-from helmsman.api.scheduler import Call, Scheduler, Worker
-from helmsman.controller._roles.call_all import call_all
+from helmsman.api.pairs import sample_units
+from helmsman.api.scheduler import Call, ResultHandle, Scheduler, Worker
+from helmsman.api.weights import IntoMemory, WeightFormat, WeightTarget
+from helmsman.controller._aio.event_loop import Deadline
+from helmsman.controller._roles.call_all import call_all, release
 from helmsman.controller._roles.role_controller import RoleController, Turn
-from helmsman.controller._training.batch_split import split_samples
 from helmsman.controller._validation.argument_names import require_loss_settings
+
+
+def split_by_tokens(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Cut samples into ``num_parts`` shares of about equally many tokens; returns the indices of each share in ascending order.
+
+    Longest first, each to the share with the fewest tokens (Graham 1969, "Bounds on multiprocessing timing anomalies"): the
+    largest share has at most 4/3 of the best possible, and no two shares differ by more than the longest sample. Equal inputs
+    give equal cuts. Shares are empty when there are fewer samples.
+    """
+    if num_parts < 1:
+        raise ValueError(f"num_parts is {num_parts}; expected 1 or more")
+    shares: list[list[int]] = [[] for _ in range(num_parts)]
+    # The number of samples breaks ties of tokens, so that samples without tokens spread as well.
+    heap = [(0, 0, part) for part in range(num_parts)]
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        num_tokens, num_samples, part = heap[0]
+        shares[part].append(index)
+        heapq.heapreplace(heap, (num_tokens + lengths[index], num_samples + 1, part))
+    for share in shares:
+        share.sort()
+    return shares
+
+
+def split_samples(samples: Sequence[Mapping[str, Any]], num_parts: int) -> list[list[int]]:
+    """Cut a batch as split_by_tokens does, the two samples of a pair (helmsman.api.pairs) always into the same share. Raises:
+    as sample_lengths and sample_units."""
+    lengths = sample_lengths(samples)
+    units = sample_units(samples)
+    shares = split_by_tokens([sum(lengths[index] for index in unit) for unit in units], num_parts)
+    return [sorted(index for number in share for index in units[number]) for share in shares]
+
+
+def sample_lengths(samples: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Tokens of each sample of a batch, after checking that the batch makes sense. Raises: ValueError naming the sample and the
+    column, when the batch is empty, a sample has no or no flat ``input_ids``, a per-token column has another length, or the
+    samples do not all have the same columns."""
+    if not samples:
+        raise ValueError("the batch has no samples; give at least one")
+    columns = set(samples[0])
+    lengths = []
+    for index, sample in enumerate(samples):
+        if "input_ids" not in sample:
+            raise ValueError(f"sample {index} has no column 'input_ids'; it has {sorted(sample)}")
+        num_tokens = _num_entries(index, "input_ids", sample["input_ids"])
+        if not num_tokens:
+            what = "a scalar" if num_tokens is None else "empty"
+            raise ValueError(f"sample {index}: column 'input_ids' is {what}; expected the token ids of one sequence")
+        if set(sample) != columns:
+            column = min(set(sample) ^ columns)
+            having, missing = (index, 0) if column in sample else (0, index)
+            raise ValueError(
+                f"sample {missing} has no column {column!r}, but sample {having} has; give it to all samples or to none"
+            )
+        for column, value in sample.items():
+            num_entries = _num_entries(index, column, value)
+            if num_entries is not None and num_entries != num_tokens:
+                raise ValueError(
+                    f"sample {index}: column {column!r} has {num_entries} entries, but 'input_ids' has {num_tokens}; expected "
+                    "one entry per token, or a scalar"
+                )
+        lengths.append(num_tokens)
+    return lengths
+
+
+def _num_entries(index: int, column: str, value: Any) -> int | None:
+    """Entries of a flat column; None for a scalar. Arrays and tensors are known by ``shape``, without importing a library."""
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        if len(shape) > 1:
+            raise ValueError(
+                f"sample {index}: column {column!r} has shape {tuple(shape)}; expected one entry per token, or a scalar"
+            )
+        return int(shape[0]) if shape else None
+    if isinstance(value, (str, bytes)):
+        return None
+    try:
+        return len(value)
+    except TypeError:
+        return None
+
 
 _REPLICATED = {"broadcast": False}
 """Every rank is given the arguments itself: they are small, and no rank waits for another to read them."""
@@ -22,7 +106,7 @@ _FROM_HEAD = {"broadcast": True}
 
 
 class Ranks:
-    """The ranks of a job, as one engine. Coroutines run on Helmsman's event loop; errors are those of call_all.
+    """The ranks of a job, as one engine and as its WeightSource. Errors are those of call_all.
 
     Args:
         controller: whose workers these are.
@@ -42,10 +126,12 @@ class Ranks:
         self._controller, self._size, self._has_our_engine, self._turn = controller, model_parallel_size, has_our_engine, turn
         self.scheduler: Scheduler = controller.scheduler
         self.role = controller.role
+        self.group_id = ""
+        self._highest: int | None = None
+        """The highest weight version that was told or set."""
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """In rank order. Raises: HelmsmanError unless the controller is started."""
         return self._controller.workers
 
     async def call(self, method: str, calls: Mapping[str, Call], timeout: float | None = None) -> list[Any]:
@@ -89,7 +175,6 @@ class Ranks:
         return statistics
 
     async def forward(self, samples: Sequence[Sample], timeout: float | None) -> list[Any]:
-        """See TrainController.forward."""
         shares = self._split(samples)
         results = await self._call_shares("forward", samples, shares, (), timeout)
         ordered: list[Any] = [None] * len(samples)
@@ -125,3 +210,70 @@ class Ranks:
             args = (share, *others) if coordinate == 0 else ()
             calls[worker.id] = Call(args, rpc_meta=_FROM_HEAD if self._size > 1 else None)
         return await self.call(method, calls, timeout)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    async def version(self, timeout: float | None = None) -> int:
+        versions: list[int] = await self.replicated("get_version", timeout=timeout)
+        if len(set(versions)) > 1:
+            found = {worker.id: version for worker, version in zip(self.workers, versions, strict=True)}
+            raise HelmsmanError(
+                f"the ranks of role {self.role!r} hold different weight versions: {found}. Load one checkpoint on all of them.",
+                role=self.role,
+                versions=found,
+            )
+        self._note(versions[0])
+        return versions[0]
+
+    async def set_version(self, version: int) -> None:
+        await self.replicated("set_version", version)
+        self._note(version)
+
+    async def raise_version(self) -> int:
+        """Set a version above all that were told before, unless the weights have one; returns it."""
+        before = self._highest
+        version = await self.version()
+        if before is not None and version <= before:
+            version = before + 1
+            await self.set_version(version)
+        return version
+
+    def _note(self, version: int) -> None:
+        self._highest = version if self._highest is None else max(version, self._highest)
+
+    async def gather(self, timeout: float | None) -> ResultHandle:
+        """Gather all parameters on rank 0 and return their handle."""
+        handle = await self.on_root("export_weights", timeout=timeout, keep=True)
+        if not isinstance(handle, ResultHandle):
+            raise HelmsmanError(
+                f"{self.workers[0].id}: export_weights returned {type(handle).__name__} on rank 0, not the parameters.",
+                role=self.role,
+            )
+        return handle
+
+    async def export(self, version: int, timeout: float) -> ResultHandle:
+        deadline = Deadline(timeout)
+        handle = await self.gather(deadline.remaining_s)
+        try:
+            exported = await self.version(deadline.remaining_s)
+            if exported != version:
+                raise HelmsmanError(
+                    f"role {self.role!r} went on to weight version {exported} while version {version} was exported; which of "
+                    "them the export has is not known, and no instance was given it. Take no step, and load nothing, until "
+                    "update_rollout has returned; then call it again.",
+                    role=self.role,
+                    versions=(version, exported),
+                )
+        except BaseException:
+            await asyncio.to_thread(release, self.scheduler, handle)
+            raise
+        return handle
+
+    async def publish(self, target: WeightTarget, form: WeightFormat, timeout: float | None) -> Any:
+        keep = isinstance(target, IntoMemory)
+        return await self.on_root("publish_weights", target, form, timeout=timeout, keep=keep)
+
+    async def open_store(self, timeout: float | None) -> int:
+        root = self.workers[0]
+        (port,) = await self.call("open_weight_store", {root.id: Call((root.ip,))}, timeout)
+        return int(port)

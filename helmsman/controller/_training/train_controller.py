@@ -21,11 +21,9 @@ from helmsman.api.errors import (
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
 from helmsman.api.weight_exchange import ReceivesWeights
 from helmsman.controller._aio.event_loop import run_async, run_sync
-from helmsman.controller._roles.blocking import blocking
 from helmsman.controller._roles.call_all import is_communication_error
-from helmsman.controller._roles.role_controller import RoleController, Turn, rank_environment
+from helmsman.controller._roles.role_controller import RoleController, Turn, blocking, rank_environment
 from helmsman.controller._training.ranks import Ranks
-from helmsman.controller._training.weights import TrainWeights
 from helmsman.controller._validation.argument_types import checked
 from helmsman.controller._weight_sync.sync import ViaExport, WeightSync
 
@@ -76,10 +74,7 @@ class TrainController(RoleController):
         self._ranks = Ranks(
             self, model_parallel_size, has_our_engine=engine_path.startswith("helmsman."), turn=lambda: self.turn
         )
-        self.weight_source = TrainWeights(self._ranks)
-        """Its end of a weight sync."""
-
-    # --- batches ----------------------------------------------------------------------------------------------------
+        self.weight_source = self._ranks
 
     @checked
     async def atrain_batch(
@@ -121,8 +116,6 @@ class TrainController(RoleController):
         return await run_async(self._ranks.forward(samples, timeout))
 
     forward = blocking(aforward)
-
-    # --- weights ----------------------------------------------------------------------------------------------------
 
     @checked
     def save(self, path: str | os.PathLike[str], timeout: float | None = None, *, background: bool = False) -> None:
@@ -207,8 +200,6 @@ class TrainController(RoleController):
         return (await WeightSync(self, rollout, ViaExport()).apush(timeout)).version
 
     update_rollout = blocking(aupdate_rollout)
-
-    # --- recovery ---------------------------------------------------------------------------------------------------
 
     @checked
     def recover(self, checkpoint: str | os.PathLike[str] | None = None, timeout: float | None = None) -> int:

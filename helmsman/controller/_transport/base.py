@@ -71,10 +71,8 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
-        """Send a request, whose reply is for ``awaited``; from any thread. It never times out by itself.
-
-        Raises: TransportLostError, ProtocolError, WorkerBacklogError.
-        """
+        """Send a request, whose reply is for ``awaited``; from any thread. It never times out by itself. Raises:
+        TransportLostError, ProtocolError, WorkerBacklogError."""
 
     def renew(self, silent_since: float) -> None:  # noqa: B027 - a transport without a connection has none to replace
         """Replace a connection by which nothing has come since then (time.monotonic()), though the worker runs."""
@@ -105,10 +103,8 @@ def split_returncode(status: int | None) -> tuple[int | None, int | None]:
 def describe_exit(exit_code: int | None, exit_signal: int | None, num_oom_kills: int = 0) -> str:
     """How a process ended, as part of a sentence.
 
-    Args:
-        exit_code: its exit code; None after a signal, and where it is not known.
-        exit_signal: the number of the signal that ended it.
-        num_oom_kills: processes that the kernel's OOM killer has ended around it since it started.
+    ``exit_code`` is None after a signal, and where it is not known; ``num_oom_kills`` counts processes that the kernel's OOM
+    killer has ended around it since it started.
     """
     if exit_signal is not None:
         name = errors.signal_name(exit_signal)
@@ -136,10 +132,7 @@ def log_size(path: str) -> int:
 def tail_of(path: str, num_lines: int = LOG_TAIL_LINES, *, start: int = 0) -> str:
     """The last lines of a log file, of at most 64 KB; '' when it cannot be read.
 
-    Args:
-        path: of the file.
-        num_lines: how many lines at most.
-        start: bytes of earlier processes at the file's beginning; a shorter file has been rotated and has none.
+    ``start`` bytes at its beginning are of earlier processes; a shorter file has been rotated and has none.
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:

@@ -18,8 +18,7 @@ from typing import Protocol
 import msgspec
 
 from helmsman.api.errors import ProtocolError, WorkerBacklogError
-from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._aio.event_loop import in_thread, threads_awaited
+from helmsman.controller._aio.event_loop import Deadline, in_thread, threads_awaited
 from helmsman.controller._transport.base import Awaited, Ending, Transport, TransportLostError
 from helmsman.rpc_server._server.channel import can_carry
 from helmsman.rpc_server._wire.codec import Payload
@@ -120,7 +119,6 @@ class Channel(Transport):
         self._num_attempts = 0
         self._session = Session()
         self._awaited: dict[int, Awaited] = {}
-        """By request id."""
         self._socket: socket.socket | None = None
         """None during a reconnection."""
         self._heard_at = 0.0

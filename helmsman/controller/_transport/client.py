@@ -22,7 +22,6 @@ from helmsman.api.scheduler import PreemptionNotice, ResultHandle, Timeouts, Wor
 from helmsman.controller._aio.event_loop import background_loop, forbid_blocking, in_thread, mailbox_of, run_on_loop
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
-from helmsman.controller._transport.investigation import Investigation
 from helmsman.rpc_server._wire.codec import Payload, decode, encode, is_plain
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
 from helmsman.rpc_server._wire.wire import Outgoing
@@ -33,6 +32,9 @@ log = logging.getLogger(__name__)
 
 _WITHDRAWAL_S = 0.1
 """How long the error of a call that had not begun waits for its withdrawal, so that it can say whether it ever will."""
+_CAUSE_S = 1.8
+"""How long the error of a call waits for the cause of its worker's end."""
+_UNKNOWN_YET = Ending(f"has ended; its node did not report the cause within {_CAUSE_S:g} s. The log shows it when it arrives")
 _LATE_ANSWER_S = 60.0
 """How long a worker may take to withdraw a late call; its caller does not wait for that."""
 
@@ -70,7 +72,8 @@ class WorkerClient:
         self._background: set[asyncio.Task[Any]] = set()
         """The event loop itself holds tasks only weakly."""
         self._ending: Ending | None = None
-        self._investigation: Investigation | None = None
+        self._looking_up: asyncio.Task[Ending] | None = None
+        self._is_cause_late = False
         self._ran_at_end: tuple[str, float] | None = None
         """The oldest call in flight when the worker died, and for how many seconds."""
         self._stopped = False
@@ -80,7 +83,6 @@ class WorkerClient:
 
     @property
     def node(self) -> str:
-        """Address of its node."""
         return self.place.node
 
     # --- engine work ------------------------------------------------------------------------------------------------
@@ -104,7 +106,6 @@ class WorkerClient:
         return self._ending is None and not self._stopped
 
     def note(self, health: WorkerHealth) -> None:
-        """Store the worker's latest health."""
         self._ends_at = None if health.ends_in_s is None else time.monotonic() + health.ends_in_s
 
     @property
@@ -117,7 +118,6 @@ class WorkerClient:
         )
 
     def status(self, health: WorkerHealth | None) -> WorkerStatus:
-        """The worker's status, with its health where that is known."""
         return WorkerStatus(
             worker_id=self.worker_id, state=self.state, node=self.node, pid=self.pid, log_path=self.log_path, health=health
         )
@@ -151,13 +151,11 @@ class WorkerClient:
         self.unanswered.pop(request_id, None)
 
     def forget_result(self, request: Request, payload: Payload) -> None:
-        """Release a result that no caller awaits."""
         kept = decode(payload) if request.keep else None
         if isinstance(kept, ResultHandle):
             self.in_background(self._release(kept))
 
     def engine_of(self, request: Request) -> str | None:
-        """Name of a request's engine."""
         return self.worker_id if request.engine_name is None and request.verb is Verb.CALL else request.engine_name
 
     def in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -191,14 +189,10 @@ class WorkerClient:
     async def timed_out(
         self, request: Request, elapsed_s: float, limit_s: float, source: str, seen: CallState | None
     ) -> errors.CallTimeoutError:
-        """The error of a call that is late. A call that has not begun is withdrawn, and its error waits a moment for that.
+        """The error of a call that is late by a limit, which comes from the setting ``source``. A call that has not begun is
+        withdrawn, and its error waits a moment for that.
 
-        Args:
-            request: the call's.
-            elapsed_s: seconds since it began.
-            limit_s: its limit in seconds.
-            source: the setting that the limit comes from.
-            seen: where the worker said that the call was, shortly before the limit; None when it gave no answer.
+        ``seen`` is where the worker said that the call was, shortly before the limit; None when it gave no answer.
         """
         state, stack = "it did not answer within the limit", ""
         if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
@@ -239,11 +233,13 @@ class WorkerClient:
 
     async def failed(self, request: Request) -> errors.WorkerFailedError:
         """The error of a request whose worker has ended."""
-        if self._investigation is None:
+        if self._looking_up is None:
             oldest = min(list(self.in_flight.values()), key=lambda call: call.started, default=None)
             self._ran_at_end = ("", 0.0) if oldest is None else (oldest.name, time.monotonic() - oldest.started)
-            self._investigation = Investigation(self.worker_id, self._look_up_ending())
-        self._ending = await self._investigation.result()
+            self._looking_up = asyncio.ensure_future(self._look_up_ending())
+        await asyncio.wait([self._looking_up], timeout=_CAUSE_S)
+        self._is_cause_late = not self._looking_up.done()
+        self._ending = _UNKNOWN_YET if self._is_cause_late else self._looking_up.result()
         running, running_s = self._ran_at_end or ("", 0.0)
         return errors.WorkerFailedError(
             worker_id=self.worker_id,
@@ -263,9 +259,15 @@ class WorkerClient:
         )
 
     async def _look_up_ending(self) -> Ending:
-        ending = await self.transport.ending()
-        if self._killed_because and ending.exit_signal in (None, signal.SIGKILL):  # else it ended before the kill
-            ending = msgspec.structs.replace(ending, cause=self._killed_because)
+        """Once for all calls that were in flight; it may take longer than they wait."""
+        try:
+            ending = await self.transport.ending()
+            if self._killed_because and ending.exit_signal in (None, signal.SIGKILL):  # else it ended before the kill
+                ending = msgspec.structs.replace(ending, cause=self._killed_because)
+        except Exception as error:  # noqa: BLE001 - the calls must end
+            ending = Ending(f"has ended; the look-up of its exit failed: {error}")
+        if self._is_cause_late:
+            log.warning("%s %s", self.worker_id, ending.cause)
         return ending
 
 
@@ -298,7 +300,6 @@ class PendingCall(abc.ABC):
 
     @property
     def name(self) -> str:
-        """'engine.method'."""
         request = self._outgoing.request
         return dotted(self._client.engine_of(request), request.method or request.verb.value)
 

@@ -10,7 +10,7 @@ import msgspec
 
 from helmsman.api.fan_out import Fanout
 from helmsman.api.scheduler import ProcessState, WorkerHealth
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._transport.client import GroupPendingCall, WorkerClient, request_ids
 from helmsman.rpc_server._process.pulse import Seen, read
 from helmsman.rpc_server._wire.codec import encode
@@ -35,14 +35,9 @@ async def ask_health(
 ) -> tuple[dict[str, WorkerHealth], dict[str, BaseException]]:
     """Ask workers for their health, all at once; on the background loop.
 
-    A worker that has not answered an earlier question is asked again only once its interpreter runs.
-
-    Args:
-        clients: by worker id.
-        limit_s: seconds for a worker that cannot be observed, as ``source`` says.
-        source: the name of that limit, for errors.
-    Returns:
-        The health of those that answered or could be observed, and the error of each of the others.
+    A worker that has not answered an earlier question is asked again only once its interpreter runs. One that cannot be
+    observed has ``limit_s`` seconds, as ``source`` says. Returns the health of those that answered or could be observed, and
+    the error of each of the others.
     """
     asked = Fanout(limit_s, source)
     question = Outgoing(Request(next(request_ids), Verb.HEALTH), encode(()))

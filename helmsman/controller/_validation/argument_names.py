@@ -30,10 +30,8 @@ _Definition: TypeAlias = ast.ClassDef | ast.FunctionDef
 
 
 def require_engine_arguments(role: str, engine: str | type[Any], arguments: Mapping[str, Any]) -> None:
-    """Refuse named arguments that the constructor of an engine does not take.
-
-    Raises: InvalidSpecError for one that is known not to exist.
-    """
+    """Refuse named arguments that the constructor of an engine does not take. Raises: InvalidSpecError for one that is known
+    not to exist."""
     known = _engine_arguments(engine) if arguments else None
     for name, value in arguments.items():
         if known is not None and name not in known:
@@ -94,9 +92,6 @@ def _signature_names(function: Any) -> list[str] | None:
     return [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
 
 
-# --- sources ------------------------------------------------------------------------------------------------------------
-
-
 def _class_arguments(module: str, definition: ast.ClassDef) -> list[str] | None:
     """Arguments of a class whose constructor names them, or is ``(self, config: Config | None = None, **fields)`` and so takes
     the fields of that struct; None for other classes."""
@@ -122,7 +117,6 @@ def _parameters(function: ast.FunctionDef) -> list[str]:
 
 
 def _short_names() -> dict[str, str]:
-    """Function of each loss that has a short name."""
     tree = _source(_LOSSES)
     for node in tree.body if tree is not None else ():
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LOSSES" and isinstance(node.value, ast.Dict):

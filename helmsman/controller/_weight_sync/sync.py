@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -17,20 +17,17 @@ from helmsman.api.scheduler import ResultHandle
 from helmsman.api.weight_exchange import ReceivesWeights, SendsWeights, WeightSink, WeightSource
 from helmsman.api.weights import ByCollective, IntoMemory, OntoDisk, WeightFormat, WeightsOnDisk
 from helmsman.controller._aio.event_loop import run_async
-from helmsman.controller._roles.blocking import blocking
 from helmsman.controller._roles.call_all import is_communication_error, release
+from helmsman.controller._roles.role_controller import blocking
 from helmsman.controller._validation.argument_types import checked
 
 
 class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sync did."""
-
     version: int
     num_bytes: int
     """That left the trainer, once, however many instances there are."""
     seconds: float
     updated: tuple[str, ...]
-    """Ids of the instances that serve the version."""
     failed: dict[str, str]
     """Instance id -> why it does not."""
 
@@ -91,8 +88,8 @@ class WeightSync:
         )
 
 
-class Way(Protocol):
-    """How weights travel."""
+class Way:
+    """How weights travel: the trainer stores them once, and each instance reads them there, unless ``carry`` does otherwise."""
 
     def check(self, source: WeightSource, sink: WeightSink) -> None:
         """Raise ValueError where it cannot be."""
@@ -100,46 +97,40 @@ class Way(Protocol):
     async def carry(
         self, source: WeightSource, sink: WeightSink, form: WeightFormat, version: int, deadline: float
     ) -> tuple[int, Mapping[str, Exception]]:
-        """Bring the weights; returns how many bytes left the trainer, and why they have not reached which instance.
+        """Bring the weights until a deadline on time.monotonic's clock; returns how many bytes left the trainer, and why they
+        have not reached which instance."""
+        stored = await self._store(source, form, version, deadline - time.monotonic())
+        try:
+            weights = dict.fromkeys(sink.living_ids(), stored)
+            failures = await sink.update(weights, version, deadline - time.monotonic(), kept=stored)
+        finally:
+            if isinstance(stored, ResultHandle) and not sink.keeps(stored):
+                await asyncio.to_thread(release, source.scheduler, stored)
+        return stored.nbytes if isinstance(stored, ResultHandle) else stored.num_bytes, failures
 
-        Args:
-            deadline: on time.monotonic's clock.
-        """
+    async def _store(
+        self, source: WeightSource, form: WeightFormat, version: int, timeout: float
+    ) -> ResultHandle | WeightsOnDisk:
+        raise NotImplementedError
 
 
-class ViaMemory:
+class ViaMemory(Way):
     """Worker to worker: once into shared memory of the trainer's node, or Ray's object store, from which each instance reads
     them; instances of one other node read one copy of it. Rank 0 holds all of them on its host."""
 
-    def check(self, source: WeightSource, sink: WeightSink) -> None:
-        """See Way."""
-
-    async def carry(
-        self, source: WeightSource, sink: WeightSink, form: WeightFormat, version: int, deadline: float
-    ) -> tuple[int, Mapping[str, Exception]]:
-        """See Way."""
-        handle = await self._gather(source, form, version, deadline - time.monotonic())
-        try:
-            weights = dict.fromkeys(sink.living_ids(), handle)
-            return handle.nbytes, await sink.update(weights, version, deadline - time.monotonic(), kept=handle)
-        finally:
-            if not sink.keeps(handle):
-                await asyncio.to_thread(release, source.scheduler, handle)
-
-    async def _gather(self, source: WeightSource, form: WeightFormat, version: int, timeout: float) -> ResultHandle:
-        handle = await source.publish(IntoMemory(version=version), form, timeout)
-        assert isinstance(handle, ResultHandle)
+    async def _store(self, source: WeightSource, form: WeightFormat, version: int, timeout: float) -> ResultHandle:
+        handle: ResultHandle = await source.publish(IntoMemory(version=version), form, timeout)
         return handle
 
 
-class ViaExport(ViaMemory):
+class ViaExport(Way):
     """As ViaMemory, for trainers without publish_weights: all parameters as they are, by ``export_weights``."""
 
-    async def _gather(self, source: WeightSource, form: WeightFormat, version: int, timeout: float) -> ResultHandle:
+    async def _store(self, source: WeightSource, form: WeightFormat, version: int, timeout: float) -> ResultHandle:
         return await source.export(version, timeout)
 
 
-class ViaDisk:
+class ViaDisk(Way):
     """Files of safetensors in a folder that all workers reach. A version's folder appears when it is complete, in the layout
     that Hugging Face reads, so that other programs can take weights from it, too.
 
@@ -153,21 +144,13 @@ class ViaDisk:
             raise ValueError(f"num_kept is {num_kept}; expected 1 or more")
         self._folder, self._num_kept = os.path.abspath(folder), num_kept
 
-    def check(self, source: WeightSource, sink: WeightSink) -> None:
-        """See Way."""
-
-    async def carry(
-        self, source: WeightSource, sink: WeightSink, form: WeightFormat, version: int, deadline: float
-    ) -> tuple[int, Mapping[str, Exception]]:
-        """See Way."""
+    async def _store(self, source: WeightSource, form: WeightFormat, version: int, timeout: float) -> WeightsOnDisk:
         target = OntoDisk(version=version, folder=self._folder, num_kept=self._num_kept)
-        written = await source.publish(target, form, deadline - time.monotonic())
-        assert isinstance(written, WeightsOnDisk)
-        weights = dict.fromkeys(sink.living_ids(), written)
-        return written.num_bytes, await sink.update(weights, version, deadline - time.monotonic(), kept=written)
+        written: WeightsOnDisk = await source.publish(target, form, timeout)
+        return written
 
 
-class ViaCollective:
+class ViaCollective(Way):
     """Broadcasts of a process group (gloo on hosts, nccl, hccl) of the trainer's rank 0 and the instances, device to device.
 
     Nothing is decoded while they last. The group is made at the first sync, and again when its members have changed, one of
@@ -185,7 +168,6 @@ class ViaCollective:
         self._port = 0
 
     def check(self, source: WeightSource, sink: WeightSink) -> None:
-        """See Way."""
         if source.scheduler.shares_process:
             raise ValueError(
                 f"ViaCollective needs workers in processes of their own, which {type(source.scheduler).__name__} has not; "
@@ -205,7 +187,6 @@ class ViaCollective:
     async def carry(
         self, source: WeightSource, sink: WeightSink, form: WeightFormat, version: int, deadline: float
     ) -> tuple[int, Mapping[str, Exception]]:
-        """See Way."""
         reachable = sink.living_ids(with_suspects=False)
         if not reachable:
             return 0, await sink.update({}, version, deadline - time.monotonic(), kept=None)

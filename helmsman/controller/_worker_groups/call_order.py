@@ -1,30 +1,36 @@
-"""The order of a group's calls: behind the check of the ranks' coordinates, and at most so many at a time; and that check."""
+"""The order of a group's calls, the check of the ranks' coordinates, and arguments that are packed once for all ranks."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
-from helmsman.api.errors import CallTimeoutError, HelmsmanError, MethodNotFoundError, TopologyMismatchError
-from helmsman.api.scheduler import Call
+from helmsman.api.errors import (
+    ArgumentNotSerializableError,
+    CallTimeoutError,
+    HelmsmanError,
+    MethodNotFoundError,
+    NotSerializableError,
+    TopologyMismatchError,
+)
+from helmsman.api.scheduler import Call, ResultHandle, Scheduler
 from helmsman.api.topology import AXES, RankInfo, Topology
+from helmsman.controller._worker_groups.dispatch import Argument, Dispatched
+from helmsman.rpc_server._wire.codec import Packed, encode
 
 
 class CallOrder:
-    """Lets the calls of a group pass in the order in which they were made. It is used on Helmsman's event loop.
-
-    Args:
-        name: of the group.
-        max_concurrency: calls that may run at a time; None for no limit.
-        check: compares the ranks' coordinates within a limit in seconds, before the first call that is cut along an axis.
-    """
+    """Lets the calls of a group pass in the order in which they were made, ``max_concurrency`` at a time. It is used on
+    Helmsman's event loop. ``check`` compares the ranks' coordinates within a limit in seconds, before the first call that is
+    cut along an axis."""
 
     def __init__(self, name: str, max_concurrency: int | None, check: Callable[[float], Awaitable[None]]) -> None:
         self.is_checked = False
-        """Whether the coordinates have been compared."""
         self._name = name
         self._check = check
         self._lock = asyncio.Lock()
@@ -78,12 +84,9 @@ class CallOrder:
 async def compare_coordinates(
     cluster: str, engine: str | type[Any], topology: Topology, call: Callable[..., Awaitable[list[Any]]], limit_s: float
 ) -> None:
-    """Ask the workers of a cluster for their coordinates, if their class has a method for that.
-
-    Args:
-        call: calls a method on workers, given its name, their calls by worker id and a limit in seconds.
-    Raises: TopologyMismatchError; GroupCallError where workers do not answer.
-    """
+    """Ask the workers of a cluster for their coordinates, if their class has a method for that, by ``call``, which is given the
+    method's name, the calls by worker id and a limit in seconds. Raises: TopologyMismatchError; GroupCallError where workers do
+    not answer."""
     if not (isinstance(engine, str) or hasattr(engine, "get_rank_info")):
         return
     calls = {f"{cluster}/{info.rank}": Call(rpc_meta={"broadcast": False}) for info in topology.ranks}
@@ -103,7 +106,6 @@ async def compare_coordinates(
 
 
 def _is_missing_method(error: HelmsmanError) -> bool:
-    """Whether workers have no such method, and so nothing to report."""
     return isinstance(error, MethodNotFoundError) or isinstance(getattr(error, "first", None), MethodNotFoundError)
 
 
@@ -124,3 +126,78 @@ def _difference(ours: RankInfo, theirs: Any) -> tuple[str, str] | None:
         for side in ([(name, getattr(ours, name, "unknown")) for name in wrong], [(name, named[name]) for name in wrong])
     ]
     return shown[0], shown[1]
+
+
+_PUT_FROM_BYTES = 64 * 1024
+"""What several ranks get and is at least so large is put where each node fetches it once; the rest travels in messages."""
+
+
+class PackedArguments:
+    """What each rank gets, ready to be sent.
+
+    Everything is packed before anything is sent, in the thread of the caller, so what cannot be packed reaches nobody.
+    """
+
+    def __init__(self, scheduler: Scheduler, method: str, dispatched: Dispatched) -> None:
+        """Pack a call. Raises: ArgumentNotSerializableError."""
+        self._scheduler = scheduler
+        self._put: list[ResultHandle] = []
+        self._calls: dict[tuple[int | None, ...], Call] = {}
+        """Arguments by the numbers of their parts of what is cut."""
+
+        def one(name: str, argument: Argument) -> Argument:
+            receivers = Counter(argument.of_rank[rank] for rank in dispatched.ranks)
+            names = [name] if len(argument.parts) == 1 else [f"{name}<part {number}>" for number in range(len(argument.parts))]
+            starts = argument.starts or [0] * len(argument.parts)
+            parts = [
+                self._pack(method, names[number], part, receivers[number], starts[number]) if receivers[number] else None
+                for number, part in enumerate(argument.parts)
+            ]
+            return Argument(parts, argument.of_rank)
+
+        try:
+            self._args = [one(f"args[{index}]", argument) for index, argument in enumerate(dispatched.args)]
+            self._kwargs = {name: one(f"kwargs[{name!r}]", argument) for name, argument in dispatched.kwargs.items()}
+        except BaseException:
+            self.release()
+            raise
+        every = (*self._args, *self._kwargs.values())
+        self._cut = [argument for argument in every if len(argument.parts) > 1 or None in argument.of_rank]
+        """Those of which ranks get different parts."""
+
+    def call_of(self, rank: int, rpc_meta: Mapping[str, Any]) -> Call:
+        """The call of a rank; ranks with the same arguments share one payload."""
+        numbers = tuple([argument.of_rank[rank] for argument in self._cut])
+        call = self._calls.get(numbers)
+        if call is None:
+            args = tuple(argument.for_rank(rank) for argument in self._args)
+            kwargs = {name: argument.for_rank(rank) for name, argument in self._kwargs.items()}
+            call = self._calls[numbers] = Call(args, kwargs, payload=encode((args, kwargs)))
+        return call._replace(rpc_meta=rpc_meta)
+
+    def release(self) -> None:
+        """Forget what was put, once all ranks have answered."""
+        for handle in self._put:
+            self._scheduler.release(handle)
+
+    def _pack(self, method: str, name: str, value: Any, num_receivers: int, start: int) -> Any:
+        try:
+            packed = Packed(encode(value, root=name))
+        except NotSerializableError as error:
+            worker_id, _, method = method.partition(".")
+            # 'args[0]<part 1>[2].x' is 'args[0][6].x' in the caller's list where the part starts with row 4.
+            row = re.compile(r"<part \d+>\[(\d+)\]")
+            path = row.sub(lambda found: f"[{start + int(found[1])}]", error.path, 1) if isinstance(value, list) else error.path
+            raise ArgumentNotSerializableError(
+                worker_id=worker_id,
+                engine_name=None,
+                method=method,
+                path=path,
+                value_type=error.value_type,
+                reason=error.reason,
+            ) from error
+        small = packed.payload.nbytes < _PUT_FROM_BYTES
+        if small or num_receivers < 2 or packed.payload.handles or self._scheduler.shares_process:
+            return packed
+        self._put.append(self._scheduler.put(packed))
+        return self._put[-1]

@@ -31,9 +31,8 @@ from helmsman.controller._roles.role_controller import RoleController, rank_envi
 from helmsman.controller._validation.argument_names import require_engine_arguments
 from helmsman.controller._validation.argument_types import checked, require_seconds
 from helmsman.controller._worker_groups import dispatch
-from helmsman.controller._worker_groups.call_order import CallOrder, compare_coordinates
+from helmsman.controller._worker_groups.call_order import CallOrder, PackedArguments, compare_coordinates
 from helmsman.controller._worker_groups.dispatch import Dispatched
-from helmsman.controller._worker_groups.packed_arguments import PackedArguments
 from helmsman.controller._worker_groups.resource_manager import Allocation, Device, ResourceManager, parse_device_mapping
 
 W_co = TypeVar("W_co", covariant=True)
@@ -343,7 +342,6 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
 
 def _deleted(worker: Worker) -> WorkerStatus:
-    """Of a worker that the scheduler has no longer."""
     return WorkerStatus(worker_id=worker.id, state=WorkerState.STOPPED, node=worker.ip, pid=None, log_path="")
 
 
@@ -351,8 +349,6 @@ def _deleted(worker: Worker) -> WorkerStatus:
 
 
 def _world_size_of(name: str, config: ClusterConfig) -> int:
-    """Number of workers. Raises: InvalidSpecError."""
-
     def refuse(field: str, expected: str) -> InvalidSpecError:
         return InvalidSpecError(role=name, field=field, value=getattr(config, field), expected=expected)
 

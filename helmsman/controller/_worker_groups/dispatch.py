@@ -23,8 +23,6 @@ from helmsman.api.topology import AXES, Axis, Topology
 
 
 class Argument(msgspec.Struct, frozen=True):
-    """One argument of a call on all ranks."""
-
     parts: Sequence[Any]
     of_rank: Sequence[int | None]
     """Number of the part that each rank gets; None for a rank that gets nothing, which is given None."""
@@ -32,7 +30,6 @@ class Argument(msgspec.Struct, frozen=True):
     """Index of each part's first row in the value that was given; empty where no rows were cut."""
 
     def for_rank(self, rank: int) -> Any:
-        """What a rank is given."""
         part = self.of_rank[rank]
         return None if part is None else self.parts[part]
 
@@ -47,21 +44,16 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 class Dispatched(msgspec.Struct, frozen=True):
-    """What each rank of a call gets."""
-
     args: Sequence[Argument]
     kwargs: Mapping[str, Argument]
     ranks: Sequence[int]
-    """Those that are called, in order."""
     cut: Cut | None = None
     """None where nothing was cut."""
 
 
 def dispatch(topology: Topology, spec: MethodSpec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Dispatched:
-    """Spread the arguments of a declared method.
-
-    Raises: TypeError for arguments that the method does not take; DispatchError, UnevenBatchError.
-    """
+    """Spread the arguments of a declared method. Raises: TypeError for arguments that the method does not take; DispatchError,
+    UnevenBatchError."""
     bound = _bind(spec, args, kwargs)
     world = range(topology.world_size)
 
@@ -100,10 +92,7 @@ def dispatch_ad_hoc(
     topology: Topology, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Sequence[int]
 ) -> Dispatched:
     """Spread arguments that say themselves what is to become of them: Shard(x), Replicate(x), and bare ones, which are
-    replicated.
-
-    Raises: DispatchError, UnevenBatchError.
-    """
+    replicated. Raises: DispatchError, UnevenBatchError."""
 
     def one(what: str, value: Any) -> Argument:
         if isinstance(value, Shard):
@@ -130,10 +119,8 @@ def _each(
 
 
 def collecting_ranks(topology: Topology, sharding: AxisSharding) -> list[int]:
-    """The rank from which the results of each part come, in the order of the parts.
-
-    Raises: DispatchError for a ``take`` beyond the group's size.
-    """
+    """The rank from which the results of each part come, in the order of the parts. Raises: DispatchError for a ``take`` beyond
+    the group's size."""
     wanted = {axis: _coordinate(topology, "taken from", sharding.take, axis) for axis in AXES if axis not in sharding.shard}
     found = [info.rank for info in topology.ranks if all(info.along(axis) == coordinate for axis, coordinate in wanted.items())]
     return sorted(found, key=lambda rank: topology.part_of(rank, sharding.shard))

@@ -28,8 +28,6 @@ from helmsman.controller._validation.argument_types import checked
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """One device of the run."""
-
     index: int
     """By which device mappings name it: devices are counted through the nodes."""
     node_rank: int
@@ -39,7 +37,6 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     """Address of the node."""
     device_id: str
-    """Physical id there."""
     placement_group: Any = None
     """Ray's group of the node; None where the scheduler has none."""
     bundle: int | None = None
@@ -47,40 +44,29 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerPlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one worker goes."""
-
     rank: int
     node_rank: int
     node_id: str
     node: str
     devices: tuple[Device, ...] = ()
-    """Empty for a worker without devices."""
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a holder has been given."""
-
     holder: str
     workers: tuple[WorkerPlacement, ...]
-    """In rank order."""
     since: datetime.datetime
-    """In UTC."""
     colocated_with: tuple[str, ...] = ()
     """Others who held one of its devices already."""
 
     @property
     def devices(self) -> list[Device]:
-        """All its devices, in the order of its ranks."""
         return [device for worker in self.workers for device in worker.devices]
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has a device."""
-
     holder: str
     rank: int
     since: datetime.datetime
-    """In UTC."""
 
 
 class ResourceManager(Closing):
@@ -315,7 +301,6 @@ def _table(nodes: Sequence[Node]) -> str:
 
 
 def _step(nodes: Sequence[Node], num_gpus: int, wanted: int) -> str:
-    """What would do."""
     enough = [size for size in sorted({node.num_devices for node in nodes}, reverse=True) if size]
     options = []
     for size in enough:

@@ -90,7 +90,6 @@ class EpisodeRunner:
         """Number of each episode that counts -> version at its start, in the order of the starts."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._given: set[asyncio.Task[Any]] = set()
-        """Episodes of rollout_batch."""
         self._workflows: set[asyncio.Task[Any]] = set()
         """All that has not ended, also where it was cancelled and is not awaited any more."""
         self._waiting: list[Episode] = []
@@ -103,7 +102,6 @@ class EpisodeRunner:
         self._is_closing = False
 
     async def rollout_batch(self, items: Iterable[Any]) -> list[Any]:
-        """See WorkflowExecutor."""
         tasks = [asyncio.ensure_future(self._run(item)) for item in items]
         self._given.update(tasks)
         try:
@@ -124,7 +122,6 @@ class EpisodeRunner:
         return [task.result() for task in tasks]
 
     async def prepare_batch(self, source: Iterator[Any], batch_size: int) -> list[Episode]:
-        """See WorkflowExecutor."""
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
         self._feeding = (source, batch_size)
@@ -166,14 +163,12 @@ class EpisodeRunner:
             )
 
     def set_version(self, version: int) -> None:
-        """See WorkflowExecutor."""
         if version < self._version:
             raise ValueError(f"weight version {version} after {self._version}; versions only grow")
         self._version = version
         self._changed.set()
 
     def figures(self) -> WorkflowFigures:
-        """What has become of the episodes so far."""
         return WorkflowFigures(
             num_started=self._num_started,
             num_running=len(self._running),
@@ -379,5 +374,4 @@ def _require_known(what: str, chosen: Collection[int], known: Iterable[int], sta
 
 
 def closed_error() -> HelmsmanError:
-    """What is raised after close."""
     return HelmsmanError("this WorkflowExecutor is closed; make a new one.")

@@ -55,7 +55,6 @@ class WorkflowExecutor(Closing):
         self._lock = threading.Lock()
         """So that nothing is given to the loop after what ends it, and would never be answered."""
         self._asked: set[concurrent.futures.Future[Any]] = set()
-        """What callers wait for."""
         self._loop, self._thread = start_loop("helmsman-workflows")
         self._closed = False
 
@@ -106,7 +105,6 @@ class WorkflowExecutor(Closing):
         self._thread.join(_STOP_S)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` on the loop and block for its result; an interrupt of the waiting thread cancels it."""
         try:
             self._forbid_blocking()
         except RuntimeError:

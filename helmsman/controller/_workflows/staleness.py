@@ -110,26 +110,21 @@ class BoundedStaleness:
         self._keep, self._takes_first, self._stops_rest = keep, takes_first, stops_rest
 
     def admit(self, pipe: Pipe) -> int:
-        """See Sampler."""
         num_batches = self.max_staleness + (0.0 if pipe.has_batch else self.oversample)
         return max(0, math.floor(num_batches * pipe.batch_size + _ROUNDING) - pipe.num_waiting - len(pipe.running))
 
     def keep(self, episode: Episode) -> bool:
-        """See Sampler."""
         return self._keep is None or self._keep(episode)
 
     def evict(self, waiting: Sequence[Episode], pipe: Pipe) -> Sequence[Episode]:
-        """See Sampler."""
         rest = self._rest(waiting, pipe)
         return [each for each in waiting if pipe.version - each.version > self._oldest or each.number in rest]
 
     def stop(self, waiting: Sequence[Episode], pipe: Pipe) -> Sequence[int]:
-        """See Sampler."""
         old = itertools.takewhile(lambda each: pipe.version - each[1] > self._oldest, pipe.running.items())
         return [*{number for number, _ in old} | self._rest(waiting, pipe) & pipe.running.keys()]
 
     def select(self, waiting: Sequence[Episode], pipe: Pipe) -> Sequence[Episode]:
-        """See Sampler."""
         if len(waiting) < pipe.batch_size:
             return ()
         if self._takes_first:

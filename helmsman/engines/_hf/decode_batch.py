@@ -1,16 +1,23 @@
-"""The sequences that are being decoded: their slots, positions and sampling parameters, and the model's step over them."""
+"""The sequences that are being decoded: their slots in a key-value cache, and the model's step over them.
+
+Row r of each layer's pool holds the keys and values of one sequence, from column 0 on. Running sequences fill the rows from
+0 on without gaps, so that a step works on views and copies nothing but the new entries. Joining and leaving at every step is
+the iteration-level scheduling of Orca (OSDI 2022).
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 from torch import nn
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from helmsman.api.generation import SamplingParams
-from helmsman.engines._hf.sampling import SamplingRows, draw_uniforms, sample_tokens
-from helmsman.engines._hf.slot_cache import SlotCache
 
 
 class DecodeBatch:
@@ -46,7 +53,6 @@ class DecodeBatch:
 
     @property
     def num_free(self) -> int:
-        """Sequences that can still be added."""
         return self.num_slots - self.num_rows
 
     def add(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> int:
@@ -87,11 +93,7 @@ class DecodeBatch:
         return sum(map(len, unique))
 
     def step(self) -> tuple[list[int], list[float]]:
-        """Draw the next token of every row.
-
-        Returns:
-            Tokens and their log-probabilities, by row.
-        """
+        """Draw the next token of every row; returns tokens and their log-probabilities, by row."""
         num_rows, cursor = self.num_rows, self.cache.cursor
         slots, positions = self._slots[:num_rows], self._input_positions[:num_rows]
         cursor.prefill, cursor.rows, cursor.columns, cursor.width = False, slots, positions, max(self._positions) + 1
@@ -123,7 +125,6 @@ class DecodeBatch:
         self.num_rows, self._rows = last, None
 
     def clear(self) -> None:
-        """Drop all rows."""
         self.num_rows, self._rows = 0, None
         self._sampling.clear()
         self._positions.clear()
@@ -164,3 +165,180 @@ def _mask_kinds(config: Any) -> tuple[str, ...]:
             f"{config.model_type} has layers of {', '.join(unknown)}; the rollout engine decodes full and sliding attention"
         )
     return kinds
+
+
+# --- the cache ----------------------------------------------------------------------------------------------------------------
+
+
+class Cursor:
+    """Where the next forward pass writes; the layers of one cache share it. In prefill whole prompts are written, from slot
+    ``start`` on, and ``rows`` (B,) is the pass's row for each slot. Decoding writes one token per row: ``rows`` (N,) are the
+    slots, ``columns`` (N,) the column of each, and attention looks at ``width`` columns."""
+
+    def __init__(self) -> None:
+        self.prefill = True
+        self.rows = torch.empty(0, dtype=torch.int64)
+        self.start = 0
+        self.columns = torch.empty(0, dtype=torch.int64)
+        self.width = 0
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
+    """One layer's pool of keys and values, each (slots, heads, columns, head size)."""
+
+    is_sliding = False
+
+    def __init__(self, cursor: Cursor, num_slots: int, num_columns: int) -> None:
+        super().__init__()
+        self._cursor = cursor
+        self._num_slots = num_slots
+        self._num_columns = num_columns
+        self._released: tuple[torch.Size, torch.Size] | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the pools for states like these; zeros, since a masked NaN would still spoil the sum."""
+        shape = (self._num_slots, key_states.shape[1], self._num_columns)
+        self.keys = key_states.new_zeros(*shape, key_states.shape[-1])
+        self.values = value_states.new_zeros(*shape, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new states (B, heads, T, head size); returns the states to attend to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cursor, keys, values = self._cursor, self.keys, self.values
+        if cursor.prefill:
+            slots, length = slice(cursor.start, cursor.start + len(cursor.rows)), key_states.shape[2]
+            keys[slots, :, :length] = key_states[cursor.rows]
+            values[slots, :, :length] = value_states[cursor.rows]
+            return key_states, value_states
+        num_rows, width = len(cursor.rows), cursor.width
+        keys[cursor.rows, :, cursor.columns] = key_states[:, :, 0]
+        values[cursor.rows, :, cursor.columns] = value_states[:, :, 0]
+        return keys[:num_rows, :, :width], values[:num_rows, :, :width]
+
+    def release(self) -> None:
+        """Give the pools' memory back; nothing may be stored until allocate."""
+        if self.is_initialized and self._released is None:
+            self._released = (self.keys.shape, self.values.shape)
+            self.keys, self.values = self.keys.new_empty(0), self.values.new_empty(0)
+
+    def allocate(self) -> None:
+        if self._released is not None:
+            keys, values = self._released
+            self.keys, self.values = self.keys.new_zeros(keys), self.values.new_zeros(values)
+            self._released = None
+
+    def move(self, source: int, target: int, length: int) -> None:
+        if self.is_initialized:
+            self.keys[target, :, :length] = self.keys[source, :, :length]
+            self.values[target, :, :length] = self.values[source, :, :length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys for the masks that the model makes, which it does in prefill only."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens before those of a forward pass: none in prefill; while decoding they are given as positions."""
+        return 0
+
+    def get_max_length(self) -> int:
+        return self._num_columns
+
+
+class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
+    """The slots of all layers, each for a sequence of so many tokens; layers appear as the model first uses them."""
+
+    def __init__(self, num_slots: int, num_columns: int) -> None:
+        self.cursor = Cursor()
+        super().__init__(layer_class_to_replicate=functools.partial(SlotLayer, self.cursor, num_slots, num_columns))
+
+    def release(self) -> None:
+        for layer in self.layers:
+            layer.release()
+
+    def allocate(self) -> None:
+        """Have all slots again, empty. Raises: torch.OutOfMemoryError, and has none of them."""
+        try:
+            for layer in self.layers:
+                layer.allocate()
+        except BaseException:
+            self.release()
+            raise
+
+    def move(self, source: int, target: int, length: int) -> None:
+        for layer in self.layers:
+            layer.move(source, target, length)
+
+
+# --- drawing tokens -----------------------------------------------------------------------------------------------------------
+
+
+class SamplingRows(msgspec.Struct, frozen=True):
+    """Sampling parameters of N sequences as columns, on the device of the logits."""
+
+    temperature: torch.Tensor
+    """(N,) float32; 0 is greedy."""
+    top_k: torch.Tensor
+    """(N,) int64, at least 1; the vocabulary's size keeps all."""
+    top_p: torch.Tensor
+    """(N,) float32, in (0, 1]."""
+    all_greedy: bool
+    """Whether every temperature is 0, which spares the drawing."""
+    any_filtered: bool
+    """Whether a sequence that is not greedy uses top_k or top_p, which takes a sort."""
+
+
+def draw_uniforms(seed: int, num: int) -> torch.Tensor:
+    """The first numbers of a seed's stream, (num,) float32 in [0, 1): a function of seed and position alone, whatever ``num``
+    is.
+
+    Philox counts, so all 64 bits of the seed matter; torch's generator on the host uses 32 of them, under which two requests of
+    a long run may well draw the same.
+    """
+    return torch.from_numpy(np.random.Generator(np.random.Philox(key=seed)).random(num, dtype=np.float32))
+
+
+def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per sequence by inverting the cumulative distribution.
+
+    One uniform number decides each token, so what a sequence draws depends on its own logits and number alone, not on its
+    neighbours in the batch. The order is temperature, top-k, top-p (arXiv:1904.09751), as in Hugging Face and vLLM.
+
+    Args:
+        logits: (N, V) of any floating-point type.
+        uniforms: (N,) float32 in [0, 1).
+        rows: The sequences' parameters.
+
+    Returns:
+        Tokens (N,) int64, and their log-probabilities (N,) float32 under the plain model: temperature 1, nothing left out.
+    """
+    logits = logits.float()
+    tokens = logits.argmax(-1)
+    if not rows.all_greedy:
+        greedy = rows.temperature == 0
+        # A subtraction first: dividing by a tiny temperature must not overflow.
+        scaled = (logits - logits.amax(-1, keepdim=True)) / rows.temperature.masked_fill(greedy, 1.0)[:, None]
+        if rows.any_filtered:
+            scaled = _filter(scaled, rows)
+        cumulative = scaled.softmax(-1).cumsum(-1)
+        # The total is 1 only up to rounding; staying below it keeps the draw on a token that has a probability.
+        total = cumulative[:, -1]
+        target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
+        drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+        tokens = torch.where(greedy, tokens, drawn)
+    logprobs = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+    return tokens, logprobs
+
+
+def _filter(scaled: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Logits with everything outside top-k and top-p at -inf, in the order of the vocabulary."""
+    ordered, index = scaled.sort(dim=-1, descending=True, stable=True)
+    beyond_k = torch.arange(scaled.shape[-1], device=scaled.device) >= rows.top_k[:, None]
+    probabilities = ordered.masked_fill(beyond_k, -torch.inf).softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    # The most likely token stays in any case: nothing comes before it.
+    dropped = beyond_k | (before >= rows.top_p[:, None])
+    return scaled.masked_fill(torch.zeros_like(dropped).scatter_(-1, index, dropped), -torch.inf)

@@ -121,7 +121,6 @@ class DecodeLoop:
         return self._command(lambda: self._sleep(level))
 
     def wake(self, weights_only: bool) -> Future[None]:
-        """Take the memory of weights and cache again."""
         return self._command(lambda: self._wake(weights_only))
 
     def close(self, timeout_s: float) -> None:
@@ -221,7 +220,6 @@ class DecodeLoop:
         self._remove_ended()
 
     def _remove_ended(self) -> int:
-        """Resolve the running sequences that have ended; returns how many."""
         rows = [row for row, sequence in enumerate(self._running) if sequence.stop_reason is not None]
         resolved = [self._running[row] for row in rows]
         for row in reversed(rows):  # the last row takes a removed one's place, so the highest goes first

@@ -55,8 +55,6 @@ class Checkpointer:
         self._failure: Exception | None = None
         """Of the last save in the background, on rank 0, until it is told."""
 
-    # --- saving -----------------------------------------------------------------------------------------------------------
-
     def save(
         self,
         path: str,
@@ -128,11 +126,14 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until nothing is being written. Raises: what the last save in the background met."""
+        self._join_writing()
+        with failing_together("the last save in the background"):
+            self.raise_failure()
+
+    def _join_writing(self) -> None:
         if self._writing is not None:
             self._writing.join()
             self._writing = None
-        with failing_together("the last save in the background"):
-            self.raise_failure()
 
     def raise_failure(self) -> None:
         """Raise what a save in the background met, once: on rank 0 alone, so inside a block that fails together."""
@@ -142,9 +143,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait until nothing is being written, and leave the group of the writers. Idempotent."""
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
+        self._join_writing()
         if self._failure is not None:
             logger.error("the last checkpoint was not saved, and no call has raised it: %s", self._failure)
             self._failure = None
@@ -156,8 +155,6 @@ class Checkpointer:
         """Have a group of its own: what is written in the background must not meet the collectives of training."""
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
-
-    # --- loading ----------------------------------------------------------------------------------------------------------
 
     def load(self, path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
         """Read a checkpoint into a model and an optimizer that has not stepped.
@@ -185,10 +182,7 @@ class Checkpointer:
         self._set_random_state(random)
         return saved.progress
 
-    # --- random numbers ---------------------------------------------------------------------------------------------------
-
     def _random_state(self) -> dict[str, torch.Tensor]:
-        """Of this rank, which dropout draws from."""
         state = {f"random.{dist.get_rank()}.host": torch.get_rng_state()}
         if self._device.type != "cpu":
             state[f"random.{dist.get_rank()}.device"] = torch.get_device_module(self._device).get_rng_state()
@@ -210,9 +204,6 @@ def read_parameters(path: str, model: nn.Module) -> None:
     with plain_errors(f"reading {path}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(dict(_model_tensors(model)), storage_reader=reader, no_dist=True)
-
-
-# --- what is saved ------------------------------------------------------------------------------------------------------------
 
 
 def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -250,7 +241,6 @@ def _empty_states(
 
 
 def _staged(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, sharded as the tensor is."""
     if isinstance(tensor, DTensor):
         local = tensor.to_local().to("cpu", copy=True)
         return DTensor(local, tensor._spec, requires_grad=False)  # from_local would bring it to the mesh's device again

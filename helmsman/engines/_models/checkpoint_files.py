@@ -34,14 +34,11 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """What helmsman.json has."""
-
     progress: Progress
     num_ranks: int
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether a folder is what a Checkpointer has written."""
     return os.path.isfile(os.path.join(path, PROGRESS_FILE)) and os.path.isdir(os.path.join(path, STATE_FOLDER))
 
 

@@ -23,7 +23,6 @@ _num_users = 0
 
 
 def environment_int(name: str, default: int) -> int:
-    """An integer of the environment, such as RANK; ValueError names the variable when it is none."""
     text = os.environ.get(name, "")
     try:
         return int(text) if text else default
@@ -37,20 +36,11 @@ def local_device_index() -> int:
 
 
 def join_process_group(*, rendezvous_timeout_s: float, collective_timeout_s: float) -> bool:
-    """Join the default process group from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """Join the default process group from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a job of one rank needs no address and
+    opens no port. Returns whether the group is ours to leave; False when somebody else had made it.
 
-    A job of one rank needs no address and opens no port.
-
-    Args:
-        rendezvous_timeout_s: How long to wait for the other ranks.
-        collective_timeout_s: How long a collective may wait for a rank later on.
-
-    Returns:
-        Whether the group is ours to leave; False when somebody else had made it.
-
-    Raises:
-        ConnectionError: Not all ranks came together in time.
-        ValueError: The environment does not say where they meet.
+    Raises: ConnectionError when not all ranks came together in time; ValueError where the environment does not say where they
+    meet.
     """
     global _num_users
     if dist.is_initialized():
@@ -89,7 +79,6 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
 
 
 def leave_process_group() -> None:
-    """Give up one use of the group that join_process_group made; the last one takes it down."""
     global _num_users
     _num_users -= 1
     if _num_users == 0 and dist.is_initialized():

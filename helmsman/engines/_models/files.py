@@ -68,18 +68,13 @@ class FolderWriter:
         self.num_bytes = 0
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write a file. Raises: OSError."""
         self._files.append(list(tensors))
         save_tensors(tensors, self._path(f"{len(self._files)}.unnamed"))
         self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
 
     def finish(self, metadata: Mapping[str, Any] | None = None, *, indexes_one: bool = True) -> None:
-        """Name the files and write their index.
-
-        Args:
-            metadata: Entries of the index's metadata beside the size.
-            indexes_one: Whether one file alone has an index, too, and not the name model.safetensors.
-        """
+        """Name the files and write their index, with ``metadata`` beside the size. Without ``indexes_one`` one file alone has
+        no index, and the name model.safetensors."""
         count = len(self._files)
         if count == 1 and not indexes_one:
             os.rename(self._path("1.unnamed"), self._path("model.safetensors"))

@@ -30,11 +30,7 @@ def head_of(model: nn.Module) -> Head:
 
 def check_saved_head(folder: str, head: Head, *, exact: bool = False) -> None:
     """Raise ValueError when the model in a folder has another head, which ``transformers`` would drop for a drawn one.
-
-    Args:
-        folder: In the Hugging Face layout.
-        head: The head that is wanted.
-        exact: Refuse a model that predicts tokens for a value head, too; such a model is where critics and reward models begin.
+    ``exact`` refuses a model that predicts tokens for a value head, too; such a model is where critics and reward models begin.
     """
     (architecture, *_) = AutoConfig.from_pretrained(folder, local_files_only=True).architectures or [""]
     has_value_head = architecture.endswith(_VALUE_SUFFIX)
@@ -45,13 +41,9 @@ def check_saved_head(folder: str, head: Head, *, exact: bool = False) -> None:
 
 
 def give_values(model: nn.Module) -> None:
-    """Make a model with a value head return (B, T) float32, a value for each token, in place of the scores of the last ones.
-
-    It is the model's own ``forward`` that changes, so that a sharded model gathers the parameters of the head with its own.
-
-    Raises:
-        ValueError: The architecture's head is none that is known.
-    """
+    """Make a model with a value head return (B, T) float32, a value for each token, in place of the scores of the last ones. It
+    is the model's own ``forward`` that changes, so that a sharded model gathers the parameters of the head with its own.
+    Raises: ValueError."""
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ValueError(f"{type(model).__name__} has no linear layer 'score'; there is no value head for this architecture")
     model.forward = types.MethodType(_token_values, model)

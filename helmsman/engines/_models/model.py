@@ -27,11 +27,7 @@ from helmsman.engines._models.heads import AUTO_CLASSES, CONFIG_ENTRIES, check_s
 
 
 def resolve_dtype(name: str) -> torch.dtype:
-    """A floating-point type by its name in torch; ``auto`` is bfloat16 on devices and float32 on the host.
-
-    Raises:
-        ValueError: There is no such type.
-    """
+    """A floating-point type by its name in torch; ``auto`` is bfloat16 on devices, float32 on the host. Raises: ValueError."""
     if name == "auto":
         return torch.float32 if current_platform.device_type == "cpu" else torch.bfloat16
     dtype = getattr(torch, name, None)
@@ -100,7 +96,6 @@ def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Draw weights from a seed, and leave the global random state as it was."""
     with _drawing, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield

@@ -23,7 +23,6 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def watch(command: list[str], report_fd: int, limit_s: float, folder: str) -> None:
-    """Run a command until it ends, or is to end. The guard's whole life."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake_fd = _wake_at_childs_end()
     try:

@@ -112,7 +112,6 @@ class ServerClient:
             return False
 
     def _refused(self, route: str, status: int, answer: str, expected: str) -> ServerRequestError:
-        """The error of an answer that is none."""
         steps = {
             401: "It has another key than this run's: look for a second server at this address",
             404: "It has no such route: see docs/architecture.md for the versions that have, and its own flags",
@@ -123,7 +122,6 @@ class ServerClient:
         )
 
     async def close(self) -> None:
-        """Close the connections, and open none any more. Idempotent."""
         self.is_closed = True
         session, self._session = self._session, None
         if session is not None:
@@ -173,7 +171,6 @@ class ServerClient:
 
 
 def library() -> Any:
-    """aiohttp. Raises: BackendNotInstalledError."""
     with needed_by("ServerEngine", "aiohttp"):
         import aiohttp
     return aiohttp

@@ -84,15 +84,12 @@ class ServerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of it is left."""
         return self._ended.is_set()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until nothing of it is left; returns whether that is so."""
         return self._ended.wait(limit_s)
 
     def how_it_ended(self) -> str:
-        """As part of a sentence."""
         if not self.has_ended:
             return "it is running"
         if self.exit_code is None:
@@ -102,7 +99,6 @@ class ServerProcess:
         return f"it ended with exit code {self.exit_code}"
 
     def log_tail(self) -> str:
-        """The last of its output."""
         if self.has_ended:
             self._output.join(1.0)  # what it wrote last is the most telling
         return b"".join(self._tail)[-_TAIL_BYTES:].decode(errors="replace")
@@ -158,8 +154,6 @@ class ServerProcess:
                         "is stuck in the kernel ends with its device's driver"
                     )
             stdin.close()
-
-    # --- threads of its own -----------------------------------------------------------------------------------------------
 
     def _pass_on_output(self) -> None:
         stdout = self._guard.stdout

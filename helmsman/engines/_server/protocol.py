@@ -71,8 +71,6 @@ class ServerConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=Tr
 
 
 class Call(NamedTuple):
-    """A control request."""
-
     route: str
     body: Any = None
     params: Mapping[str, str] | None = None
@@ -88,8 +86,6 @@ class Chunk(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Names of the server's gauges (/metrics)."""
-
     num_running: str
     num_waiting: str
     kv_cache_usage: str
@@ -139,7 +135,6 @@ class Dialect(Protocol):
 
 
 def require_logprobs(token_ids: Sequence[int], logprobs: Sequence[float | None]) -> list[float]:
-    """One for each token. Raises: ValueError."""
     found = [math.nan if each is None else each for each in logprobs]
     if len(token_ids) != len(found) or any(math.isnan(each) for each in found):
         raise ValueError(f"it has {len(token_ids)} tokens with the log-probabilities {list(logprobs)}")

@@ -31,7 +31,6 @@ def check_request(
 
 
 def check_samples_of_one(requests: Sequence[GenerationRequest]) -> None:
-    """Raise ValueError unless these continue the same prompt."""
     for request in requests:
         if request.prompt_ids != requests[0].prompt_ids:
             raise ValueError(
@@ -41,13 +40,11 @@ def check_samples_of_one(requests: Sequence[GenerationRequest]) -> None:
 
 
 def check_level(level: int) -> None:
-    """Raise ValueError for a level of sleep that does not exist."""
     if level not in (1, 2):
         raise ValueError(f"level is {level}; expected 1, which keeps the weights on the host, or 2, which drops them")
 
 
 def already_in_flight(request_id: str) -> ValueError:
-    """The error of a request whose id another one has."""
     return ValueError(f"the request id {request_id!r} is already in flight; ids are unique among those")
 
 
@@ -65,12 +62,10 @@ class Generation:
 
     @property
     def num_left(self) -> int:
-        """Tokens that it may still get."""
         return self._most - len(self.tokens)
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and generated tokens."""
         return [*self.request.prompt_ids, *self.tokens]
 
     @property
@@ -90,21 +85,18 @@ class Generation:
             self.versions += [version] * len(token_ids)
 
     def end(self, reason: StopReason) -> bool:
-        """End it; returns whether this did."""
         if self.stop_reason is not None:
             return False
         self.stop_reason = reason
         return True
 
     def settle(self) -> None:
-        """End it if its last token does."""
         if self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids:
             self.end("stop")
         elif self.num_left <= 0:
             self.end("length")
 
     def result(self) -> GenerationResult:
-        """The result of one that has ended."""
         assert self.stop_reason is not None
         return GenerationResult(
             request_id=self.request.request_id,

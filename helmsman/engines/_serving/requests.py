@@ -30,27 +30,19 @@ class Attempt:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether any of its generations waits for more of it."""
         return any(each.stop_reason is None and index not in self.has_ended for index, each in enumerate(self.generations))
 
     def close(self) -> None:
-        """Read no more of it."""
         self.is_closing = True
         if self.reading is not None:
             self.reading.cancel()
 
 
 class Requests:
-    """All requests of one server. The methods run on one event loop.
-
-    Args:
-        read: Has the server generate an attempt, and calls ``take`` until all of it has ended.
-        forget: Called when an attempt is closed, for servers to which the end of the reader says nothing.
-        has_ended: Whether the server has; nothing is held back then, so that ``read`` raises.
-        max_model_len: Most tokens of a sequence; None where it is not known.
-        vocab_size: Token ids are below this; None where it is not known.
-        samples_together: Whether one attempt may have several samples, where these have no seeds.
-    """
+    """All requests of one server. The methods run on one event loop. ``read`` has the server generate an attempt, and calls
+    ``take`` until all of it has ended; ``forget`` is called when an attempt is closed, for servers to which the end of the
+    reader says nothing. When the server has ended nothing is held back, so that ``read`` raises. ``samples_together`` says
+    whether one attempt may have several samples, where these have no seeds."""
 
     def __init__(
         self,
@@ -75,14 +67,10 @@ class Requests:
         self._attempts: set[Attempt] = set()
         self._num_attempts = 0
 
-    # --- for updates and sleep --------------------------------------------------------------------------------------------
-
     def hold(self) -> None:
-        """Send nothing more to the server until release."""
         self.is_held = True
 
     async def release(self) -> None:
-        """Send what waits."""
         self.is_held = False
         await self.notify()
 
@@ -98,11 +86,8 @@ class Requests:
             await self._changed.wait_for(lambda: not any(each.is_closing or not closing for each in self._attempts))
 
     async def notify(self) -> None:
-        """Let waiting requests check again whether they may go on."""
         async with self._changed:
             self._changed.notify_all()
-
-    # --- for callers ------------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerationRequest], adapter: Any = None) -> list[GenerationResult]:
         """Continue one prompt, once for each request. Raises: ValueError for a wrong one; what ``read`` raises."""
@@ -141,8 +126,6 @@ class Requests:
         check_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         generation = self.generations[request.request_id] = Generation(request, self._max_model_len, adapter)
         return generation
-
-    # --- attempts ---------------------------------------------------------------------------------------------------------
 
     async def _to_its_end(self, generation: Generation) -> None:
         while generation.stop_reason is None:

@@ -207,7 +207,6 @@ def _heads_for_tokens(states: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 
 
 def _tokens_for_heads(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The way back."""
     parts = torch.stack(states.chunk(dist.get_world_size(group), dim=2))
     return torch.cat(list(_exchange(parts, group).unbind()), dim=1)
 

@@ -18,7 +18,6 @@ from helmsman.engines.train_config import Offload
 
 
 def offload_policy(offload: Offload) -> OffloadPolicy:
-    """What FSDP does with parameters and gradients."""
     if offload == "all":
         return CPUOffloadPolicy(pin_memory=current_platform.device_type != "cpu")
     return OffloadPolicy()
@@ -35,11 +34,7 @@ def place(model: nn.Module, device: torch.device, offload: Offload) -> nn.Module
 
 
 class HostMemory:
-    """Where a train engine's model and optimizer are: on the device, or waiting on the host.
-
-    Args:
-        offload: What is on the host between steps.
-    """
+    """Where a train engine's model and optimizer are: on the device, or waiting on the host."""
 
     def __init__(self, offload: Offload) -> None:
         self._offload = offload
@@ -93,7 +88,6 @@ class HostMemory:
             pass
 
     def clear(self) -> None:
-        """Forget what waits."""
         self._between_steps.clear()
         self._asleep.clear()
         self.is_asleep = False

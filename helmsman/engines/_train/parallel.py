@@ -67,12 +67,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def data_rank(self) -> int:
-        """Coordinate along the data-parallel axis."""
         return self.rank // self.model_size
 
     @property
     def data_size(self) -> int:
-        """Ranks along the data-parallel axis."""
         return self.world_size // self.model_size
 
     @property
@@ -122,7 +120,6 @@ def _everybody() -> dist.ProcessGroup:
 
 
 def _group_of(rows: torch.Tensor, timeout_s: float) -> dist.ProcessGroup:
-    """This rank's of new groups, one for each row of ranks."""
     group: dist.ProcessGroup
     group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timedelta(seconds=timeout_s))
     return group

@@ -57,7 +57,6 @@ class VLLMInstance:
     # --- life -------------------------------------------------------------------------------------------------------------
 
     async def start(self, arguments: Mapping[str, Any]) -> None:
-        """Start vLLM's processes and load the adapters."""
         self._llm = await internals.start(arguments, self._note_usage)
         self._children = internals.children_of(self._llm)
         self._watch = asyncio.get_running_loop().create_task(self._look_after())
@@ -127,7 +126,6 @@ class VLLMInstance:
     # --- requests ---------------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """Continue one prompt, once for each request."""
         self._require_life()
         if not self.state.has_cache:
             raise RuntimeError("a request came while the engine sleeps; wake it first")
@@ -190,7 +188,6 @@ class VLLMInstance:
             self._num_hit += num_cached
 
     def stats(self) -> dict[str, float]:
-        """See VLLMEngine.stats."""
         generations = list(self.requests.generations.values())  # of another thread
         num = len(generations)
         num_running = min(sum(bool(each.tokens) for each in generations), self.config.max_concurrency)
@@ -210,7 +207,6 @@ class VLLMInstance:
     # --- weights ----------------------------------------------------------------------------------------------------------
 
     async def update_weights(self, weights: Weights, version: int) -> int:
-        """Exchange the weights while nothing is decoded."""
         async with self._one_change:
             self._require_life()
             if not self.state.has_weight_memory:
@@ -256,7 +252,6 @@ class VLLMInstance:
     # --- sleep ------------------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int) -> None:
-        """See VLLMEngine.sleep."""
         async with self._one_change:
             self._require_life()
             if num := len(self.requests.generations):
@@ -282,7 +277,6 @@ class VLLMInstance:
         self._num_updates += 1  # the cache is gone
 
     async def wake(self, weights_only: bool) -> None:
-        """See VLLMEngine.wake."""
         async with self._one_change:
             self._require_life()
             if self.state.has_cache or (weights_only and self.state.has_weight_memory):
@@ -299,7 +293,6 @@ class VLLMInstance:
     # --- adapters ---------------------------------------------------------------------------------------------------------
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """See VLLMEngine.load_lora."""
         from vllm.lora.request import LoRARequest
 
         async with self._one_change:
@@ -313,7 +306,6 @@ class VLLMInstance:
                 await self._call(self._llm.remove_lora(old.lora_int_id))
 
     async def unload_adapter(self, name: str) -> None:
-        """See VLLMEngine.unload_lora."""
         async with self._one_change:
             self._require_life()
             if name not in self._adapters:
@@ -326,7 +318,6 @@ class VLLMInstance:
             await self._call(self._llm.remove_lora(self._adapters.pop(name).lora_int_id))
 
     def use_adapter(self, name: str) -> None:
-        """See VLLMEngine.use_lora."""
         if name and name not in self._adapters:
             raise ValueError(_unknown_adapter(name, self._adapters))
         self._adapter = name

@@ -53,11 +53,8 @@ def prepare_environment() -> None:
 
 
 async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None]) -> Any:
-    """An AsyncLLM for the running event loop; blocks it until vLLM's processes are ready.
-
-    Args:
-        arguments: Of AsyncEngineArgs.
-        on_usage: Called after steps with the part of the cache that is used, 0 to 1.
+    """An AsyncLLM for the running event loop, which it blocks until vLLM's processes are ready; ``on_usage`` is called after
+    steps with the part of the cache that is used, 0 to 1.
 
     Raises: ValueError for an argument that AsyncEngineArgs does not have, UnsupportedVLLMError, and what vLLM raises.
     """
@@ -96,19 +93,14 @@ async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None])
 
 
 def is_on_host() -> bool:
-    """Whether vLLM computes on the CPU."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 async def freeze(llm: Any, max_outputs: int) -> None:
-    """Decode nothing until ``resume_generation``. When this returns, the readers have every token that was decoded.
-
-    Args:
-        llm: An AsyncLLM.
-        max_outputs: Requests that a step may have tokens for.
-    """
+    """Decode nothing until ``resume_generation``. When this returns, the readers have every token that was decoded, of at most
+    ``max_outputs`` requests in a step."""
     await llm.pause_generation(mode="keep", clear_cache=False)
     # vLLM's answer comes by the socket of the tokens, after them, and is given out at once while they still go through a queue
     # and a task. That task yields between two outputs at most, so after so many turns it has done all of them.

@@ -31,12 +31,8 @@ _TYPES: dict[str, type[Exception]] = {
 
 
 class VLLMTransfer:
-    """Brings weights to all ranks of an instance, which decode nothing meanwhile.
-
-    Args:
-        model: The folder, for the names and shapes that weights must have.
-        bucket_bytes: Weights that go through shared memory at once.
-    """
+    """Brings weights to all ranks of an instance, which decode nothing meanwhile; ``model`` is the folder that says which names
+    and shapes fit, and ``bucket_bytes`` go through shared memory at once."""
 
     def __init__(self, model: str, bucket_bytes: int) -> None:
         self._model, self._bucket_bytes = model, bucket_bytes
@@ -126,7 +122,6 @@ def read_shared(message: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def split(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Parts of at most so many bytes, or of one tensor."""
     part: dict[str, torch.Tensor] = {}
     num_bytes = 0
     for name, tensor in tensors.items():

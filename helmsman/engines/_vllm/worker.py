@@ -45,7 +45,6 @@ class VLLMWorkerExtension:
         return _outcome(begin)
 
     def helmsman_load(self, message: Mapping[str, Any]) -> Outcome:
-        """Take tensors."""
         return _outcome(lambda: _loading_of(self).load(read_shared(message).items()))
 
     def helmsman_end(self) -> Outcome:
@@ -58,19 +57,12 @@ class VLLMWorkerExtension:
 
     def helmsman_receive(self, place: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> Outcome:
         """Take all weights from a trainer's broadcasts. The first rank is the member of its group, and sends them on to the
-        others of this instance.
-
-        Args:
-            place: A ByCollective, as plain types.
-            forms: Of Expected, as plain types.
-        """
+        others of this instance. ``place`` is a ByCollective and ``forms`` are Expected, as plain types."""
         found = msgspec.convert(place, ByCollective), msgspec.convert(forms, list[Expected])
         return _outcome(lambda: _loading_of(self).receive(*found))
 
 
 class _Loading:
-    """The state of updates in one of vLLM's workers."""
-
     def __init__(self, worker: VLLMWorkerExtension) -> None:
         self._worker = worker
         self._group: WeightGroup | None = None

@@ -17,11 +17,8 @@ from helmsman.api.weights import ByCollective
 
 
 class WeightGroup:
-    """What a process has of such groups: the one that it is a member of and, on rank 0, the store where members meet.
-
-    Args:
-        device: Where the tensors are that go by it.
-    """
+    """What a process has of such groups: the one that it is a member of and, on rank 0, the store where members meet. The
+    tensors that go by it are on ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -91,7 +88,6 @@ class WeightGroup:
                 abort()
 
     def close(self) -> None:
-        """Leave, and listen no more. Idempotent."""
         self.leave()
         self._store = None
 

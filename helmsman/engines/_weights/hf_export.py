@@ -37,17 +37,11 @@ def export_hf(
     source: str | None = None,
     full: Callable[[torch.Tensor], torch.Tensor] = full_tensor,
 ) -> None:
-    """Write the weights from all ranks; rank 0 writes the files. A model that was at ``path`` is replaced when all is there.
+    """Write the weights from all ranks, cast to ``dtype`` unless None; rank 0 writes the files of at most ``max_shard_bytes``,
+    or one tensor. A model that was at ``path`` is replaced when all is there. The tokenizer is copied from ``source``.
 
-    Args:
-        dtype: Floating-point type of what is written, such as ``bfloat16``; None leaves it as it is.
-        max_shard_bytes: Of one file; a tensor that is larger has a file of its own.
-        source: The folder that the model came from, whose tokenizer is copied.
-        full: All of a tensor, on any device.
-
-    Raises:
-        ValueError: The type is none, or max_shard_bytes is below 1.
-        OSError: Rank 0 cannot write there, or there is something else than a model; the other ranks raise RuntimeError.
+    Raises: ValueError for a type that is none, or max_shard_bytes below 1; OSError where rank 0 cannot write there, or there is
+    something else than a model; the other ranks raise RuntimeError.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected 1 or more")

@@ -74,13 +74,10 @@ class HostSwap:
             swapped.storage.resize_(0)
 
     def clear(self) -> None:
-        """Forget what is here."""
         self._swapped = {}
 
 
 class _Swapped:
-    """A storage and its bytes."""
-
     def __init__(self, storage: torch.UntypedStorage, *, keep: bool = True) -> None:
         self.storage, self.num_bytes = storage, storage.nbytes()
         self.host: torch.Tensor | None = None
@@ -95,7 +92,6 @@ class _Swapped:
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The memory behind a tensor, or behind this rank's shard of it."""
     tensor = tensor.detach()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 

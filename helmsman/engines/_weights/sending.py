@@ -16,7 +16,6 @@ T = TypeVar("T")
 
 
 def checksum_of(tensor: torch.Tensor) -> int:
-    """CRC-32 of a tensor's bytes."""
     data: Any = as_bytes(tensor.cpu()).numpy()
     return zlib.crc32(data)
 
@@ -27,8 +26,6 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Bucket(NamedTuple):
-    """Full tensors that are sent together."""
-
     tensors: Mapping[str, torch.Tensor]
     checksums: dict[str, int]
 
@@ -60,7 +57,6 @@ class Packer(Generic[T]):
         self._num_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor, which may complete a bucket."""
         if self._dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(self._dtype)
         if self._tensors and self._num_bytes + tensor.nbytes > self._bucket_bytes:
@@ -69,7 +65,6 @@ class Packer(Generic[T]):
         self._num_bytes += tensor.nbytes
 
     def finish(self) -> T:
-        """Complete the last bucket."""
         if self._tensors:
             self._put()
         return self.sink.finish()
@@ -86,19 +81,11 @@ def send_all(
     pack: Callable[[contextlib.ExitStack], Packer[T]] | None,
     what: str,
 ) -> T | None:
-    """Send all of some tensors. A collective: every rank takes part until the end, also after rank 0 has failed.
+    """Send all of some tensors, by the names under which they arrive. A collective: every rank takes part until the end, also
+    after rank 0 has failed. ``full`` gives all of a tensor; ``pack`` makes rank 0's packer, with a stack that ends with this
+    call, and is None on other ranks.
 
-    Args:
-        tensors: By the names under which they arrive.
-        full: All of a tensor, on any device; a collective.
-        pack: Makes rank 0's packer; None on other ranks. The stack ends with this call.
-        what: What this is, for messages.
-
-    Returns:
-        On rank 0 the sink's result.
-
-    Raises:
-        Exception: What rank 0 met; RuntimeError on the other ranks.
+    Returns the sink's result on rank 0. Raises what rank 0 met, and RuntimeError on the other ranks.
     """
     packer: Packer[T] | None = None
     result: T | None = None

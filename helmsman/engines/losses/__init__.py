@@ -16,8 +16,7 @@ from helmsman.api.pairs import PAIR
 from helmsman.api.suggestions import did_you_mean
 from helmsman.engines.losses.columns import LossResult, kl_estimate
 from helmsman.engines.losses.policy import cispo_loss, decoupled_ppo_loss, grpo_loss, gspo_loss
-from helmsman.engines.losses.preference import dpo_loss, reward_model_loss
-from helmsman.engines.losses.tokens import sft_loss, value_loss
+from helmsman.engines.losses.supervised import dpo_loss, reward_model_loss, sft_loss, value_loss
 
 __all__ = [
     "LOSSES",
@@ -81,13 +80,11 @@ class LossCall(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Of the function, for messages."""
         name: str = getattr(self.function, "__name__", repr(self.function))
         return name
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the batch must have ``entropy``."""
         asked = self.traits.needs_entropy
         return bool(self.kwargs.get(asked)) if isinstance(asked, str) else asked
 
@@ -124,11 +121,7 @@ def prepare_loss(loss: LossFn | str, kwargs: Mapping[str, Any] | None, samples: 
 
 
 def resolve_loss(loss: LossFn | str) -> LossFn:
-    """A loss from itself, its short name, or its import path ``package.module.function``.
-
-    Raises:
-        ValueError: There is no such loss.
-    """
+    """A loss from itself, its short name, or its import path ``package.module.function``. Raises: ValueError."""
     if not isinstance(loss, str):
         return _callable(loss, repr(loss))
     if loss in LOSSES:

@@ -14,13 +14,7 @@ LossResult: TypeAlias = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def require(loss: str, batch: Columns, needed: Sequence[str]) -> None:
-    """Raise ValueError when a batch lacks a column that a loss needs.
-
-    Args:
-        loss: Name of the loss, for the message.
-        batch: The columns.
-        needed: Names of the columns.
-    """
+    """Raise ValueError when a batch lacks a column that a loss needs."""
     missing = [name for name in needed if name not in batch]
     if missing:
         raise ValueError(

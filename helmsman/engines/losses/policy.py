@@ -199,7 +199,6 @@ def _clipped(
     clip_high: float,
     dual_clip: float | None,
 ) -> LossResult:
-    """The clipped loss (B, T) of each token, and its statistics."""
     log_ratio = log_ratio.clamp(max=_MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     plain = ratio * advantages

@@ -24,8 +24,7 @@ class Listener:
         self._thread: threading.Thread | None = None
 
     def listen(self, port: int | None, proof: bytes = b"", limit_s: float = 0.0) -> str:
-        """Answer whoever connects to ``port`` within ``limit_s`` seconds with ``proof``; None ends it. Returns why it cannot
-        listen, '' when it does."""
+        """Answer connections to ``port`` with ``proof``; None ends it. Returns why it cannot listen, '' when it does."""
         self.close()
         if port is None:
             return ""
@@ -44,7 +43,6 @@ class Listener:
         return ""
 
     def close(self) -> None:
-        """Listen no more. Idempotent."""
         listener, thread, self._listener, self._thread = self._listener, self._thread, None, None
         if listener is not None and thread is not None:
             with contextlib.suppress(OSError):

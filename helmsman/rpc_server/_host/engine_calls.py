@@ -15,16 +15,7 @@ from helmsman.rpc_server._wire.remote_errors import clipped, traceback_text
 
 
 def import_engine(worker_id: str, name: str, path: str) -> Any:
-    """Import an engine's class.
-
-    Args:
-        worker_id: of this worker, for the error.
-        name: of the engine, for the error.
-        path: 'package.module.Class', or 'package.module:Class'.
-
-    Raises:
-        EngineImportError: The module or the class cannot be imported; an error inside the module comes with its traceback.
-    """
+    """Import an engine's class by 'package.module.Class' or 'package.module:Class'. Raises EngineImportError."""
     module_name, _, attribute = path.replace(":", ".").rpartition(".")
     try:
         if not module_name:
@@ -67,9 +58,8 @@ def needs_broadcast(engine: Any, asked: bool | None) -> bool:
 def broadcast_arguments(
     engine: Any, load: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]], worker_id: str, request: Request
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The head's (args, kwargs) on every rank of the engine's model-parallel group.
-
-    The group first agrees that every rank is ready: else ranks would wait in the broadcast for one whose arguments do not load.
+    """The head's (args, kwargs) on every rank of the engine's model-parallel group. The group first agrees that every rank is
+    ready: else ranks would wait in the broadcast for one whose arguments do not load.
 
     Raises: the rank's own error where its arguments do not load, PeerNotReadyError on the others.
     """

@@ -20,8 +20,6 @@ _HELPER_ENDS_S = 5.0
 
 
 class Prepared(NamedTuple):
-    """A fault that can happen now."""
-
     ended: str
     """What has lasted until now and has ended for it; '' for nothing."""
     happen: Callable[[], None]
@@ -38,7 +36,6 @@ class Faults:
         self._lasting = ""
 
     def prepare(self, command: FaultCommand) -> Prepared:
-        """Make a fault ready. Raises HelmsmanError, OSError where it cannot be."""
         if command.kind == "kill":
             return Prepared("", functools.partial(_kill, ends_raylet=command.ends_raylet))
         if not hasattr(os, "pidfd_open"):

@@ -35,7 +35,6 @@ class SegmentStore:
         self._kept: dict[str, ShmSegment | None] = {}
 
     def put(self, handle_id: str, payload: Payload) -> bytes:
-        """Keep a payload; its location is its wire form."""
         wire, self._kept[handle_id] = to_wire(payload, threshold=0)
         return msgspec.msgpack.encode(wire)
 
@@ -47,14 +46,12 @@ class SegmentStore:
             raise HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=str(error)) from error
 
     def drop(self, handle_id: str) -> None:
-        """Give the memory back."""
         segment = self._kept.pop(handle_id, None)
         if segment is not None:
             segment.close()
 
 
 def keep(store: HandleStore, worker_id: str, payload: Payload, value: Any) -> ResultHandle:
-    """Keep a packed value and return the handle for it."""
     handle_id = uuid.uuid4().hex
     try:
         length = len(value)

@@ -22,11 +22,11 @@ from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import EngineSpec, ResultHandle, WorkerHealth
 from helmsman.api.suggestions import nearest
 from helmsman.api.workers import WorkerContext, within
-from helmsman.rpc_server._host import connectivity, inspection
+from helmsman.rpc_server._host import connectivity
 from helmsman.rpc_server._host.engine_calls import broadcast_arguments, construct, import_engine, needs_broadcast
 from helmsman.rpc_server._host.faults import Faults, Prepared
 from helmsman.rpc_server._host.handles import HandleStore, keep
-from helmsman.rpc_server._host.threads import EngineLoop, EngineThread
+from helmsman.rpc_server._host.threads import EngineLoop, EngineThread, all_stacks, task_stack, thread_stack
 from helmsman.rpc_server._process.environment import Environment, follow_thread_count
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
@@ -92,25 +92,19 @@ class EngineHost:
                 self._begin_create(request, payload, reply)
             elif request.verb is Verb.DESTROY:
                 names = decode(payload)[0]
-                self.engine_thread.submit(
-                    request.id,
-                    "destroy",
-                    lambda: self._answer(request, reply, lambda: self._destroy_engines(names)),
-                    lambda: self._decline(request, reply),
-                )
+                work = functools.partial(self._answer, request, reply, lambda: self._destroy_engines(names))
+                self.engine_thread.submit(request.id, "destroy", work, functools.partial(self._decline, request, reply))
             elif request.verb is Verb.REACH:  # it waits for another machine, and nothing else may wait for it
-                work = functools.partial(connectivity.reach, *decode(payload))
-                threading.Thread(target=self._answer, args=(request, reply, work), name="reach", daemon=True).start()
+                reach = functools.partial(connectivity.reach, *decode(payload))
+                threading.Thread(target=self._answer, args=(request, reply, reach), name="reach", daemon=True).start()
             elif request.verb is Verb.FAULT:  # a helper has to start
                 threading.Thread(target=self._apply_fault, args=(request, payload, reply), name="fault", daemon=True).start()
             else:
                 self._answer(request, reply, lambda: self._control(request, payload))
                 if request.verb is Verb.SHUTDOWN:
                     self.on_shutdown()
-        except errors.HelmsmanError as error:
-            reply(Reply(request.id, False), encode(error))
         except BaseException as error:  # noqa: BLE001 - the process boundary: finding a method runs the engine's __getattr__
-            reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
+            self._fail(request, reply, error)
 
     def close(self) -> None:
         """Stop the host's threads and give its ports back.
@@ -135,15 +129,16 @@ class EngineHost:
             self.engine_thread.submit(object(), "follow_thread_count", follow_thread_count)
 
     def _answer(self, request: Request, reply: ReplyFn, work: Callable[[], Any]) -> None:
-        """Run ``work`` and reply with its result or its error."""
         try:
             result = work()
-        except errors.HelmsmanError as error:
-            reply(Reply(request.id, False), encode(error))
         except BaseException as error:  # noqa: BLE001 - the process boundary: whatever a request causes goes back as its error
-            reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
+            self._fail(request, reply, error)
         else:
             self._send_result(request, reply, result)
+
+    def _fail(self, request: Request, reply: ReplyFn, error: BaseException) -> None:
+        ours = error if isinstance(error, errors.HelmsmanError) else remote_error(self.identity, request, error)
+        reply(Reply(request.id, False), encode(ours))
 
     def _decline(self, request: Request, reply: ReplyFn) -> None:
         """Answer a request that is not begun, because its caller gave up; the answer lets the transport forget it."""
@@ -168,7 +163,7 @@ class EngineHost:
             case Verb.HEALTH:
                 return msgspec.msgpack.encode(self.health())
             case Verb.STACKS:
-                return inspection.all_stacks()
+                return all_stacks()
             case Verb.CONFIGURE:
                 return self._configure(*arguments)
             case Verb.SET_ENV:
@@ -192,7 +187,6 @@ class EngineHost:
         raise errors.ProtocolError(f"{self.identity.worker_id} does not know the verb {request.verb!r}")
 
     def health(self) -> WorkerHealth:
-        """What the worker is doing now."""
         return msgspec.structs.replace(
             self._activity(),
             cpu_s=time.process_time(),
@@ -273,7 +267,7 @@ class EngineHost:
             call = tasks.get(request_id)
             if call is None or call.task is None:
                 return CallState(state="ended")
-            stack = inspection.task_stack(call.task)
+            stack = task_stack(call.task)
             return CallState(state="running", stack=stack, running=call.name, running_s=now - call.since)
 
         return {request_id: state_of(request_id) for request_id in request_ids}
@@ -372,7 +366,7 @@ class EngineHost:
             try:
                 args, kwargs = self._load(request, payload)
             except errors.HelmsmanError as error:
-                reply(Reply(request.id, False), encode(error))
+                self._fail(request, reply, error)
                 return
             try:
                 try:
@@ -386,16 +380,12 @@ class EngineHost:
             else:
                 self._send_result(request, reply, result)
 
-        def run_sync() -> None:
-            self._answer(request, reply, lambda: self._call(request, payload, engine, method))
-
-        def withdrawn() -> None:
-            self._decline(request, reply)
-
+        withdrawn = functools.partial(self._decline, request, reply)
         if inspect.iscoroutinefunction(method):
             self._loop.submit(request.id, name, run_async, withdrawn)
         else:
-            self.engine_thread.submit(request.id, name, run_sync, withdrawn)
+            work = functools.partial(self._answer, request, reply, lambda: self._call(request, payload, engine, method))
+            self.engine_thread.submit(request.id, name, work, withdrawn)
 
     def _call(self, request: Request, payload: Payload, engine: Any, method: Callable[..., Any]) -> Any:
         if needs_broadcast(engine, request.broadcast):
@@ -461,20 +451,18 @@ class EngineHost:
         except Exception as error:  # noqa: BLE001 - no room is left in which to keep or send it, as segments or Ray's store say
             if kept is not None:
                 self._store.drop(kept.id)  # its handle reaches no caller
-            failure: errors.HelmsmanError
             if isinstance(error, errors.CodecError):
                 failure = self._refusal(errors.ResultNotSerializableError, request, error)
             else:
                 failure = remote_error(self.identity, request, error)
-            reply(Reply(request.id, False), encode(failure))
+            self._fail(request, reply, failure)
 
 
 def _behind(state: Literal["waiting", "withdrawn"], place: EngineThread | EngineLoop) -> CallState:
-    """The state of a call that has not begun behind the one that runs at this place."""
     running = place.occupant
     return CallState(
         state=state,
-        stack=inspection.thread_stack(place.thread),
+        stack=thread_stack(place.thread),
         running=running.name if running else None,
         running_s=time.monotonic() - running.since if running else None,
     )

@@ -39,12 +39,10 @@ class RewardEngine:
         self._function: Callable[..., Any] = function
 
     def is_async(self) -> bool:
-        """Whether the function is awaited."""
         by_call = getattr(type(self._function), "__call__", None)  # noqa: B004 - of an object whose __call__ is async
         return inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(by_call)
 
     def score(self, call: Arguments) -> Any:
-        """The function's result."""
         args, kwargs = call
         return self._function(*args, **kwargs)
 

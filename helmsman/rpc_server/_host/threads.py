@@ -1,4 +1,5 @@
-"""The two places where engine code runs in a worker: one thread for synchronous methods, one event loop for async ones."""
+"""The two places where engine code runs in a worker, one thread for synchronous methods and one event loop for async ones; and
+what their threads and tasks are doing, as text."""
 
 from __future__ import annotations
 
@@ -8,13 +9,16 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine
+from types import FrameType
 from typing import Any
 
 import msgspec
 
 from helmsman.rpc_server._process.pulse import CallRecord
 
+_OWN_PACKAGE = "helmsman.rpc_server."
 SWITCH_INTERVAL_S = 1e-6
 _LAST_TASKS_S = 1.0
 """For what is in flight on a loop that is stopped to end by its cancellation."""
@@ -31,8 +35,6 @@ def share_interpreter() -> None:
 
 
 class Running(msgspec.Struct, frozen=True):
-    """A piece of work that is under way."""
-
     request_id: object
     name: str
     since: float
@@ -53,7 +55,6 @@ class _Waiting:
         return len(self._on_withdrawal)
 
     def add(self, request_id: object, on_withdrawal: Callable[[], None]) -> None:
-        """Add a call; ``on_withdrawal`` is called in its place if it is withdrawn."""
         self._on_withdrawal[request_id] = on_withdrawal
 
     def begins(self, request_id: object) -> bool:
@@ -61,7 +62,6 @@ class _Waiting:
         return self._on_withdrawal.pop(request_id, None) is not None
 
     def withdraw(self, request_id: object) -> bool:
-        """Take back a call; False when it has begun, ended or never was."""
         with self.lock:
             on_withdrawal = self._on_withdrawal.pop(request_id, None)
         if on_withdrawal is None:
@@ -70,24 +70,17 @@ class _Waiting:
         return True
 
     def has(self, request_id: object) -> bool:
-        """Whether a call is here."""
         with self.lock:
             return request_id in self._on_withdrawal
 
     def drop_all(self) -> None:
-        """Drop all calls; nothing is called in their place."""
         with self.lock:
             self._on_withdrawal.clear()
 
 
 class EngineThread:
-    """Runs work one after another, in the order of submission, always on the same thread.
-
-    That order is what keeps collectives of several ranks aligned, and one thread is what keeps a device context current.
-
-    Args:
-        record: for observers outside this process, where there are any.
-    """
+    """Runs work one after another, in the order of submission, always on the same thread: the order keeps collectives of
+    several ranks aligned, and one thread keeps a device context current. ``record`` is for observers outside this process."""
 
     def __init__(self, record: CallRecord | None = None) -> None:
         self._record = record
@@ -98,11 +91,9 @@ class EngineThread:
         self.thread: threading.Thread | None = None
 
     def start(self, name: str) -> None:
-        """Run on a new daemon thread."""
         threading.Thread(target=self.run, name=name, daemon=True).start()
 
     def run(self) -> None:
-        """Run on the calling thread until stop."""
         self.thread = threading.current_thread()
         while (item := self._queue.get()) is not None:
             request_id, name, work = item
@@ -129,7 +120,6 @@ class EngineThread:
             self._queue.put((request_id, name, work))
 
     def stop(self) -> None:
-        """End the thread after the work that is queued."""
         self._queue.put(None)
 
 
@@ -157,7 +147,6 @@ def run_loop(loop: asyncio.AbstractEventLoop) -> None:
 def start_loop(
     name: str, run: Callable[[asyncio.AbstractEventLoop], None] = run_loop
 ) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
-    """Make an event loop and have ``run`` run it on a new daemon thread. Raises RuntimeError where no thread can be started."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=run, args=(loop,), name=name, daemon=True)
     try:
@@ -169,12 +158,8 @@ def start_loop(
 
 
 class EngineLoop:
-    """An event loop on a thread of its own, started when the first async method is called.
-
-    Args:
-        name: of the thread.
-        record: for observers outside this process, where there are any.
-    """
+    """An event loop on a thread of its own, started when the first async method is called; ``record`` is for observers outside
+    this process."""
 
     def __init__(self, name: str, record: CallRecord | None = None) -> None:
         self._record = record
@@ -226,7 +211,6 @@ class EngineLoop:
         return next((call for call in list(self.running.values()) if call.task is task), None)
 
     def counts(self) -> dict[str, int]:
-        """Calls in flight by name."""
         counts: dict[str, int] = {}
         for running in list(self.running.values()):
             counts[running.name] = counts.get(running.name, 0) + 1
@@ -241,7 +225,6 @@ class EngineLoop:
                 self._loop = None
 
     def join(self) -> None:
-        """Wait for what stop has begun, or until it is late."""
         if self.thread is not None:
             self.thread.join(2 * _LAST_TASKS_S)
 
@@ -258,3 +241,50 @@ class EngineLoop:
                     raise RuntimeError(self.failure) from error
                 self.failure = None
             return self._loop
+
+
+# --- what they are doing --------------------------------------------------------------------------------------------------
+
+
+def all_stacks() -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        parts.append(f"thread {names.get(ident, '?')} ({ident})\n{_format(frame)}")
+    return "\n".join(parts)
+
+
+def thread_stack(thread: threading.Thread | None) -> str:
+    """The stack of one thread without our own frames at its root; '' when it is not running."""
+    frame = sys._current_frames().get(thread.ident) if thread is not None and thread.ident is not None else None
+    return _format(frame, skip_own=True) if frame is not None else ""
+
+
+def task_stack(task: asyncio.Task[Any]) -> str:
+    """The stack of a suspended or running task, through the coroutines that it awaits."""
+    frames: list[FrameType] = []
+    awaited: Any = task.get_coro()
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None) or getattr(awaited, "ag_frame", None)
+        if frame is None:
+            break
+        if not _is_own(frame):
+            frames.append(frame)
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
+    lines: list[str] = []
+    for frame in frames:
+        lines += traceback.format_list(traceback.StackSummary.extract([(frame, frame.f_lineno)]))
+    return "".join(lines).rstrip("\n")
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(_OWN_PACKAGE)
+
+
+def _format(frame: FrameType, *, skip_own: bool = False) -> str:
+    entries = list(traceback.walk_stack(frame))
+    entries.reverse()
+    if skip_own:
+        last_own = max((index for index, (each, _) in enumerate(entries) if _is_own(each)), default=-1)
+        entries = entries[last_own + 1 :]
+    return "".join(traceback.format_list(traceback.StackSummary.extract(iter(entries)))).rstrip("\n")

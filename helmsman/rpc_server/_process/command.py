@@ -50,7 +50,6 @@ class CommandEngine:
             )
 
     def pid(self) -> int:
-        """The child's process id."""
         return self._process.pid
 
     def poll(self) -> int | None:
@@ -58,7 +57,6 @@ class CommandEngine:
         return self._process.poll()
 
     def destroy(self) -> None:
-        """SIGTERM, then SIGKILL after 3 s."""
         self._process.terminate()
         try:
             self._process.wait(3.0)

@@ -32,16 +32,11 @@ def pidfd_of_this_process() -> Iterator[int]:
 
 
 def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None = None) -> int:
-    """Mark this process, the forkserver, as one of the run, and fork a watcher of it and of its driver.
+    """Mark this process, the forkserver, as one of the run, and fork a watcher of it and of its driver, whose pidfd this is.
 
     A thread cannot watch: an import may hold the interpreter's lock, and a process that forks workers must have one thread.
-
-    Args:
-        driver: the driver's pidfd.
-        run_id: of the run.
-        folder: a folder of the run without sub-folders, which is removed with it; '' for none.
-        channel: a socket to the driver. If given, the run ends when the driver closes it, and goes on if the forkserver exits;
-            else the run ends with the forkserver.
+    With a ``channel`` to the driver the run ends when the driver closes it, and goes on if the forkserver exits; else the run
+    ends with the forkserver. ``folder``, without sub-folders, is removed with the run.
 
     Returns: the watcher's pid; 0 where the system has no pidfds, and therefore no watcher.
     """

@@ -14,11 +14,7 @@ from helmsman.rpc_server._process.guardian import TAG_VARIABLE
 
 
 class Environment:
-    """The environment of this process.
-
-    Args:
-        origin: the source of what it holds already.
-    """
+    """The environment of this process; ``origin`` is the source of what it holds already."""
 
     def __init__(self, origin: str) -> None:
         sources = {TAG_VARIABLE: "helmsman"}
@@ -27,7 +23,6 @@ class Environment:
         }
 
     def set(self, variables: Iterable[EnvironmentVariable]) -> None:
-        """Set variables, and remember who did."""
         for variable in variables:
             os.environ[variable.name] = variable.value
             self._known[variable.name] = variable
@@ -45,7 +40,6 @@ class Environment:
 
 
 def absolute_search_path() -> list[str]:
-    """This process's ``sys.path``, as other processes may use it."""
     return [os.path.abspath(folder) for folder in sys.path]
 
 

@@ -37,8 +37,6 @@ _PIDFD_INFO_EXIT = 1 << 3  # Linux 6.15
 
 
 class Process(NamedTuple):
-    """One row of the process table."""
-
     pid: int
     parent: int
     group: int
@@ -69,7 +67,6 @@ def _set_mark(value: int) -> None:
 
 
 def mark_of(pid: int) -> Mark | None:
-    """The mark of a process; None where it has none, or has exited."""
     try:
         with open(f"/proc/{pid}/limits", "rb") as file:
             words = file.read().partition(b"Max file locks")[2].split(None, 1)
@@ -123,7 +120,6 @@ def stat_fields(pid: int) -> list[bytes]:
 
 
 def process_of(pid: int) -> Process | None:
-    """The row of one process; None where it does not exist."""
     fields = stat_fields(pid)
     if not fields:
         return None
@@ -139,7 +135,6 @@ def _has_tag(pid: int, tag: bytes) -> bool:
 
 
 def descendants(root: int, table: dict[int, Process]) -> set[int]:
-    """Pids below ``root`` in the process tree, without it."""
     children: dict[int, list[int]] = {}
     for row in table.values():
         children.setdefault(row.parent, []).append(row.pid)
@@ -154,14 +149,8 @@ def descendants(root: int, table: dict[int, Process]) -> set[int]:
 
 
 def family(worker_pid: int, tag: str) -> set[int]:
-    """Find the running processes of a worker's family.
-
-    Args:
-        tag: the worker's tag; it begins with the id of the run and a slash.
-
-    Returns:
-        Their pids, without the worker and without the caller.
-    """
+    """Pids of the running processes of a worker's family, without the worker and the caller. The tag begins with the run's id
+    and a slash."""
     mark, entry = Mark(tag.partition("/")[0], worker_pid), f"{TAG_VARIABLE}={tag}".encode()
 
     def belongs(row: Process) -> bool:
@@ -191,18 +180,14 @@ def _with_descendants(belongs: Callable[[Process], bool], root: int | None = Non
 
 
 def end_family(worker_pid: int, tag: str, *, limit_s: float = 5.0) -> set[int]:
-    """Kill a worker's family; see family and end_all."""
     return end_all(lambda: family(worker_pid, tag), limit_s=limit_s)
 
 
 def end_all(find: Callable[[], set[int]], *, limit_s: float = 5.0) -> set[int]:
-    """Kill the processes that ``find`` returns until it returns none.
+    """Kill the processes that ``find`` returns until it returns none; returns those that are left after ``limit_s`` seconds.
 
     Processes that clean up after others get up to a second for it: Python's trackers of shared memory, and the forkserver and
     watcher of a run within the family. They exit once the processes that they watch have exited.
-
-    Returns:
-        The pids that are left after ``limit_s`` seconds.
     """
     deadline = time.monotonic() + limit_s
     patience = time.monotonic() + min(_CLEANERS_S, limit_s / 2)
@@ -227,7 +212,6 @@ def _cleans_up(pid: int) -> bool:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """Send SIGKILL to those of these processes that this one may signal."""
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -236,7 +220,6 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float, interval_s: float = 0.01) -> bool:
-    """Poll ``condition`` until it holds or ``limit_s`` seconds have passed; returns whether it held."""
     deadline = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline:
@@ -277,14 +260,12 @@ def status_of_zombie(pid: int) -> int | None:
 
 
 def split_status(status: int) -> tuple[int | None, int | None]:
-    """(exit code, signal) of a wait status; one of them is None."""
     if os.WIFSIGNALED(status):
         return None, os.WTERMSIG(status)
     return os.WEXITSTATUS(status), None
 
 
 def record_path(log_path: str) -> str:
-    """Where the end of the worker with this log is recorded."""
     return f"{log_path}.exit"
 
 
@@ -302,13 +283,8 @@ def read_record(log_path: str, pid: int) -> dict[str, int | None] | None:
 
 
 def watch(worker_pid: int, pidfd: int, tag: str, log_path: str, folder: int, tracker_fd: int) -> None:
-    """Wait for a process to end, record its exit status, and end its family. The guardian's whole life.
-
-    Args:
-        log_path: beside which its end is recorded; '' for nowhere.
-        folder: a descriptor of the log's directory, held since the worker has opened its log there.
-        tracker_fd: the pipe to the tracker of shared memory, which is started when the first bytes arrive.
-    """
+    """Wait for a process to end, record its exit status beside its log, whose directory is open as ``folder``, and end its
+    family. The guardian's whole life. The tracker of shared memory is started when the first bytes arrive on ``tracker_fd``."""
     waiting = select.poll()
     for fd in (pidfd, tracker_fd):
         waiting.register(fd, select.POLLIN)
@@ -367,7 +343,6 @@ def spawn_guardian(tag: str, log_path: str) -> None:
 
 
 def guard(pid: int, tag: str, log_path: str = "", tracker_fd: int | None = None) -> None:
-    """Start a guardian for a running process; see watch."""
     import subprocess
 
     subprocess.run(

@@ -19,10 +19,7 @@ class OomCount(msgspec.Struct, frozen=True):
 
 
 def oom_count(pid: int | str = "self") -> OomCount | None:
-    """Count the OOM kills so far in the memory cgroup of a process; of the machine where that cannot be read.
-
-    Returns: The count; None where the kernel keeps none.
-    """
+    """OOM kills so far in the memory cgroup of a process, else of the machine; None where the kernel keeps no count."""
     for path in (*_cgroup_files(pid), _MACHINE):
         if (num_kills := _read(path)) is not None:
             return OomCount(path, num_kills)
@@ -30,7 +27,6 @@ def oom_count(pid: int | str = "self") -> OomCount | None:
 
 
 def oom_kills_since(before: OomCount | None) -> int:
-    """The number of OOM kills since ``before``; 0 where that is not known."""
     now = None if before is None else _read(before.path)
     return 0 if before is None or now is None else max(0, now - before.num_kills)
 

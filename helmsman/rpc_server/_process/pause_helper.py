@@ -51,7 +51,6 @@ def hold(pidfd: int, told: int, factor: float, seconds: float) -> None:
 
 
 def main() -> None:
-    """The helper's whole life."""
     pid, factor, seconds = sys.argv[1:]
     pidfd = os.pidfd_open(int(pid))
     if os.getppid() != int(pid):

@@ -50,22 +50,16 @@ class CallRecord:
         self._number = 0
 
     def begun(self, name: str, since: float) -> None:
-        """Note a call and time.monotonic() at its begin."""
         number = self._number = self._number + 1
         text = name.encode()[:_CALL_NAME_BYTES]
         self._note(number, since, len(text), text, number)
 
     def ended(self) -> None:
-        """Note that no call runs."""
         self._note_end()
 
 
 class Pulse:
-    """The page of this process.
-
-    Args:
-        tag: unique to the worker; readers find the page by it.
-    """
+    """The page of this process; readers find it by ``tag``, which is unique to the worker."""
 
     def __init__(self, tag: str) -> None:
         self.fd = -1
@@ -82,13 +76,8 @@ class Pulse:
         """The call on the event loop that began last, whether or not it has ended."""
 
     def start(self, describe: Callable[[], bytes]) -> None:
-        """Beat on a thread of its own until this process ends.
-
-        Args:
-            describe: returns the worker's description of itself, which is kept if it fits into 3.8 kB.
-        Raises:
-            RuntimeError: No thread can be started.
-        """
+        """Beat on a thread of its own until this process ends; what ``describe`` returns is kept if it fits into 3.8 kB. Raises
+        RuntimeError where no thread can be started."""
         self._beat(describe)
         threading.Thread(target=self._keep_beating, args=(describe,), name="pulse", daemon=True).start()
 
@@ -109,8 +98,6 @@ class Pulse:
 
 
 class Call(NamedTuple):
-    """A call that is noted in a page."""
-
     name: str
     """'engine.method'; '' for none."""
     running_s: float
@@ -118,8 +105,6 @@ class Call(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The content of an observation."""
-
     stuck_s: float
     """Seconds since the last beat."""
     state: str
@@ -149,7 +134,6 @@ def find_page(pid: int, tag: str) -> mmap.mmap | None:
 
 
 def map_page(fd: int) -> mmap.mmap:
-    """Map a page for reading, and close its descriptor."""
     try:
         return mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
     finally:
@@ -202,7 +186,6 @@ def _field(path: str, name: bytes) -> bytes:
 
 
 def read(observation: bytes) -> Seen | None:
-    """Decode an observation; None for an empty one."""
     if len(observation) != _KERNEL.size + PAGE_BYTES:
         return None
     now, cpu_s, rss_bytes, state = _KERNEL.unpack_from(observation)

@@ -12,7 +12,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Entry point."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

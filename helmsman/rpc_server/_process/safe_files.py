@@ -97,14 +97,10 @@ def _open_same(name: str, folder: int, whole: str, entry: os.stat_result, flags:
 
 @contextlib.contextmanager
 def private_directory(base: str | Path, *names: str, create: bool = True) -> Iterator[int]:
-    """A descriptor, which can be listed, of a directory of Helmsman's own: real, of this user, with mode 0700.
+    """A descriptor, which can be listed, of a directory of Helmsman's own below ``base``: each of ``names`` is real, of this
+    user, with mode 0700, and made where it is missing with ``create``.
 
     A directory of this user that others may read is closed to them. One where they may write is refused.
-
-    Args:
-        base: a directory that the user has named.
-        names: the directory below it; each component must be private.
-        create: make the directories that are missing.
 
     Raises: UntrustedPathError, OSError.
     """
@@ -136,7 +132,6 @@ def log_directory(path: str | Path, run_id: str) -> Iterator[int]:
 
 
 def open_log(path: str | Path, run_id: str) -> int:
-    """A descriptor for appending to a log file; a new one has mode 0600. Raises UntrustedPathError, OSError."""
     whole = os.path.abspath(path)
     directory, name = os.path.split(whole)
     flags = os.O_WRONLY | os.O_APPEND | _FILE
@@ -188,12 +183,8 @@ def _open_file(name: str, folder: int, whole: str, flags: int) -> int:
 
 
 def remove_tree(path: str | Path) -> None:
-    """Remove a directory of this user with all that is in it; symbolic links are removed and not followed.
-
-    Only for paths that are made from the id of a run, or from what this process itself has created.
-
-    Raises: UntrustedPathError where it is another user's, or no directory; OSError.
-    """
+    """Remove a directory of this user with all that is in it; symbolic links are removed and not followed. Only for paths that
+    are made from the id of a run, or from what this process itself has created. Raises: UntrustedPathError, OSError."""
     directory, name = os.path.split(os.path.abspath(path))
     with open_directory(directory) as folder:
         entry = _entry(name, folder, str(path), False)
@@ -203,7 +194,6 @@ def remove_tree(path: str | Path) -> None:
 
 
 def is_own_directory(path: str | Path) -> bool:
-    """Whether a path is a real directory of this user."""
     try:
         entry = os.lstat(path)
     except OSError:
@@ -212,7 +202,6 @@ def is_own_directory(path: str | Path) -> bool:
 
 
 def owner(uid: int) -> str:
-    """Name of a user for messages: 'ada (uid 1000)'."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     except KeyError:

@@ -25,7 +25,6 @@ def request(key: bytes, folder: str, arguments: list[str], environment: dict[byt
 
 
 def _is_forked(address: bytes, environment: dict[bytes, bytes]) -> bool:
-    """Have a worker forked and wait for its end; whether there was one."""
     key, _, name = address.partition(b":")
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     try:
@@ -48,7 +47,6 @@ def _is_forked(address: bytes, environment: dict[bytes, bytes]) -> bool:
 
 
 def main() -> None:
-    """Entry point."""
     environment = dict(posix.environ)
     address = environment.pop(ADDRESS_VARIABLE, b"")
     if _is_forked(address, environment):

@@ -37,14 +37,7 @@ _END_S = 2.0
 
 
 class RayForks:
-    """A fork server that has been started.
-
-    Args:
-        run_id: which its process and its socket bear.
-        log_path: where its own output goes.
-        preload: modules that it imports before it forks.
-    Raises: OSError.
-    """
+    """A fork server that has been started, for a run, with its own output going to ``log_path``. Raises: OSError."""
 
     def __init__(self, run_id: str, log_path: Path, preload: Sequence[str]) -> None:
         import ray._private.workers
@@ -108,7 +101,6 @@ class RayForks:
             self._control.sendall(json.dumps([self._key, given]).encode() + b"\n")
 
     def stop(self) -> None:
-        """End it, and the workers that are left; returns when it has exited."""
         with contextlib.suppress(OSError):  # it has exited
             self._control.shutdown(socket.SHUT_RDWR)  # also for children that this process has forked and that hold a copy
         self._control.close()
@@ -124,13 +116,8 @@ _running: list[RayForks] = []
 
 
 def forked_workers(run_id: str, log_path: Path, preload: Sequence[str] | None) -> contextlib.AbstractContextManager[None]:
-    """Within it, this thread starts a Ray whose Python workers are forked, until end_forks().
-
-    Args:
-        run_id: of the run.
-        log_path: for the output of the fork server.
-        preload: modules that workers are forked with. None switches forking off, and so does a system other than Linux.
-    """
+    """Within it, this thread starts a Ray whose Python workers are forked with the modules ``preload``, until end_forks(). None
+    switches forking off, and so does a system other than Linux."""
     if preload is None or sys.platform != "linux":
         return contextlib.nullcontext()
     try:
@@ -143,6 +130,5 @@ def forked_workers(run_id: str, log_path: Path, preload: Sequence[str] | None) -
 
 
 def end_forks() -> None:
-    """End the fork server and its workers. Idempotent."""
     while _running:
         _running.pop().stop()

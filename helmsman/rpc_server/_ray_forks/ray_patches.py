@@ -43,12 +43,8 @@ def replaced(module: Any, **replacements: Callable[..., Any]) -> Iterator[None]:
 
 
 def through_client(command: Sequence[str], workers: Path) -> list[str] | None:
-    """A raylet's command whose Python workers are started through our client; None where it is not as expected.
-
-    Args:
-        command: as Ray has composed it.
-        workers: folder of Ray's programs for workers.
-    """
+    """A raylet's command whose Python workers, programs in Ray's folder ``workers``, are started through our client; None where
+    it is not as expected."""
     programs = [str(workers / "setup_worker.py"), str(workers / "default_worker.py")]
     expected = _COMMAND_OPTION + subprocess.list2cmdline([sys.executable, *programs]) + " "
     ours = _COMMAND_OPTION + subprocess.list2cmdline([sys.executable, "-I", "-S", client.__file__, *programs]) + " "

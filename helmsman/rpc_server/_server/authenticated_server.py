@@ -39,12 +39,7 @@ _READ_BYTES = 1 << 16
 
 
 class RefusalLog:
-    """Reports refused connections in bounded space: one line at most per interval, with the number of those not reported.
-
-    Args:
-        report: writes a line.
-        interval_s: shortest time between two lines.
-    """
+    """Reports refused connections in bounded space: one line at most per interval, with the number of those not reported."""
 
     def __init__(self, report: Callable[[str], None], interval_s: float = REPORT_INTERVAL_S) -> None:
         self._report = report
@@ -77,7 +72,6 @@ class RefusalLog:
         self._counts.clear()
 
     def close(self) -> None:
-        """Report the connections that are counted and not reported yet. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -86,17 +80,10 @@ class RefusalLog:
 
 
 class Door:
-    """Accepts connections on the running event loop and authenticates them.
+    """Accepts connections on the running event loop, authenticates them, and gives each with its peer's address to ``admit``.
 
     When too many handshakes are pending, of one address or altogether, a new connection evicts the one that has made no step
     for the longest time. So silent peers, which stay, make way for a peer of this run, which takes a few round trips.
-
-    Args:
-        listener: a listening socket, which close() closes.
-        key: the run's key.
-        tls: the listener's certificate; None for plain connections.
-        admit: takes each authenticated connection, with the peer's address.
-        refusals: where refused connections are reported.
     """
 
     def __init__(
@@ -121,7 +108,6 @@ class Door:
         self._loop.add_reader(listener, self._accept)
 
     def close(self) -> None:
-        """Accept no more connections, and drop those that are not authenticated. Idempotent."""
         if self._listener.fileno() >= 0:
             self._loop.remove_reader(self._listener)
             self._listener.close()
@@ -226,7 +212,6 @@ class _Tls:
         self._writable.register(sock, select.POLLOUT)
 
     def recv(self, size: int) -> bytes:
-        """Read at most ``size`` bytes, for one thread; b'' at the end of the connection."""
         while True:
             with self._lock:
                 has_more = self._socket.pending() > 0
@@ -236,7 +221,6 @@ class _Tls:
                 return self._socket.recv(size)
 
     def sendall(self, data: bytes) -> None:
-        """Send all of ``data``, for one thread."""
         unsent = memoryview(data)
         while unsent:
             with self._lock, contextlib.suppress(*WOULD_BLOCK):
@@ -258,7 +242,6 @@ class Connection:
             sock.setblocking(True)
 
     def receive(self) -> bytes:
-        """The next message. Raises EOFError, OSError, ProtocolError."""
         while not self._messages:
             data = (self._tls or self._socket).recv(_READ_BYTES)
             if not data:
@@ -267,11 +250,9 @@ class Connection:
         return self._messages.popleft()
 
     def send(self, message: bytes) -> None:
-        """Send a message whole. Raises OSError, ProtocolError."""
         self.send_framed(pack_length(len(message)) + message)
 
     def send_framed(self, data: bytes) -> None:
-        """Send messages whole, with their lengths. Raises OSError."""
         with self._sending:
             (self._tls or self._socket).sendall(data)
 
@@ -281,19 +262,13 @@ class Connection:
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # SSLSocket's own would drop its TLS state under their feet
 
     def close(self) -> None:
-        """End the connection."""
         with contextlib.suppress(OSError):
             self._socket.close()
 
 
 class AuthenticatedServer(abc.ABC):
-    """Serves each connection on a thread of its own, once its peer is authenticated.
-
-    Args:
-        listener: a listening socket, which close() closes.
-        key: the run's key.
-        tls: the listener's certificate; None for plain connections.
-    """
+    """Serves each connection to a listening socket, which close() closes, on a thread of its own, once its peer is
+    authenticated."""
 
     def __init__(self, listener: socket.socket, key: bytes, tls: ServerTls | None = None) -> None:
         self._listener = listener
@@ -308,11 +283,9 @@ class AuthenticatedServer(abc.ABC):
         """Serve an authenticated connection until it ends."""
 
     def start(self) -> None:
-        """Accept on a thread of its own."""
         self._loop, self._thread = start_loop("accept", run=self._run)
 
     def close(self) -> None:
-        """Accept no more connections. Idempotent."""
         if self._loop is None or self._thread is None:
             self._listener.close()
             return

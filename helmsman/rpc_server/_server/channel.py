@@ -100,8 +100,6 @@ def can_carry(payload: Payload, *, shares_memory: bool) -> bool:
 
 
 class _Arrival(NamedTuple):
-    """A request that has arrived, and its answer."""
-
     in_order: bool
     """Whether it is engine work, which begins in the order of arrival."""
     wire: WirePayload | None
@@ -123,19 +121,11 @@ class _Peer:
         self._connection: Connection | None = None
 
     def uses(self, connection: Connection) -> bool:
-        """Whether no other connection has replaced this one."""
         return self._connection is connection
 
     def replace(self, connection: Connection, attempt: int, num_received: int) -> None:
         """Go on with a new connection, unless a later attempt of the controller's has come before it, or comes meanwhile.
-
-        Args:
-            connection: the new one.
-            attempt: its number.
-            num_received: messages that its other end has received.
-
-        Raises: EOFError for one that is too late, OSError, ProtocolError.
-        """
+        Raises: EOFError for one that is too late, OSError, ProtocolError."""
         with self._claiming:
             if attempt <= self._attempt:
                 raise EOFError
@@ -157,7 +147,6 @@ class _Peer:
             self._write(self.session.keep(body, segment))
 
     def confirm(self) -> None:
-        """Send a confirmation."""
         with self._sending:
             self._write(self.session.confirmation())
 
@@ -170,14 +159,8 @@ class _Peer:
 
 
 class ChannelServer(AuthenticatedServer):
-    """Serves the channel of one worker.
-
-    Args:
-        host: answers the requests.
-        shares_memory: whether the controller is on this machine, so that large buffers need not go over the socket.
-        tls: the certificate for connections from other machines; None for plain ones.
-        side_path: carries the payloads that the channel cannot carry; None where it can carry all.
-    """
+    """Serves the channel of one worker. ``shares_memory`` says whether the controller is on this machine, so that large buffers
+    need not go over the socket; ``side_path`` carries the payloads that the channel cannot carry."""
 
     def __init__(
         self,

@@ -12,32 +12,42 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import os
 import select
 import signal
 import socket
+import stat
 import sys
+import threading
+import time
 import traceback
 from typing import Any
 
 import msgspec
 
+from helmsman.rpc_server._host.handles import SegmentStore
+from helmsman.rpc_server._host.host import EngineHost
+from helmsman.rpc_server._host.threads import share_interpreter
 from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._process.driver_watch import NO_PIDFD
 from helmsman.rpc_server._process.environment import extend_search_path, preload, redirect_output
+from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._process.safe_files import open_log, remove_tree
-from helmsman.rpc_server._server.local_server import listen, serve_worker
+from helmsman.rpc_server._server.authenticated_server import BACKLOG
+from helmsman.rpc_server._server.channel import ChannelServer
 from helmsman.rpc_server._wire.messages import WorkerIdentity
+from helmsman.rpc_server._wire.stream import fitting_path
 from helmsman.rpc_server._wire.wire import FrameReader, pack_length
 
+NOTICE_S = 25.0
+"""How long a worker that is sent SIGTERM goes on. Who preempts a process gives it 30 s, as Kubernetes does, or more."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
-    """Start a worker."""
-
     identity: WorkerIdentity
     socket_path: str
     key: bytes
@@ -55,8 +65,6 @@ class Kill(msgspec.Struct, frozen=True, tag=True):
 
 
 class Spawned(msgspec.Struct, frozen=True, tag=True):
-    """A worker's process exists."""
-
     socket_path: str
     """Of its order."""
     pid: int
@@ -92,11 +100,8 @@ decode_event = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited | FamilyEnd
 
 
 class _ForkServer:
-    """
-    Args:
-        driver: its pidfd. The channel alone is not enough: a child that the driver forked holds the driver's end of it open.
-        watcher: pid of the process that ends the run where this one cannot.
-    """
+    """It watches the driver's pidfd, too: a child that the driver forked holds the driver's end of the channel open.
+    ``watcher`` is the pid of the process that ends the run where this one cannot."""
 
     def __init__(self, channel: socket.socket, driver: int, watcher: int, run_dir: str) -> None:
         self._channel = channel
@@ -199,7 +204,6 @@ class _ForkServer:
 
 
 def worker_tag(identity: WorkerIdentity) -> str:
-    """The tag of a worker's family."""
     return f"{identity.run_id}/{identity.worker_id}"
 
 
@@ -239,12 +243,56 @@ def _become_worker(order: Spawn, listener: socket.socket, log: int, inherited: l
         os._exit(code)
 
 
-def main(watcher: int, argv: list[str]) -> None:
-    """Entry point: ``FD DRIVER_PIDFD RUN_DIR MODULE,MODULE,...``.
+def listen(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with fitting_path(path) as address:
+        listener.bind(address)
+    os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
+    listener.listen(BACKLOG)
+    return listener
 
-    Args:
-        watcher: what watch_driver returned.
-    """
+
+def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) -> int:
+    """A local worker's whole life: serve until SHUTDOWN, with engine methods on this thread. Returns the exit code."""
+    faulthandler.enable(all_threads=False)  # the thread that crashed; all would push it out of the log's tail
+    share_interpreter()
+    host = EngineHost(identity, SegmentStore(), pulse=Pulse(f"{identity.run_id}/{identity.worker_id}"))
+    host.on_shutdown = host.engine_thread.stop
+    _take_notice(host)
+    server = ChannelServer(listener, key, host, shares_memory=True)
+    server.start()
+    host.engine_thread.run()
+    server.close()
+    host.close()
+    host.join()
+    return 0
+
+
+def _take_notice(host: EngineHost) -> None:
+    """Have SIGTERM tell that this process is to end: it says so with its health, so that its work can be taken elsewhere, and
+    ends ``NOTICE_S`` later or when it is told again. Our own side ends workers by SIGKILL."""
+    worker, code = os.getpid(), 128 + signal.SIGTERM
+
+    def told(*_: Any) -> None:
+        if os.getpid() != worker:  # a child that an engine has forked, and ends so
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif host.ends_at is not None:
+            os._exit(code)
+        else:
+            last = threading.Timer(NOTICE_S, os._exit, (code,))
+            last.daemon = True
+            try:
+                last.start()
+            except RuntimeError:  # no thread is left that could end it later
+                os._exit(code)
+            host.ends_at = time.monotonic() + NOTICE_S
+
+    signal.signal(signal.SIGTERM, told)
+
+
+def main(watcher: int, argv: list[str]) -> None:
+    """Entry point: ``FD DRIVER_PIDFD RUN_DIR MODULE,MODULE,...``, beside a watcher that watch_driver has returned."""
     driver = int(argv[1])
     channel = socket.socket(fileno=int(argv[0]))
     os.set_inheritable(channel.fileno(), False)

@@ -26,8 +26,6 @@ _BOOTSTRAP = (
 
 
 class _Observer(AuthenticatedServer):
-    """Sends one observation to each authenticated peer."""
-
     def __init__(self, listener: socket.socket, key: bytes, page: mmap.mmap, pid: int, *, tls: ServerTls | None) -> None:
         super().__init__(listener, key, tls)
         self._page, self._pid = page, pid

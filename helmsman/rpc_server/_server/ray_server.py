@@ -15,7 +15,7 @@ import msgspec
 import ray
 
 from helmsman.api.errors import HandleLostError
-from helmsman.api.platform_kinds import PLATFORMS
+from helmsman.api.platforms import PLATFORMS
 from helmsman.api.scheduler import ResultHandle, WorkerHealth
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
@@ -36,10 +36,7 @@ from helmsman.rpc_server.ports import RANGE_VARIABLE, port_range
 
 class RayHandleStore:
     """Keeps results: in segments for processes of this machine, and in Ray's object store once another machine needs them, or
-    from the start where the controller is on another machine.
-
-    A handle carries the location of a segment, or a reference, which Ray counts as a borrowed one.
-    """
+    from the start where the controller is on another machine. A handle has the location of a segment, or a reference."""
 
     def __init__(self, *, in_segments: bool = False) -> None:
         self.in_segments = in_segments
@@ -48,7 +45,6 @@ class RayHandleStore:
         self._lock = threading.Lock()
 
     def put(self, handle_id: str, payload: Payload) -> Any:
-        """Keep a payload; returns its location."""
         if self.in_segments:
             return self._segments.put(handle_id, payload)
         self._references[handle_id] = ray.put(payload)
@@ -73,7 +69,6 @@ class RayHandleStore:
             return self._references[handle.id]
 
     def drop(self, handle_id: str) -> None:
-        """Forget a value."""
         self._segments.drop(handle_id)
         self._references.pop(handle_id, None)
 
@@ -96,11 +91,9 @@ class RaySidePath:
         self.results: dict[int, Payload | ray.ObjectRef[Payload]] = {}
 
     def take(self, request_id: int) -> Payload:
-        """As SidePath's."""
         return self.arguments.pop(request_id)
 
     def keep(self, request_id: int, payload: Payload) -> None:
-        """As SidePath's."""
         self.results[request_id] = _frozen(payload)
 
 
@@ -125,8 +118,6 @@ class Granted(msgspec.Struct, frozen=True):
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """What a new worker tells of itself."""
-
     pid: int
     node_id: str
     granted: Granted
@@ -135,7 +126,6 @@ class Greeting(msgspec.Struct, frozen=True):
 
 
 def granted_here() -> Granted:
-    """What this process was granted."""
     return Granted(ray.get_runtime_context().get_accelerator_ids(), _masks_of_raylet())
 
 
@@ -194,7 +184,6 @@ class RayRPCServer:
 
     @_control
     async def greet(self) -> Greeting:
-        """Say where this is, and which devices Ray has granted."""
         return Greeting(os.getpid(), ray.get_runtime_context().get_node_id(), granted_here(), oom_count())
 
     @_control
@@ -220,15 +209,8 @@ class RayRPCServer:
 
     @_control
     async def open_channel(self, key: bytes, sample: SegmentLocation | None, tls: bool) -> ChannelAddress:
-        """Listen for the controller's connection: on a Unix socket where they share a machine, else on this node's own address.
-
-        Args:
-            key: for connections to this worker alone.
-            sample: a segment of the controller, to see whether it can be mapped here.
-            tls: whether a connection between machines uses TLS.
-
-        Raises: OSError.
-        """
+        """Listen for the controller's connection, with a key for this worker alone: on a Unix socket where ``sample``, a
+        segment of the controller, can be mapped here, else on this node's own address. Raises: OSError."""
         if self._channel is not None:
             self._channel.close()
         shares_memory = sample is not None and can_attach(sample)
@@ -248,14 +230,12 @@ class RayRPCServer:
         return ChannelAddress(where, shares_memory, observer_port)
 
     def _start_observer(self, host: str, key: bytes, tls: bool) -> int:
-        """Start an observer of this worker for a controller on another machine; returns its port."""
         with channel.listen_tcp(host, _channel_ports()) as listener:
             start_observer(listener, key, self._pulse, tls=tls)
             return int(listener.getsockname()[1])
 
     @_control
     async def bring(self, request_id: int, arguments: Payload) -> None:
-        """Take the arguments of a request that follows by the channel."""
         self._side_path.arguments[request_id] = arguments
 
     @_control

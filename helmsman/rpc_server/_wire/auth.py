@@ -39,13 +39,8 @@ _REFUSED = bytes(_MAC_BYTES)
 async def authenticate_connector(
     stream: Stream, key: bytes, tls: ServerTls | None = None, on_step: Callable[[], None] = lambda: None
 ) -> None:
-    """Authenticate the peer that has connected to this listener; the caller bounds the time.
-
-    Args:
-        stream: stays open whatever happens.
-        key: the run's key.
-        tls: the listener's certificate; None for a plain connection.
-        on_step: called when the peer has done something that takes more than a connection.
+    """Authenticate the peer that has connected to this listener; the stream stays open, and the caller bounds the time.
+    ``on_step`` is called when the peer has done something that takes more than a connection.
 
     Raises: ProtocolError, whose text is a predicate of the peer: "has another token".
     """
@@ -72,14 +67,8 @@ async def authenticate_connector(
 
 
 async def authenticate_listener(stream: Stream, key: bytes, *, tls: bool, limit_s: float, where: str) -> None:
-    """Authenticate the listener that this end has connected to, and this end to it.
-
-    Args:
-        stream: closed when this fails.
-        key: the run's key.
-        tls: whether both ends use TLS.
-        limit_s: for the whole handshake.
-        where: the listener's address, for messages.
+    """Authenticate the listener that this end has connected to, and this end to it, within ``limit_s`` seconds; ``where`` is
+    its address, for messages. A failure closes the stream.
 
     Raises: ProtocolError, whose cause is a TimeoutError, EOFError or ConnectionError where the listener was silent or closed.
     """
@@ -124,16 +113,8 @@ def _mac(key: bytes, role: bytes, signed: bytes) -> bytes:
 
 
 async def connect(address: str | tuple[str, int], key: bytes, limit_s: float, *, tls: bool = False) -> socket.socket:
-    """Connect and authenticate both ends.
-
-    Args:
-        address: path of a Unix socket, or numeric address and port.
-        key: the run's key.
-        limit_s: for connecting, and as long again for the handshake.
-        tls: whether to use TLS.
-
-    Returns:
-        The connected socket, non-blocking; an ssl.SSLSocket with TLS.
+    """Connect to a Unix socket's path, or numeric address and port, and authenticate both ends, each within ``limit_s``
+    seconds. Returns the socket, non-blocking; an ssl.SSLSocket with TLS.
 
     Raises: OSError (no one listens), ProtocolError (it is not a process of this run).
     """

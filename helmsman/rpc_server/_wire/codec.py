@@ -48,7 +48,6 @@ class Payload(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Size of stream and buffers in bytes."""
         return len(self.data) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -77,19 +76,10 @@ def _unpack(data: Any, buffers: list[Any], values: list[Any]) -> Any:
 
 
 def encode(obj: Any, *, root: str = "value", inband_below: int = 4096) -> Payload:
-    """Pack a value.
+    """Pack a value that pickle or cloudpickle can take. Tensors on an accelerator arrive on the host. The payload's buffers are
+    read-only views of the caller's memory and keep it alive; those of fewer than ``inband_below`` bytes go inside the stream.
 
-    Args:
-        obj: any value that pickle or cloudpickle can take; tensors of any dtype and layout. Those on an accelerator arrive
-            on the host.
-        root: what the top of the value is called in an error, such as ``args``.
-        inband_below: buffers with fewer bytes than this go inside the stream.
-
-    Returns:
-        The payload. Its buffers are read-only views of the caller's memory and keep it alive.
-
-    Raises:
-        NotSerializableError: with the path to the part that cannot be pickled.
+    Raises: NotSerializableError, with the path from ``root`` to the part that cannot be pickled.
     """
     if obj is None:
         return Payload(_NONE, [], [])  # what most methods return
@@ -103,18 +93,10 @@ def encode(obj: Any, *, root: str = "value", inband_below: int = 4096) -> Payloa
 
 
 def decode(payload: Payload, *, resolve: Callable[[ResultHandle], Any] | None = None) -> Any:
-    """Unpack a value.
+    """Unpack a value, which lives in the payload's buffers from here on where they can be written to; others are copied.
+    ``resolve`` gives the value of a handle, once for each, and its errors pass through; without it, handles stay handles.
 
-    Args:
-        payload: from ``encode``, on this machine or another. Buffers that can be written to are taken over: the value
-            lives in their memory from here on. Others are copied.
-        resolve: gives the value of a handle, once for each. Its errors pass through. Without it, handles stay handles.
-
-    Returns:
-        The value, of the same types as it was packed from.
-
-    Raises:
-        NotLoadableError: something in it cannot be unpickled here, such as a class of a module that is missing.
+    Raises: NotLoadableError for what cannot be unpickled here, such as a class of a module that is missing.
     """
     if payload.data == _NONE:
         return None
@@ -221,8 +203,6 @@ def _handle_at(index: int) -> Any:
 
 
 class _HandleUnpickler(pickle.Unpickler):
-    """Gives the values in place of the handles."""
-
     def __init__(self, data: Any, buffers: Sequence[Any], values: Sequence[Any]) -> None:
         super().__init__(io.BytesIO(data), buffers=buffers)
         self._values = values
@@ -250,7 +230,6 @@ def encode_arguments(worker_id: str, engine_name: str, method: str, arguments: t
 
 
 def _argument_path(path: str, num_parts: int) -> str:
-    """'arguments[0][1].x' as the caller wrote it: 'args[1].x'."""
     names = ("args", "kwargs") if num_parts == 2 else ("engine", "args", "kwargs")
     for index, name in enumerate(names):
         path = path.replace(f"arguments[{index}]", name, 1)

@@ -15,14 +15,11 @@ from typing import Any, NamedTuple
 
 @functools.lru_cache(maxsize=1024)
 def bytes_type(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """The ctypes type of so many bytes."""
     # Making a ctypes array type costs several microseconds; shapes repeat.
     return ctypes.c_char * num_bytes
 
 
 class _PyBuffer(ctypes.Structure):
-    """``Py_buffer`` of CPython's C interface."""
-
     _fields_ = (
         ("buf", ctypes.c_void_p),
         ("obj", ctypes.py_object),
@@ -66,8 +63,6 @@ _MOST_THREADS = 4
 
 
 class Span(NamedTuple):
-    """Bytes that are to be copied."""
-
     target: int
     """An address, as is ``source``."""
     source: int

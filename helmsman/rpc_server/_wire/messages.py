@@ -13,8 +13,6 @@ from helmsman.api.platforms import DeviceGrant
 
 
 class Verb(StrEnum):
-    """What a worker can be asked."""
-
     HEALTH = "health"
     """-> WorkerHealth as msgpack, since it is asked often. Answered at once, also during a long call."""
     STACKS = "stacks"
@@ -91,7 +89,6 @@ class CallState(msgspec.Struct, frozen=True, kw_only=True):
     running_s: float | None = None
 
     def describe(self) -> str:
-        """Where a late call is, for people."""
         running = f"{self.running} (for {self.running_s or 0.0:.1f} s)" if self.running else "nothing"
         return {
             "running": f"the call still runs there: {running}",
@@ -103,8 +100,6 @@ class CallState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker process knows of itself."""
-
     run_id: str
     worker_id: str
     role: str
@@ -115,8 +110,6 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Argument of CONFIGURE."""
-
     role: str
     rank: int
     seed: int = 0
@@ -128,8 +121,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FaultCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """Argument of FAULT."""
-
     kind: Literal["kill", "stop"]
     factor: float = math.inf
     """A process that is stopped runs for one part of the time in so many; infinity for none."""
@@ -139,7 +130,6 @@ class FaultCommand(msgspec.Struct, frozen=True, kw_only=True):
     """Whether Ray's own process on the node is killed, too."""
 
     def describe(self) -> str:
-        """What becomes of the process, for people."""
         if self.kind == "kill":
             return "killed"
         what = "stopped" if math.isinf(self.factor) else f"slowed by {self.factor:g}x"
@@ -147,5 +137,4 @@ class FaultCommand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def dotted(engine_name: str | None, method: str) -> str:
-    """'engine.method', as people read it."""
     return f"{engine_name}.{method}" if engine_name else method

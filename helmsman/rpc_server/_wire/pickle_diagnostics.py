@@ -20,17 +20,10 @@ _MAX_DEPTH = 32
 
 
 def find_culprit(obj: Any, error: Exception, root: str, pickles: Callable[[Any], object]) -> tuple[str, str, str]:
-    """Find the smallest part of ``obj`` that cannot be pickled.
+    """Find the smallest part of ``obj``, whose pickling raised ``error``, that cannot be pickled; ``pickles`` tries one part.
 
-    Args:
-        obj: the value that could not be pickled.
-        error: what was raised then.
-        root: what the value is called, such as ``args``.
-        pickles: pickles one part, and raises if it cannot.
-
-    Returns:
-        The path, such as ``args[0]['cfg'].lock``; the type of what is found there; and the reason, in the words of the
-        exception which that part raised.
+    Returns: The path from ``root``, such as ``args[0]['cfg'].lock``; the type of what is found there; and the reason, in the
+    words of the exception which that part raised.
     """
     path, seen = root, {id(obj)}
     for _ in range(_MAX_DEPTH):
@@ -147,7 +140,6 @@ def _reduced_parts(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(key: object) -> str:
-    """A key as the path shows it, cut to a length that reads."""
     try:
         text = repr(key)
     except Exception:  # noqa: BLE001 - a key's own __repr__ must not hide the error that is being told

@@ -78,7 +78,6 @@ class ShmSegment(Closing):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.location.size
 
     def close(self) -> None:
@@ -89,14 +88,7 @@ class ShmSegment(Closing):
 
 
 def pack(buffers: Sequence[Any]) -> ShmSegment:
-    """Copy buffers into a segment.
-
-    Args:
-        buffers: one-dimensional contiguous buffers of bytes; none of them may be empty.
-
-    Raises:
-        OSError: no memory, or no file descriptor, is left.
-    """
+    """Copy one-dimensional contiguous buffers of bytes, none of them empty, into a segment. Raises OSError."""
     views = [memoryview(buffer) for buffer in buffers]
     sizes = [view.nbytes for view in views]
     offsets, end = [], _HEADER_BYTES
@@ -119,15 +111,7 @@ def pack(buffers: Sequence[Any]) -> ShmSegment:
 
 
 def attach(location: SegmentLocation, *, populated: bool = True) -> list[memoryview]:
-    """Map a segment of another process privately, with its pages where ``populated``.
-
-    Returns:
-        Its buffers, aligned to 64 bytes. They can be written to, which nobody else sees, and keep the mapping alive. The first
-        write to a page of 4 KiB copies it.
-
-    Raises:
-        ProtocolError: the segment is gone (its owner closed it, or died), or is not what the location says.
-    """
+    """Map a segment of another process privately; its buffers keep the mapping alive. Raises ProtocolError where it is gone."""
     path = f"/proc/{location.pid}/fd/{location.fd}"
     try:
         owner_uid = os.stat(f"/proc/{location.pid}").st_uid
@@ -182,7 +166,6 @@ class _Memory:
 
     @classmethod
     def holding(cls, views: Sequence[memoryview], offsets: Sequence[int], end: int) -> _Memory:
-        """New memory with these buffers in it. Raises OSError."""
         name = _NAME + secrets.token_hex(8)
         file = _opened_again(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), os.O_RDWR)
         fd = file.fileno()
@@ -216,7 +199,6 @@ class _Memory:
             ctypes.c_uint64.from_buffer(self._array).value = self.number
 
     def fill(self, views: Sequence[memoryview], offsets: Sequence[int], end: int) -> None:
-        """Copy buffers in. Raises OSError."""
         assert self._array is not None
         if end > self._allocated:  # here a lack of memory is an error; in the mapping it would be a signal
             os.posix_fallocate(self.fd, self._allocated, end - self._allocated)
@@ -225,7 +207,6 @@ class _Memory:
         copy([Span(address + at, address_of(view), view.nbytes) for view, at in zip(views, offsets, strict=True)])
 
     def close(self) -> None:
-        """Give it back."""
         self._array = None
         self._file.close()
 
@@ -273,7 +254,6 @@ class _Spares:
                 oldest.close()
 
     def drop(self) -> None:
-        """Keep nothing."""
         with self._lock:
             while self._kept:
                 self._kept.pop().close()

@@ -83,7 +83,6 @@ class Stream:
         self._sent.set()
 
     async def drain(self) -> None:
-        """Wait until everything is sent, or the stream is closed."""
         if self._unsent:
             await self._sent.wait()
 
@@ -103,7 +102,6 @@ class Stream:
                 return
 
     def detach(self) -> socket.socket:
-        """Give the socket away; the stream is then closed."""
         assert not self._unsent
         assert not self._received
         self.is_open = False

@@ -30,15 +30,11 @@ Reduced = tuple[Callable[..., Any], tuple[Any, ...]] | tuple[Any, ...]
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Reduced | None:
-    """What pickle needs to rebuild ``tensor``, with its elements as one ``PickleBuffer``.
+    """What pickle needs to rebuild a tensor, with its elements as one ``PickleBuffer``. One on an accelerator is copied to the
+    host, and arrives there. A non-leaf arrives as a leaf, as with torch's own pickling.
 
-    Args:
-        tensor: of exactly the type ``torch.Tensor``; any shape and dtype. One on an accelerator is copied to the host,
-            and arrives there. A non-leaf loses its graph and arrives as a leaf, as with torch's own pickling.
-
-    Returns:
-        A reduce tuple, or None for the kinds that torch's own pickling must handle: sparse, quantized, nested and meta
-        tensors, and those with backward hooks.
+    Returns None for the kinds that torch's own pickling must handle: sparse, quantized, nested and meta tensors, and those with
+    backward hooks.
     """
     if (
         tensor.layout is not torch.strided

@@ -24,8 +24,6 @@ _VALID_FROM, _VALID_UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(999
 
 
 class ServerTls(NamedTuple):
-    """Context and certificate of a listener that uses TLS."""
-
     context: ssl.SSLContext
     fingerprint: bytes
     """SHA-256 of the certificate (DER)."""
@@ -63,7 +61,6 @@ def client_context() -> ssl.SSLContext:
 
 
 def fingerprint_of(certificate: bytes | None) -> bytes:
-    """SHA-256 of a certificate (DER)."""
     return hashlib.sha256(certificate or b"").digest()
 
 

@@ -59,19 +59,11 @@ class WirePayload(msgspec.Struct, array_like=True):
 
 
 def to_wire(payload: Payload, *, threshold: int = INLINE_BYTES, segments: bool = True) -> tuple[WirePayload, ShmSegment | None]:
-    """Make a payload ready to send to another process.
+    """Make a payload ready to send to another process: what msgpack can encode, and the segment, if one was needed, which is to
+    be kept open until the receiver has attached.
 
-    Args:
-        payload: from ``encode``.
-        threshold: buffers, and a pickle stream, of this many bytes or more go in a segment. So do smaller ones once those
-            inside the message make up 16 times as much.
-        segments: whether the receiver is on this machine; otherwise all goes inside.
-
-    Returns:
-        What msgpack can encode, and the segment, if one was needed, which is to be kept open until the receiver has attached.
-
-    Raises:
-        OSError: no memory, or no file descriptor, is left for a segment.
+    Buffers, and a pickle stream, of ``threshold`` bytes or more go in a segment. So do smaller ones once those inside the
+    message make up 16 times as much. Without ``segments`` all goes inside. Raises: OSError.
     """
     data = payload.data if isinstance(payload.data, bytes) else bytes(payload.data)
     handles = pickle.dumps(payload.handles, 5) if payload.handles else b""
@@ -99,14 +91,10 @@ def to_wire(payload: Payload, *, threshold: int = INLINE_BYTES, segments: bool =
 
 
 def from_wire(wire: WirePayload, *, populated: bool = True) -> Payload:
-    """The payload that ``to_wire`` made ready. All its buffers can be written to and belong to the receiver alone.
+    """The payload that ``to_wire`` made ready. All its buffers can be written to and belong to the receiver alone. Without
+    ``populated`` the caller maps the pages of the segment (``memory.populate``).
 
-    Args:
-        wire: as it was received.
-        populated: whether the pages of a segment are mapped now, or by the caller (``memory.populate``).
-
-    Raises:
-        ProtocolError: the segment is gone, or is not what the message says.
+    Raises: ProtocolError where the segment is gone, or is not what the message says.
     """
     if not wire.is_inline and wire.segment is None and not wire.inline and wire.data:
         return Payload(wire.data, [], pickle.loads(wire.handles) if wire.handles else [])
@@ -127,16 +115,12 @@ MAX_FRAME_BYTES = 1 << 30
 
 
 class RequestFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A request in a message."""
-
     request: Request
     payload: WirePayload | None = None
     """None when it travels beside the message."""
 
 
 class ReplyFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A reply in a message."""
-
     reply: Reply
     payload: WirePayload | None = None
     """None when it travels beside the message."""
@@ -151,7 +135,6 @@ LENGTH_BYTES = _LENGTH.size
 
 
 def pack_length(size: int) -> bytes:
-    """The length before a message of this size. Raises ProtocolError for one that is too large."""
     require_size(size)
     return _LENGTH.pack(size)
 
@@ -180,7 +163,6 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes; returns the messages that they complete. Raises ProtocolError on a length that cannot be."""
         if not self._buffer and len(data) >= _LENGTH.size and len(data) == _LENGTH.size + _LENGTH.unpack_from(data)[0]:
             return [data[_LENGTH.size :]]  # by far the most common: one whole message
         self._buffer += data
@@ -198,7 +180,6 @@ class FrameReader:
 
 
 def require_size(size: int) -> None:
-    """Raise ProtocolError for a message that is too large."""
     if size > MAX_FRAME_BYTES:
         raise ProtocolError(
             f"a message of {size} bytes is larger than the limit of {MAX_FRAME_BYTES}; send bulk data as tensors, arrays or "
@@ -223,7 +204,6 @@ class Outgoing:
         self._body: bytes | None = None
 
     def body(self) -> bytes:
-        """The encoded RequestFrame of a small request."""
         if self._body is None:
             self._body, _ = self.packed(shares_memory=False)
         return self._body
@@ -240,7 +220,6 @@ class Outgoing:
             raise
 
     def framed(self, wire: WirePayload | None = None) -> bytes:
-        """The encoded RequestFrame; without ``wire`` the payload travels beside it. Raises ProtocolError."""
         try:
             return encode_frame(RequestFrame(self.request, wire))
         except (UnicodeEncodeError, TypeError, OverflowError) as error:
@@ -276,7 +255,6 @@ class Session:
 
     @property
     def num_kept_bytes(self) -> int:
-        """Size of the messages that are not confirmed, with their segments."""
         return self._num_bytes - self._num_confirmed_bytes
 
     def keep(self, body: bytes, segment: ShmSegment | None = None) -> bytes:
@@ -311,7 +289,6 @@ class Session:
         return self.num_received - self._num_told >= _CONFIRM_EACH
 
     def confirmation(self) -> bytes:
-        """The bytes of a message that only confirms."""
         self._num_told = self.num_received
         return _COUNTED.pack(_COUNT.size, self._num_told)
 
@@ -324,7 +301,6 @@ class Session:
         return [_COUNTED.pack(len(body) + _COUNT.size, self.num_received) + body for body, _ in self._kept]
 
     def close(self) -> None:
-        """Forget all messages."""
         self._confirm(self._num_confirmed + len(self._kept))
 
     def _confirm(self, num_received: int) -> None:

@@ -32,7 +32,7 @@ class _InterruptedOnce(asyncio.SelectorEventLoop):
         return super().call_soon_threadsafe(callback, *args, **kwargs)
 
 
-def test_an_interrupt_while_a_loop_is_woken_costs_nobody_what_is_posted_later() -> None:
+def test_mailbox_post_interrupted_while_waking_the_loop() -> None:
     loop = _InterruptedOnce()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -48,7 +48,7 @@ def test_an_interrupt_while_a_loop_is_woken_costs_nobody_what_is_posted_later() 
         loop.close()
 
 
-def test_mailbox_function_that_raises_does_not_cost_those_after_it() -> None:
+def test_mailbox_function_that_raises() -> None:
     loop = asyncio.new_event_loop()
     ran: list[int] = []
 
@@ -63,7 +63,7 @@ def test_mailbox_function_that_raises_does_not_cost_those_after_it() -> None:
     assert ran == [1, 2]
 
 
-def test_a_loop_that_was_used_is_let_go_of() -> None:
+def test_mailbox_does_not_keep_its_loop() -> None:
     loop = asyncio.new_event_loop()
     mailbox_of(loop).post(loop.stop)
     loop.run_forever()
@@ -84,7 +84,7 @@ def test_background_loop_goes_on_after_system_exit() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_child_has_a_loop_although_another_thread_held_the_lock_when_it_was_forked() -> None:
+def test_run_sync_in_a_child_forked_under_the_lock() -> None:
     with loops._lock:
         pid = os.fork()
         if pid == 0:

@@ -8,7 +8,6 @@ It writes what it was given to a folder of its rank, enters itself in the roll t
     hangs         never says that it is up
     unlisted      does not enter itself in the roll
     raylet        starts a child of that program name
-    stubborn      ignores SIGTERM, as does its child
     busy          does not end when it is drained
     twice         is listed beside one of its rank that was killed
 """
@@ -31,8 +30,6 @@ def main(cluster: str, arguments: list[str]) -> None:
     node = os.path.join(cluster, labels["helmsman-rank"])
     os.makedirs(node, exist_ok=True)
     words = behaviour(node)
-    if "stubborn" in words:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = 0
     if "raylet" in words:  # by a program of that name, as which the supervisor knows it
         child = subprocess.Popen(["sleep", "1000"], executable=os.path.join(cluster, "raylet")).pid

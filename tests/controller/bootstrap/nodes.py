@@ -25,6 +25,7 @@ from helmsman.controller._bootstrap.settings import NODE_DEFAULTS, cluster_defau
 from helmsman.controller._node.launchers import NodeIdentity
 from helmsman.rpc_server.ports import PortLeases
 from tests.contract.helpers import ROOT, wait_until
+from tests.controller.bootstrap.zygote import Forked, Zygote
 
 HERE = Path(__file__).parent
 TIMEOUTS = LinkTimeouts(heartbeat_s=0.2, connect_s=1.0, silent_s=5.0, refused_s=0.3, unreachable_s=1.5)
@@ -78,15 +79,23 @@ def script(source: str) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", source]
 
 
+Start = Callable[[Sequence[str], Mapping[str, str], Path], "subprocess.Popen[bytes] | Forked"]
+
+
+def execute(command: Sequence[str], environ: Mapping[str, str], output: Path) -> subprocess.Popen[bytes]:
+    """Start a program in a session of its own."""
+    with output.open("wb") as file:
+        return subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
+
+
 class Running:
     """A program whose output goes to a file."""
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], output: Path) -> None:
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], output: Path, start: Start = execute) -> None:
         self._output = output
-        with output.open("wb") as file:
-            self.process = subprocess.Popen(
-                command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
-            )
+        self.process = start(command, environ, output)
 
     @property
     def pid(self) -> int:
@@ -131,12 +140,12 @@ class Running:
 class Node(Running):
     """A running supervisor."""
 
-    def __init__(self, cluster: Path, plan: NodePlan, name: str) -> None:
+    def __init__(self, cluster: Path, plan: NodePlan, name: str, start: Start) -> None:
         self.plan, self._own = plan, cluster / str(plan.identity.rank)
         plan_file = cluster / f"plan-{name}"
         plan_file.write_bytes(pickle.dumps(plan))
-        command = [sys.executable, str(HERE / "supervisor.py"), str(plan_file), str(cluster)]
-        super().__init__(command, {**os.environ, "PYTHONPATH": str(ROOT)}, cluster / f"output-{name}")
+        command = [sys.executable, "-m", "tests.controller.bootstrap.supervisor", str(plan_file), str(cluster)]
+        super().__init__(command, {**os.environ, "PYTHONPATH": str(ROOT)}, cluster / f"output-{name}", start)
 
     def lines(self, part: str) -> list[str]:
         """Those of its lines that have this in them, without their beginning."""
@@ -160,11 +169,12 @@ class Nodes:
 
     Args:
         count: how many there are to be.
+        zygote: starts their supervisors.
         changes: of all their plans.
     """
 
-    def __init__(self, folder: Path, count: int, **changes: Any) -> None:
-        self.folder, self.count, self._changes = folder, count, changes
+    def __init__(self, folder: Path, count: int, zygote: Zygote, **changes: Any) -> None:
+        self.folder, self.count, self._zygote, self._changes = folder, count, zygote, changes
         self._leases = PortLeases()
         self.port = self._leases.lease(1)[0]
         self.started: list[Node] = []
@@ -188,7 +198,8 @@ class Nodes:
             **self._changes,
             **changes,
         }
-        self.started.append(Node(self.folder, make_plan(self.folder / f"run-{name}", rank=rank, **fields), name))
+        plan = make_plan(self.folder / f"run-{name}", rank=rank, **fields)
+        self.started.append(Node(self.folder, plan, name, self._zygote.start))
         return self.started[-1]
 
     def start_all(self) -> list[Node]:

@@ -1,4 +1,4 @@
-"""A node's supervisor as a process: run as a script, with a file that holds its plan and the folder of a made-up cluster."""
+"""A node's supervisor as a program, with a file that holds its plan and the folder of a made-up cluster."""
 
 from __future__ import annotations
 
@@ -51,5 +51,6 @@ async def live(plan: NodePlan, cluster: Path) -> int:
         return error.exit_code
 
 
-if __name__ == "__main__":
-    sys.exit(asyncio.run(live(pickle.loads(Path(sys.argv[1]).read_bytes()), Path(sys.argv[2]))))
+def main() -> int:
+    """Arguments: the plan's file and the folder of the cluster."""
+    return asyncio.run(live(pickle.loads(Path(sys.argv[1]).read_bytes()), Path(sys.argv[2])))

@@ -142,7 +142,7 @@ def framed(data: bytes) -> bytes:
 # --- messages -----------------------------------------------------------------------------------------------------------
 
 
-async def test_connection_carries_every_message_in_order_until_it_is_closed(listener: Listener) -> None:
+async def test_connection_carries_every_message_in_order(listener: Listener) -> None:
     assert {type(message) for message in ALL} | {Heartbeat} == set(Message.__subclasses__())
     async with linked(listener) as (ours, theirs):
         for message in ALL:
@@ -178,7 +178,7 @@ async def test_receive_loses_no_message_when_cancelled(listener: Listener) -> No
     ],
     ids=["no message", "of a later version", "without a field", "too long", "cut off"],
 )
-async def test_receive_of_what_is_no_message(listener: Listener, data: bytes, said: str) -> None:
+async def test_receive_invalid_message(listener: Listener, data: bytes, said: str) -> None:
     async with raw(listener) as (ours, peer):
         peer.sendall(data)
         peer.shutdown(socket.SHUT_WR)
@@ -210,7 +210,7 @@ async def test_connection_is_lost_by_silence(listener: Listener, sent: bytes) ->
             await ours.receive()
 
 
-async def test_connection_sends_to_a_peer_that_has_exited_or_reads_nothing(listener: Listener) -> None:
+async def test_connection_to_a_peer_that_exits_or_reads_nothing(listener: Listener) -> None:
     async with raw(listener) as (ours, peer), asyncio.timeout(10.0):
         for _ in range(200):
             ours.send(Waiting("x" * 100_000))
@@ -238,7 +238,7 @@ async def test_connect_with_tls_on_one_end_alone(listener: Listener) -> None:
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64])
-async def test_connect_to_what_is_no_host_name(host: str) -> None:
+async def test_connect_to_an_invalid_host_name(host: str) -> None:
     with pytest.raises(OSError, match=f"'{host}' is no name of a host"):
         await connect(host, 6380, KEY, USUAL, tls=True)
 

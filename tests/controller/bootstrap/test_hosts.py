@@ -56,8 +56,8 @@ def _nothing_left(hosts: Hosts) -> None:
     )
 
 
-def test_up_nodes_come_again_and_leave(make_hosts: Make) -> None:
-    """A node that is killed and comes again, as a pod does, one whose raylet dies, and one that is told to stop.
+def test_up_nodes_return_and_leave(make_hosts: Make) -> None:
+    """A node that is killed and comes again, as a pod does, one whose raylet dies, and one whose head is killed.
 
     Ray learns late of the first end, here after seconds instead of half a minute, and the script would send work to it.
     """
@@ -75,22 +75,6 @@ def test_up_nodes_come_again_and_leave(make_hosts: Make) -> None:
     again.ends(93, "raylet has ended", limit_s=3.0)
     head.said("rank 1 (host1 10.77.0.2) leaves: Ray has died on this node: raylet has ended")
     assert not head.has_ended
-    other.signal(signal.SIGTERM)
-    head.ends(143, "rank 2 (host2 10.77.0.3) was told to stop by SIGTERM", limit_s=_GONE_S)
-    other.ends(143, limit_s=_GONE_S)
-    _nothing_left(hosts)
-
-
-def test_up_cable_is_pulled_and_head_is_killed(make_hosts: Make) -> None:
-    """A call is lost by the keepalive times; with Ray's own it takes more than a minute."""
-    hosts = make_hosts(3)
-    head, cut, other = (_up(hosts, rank, "loses") for rank in range(3))
-    head.said("the call is made")
-    hosts.cut(1)
-    head.said("the call is lost", limit_s=40.0)
-    cut.ends(94, "the head at host0:6380 cannot be reached", limit_s=30.0)
-    wait_until(lambda: not hosts[1].left(), "nothing is left on the host that left", _GONE_S)
-    head.said("rank 1 (host1 10.77.0.2) is lost")
     head.signal(signal.SIGKILL)
     other.ends(0, "its head is gone", limit_s=5.0)
     assert head.wait(_GONE_S) == 137
@@ -99,7 +83,22 @@ def test_up_cable_is_pulled_and_head_is_killed(make_hosts: Make) -> None:
     _nothing_left(hosts)
 
 
-def test_up_elastic_drains_a_node_that_is_told_to_stop(make_hosts: Make) -> None:
+def test_up_with_a_cut_cable(make_hosts: Make) -> None:
+    """A call is lost by the keepalive times; with Ray's own it takes more than a minute."""
+    hosts = make_hosts(2)
+    head, cut = (_up(hosts, rank, "loses") for rank in range(2))
+    head.said("the call is made")
+    hosts.cut(1)
+    head.said("the call is lost", limit_s=40.0)
+    cut.ends(94, "the head at host0:6380 cannot be reached", limit_s=30.0)
+    wait_until(lambda: not hosts[1].left(), "nothing is left on the host that left", _GONE_S)
+    head.said("rank 1 (host1 10.77.0.2) is lost")
+    head.signal(signal.SIGTERM)
+    head.ends(143, limit_s=_GONE_S)
+    _nothing_left(hosts)
+
+
+def test_up_elastic_drains_a_stopped_node(make_hosts: Make) -> None:
     hosts = make_hosts(2)
     head, leaving = (_up(hosts, rank, "moves", "--resources", '{"GPU": 4}', "--elastic", "--grace", "60") for rank in range(2))
     head.said("generating on 2 nodes")
@@ -124,7 +123,7 @@ def test_up_two_runs_share_a_host_beside_a_stale_session(make_hosts: Make) -> No
 # --- before Ray starts ----------------------------------------------------------------------------------------------------
 
 
-def test_up_is_told_to_stop_during_a_name_lookup(make_hosts: Make) -> None:
+def test_up_stopped_during_a_name_lookup(make_hosts: Make) -> None:
     """Also while no name server answers, which takes longer than a node may take to end."""
     hosts = make_hosts(2)
     servers = hosts[1].folder / "resolv.conf"

@@ -17,6 +17,7 @@ from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE
 from tests.contract.helpers import ROOT
 
 pytest.importorskip("ray", reason="it is about Ray's clusters")
+pytestmark = pytest.mark.slow
 
 PROLOGUE = """
 import json, os
@@ -45,8 +46,8 @@ def environment(**more: str) -> dict[str, str]:
     return {**ours, "PYTHONPATH": str(ROOT), **more}
 
 
-def run(source: str, **environ: str) -> list[dict[str, Any]]:
-    """What a script has told."""
+def execute(source: str, **environ: str) -> tuple[list[dict[str, Any]], str]:
+    """The facts that a script has printed, and what it has logged."""
     done = subprocess.run(
         [sys.executable, "-c", PROLOGUE + source],
         env=environment(**environ),
@@ -56,7 +57,7 @@ def run(source: str, **environ: str) -> list[dict[str, Any]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")], done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ import ray
 tell(connected=ray.is_initialized())
 cluster.close()
 """
-    first, last = run(source, **TWO_NODES, RAY_ADDRESS="local")
+    (first, last), _ = execute(source, **TWO_NODES, RAY_ADDRESS="local")
     host, _, port = first.pop("address").rpartition(":")
     assert first == {
         "nodes": 1,
@@ -122,7 +123,7 @@ try:
 except Exception as error:
     tell(kind=type(error).__name__, text=str(error), connected=ray.is_initialized())
 """
-    *joined, refused = run(source, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled")
+    (*joined, refused), _ = execute(source, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled")
     assert joined == 3 * [{"address": address, "nodes": 1, "embedded": False, "devices": {"GPU": 4, "NPU": 8}}]
     assert (refused["kind"], refused["connected"]) == ("ClusterMismatchError", False)
     for fact in (address, "its nodes belong to run-1", "started on run run-2", RUN_VARIABLE, "start it again"):
@@ -131,12 +132,16 @@ except Exception as error:
 
 
 def test_initialize_refuses_a_ray_for_each_of_several_nodes() -> None:
-    """Each node would train alone, and no one would notice. An address where no process answers is refused, too."""
+    """Each node would train alone, and no one would notice: one that is asked for is logged.
+
+    Of processes on one node, each may start its own. An address where no process answers is refused.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     source = f"""
 import ray
 from helmsman import make_scheduler
+from helmsman.controller._ray_backend.cluster_state import choose_address
 for rank in "01":
     os.environ["RANK"] = rank
     for start in (initialize, lambda: make_scheduler("ray", num_cpus=1).close()):
@@ -144,37 +149,26 @@ for rank in "01":
             start()
         except Exception as error:
             tell(kind=type(error).__name__, rank=rank, text=str(error))
+addresses = [choose_address("local")]
+for environ in ({{"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}}, {{"RANK": "0", "WORLD_SIZE": "1"}}):
+    os.environ.update(environ)
+    addresses.append(choose_address(None))
+tell(addresses=addresses)
 os.environ["RAY_ADDRESS"] = "{address}"
 try:
     initialize()
 except Exception as error:
     tell(kind=type(error).__name__, text=str(error), connected=ray.is_initialized())
 """
-    *refused, last = run(source, **TWO_NODES)
+    (*refused, chosen, last), logged = execute(source, **TWO_NODES)
     assert len(refused) == 4
     for each in refused:
         assert each["kind"] == "ClusterNotUpError"
         start = "helmsman up -- "
         for fact in (f"RANK={each['rank']}", "WORLD_SIZE=2", "MASTER_ADDR=10.0.0.7", start, " -c ", "RAY_ADDRESS=local"):
             assert fact in each["text"]
+    assert chosen["addresses"] == ["local"] * 3
+    assert "Ray starts on this node alone" in logged
+    assert "RANK=1, WORLD_SIZE=2, MASTER_ADDR=10.0.0.7" in logged
     assert (last["kind"], last["connected"]) == ("ClusterNotFoundError", False)
     assert f"there is no Ray cluster at '{address}': nobody answers there" in last["text"]
-
-
-def test_choose_address_is_local_on_one_node() -> None:
-    """One that is asked for on several nodes is logged."""
-    several = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **TWO_NODES}
-    source = f"""
-from helmsman.controller._ray_backend.address import choose_address
-for environ in ({{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.7"}}, {several}):
-    os.environ.update(environ)
-    tell(address=choose_address(None))
-del os.environ["LOCAL_WORLD_SIZE"]
-tell(address=choose_address("local"))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", PROLOGUE + source], env=environment(), capture_output=True, text=True, check=True
-    )
-    assert [json.loads(line) for line in done.stdout.splitlines()] == 3 * [{"address": "local"}]
-    for fact in ("Ray starts on this node alone", "RANK=1, WORLD_SIZE=2, MASTER_ADDR=10.0.0.7"):
-        assert fact in done.stderr

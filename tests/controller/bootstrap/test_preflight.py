@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from helmsman.api.errors import PreflightError
-from helmsman.controller._bootstrap.preflight import node_address, require_port, versions
+from helmsman.controller._bootstrap.up import node_address, require_port, versions
 from helmsman.controller._node.checks import address_towards
 from helmsman.controller._node.launchers import NodeIdentity
 from tests.contract.helpers import ROOT
@@ -35,7 +35,7 @@ ANSWERS = LISTENS + "listener.accept()[0].sendall({})\nsys.stdin.read()"
 
 AS_NOBODY = """
 import encodings.idna, os, sys  # the first of which Python finds late, where another user may not look
-from helmsman.controller._bootstrap.preflight import require_port
+from helmsman.controller._bootstrap.up import require_port
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
@@ -45,7 +45,7 @@ except ValueError as error:
     print(error)
 """
 WITHOUT_RAY = """
-from helmsman.controller._bootstrap.preflight import versions
+from helmsman.controller._bootstrap.up import versions
 try:
     versions()
 except ValueError as error:
@@ -85,7 +85,7 @@ def test_require_port_that_is_free() -> None:
 
 
 @pytest.mark.parametrize("port", [-1, 0, 65_536, 1 << 70])
-def test_require_port_of_what_is_none(port: int) -> None:
+def test_require_port_out_of_range(port: int) -> None:
     with pytest.raises(PreflightError, match=f"port {port}, of the head's Ray, is none: they go from 1 to 65535.*by --port"):
         require_port(port, *WHAT, listens=False)
 
@@ -145,21 +145,21 @@ def here() -> str:
     return address
 
 
-def test_one_node_needs_no_network() -> None:
+def test_node_address_of_one_node() -> None:
     assert node_address(ALONE, "lo") == ("127.0.0.1", "lo")
     address, interface = node_address(ALONE, "")
     assert address == (address_towards("") or "127.0.0.1")
     assert interface in {name for _, name in socket.if_nameindex()}
 
 
-def test_by_the_route_and_by_the_name_of_its_interface() -> None:
+def test_node_address_by_route_and_interface() -> None:
     address, interface = node_address(HEAD, "")
     assert address == here()
     assert node_address(HEAD, interface) == (address, interface)
     assert node_address(rank_one(address), "") == (address, interface)
 
 
-def test_the_head_may_have_a_name_that_is_not_known_yet() -> None:
+def test_node_address_with_an_unknown_head_name() -> None:
     """As in Kubernetes, where names come with their pods: the member seeks it, and tells that."""
     assert node_address(rank_one("head.invalid"), "")[0] == here()
 
@@ -182,12 +182,12 @@ def test_node_address_that_others_cannot_reach(identity: NodeIdentity, interface
 # --- versions -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_must_be_the_same_everywhere() -> None:
+def test_versions() -> None:
     pytest.importorskip("ray")
     assert versions() == {"python": platform.python_version(), "ray": version("ray"), "helmsman": version("helmsman")}
 
 
-def test_a_node_without_ray(tmp_path: Path) -> None:
+def test_versions_without_ray(tmp_path: Path) -> None:
     for package in (msgspec, cloudpickle):
         (tmp_path / package.__name__).symlink_to(Path(package.__file__).parent)  # type: ignore[arg-type]
     told = subprocess.run(

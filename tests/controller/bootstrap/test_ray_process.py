@@ -70,20 +70,20 @@ async def test_ray_process_lives_and_ends(make_ray: MakeRay, tag: str) -> None:
         ("print('odd \\udcff'.encode(errors='surrogateescape'), end='', flush=True)", "ray start exited with code 0"),
     ],
 )
-async def test_start_fails_when_ray_ends(make_ray: MakeRay, source: str, said: str) -> None:
+async def test_ray_process_that_ends_in_its_start(make_ray: MakeRay, source: str, said: str) -> None:
     with pytest.raises(BootstrapError) as caught:
         await make_ray(source).start("run-1")
     assert f"Ray did not start on this node: {said}" in str(caught.value)
 
 
-async def test_start_that_takes_too_long(make_ray: MakeRay) -> None:
+async def test_ray_process_start_timeout(make_ray: MakeRay) -> None:
     told: list[str] = []
     with pytest.raises(BootstrapError, match=r"did not start on this node within 0\.1 s.*give more with --start-timeout"):
         await make_ray("import signal; signal.pause()", start_s=0.1, report=told.append).start("run-1")
     assert told == [], "no time is left for a second try"
 
 
-async def test_start_fails_and_is_tried_once_more(make_ray: MakeRay, tmp_path: Path) -> None:
+async def test_ray_process_start_is_tried_once_more(make_ray: MakeRay, tmp_path: Path) -> None:
     first = f"import os, sys; open({str(tmp_path / 'tried')!r}, 'x')\nprint('no luck'); sys.exit(1)\n"
     told: list[str] = []
     ray = make_ray(f"try:\n    exec({first!r})\nexcept FileExistsError:\n    pass\n{STAYS}", report=told.append)
@@ -94,8 +94,9 @@ async def test_start_fails_and_is_tried_once_more(make_ray: MakeRay, tmp_path: P
     assert not ray.ended.done(), "the end of the first try is not that of the second"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-async def test_start_detects_a_process_of_ray_that_ends(make_ray: MakeRay, tmp_path: Path, name: str) -> None:
+async def test_ray_process_start_detects_a_dead_process(make_ray: MakeRay, tmp_path: Path, name: str) -> None:
     """Ray itself waits 20 to 30 s for it, and does not print why it has ended."""
     program = tmp_path / name
     shutil.copy(str(shutil.which("true")), program)
@@ -134,7 +135,7 @@ def test_ray_start_waits_for_a_raylet_that_registers_late(monkeypatch: pytest.Mo
     assert found == ["node at here"]
 
 
-async def test_stop_after_a_start_that_is_cancelled_at_once(make_ray: MakeRay, tag: str) -> None:
+async def test_ray_process_stop_after_a_cancelled_start(make_ray: MakeRay, tag: str) -> None:
     """As where a signal comes while the process is made."""
     ray = make_ray(STAYS)
     await ray.stop()  # when there is nothing to end
@@ -147,7 +148,7 @@ async def test_stop_after_a_start_that_is_cancelled_at_once(make_ray: MakeRay, t
     assert not processes_with(TAG_VARIABLE, tag)
 
 
-async def test_stop_ends_all_that_ray_has_started(make_ray: MakeRay, tag: str) -> None:
+async def test_ray_process_stop_ends_all_children(make_ray: MakeRay, tag: str) -> None:
     """Also what has left its session, and ignores SIGTERM."""
     child = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
     spawn = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-I', '-S', '-c', {child!r}], start_new_session=True)\n"

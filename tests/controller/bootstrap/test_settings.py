@@ -42,7 +42,7 @@ TABLE = (Setting("A", "1", "of A"), Setting("B", "2", "of B"), Setting("C", "3",
 
 
 @pytest.mark.parametrize("num_nodes", [1, MANY_NODES])
-def test_defaults_are_named_once_and_have_reasons(num_nodes: int) -> None:
+def test_cluster_defaults_are_unique_with_reasons(num_nodes: int) -> None:
     same_on_all, own = cluster_defaults(num_nodes), [*NODE_DEFAULTS, *of_address("10.0.0.1", "eth0", chosen=True)]
     names = [default.name for default in (*same_on_all, *own)]
     assert len(set(names)) == len(names)
@@ -51,7 +51,7 @@ def test_defaults_are_named_once_and_have_reasons(num_nodes: int) -> None:
     assert not any(default.name.startswith("RAY_") for default in own)
 
 
-def test_defaults_are_variables_of_ray() -> None:
+def test_cluster_defaults_are_variables_of_ray() -> None:
     """A name that Ray does not read would be a promise without effect."""
     ray = pytest.importorskip("ray")
     home = Path(ray.__file__).parent
@@ -89,7 +89,7 @@ def test_variables_of_the_user_come_before_defaults() -> None:
     assert lines == [["A=1", "default", "of A"], ["B=", "your environment", "of B"], ["C=a flag's", "--env", "of C"]]
 
 
-def test_of_address_binds_to_an_interface_only_where_the_user_names_one() -> None:
+def test_of_address_binds_to_a_named_interface_alone() -> None:
     assert {each.name: each.value for each in of_address("10.0.0.1", "", chosen=False)} == {"VLLM_HOST_IP": "10.0.0.1"}
     found = {each.name: each.value for each in of_address("10.0.0.1", "eth0", chosen=False)}
     assert found == {"VLLM_HOST_IP": "10.0.0.1", "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
@@ -133,7 +133,7 @@ def test_resource_arguments(text: str, arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     "text", ["", "8", "[1]", '{"GPU": "two"}', '{"GPU": null}', '{"GPU": true}', "{GPU: 2}", '{"GPU": 1e999}']
 )
-def test_parse_resources_of_what_is_no_object(text: str) -> None:
+def test_parse_resources_not_an_object(text: str) -> None:
     with pytest.raises(PreflightError) as caught:
         parse_resources(text)
     for fact in (repr(text), "not a JSON object of numbers", "'{\"NPU\": 8}'"):
@@ -170,10 +170,7 @@ def test_parse_resources_of_wrong_amounts() -> None:
 )
 def test_object_store_bytes_by_default(available: int, shm_free: int, expected: int) -> None:
     assert object_store_bytes(None, available, shm_free) == expected
-
-
-def test_object_store_bytes_as_asked() -> None:
-    assert object_store_bytes(9.5, 10 * GIB, 10 * GIB) == int(9.5 * GIB), "also more than a share of the memory"
+    assert object_store_bytes(9.5, 10 * GIB, 10 * GIB) == int(9.5 * GIB), "as asked, also more than a share of the memory"
 
 
 @pytest.mark.parametrize(
@@ -188,7 +185,7 @@ def test_object_store_bytes_as_asked() -> None:
         (None, LEAST - 1, 10 * GIB, ("530.0 MiB of memory are available, expected 530.0 MiB", "End other programs", "doctor")),
     ],
 )
-def test_object_store_bytes_that_cannot_be(asked: float | None, available: int, shm_free: int, facts: tuple[str, ...]) -> None:
+def test_object_store_bytes_refuses(asked: float | None, available: int, shm_free: int, facts: tuple[str, ...]) -> None:
     with pytest.raises(PreflightError) as caught:
         object_store_bytes(asked, available, shm_free)
     for fact in facts:

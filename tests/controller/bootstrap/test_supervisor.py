@@ -15,6 +15,7 @@ from helmsman.controller._node.run_registry import RUN_VARIABLE
 from tests.contract.helpers import is_running
 from tests.controller.bootstrap.nodes import MakeCable, MakeNodes, script
 
+pytestmark = pytest.mark.slow
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
 # --- a clean life -------------------------------------------------------------------------------------------------------
@@ -23,7 +24,7 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
 @pytest.mark.parametrize(
     ("source", "code"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)], ids=["exits", "is killed"]
 )
-def test_run_ends_with_the_exit_code_of_the_script(make_nodes: MakeNodes, source: str, code: int) -> None:
+def test_supervisor_exit_code_of_the_script(make_nodes: MakeNodes, source: str, code: int) -> None:
     nodes = make_nodes(3, command=script(source))
     head, *others = nodes.start_all()
     head.ends(code, "3 nodes with 6 CPU at 127.0.0.1:6379, all there after", "the script starts")
@@ -35,7 +36,7 @@ def test_run_ends_with_the_exit_code_of_the_script(make_nodes: MakeNodes, source
         )
 
 
-def test_run_of_one_node(make_nodes: MakeNodes) -> None:
+def test_supervisor_of_one_node(make_nodes: MakeNodes) -> None:
     """Its script has the variables of the cluster, and what it leaves behind goes with the run."""
     source = (
         "import os, subprocess\n"
@@ -59,7 +60,7 @@ def test_run_of_one_node(make_nodes: MakeNodes) -> None:
 
 
 @pytest.mark.parametrize("secret", ["a token of this test", ""])
-def test_all_nodes_have_the_heads_token_and_variables(make_nodes: MakeNodes, secret: str) -> None:
+def test_supervisor_shares_the_heads_token_and_variables(make_nodes: MakeNodes, secret: str) -> None:
     """Also one that comes before the head."""
     nodes = make_nodes(2, secret=secret, command=script("pass"))
     member = nodes.start(1, cluster_settings=[])
@@ -79,7 +80,7 @@ def test_all_nodes_have_the_heads_token_and_variables(make_nodes: MakeNodes, sec
     assert len(member.lines("does not answer")) == 1, "reported once, not at every attempt"
 
 
-def test_script_that_cannot_be_started(make_nodes: MakeNodes) -> None:
+def test_supervisor_script_that_cannot_start(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2, command=["no-such-program", "x"])
     head, member = nodes.start_all()
     head.ends(90, "PREFLIGHT", "the script cannot be started: no-such-program: No such file or directory")
@@ -89,7 +90,7 @@ def test_script_that_cannot_be_started(make_nodes: MakeNodes) -> None:
 # --- coming -------------------------------------------------------------------------------------------------------------
 
 
-def test_rank_that_never_comes(make_nodes: MakeNodes) -> None:
+def test_supervisor_missing_rank(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3)
     member = nodes.start(1)
     member.said("does not answer")
@@ -104,17 +105,17 @@ def test_rank_that_never_comes(make_nodes: MakeNodes) -> None:
     member.ends(91, "NOT_JOINED: the run did not begin: 1 of 3 nodes are missing: rank 2, never heard of")
 
 
-def test_many_ranks_that_never_come(make_nodes: MakeNodes) -> None:
+def test_supervisor_many_missing_ranks(make_nodes: MakeNodes) -> None:
     head = make_nodes(30, timeout_s=0.3).start(0)
     head.ends(91, "29 of 30 nodes are missing", "rank 8, never heard of; and 21 more, ranks 9-29")
 
 
-def test_head_that_never_comes(make_nodes: MakeNodes) -> None:
+def test_supervisor_missing_head(make_nodes: MakeNodes) -> None:
     member = make_nodes(2, timeout_s=0.5).start(1)
     member.ends(91, "NOT_JOINED: the head at 127.0.0.1:", "does not answer", "after 0.5 s: rank 0 is missing", "Look at")
 
 
-def test_news_is_a_line_for_each_change(make_nodes: MakeNodes) -> None:
+def test_supervisor_prints_a_line_for_each_change(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3)
     head = nodes.start(0)
     head.said("rank 1, never heard of; rank 2, never heard of")
@@ -130,7 +131,7 @@ def test_news_is_a_line_for_each_change(make_nodes: MakeNodes) -> None:
     assert set(member.lines("are missing")) <= set(told), "the others hear of it"
 
 
-def test_missing_devices(make_nodes: MakeNodes) -> None:
+def test_supervisor_missing_devices(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2)
     member = nodes.start(1, num_devices=8, resources={"CPU": 2.0, "GPU": 6.0})
     head = nodes.start(0)
@@ -140,7 +141,7 @@ def test_missing_devices(make_nodes: MakeNodes) -> None:
     member.ends(91)
 
 
-def test_nodes_that_are_refused(make_nodes: MakeNodes) -> None:
+def test_supervisor_refuses_nodes(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3, command=script("pass"))
     head = nodes.start(0)
     other_python = {"python": "3.12.1", "ray": "2.60.0", "helmsman": "0.1.0"}
@@ -167,7 +168,7 @@ def test_nodes_that_are_refused(make_nodes: MakeNodes) -> None:
     first.ends(0)
 
 
-def test_node_leaves_before_the_run_began(make_nodes: MakeNodes) -> None:
+def test_supervisor_node_leaves_before_the_run(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(4)
     head, leaving, staying = nodes.start(0), nodes.start(1), nodes.start(2)
     for member in (leaving, staying):
@@ -178,7 +179,7 @@ def test_node_leaves_before_the_run_began(make_nodes: MakeNodes) -> None:
     staying.ends(91, "NOT_JOINED: the run did not begin: rank 1 (")
 
 
-def test_node_is_killed_and_comes_again_before_the_run_begins(make_nodes: MakeNodes) -> None:
+def test_supervisor_node_killed_before_the_run_returns(make_nodes: MakeNodes) -> None:
     """As a pod does; the run waits for it, and until Ray has forgotten the one before."""
     nodes = make_nodes(3, command=script("pass"))
     head, first = nodes.start(0), nodes.start(1)
@@ -194,7 +195,7 @@ def test_node_is_killed_and_comes_again_before_the_run_begins(make_nodes: MakeNo
     other.ends(0)
 
 
-def test_head_accepts_again_after_too_many_open_files(make_nodes: MakeNodes) -> None:
+def test_supervisor_head_with_too_many_open_files(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2, command=script("pass"))
     head = nodes.start(0)
     head.said("rank 1, never heard of")
@@ -208,7 +209,7 @@ def test_head_accepts_again_after_too_many_open_files(make_nodes: MakeNodes) -> 
     head.ends(0)
 
 
-def test_control_port_that_another_run_takes_at_the_same_moment(make_nodes: MakeNodes) -> None:
+def test_supervisor_control_port_taken_late(make_nodes: MakeNodes) -> None:
     """After the plan was made, which has found it free."""
     nodes = make_nodes(2)
     with socket.create_server(("127.0.0.1", nodes.port)):
@@ -217,7 +218,7 @@ def test_control_port_that_another_run_takes_at_the_same_moment(make_nodes: Make
         )
 
 
-def test_a_first_connection_that_hangs(make_nodes: MakeNodes, make_cable: MakeCable) -> None:
+def test_supervisor_first_connection_hangs(make_nodes: MakeNodes, make_cable: MakeCable) -> None:
     """The head does not know yet that it is lost, and the node that comes again is not taken for a second one."""
     nodes = make_nodes(2, command=script("pass"))
     nodes.behaviour(0, "waits")

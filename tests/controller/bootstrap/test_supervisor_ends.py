@@ -8,14 +8,15 @@ import signal
 import pytest
 
 from tests.contract.helpers import wait_gone
-from tests.controller.bootstrap.nodes import MakeCable, MakeNodes, script
+from tests.controller.bootstrap.nodes import MakeCable, MakeNodes
 
+pytestmark = pytest.mark.slow
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 
 # --- Ray ----------------------------------------------------------------------------------------------------------------
 
 
-def test_ray_that_does_not_start_on_a_member(make_nodes: MakeNodes) -> None:
+def test_supervisor_ray_fails_to_start_on_a_member(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3)
     nodes.behaviour(1, "fails")
     head, other = nodes.start(0), nodes.start(2)
@@ -26,7 +27,7 @@ def test_ray_that_does_not_start_on_a_member(make_nodes: MakeNodes) -> None:
     other.ends(91, "the run did not begin: rank 1 (")
 
 
-def test_ray_that_does_not_start_on_the_head(make_nodes: MakeNodes) -> None:
+def test_supervisor_ray_fails_to_start_on_the_head(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2)
     nodes.behaviour(0, "waits", "fails")
     head, member = nodes.start_all()
@@ -37,19 +38,13 @@ def test_ray_that_does_not_start_on_the_head(make_nodes: MakeNodes) -> None:
     member.ends(91, "NOT_JOINED: the run did not begin: Ray did not start on this node")
 
 
-def test_ray_that_never_says_that_it_is_up(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(2, ray_start_s=0.3)
-    nodes.behaviour(0, "hangs")
-    nodes.start(0).ends(93, "RAY_DIED: Ray did not start on this node within 0.3 s")
-
-
-def test_ray_that_is_up_and_does_not_answer(make_nodes: MakeNodes) -> None:
+def test_supervisor_ray_does_not_answer(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(1, timeout_s=0.5)
     nodes.behaviour(0, "unlisted")
     nodes.start(0).ends(91, "1 of 1 nodes are missing: rank 0, its own Ray does not answer yet")
 
 
-def test_ray_dies_on_a_node_and_the_run_goes_on(make_nodes: MakeNodes) -> None:
+def test_supervisor_ray_dies_on_a_member(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2)
     head, member = nodes.start_running()
     os.kill(member.ray["pid"], KILL)
@@ -59,7 +54,7 @@ def test_ray_dies_on_a_node_and_the_run_goes_on(make_nodes: MakeNodes) -> None:
     head.ends(0)
 
 
-def test_ray_dies_on_the_head_and_the_run_ends(make_nodes: MakeNodes) -> None:
+def test_supervisor_ray_dies_on_the_head(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2)
     nodes.behaviour(0, "raylet")
     head, member = nodes.start_running()
@@ -69,16 +64,10 @@ def test_ray_dies_on_the_head_and_the_run_ends(make_nodes: MakeNodes) -> None:
     member.ends(0, "the run has ended: Ray has died on the head: ")
 
 
-def test_ray_that_ignores_being_told_to_end_is_killed(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(1, command=script("pass"))
-    nodes.behaviour(0, "raylet", "stubborn")
-    nodes.start(0).ends(0)
-
-
 # --- being told to stop -------------------------------------------------------------------------------------------------
 
 
-def test_head_is_told_to_stop(make_nodes: MakeNodes) -> None:
+def test_supervisor_head_stopped(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2)
     head, member = nodes.start_running()
     head.signal(INT)
@@ -87,7 +76,7 @@ def test_head_is_told_to_stop(make_nodes: MakeNodes) -> None:
     member.ends(0, "the run has ended: this node was told to stop by SIGINT")
 
 
-def test_head_is_told_to_stop_while_it_waits(make_nodes: MakeNodes) -> None:
+def test_supervisor_head_stopped_while_it_waits(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3)
     head, member = nodes.start(0), nodes.start(1)
     member.said("joined the cluster")
@@ -96,7 +85,7 @@ def test_head_is_told_to_stop_while_it_waits(make_nodes: MakeNodes) -> None:
     member.ends(91, "NOT_JOINED: the run did not begin: this node was told to stop by SIGTERM")
 
 
-def test_node_is_told_to_stop_and_the_run_ends(make_nodes: MakeNodes) -> None:
+def test_supervisor_member_stopped(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3)
     head, leaving, staying = nodes.start_running()
     leaving.signal(TERM)
@@ -106,7 +95,7 @@ def test_node_is_told_to_stop_and_the_run_ends(make_nodes: MakeNodes) -> None:
     staying.ends(0, "the run has ended: rank 1 (")
 
 
-def test_node_of_an_elastic_run_is_told_to_stop(make_nodes: MakeNodes) -> None:
+def test_supervisor_elastic_member_stopped(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3, elastic=True, grace_s=60.0)  # which nobody needs whose node is drained
     head, leaving, staying = nodes.start_running()
     leaving.signal(TERM)
@@ -118,7 +107,7 @@ def test_node_of_an_elastic_run_is_told_to_stop(make_nodes: MakeNodes) -> None:
     assert not nodes.script_was_told(TERM)
 
 
-def test_node_of_an_elastic_run_leaves_after_the_grace(make_nodes: MakeNodes) -> None:
+def test_supervisor_elastic_member_leaves_after_grace(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2, elastic=True, grace_s=0.5)
     nodes.behaviour(1, "busy")
     head, leaving = nodes.start_running()
@@ -128,34 +117,28 @@ def test_node_of_an_elastic_run_leaves_after_the_grace(make_nodes: MakeNodes) ->
     head.ends(0)
 
 
-def test_node_is_told_to_stop_before_there_is_a_head(make_nodes: MakeNodes) -> None:
+def test_supervisor_member_stopped_without_a_head(make_nodes: MakeNodes) -> None:
     member = make_nodes(2).start(1)
     member.said("does not answer")
     member.signal(TERM)
     member.ends(143, "this node was told to stop by SIGTERM; it leaves")
 
 
-def test_script_that_ignores_a_signal_is_killed(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(1, grace_s=0.2)
-    head = nodes.start(0, command=nodes.waiting_script("deaf"))
+@pytest.mark.parametrize(("script", "grace_s"), [("deaf", 0.2), ("5", 2.0)])
+def test_supervisor_stopped_ends_the_script(make_nodes: MakeNodes, script: str, grace_s: float) -> None:
+    """One that ignores the signal is killed, and its exit code does not count."""
+    nodes = make_nodes(1, grace_s=grace_s)
+    head = nodes.start(0, command=nodes.waiting_script(script))
     nodes.wait_running()
     head.signal(TERM)
     head.ends(143)
-
-
-def test_head_is_told_to_stop_and_the_code_of_the_script_does_not_count(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(1)
-    head = nodes.start(0, command=nodes.waiting_script("5"))
-    nodes.wait_running()
-    head.signal(TERM)
-    head.ends(143)
-    assert nodes.script_was_told(TERM)
+    assert nodes.script_was_told(TERM) == (script != "deaf")
 
 
 # --- losing each other --------------------------------------------------------------------------------------------------
 
 
-def test_connection_is_made_again(make_nodes: MakeNodes, make_cable: MakeCable) -> None:
+def test_supervisor_reconnects(make_nodes: MakeNodes, make_cable: MakeCable) -> None:
     """When it is cut, and when only the node knows that it is lost."""
     nodes = make_nodes(2)
     cable = make_cable(nodes.port)
@@ -172,7 +155,7 @@ def test_connection_is_made_again(make_nodes: MakeNodes, make_cable: MakeCable) 
     assert "is lost" not in head.output.removeprefix(before)
 
 
-def test_head_that_cannot_be_reached(make_nodes: MakeNodes, make_cable: MakeCable) -> None:
+def test_supervisor_head_unreachable(make_nodes: MakeNodes, make_cable: MakeCable) -> None:
     """What answers is a kernel that takes connections for a head that does nothing: nobody knows how the run ends."""
     nodes = make_nodes(2)
     cable = make_cable(nodes.port)
@@ -184,7 +167,7 @@ def test_head_that_cannot_be_reached(make_nodes: MakeNodes, make_cable: MakeCabl
     head.ends(0)
 
 
-def test_head_that_is_killed(make_nodes: MakeNodes) -> None:
+def test_supervisor_head_killed(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3)
     head, *members = nodes.start_running()
     head.signal(KILL)
@@ -194,7 +177,7 @@ def test_head_that_is_killed(make_nodes: MakeNodes) -> None:
 
 
 @pytest.mark.parametrize("secret", ["a token of this test", "another"])
-def test_head_of_another_run_has_the_port(make_nodes: MakeNodes, make_cable: MakeCable, secret: str) -> None:
+def test_supervisor_another_head_on_the_port(make_nodes: MakeNodes, make_cable: MakeCable, secret: str) -> None:
     """A head that was started anew, or one of another job: the node does not belong to it."""
     nodes = make_nodes(2)
     cable = make_cable(nodes.port)
@@ -211,7 +194,7 @@ def test_head_of_another_run_has_the_port(make_nodes: MakeNodes, make_cable: Mak
     other.ends(143)
 
 
-def test_node_whose_ray_dies_with_a_silent_head_can_be_told_to_stop(make_nodes: MakeNodes) -> None:
+def test_supervisor_stopped_while_it_awaits_the_head(make_nodes: MakeNodes) -> None:
     """It waits to learn whether its head has gone, which is why Ray would end by itself; but not when it is told to stop."""
     nodes = make_nodes(2, grace_s=0.1)
     head, member = nodes.start_running()
@@ -223,7 +206,7 @@ def test_node_whose_ray_dies_with_a_silent_head_can_be_told_to_stop(make_nodes: 
     member.ends(143)
 
 
-def test_node_is_killed_and_comes_again_too_late(make_nodes: MakeNodes) -> None:
+def test_supervisor_member_killed_returns_too_late(make_nodes: MakeNodes) -> None:
     """It takes its Ray along, and the run goes on; the new one is not told that the run has not begun."""
     nodes = make_nodes(2)
     head, member = nodes.start_running()

@@ -24,7 +24,8 @@ from helmsman.controller._node.run_registry import default_log_dir, read_runs, u
 from helmsman.controller.cli import _parser
 from tests.contract.helpers import ROOT, wait_until
 from tests.controller.bootstrap.hosts import why_not_here
-from tests.controller.bootstrap.nodes import Running
+from tests.controller.bootstrap.nodes import Running, execute
+from tests.controller.bootstrap.zygote import Zygote
 
 NUM_WORKERS = 100 if "HELMSMAN_SOAK_ROUNDS" in os.environ else 6
 UP = (sys.executable, "-m", "helmsman.controller.cli", "up")
@@ -34,14 +35,17 @@ Up = Callable[..., Running]
 
 
 @pytest.fixture
-def up(tmp_path: Path) -> Iterator[Up]:
+def up(tmp_path: Path, zygote: Zygote) -> Iterator[Up]:
     """Run it with these arguments, below a program, in an environment where no launcher is."""
     started: list[Running] = []
     temporary = tempfile.mkdtemp(prefix="hu-")  # short, or the run's folder would not be there
     usual = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TMPDIR": temporary, "PYTHONPATH": str(ROOT)}
 
     def start(*arguments: str, below: Sequence[str] = (), **environ: str) -> Running:
-        started.append(Running([*below, *UP, *arguments], {**usual, **environ}, tmp_path / f"output-{len(started)}"))
+        output = tmp_path / f"output-{len(started)}"
+        started.append(
+            Running([*below, *UP, *arguments], {**usual, **environ}, output, start=execute if below else zygote.start)
+        )
         return started[-1]
 
     yield start
@@ -171,14 +175,11 @@ def test_up_follows_the_memory_of_a_container(up: Up, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_up_survives_a_head_that_stops_while_workers_start(up: Up) -> None:
+def test_up_survives_a_stopped_head_among_starts(up: Up) -> None:
     """As a head that is flooded by registrations. With the settings of few nodes, 15 s would end the run."""
-    runs = []
-    for num_nodes, stopped_s in ((1, "8"), (MANY_NODES, "15")):
-        settings = [f"--env={each.name}={each.value}" for each in cluster_defaults(num_nodes)]
-        runs.append(up(*settings, *PROGRAMS, "burst", str(NUM_WORKERS), stopped_s))
-    for run in runs:
-        run.ends(0, f"True that workers were starting, and then {NUM_WORKERS} are up\n", limit_s=500.0)
+    settings = [f"--env={each.name}={each.value}" for each in cluster_defaults(MANY_NODES)]
+    run = up(*settings, *PROGRAMS, "burst", str(NUM_WORKERS), "15")
+    run.ends(0, f"True that workers were starting, and then {NUM_WORKERS} are up\n", limit_s=500.0)
 
 
 def test_up_show_settings(up: Up) -> None:
@@ -210,7 +211,8 @@ def test_up_show_settings(up: Up) -> None:
 # --- a cluster that is there --------------------------------------------------------------------------------------------
 
 
-def test_up_uses_a_cluster_that_is_there(up: Up, address: str) -> None:
+@pytest.mark.slow
+def test_up_on_an_existing_cluster(up: Up, address: str) -> None:
     source = "import os, sys; print(os.environ['RAY_ADDRESS'], 'HELMSMAN_UP_RUN' in os.environ); sys.exit(7)"
     facts = (f"{address} False\n", f"RAY_ADDRESS={address}: the program runs on that cluster")
     up(*PROGRAM, source, RAY_ADDRESS=address).ends(7, *facts)
@@ -220,6 +222,7 @@ def test_up_uses_a_cluster_that_is_there(up: Up, address: str) -> None:
     up("--num-nodes", "1", "--show-settings", RAY_ADDRESS=address).ends(0, "node 0 of 1 (flags)")
 
 
+@pytest.mark.slow
 def test_up_goes_on_when_its_output_is_closed(up: Up, address: str) -> None:
     """As with a pipe whose reader has gone; a run that ended there would end with 0, too."""
     below = [
@@ -230,7 +233,8 @@ def test_up_goes_on_when_its_output_is_closed(up: Up, address: str) -> None:
     up(*PROGRAM, "raise SystemExit(7)", below=below, RAY_ADDRESS=address).ends(7)
 
 
-def test_up_passes_a_signal_to_a_program_on_a_cluster_that_is_there(up: Up, address: str) -> None:
+@pytest.mark.slow
+def test_up_passes_signals_on_an_existing_cluster(up: Up, address: str) -> None:
     source = (
         "import signal, sys\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
@@ -244,6 +248,7 @@ def test_up_passes_a_signal_to_a_program_on_a_cluster_that_is_there(up: Up, addr
     run.ends(143, "was told")
 
 
+@pytest.mark.slow
 def test_up_where_no_cluster_answers(up: Up, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -252,6 +257,7 @@ def test_up_where_no_cluster_answers(up: Up, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_up_interrupts_a_script_once(tmp_path: Path, address: str) -> None:
     """Ctrl-C goes to the whole process group of a terminal; a second one would interrupt the clean-up of the script."""
     pid, terminal = pty.fork()

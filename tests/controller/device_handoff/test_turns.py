@@ -42,6 +42,8 @@ PROMPTS = [random_tokens(6, seed=seed) for seed in range(3)]
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
 SUPERVISED = SupervisionPolicy(probe_every_s=0.2, suspect_s=5.0, dead_s=30.0, restart_pause_s=0.1)
 
+pytestmark = pytest.mark.slow
+
 
 class Pair:
     """A trainer, and a rollout in siblings of its workers."""
@@ -125,10 +127,8 @@ def pair(shared: Pair) -> Iterator[Pair]:
 # --- turns ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "backend", ["inline", pytest.param("local", marks=pytest.mark.slow), pytest.param("ray", marks=pytest.mark.slow)]
-)
-def test_reinforcement_learning_in_turns(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["inline", "ray"])
+def test_turns_of_reinforcement_learning(backend: str) -> None:
     """Each token was made by the weights of the step before, and the trainer computes the same log-probabilities."""
     with make_scheduler(backend) as scheduler:
         pair = Pair(scheduler, "", num_ranks=1 if backend == "inline" else 2)
@@ -159,9 +159,12 @@ def test_reinforcement_learning_in_turns(backend: str) -> None:
         pair.close()
 
 
-def test_out_of_turn_is_refused_and_says_what_to_call(pair: Pair, tmp_path: Any) -> None:
+def test_turns_refuse_calls_out_of_turn(pair: Pair, tmp_path: Any) -> None:
     pair.turns.to_training()
     assert pair.turns.owner is Owner.TRAINER
+    figures = pair.turns.memory()
+    assert list(figures) == [pair.train_id, pair.rollout_id]
+    assert all(isinstance(each, MemoryStats) and each.host_bytes > 1 << 20 for each in figures.values())
     for call in (lambda: pair.rollout.generate(PROMPTS), lambda: pair.rollout.submit(PROMPTS[0])):
         with pytest.raises(DevicesNotOwnedError, match=rf"devices are role '{pair.trainer.role}''s. Call to_rollout\(\)"):
             call()
@@ -183,7 +186,7 @@ def test_out_of_turn_is_refused_and_says_what_to_call(pair: Pair, tmp_path: Any)
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-def test_requests_that_do_not_end_keep_the_devices(pair: Pair) -> None:
+def test_turns_with_requests_in_flight(pair: Pair) -> None:
     """And, taken back instead, they go on after the trainer's turn with the tokens that they have."""
     turns = Turns(pair.trainer, pair.rollout, in_flight="recall", hold_requests=True)
     turns.to_rollout()
@@ -219,7 +222,7 @@ def test_requests_that_do_not_end_keep_the_devices(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_a_full_device_is_told_with_the_figures_of_both_sides(pair: Pair, kind: str) -> None:
+def test_device_memory_error_has_figures_of_both_sides(pair: Pair, kind: str) -> None:
     pair.step()
     pair.call(pair.train_id, "plan", "train_batch", kind)
     with pytest.raises(DeviceMemoryError, match=r"train_batch found no room: .*out of memory. Tried") as caught:
@@ -239,7 +242,7 @@ def test_a_full_device_is_told_with_the_figures_of_both_sides(pair: Pair, kind: 
         pair.rollout.generate(PROMPTS[:1], GREEDY)
 
 
-def test_a_full_device_is_told_also_when_the_other_side_has_gone() -> None:
+def test_device_memory_error_when_the_rollout_is_closed() -> None:
     with make_scheduler("inline") as scheduler:
         pair = Pair(scheduler, "")
         pair.turns.to_training()
@@ -251,26 +254,19 @@ def test_a_full_device_is_told_also_when_the_other_side_has_gone() -> None:
         pair.close()
 
 
-def test_the_figures_are_there_at_any_time(pair: Pair) -> None:
-    figures = pair.turns.memory()
-    assert list(figures) == [pair.train_id, pair.rollout_id]
-    assert all(isinstance(each, MemoryStats) and each.host_bytes > 1 << 20 for each in figures.values())
-
-
 @pytest.mark.parametrize(
-    ("side", "method", "to"),
+    ("side", "method", "to", "then"),
     [
-        ("train", "sleep", "rollout"),
-        ("rollout", "wake", "rollout"),
-        ("rollout", "update_weights", "rollout"),
-        ("rollout", "sleep", "training"),
-        ("train", "wake", "training"),
+        ("train", "sleep", "rollout", "back"),
+        ("rollout", "wake", "rollout", "again"),
+        ("rollout", "wake", "rollout", "back"),
+        ("rollout", "update_weights", "rollout", "back"),
+        ("rollout", "sleep", "training", "again"),
+        ("rollout", "sleep", "training", "back"),
+        ("train", "wake", "training", "back"),
     ],
 )
-@pytest.mark.parametrize("then", ["again", "back"])
-def test_a_hand_over_that_fails_leaves_the_devices_to_nobody_and_the_next_completes(
-    pair: Pair, side: str, method: str, to: str, then: str
-) -> None:
+def test_turns_after_a_hand_over_that_fails(pair: Pair, side: str, method: str, to: str, then: str) -> None:
     steps = {"rollout": pair.turns.to_rollout, "training": pair.turns.to_training}
     other = "training" if to == "rollout" else "rollout"
     steps[other]()
@@ -293,26 +289,25 @@ def test_a_hand_over_that_fails_leaves_the_devices_to_nobody_and_the_next_comple
 # --- deaths -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["sleep", "wake", "update_weights"])
-def test_an_instance_that_dies_in_a_hand_over_comes_back_in_its_turn(scheduler: Scheduler, method: str) -> None:
-    pair = Pair(scheduler, f"-dies-in-{method.replace('_', '-')}", supervision=SUPERVISED)
-    pair.generate()
-    if method != "sleep":
-        pair.turns.to_training()
-    pair.call(pair.rollout_id, "plan", method, "kill")
-    pair.step()
-    assert pair.turns.owner is Owner.TRAINER
-    results = pair.generate()  # which wait for it
-    assert [result.versions for result in results] == [[pair.trainer.get_version()] * 6] * 3
-    assert pair.rollout.load().instances[pair.rollout_id].state is Health.HEALTHY
+def test_turns_wait_for_an_instance_that_dies(scheduler: Scheduler) -> None:
+    """In a hand-over; it comes back in its turn."""
+    pair = Pair(scheduler, "-supervised", supervision=SUPERVISED)
+    for method in ("sleep", "wake", "update_weights"):
+        pair.generate()
+        if method != "sleep":
+            pair.turns.to_training()
+        pair.call(pair.rollout_id, "plan", method, "kill")
+        pair.step()
+        assert pair.turns.owner is Owner.TRAINER
+        results = pair.generate()  # which wait for it
+        assert [result.versions for result in results] == [[pair.trainer.get_version()] * 6] * 3
+        assert pair.rollout.load().instances[pair.rollout_id].state is Health.HEALTHY
     pair.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sleep", "wake", "train_batch"])
-def test_a_trainer_that_dies_is_built_anew_on_free_devices(scheduler: Scheduler, tmp_path: Any, method: str) -> None:
-    pair = Pair(scheduler, f"-trainer-dies-in-{method.replace('_', '-')}")
+def test_recover_of_a_trainer_that_dies_in_a_turn(pair: Pair, tmp_path: Any, method: str) -> None:
+    """It is rebuilt on free devices."""
     pair.generate()
     pair.step()
     pair.trainer.save(str(tmp_path / "checkpoint"))
@@ -330,13 +325,12 @@ def test_a_trainer_that_dies_is_built_anew_on_free_devices(scheduler: Scheduler,
     assert [result.versions for result in pair.generate()] == [[version] * 6] * 3
     assert pair.step() > 0
     assert isinstance(pair.turns.memory()[pair.train_id], MemoryStats)
-    pair.close()
 
 
 # --- sleep of a rollout ----------------------------------------------------------------------------------------------
 
 
-def test_what_sleeps_holds_its_requests(pair: Pair) -> None:
+def test_rollout_asleep_holds_its_requests(pair: Pair) -> None:
     pair.turns.to_rollout()
     pair.turns.close()
     rollout = pair.rollout
@@ -364,7 +358,7 @@ def test_what_sleeps_holds_its_requests(pair: Pair) -> None:
         rollout.sleep(3)
 
 
-def test_what_can_never_be_is_refused_before_anything(pair: Pair) -> None:
+def test_turns_refuse_invalid_arguments(pair: Pair) -> None:
     with pytest.raises(ValueError, match="level is 0"):
         Turns(pair.trainer, pair.rollout, level=0)
     with pytest.raises(ValueError, match="in_flight is 'continue'"):

@@ -39,12 +39,12 @@ def test_follow_takes_every_event_in_every_state(before: Health, event: Event) -
             follow(before, event)
 
 
-def test_only_a_healthy_instance_serves() -> None:
+def test_health_serves() -> None:
     assert [health for health in H if health.serves] == [H.HEALTHY]
 
 
 @given(events=st.lists(st.sampled_from(list(E)), max_size=40))
-def test_no_way_from_death_to_service_but_a_restart_and_an_update(events: list[Event]) -> None:
+def test_follow_from_death_to_service(events: list[Event]) -> None:
     health, needed = H.DEAD, [E.RESTART, E.RESTARTED, E.UPDATED]
     for event in events:
         if (health, event) not in FOLLOWING:
@@ -68,6 +68,6 @@ def test_no_way_from_death_to_service_but_a_restart_and_an_update(events: list[E
         ({"max_restarts": -1}, "max_restarts is -1"),
     ],
 )
-def test_a_policy_that_makes_no_sense_is_refused(options: dict[str, float], message: str) -> None:
+def test_supervision_policy_refuses_invalid_values(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SupervisionPolicy(**options)  # type: ignore[arg-type]

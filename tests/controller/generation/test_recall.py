@@ -32,7 +32,7 @@ S = RequestState
 
 
 @virtually
-async def test_what_runs_comes_back_with_its_tokens_and_goes_on_anywhere() -> None:
+async def test_take_back_keeps_tokens() -> None:
     backend, scheduler = make_scheduler([2, 2])
     tickets = await put(scheduler, make_requests(5, max_new_tokens=6))
     scheduler.suspend()
@@ -61,7 +61,7 @@ async def test_what_runs_comes_back_with_its_tokens_and_goes_on_anywhere() -> No
 
 
 @virtually
-async def test_tokens_that_end_with_a_stop_token_are_the_end() -> None:
+async def test_take_back_at_a_stop_token() -> None:
     backend, scheduler = make_scheduler([1])
     sampling = SamplingParams(max_new_tokens=8, stop_token_ids=(5,))
     (ticket,) = await put(scheduler, [GenerationRequest(request_id="r", prompt_ids=[1], sampling=sampling)])
@@ -73,7 +73,7 @@ async def test_tokens_that_end_with_a_stop_token_are_the_end() -> None:
 
 
 @virtually
-async def test_what_hangs_holds_a_recall_up_until_it_is_dead_or_nobody_waits() -> None:
+async def test_take_back_of_a_hanging_instance() -> None:
     backend, scheduler = make_scheduler([1, 1], retries=RetryGeneration())
     backend.abort_gate.clear()  # no instance answers
     tickets = await put(scheduler, make_requests(2))
@@ -94,7 +94,7 @@ async def test_what_hangs_holds_a_recall_up_until_it_is_dead_or_nobody_waits() -
 
 
 @virtually
-async def test_resumed_meanwhile_a_recall_waits_for_what_ran_and_for_nothing_else() -> None:
+async def test_take_back_resumed_meanwhile() -> None:
     backend, scheduler = make_scheduler([2])
     await put(scheduler, make_requests(2))
     scheduler.suspend()
@@ -111,7 +111,7 @@ async def test_resumed_meanwhile_a_recall_waits_for_what_ran_and_for_nothing_els
 
 
 @virtually
-async def test_what_several_have_suspended_starts_when_all_have_resumed() -> None:
+async def test_resume_needs_every_suspender() -> None:
     backend, scheduler = make_scheduler([1])
     scheduler.suspend()
     scheduler.suspend("update")
@@ -130,7 +130,7 @@ async def test_what_several_have_suspended_starts_when_all_have_resumed() -> Non
 
 
 @virtually
-async def test_a_request_goes_on_from_what_is_kept_of_it() -> None:
+async def test_put_with_kept_results() -> None:
     backend = HeldBackend()
     scheduler = GenerateScheduler(backend)
     before = make_result("other", [10, 11], version=3, stop_reason="abort")
@@ -152,7 +152,7 @@ async def test_a_request_goes_on_from_what_is_kept_of_it() -> None:
 
 
 @virtually
-async def test_idle_is_nothing_in_flight_and_nothing_that_waits() -> None:
+async def test_wait_idle_covers_waiting_requests() -> None:
     backend = HeldBackend()
     scheduler = GenerateScheduler(backend)
     scheduler.put([make_request("a")])

@@ -47,14 +47,15 @@ def in_state(state: RequestState) -> Ticket:
 # --- states -------------------------------------------------------------------------------------------------------------
 
 
-def test_each_state_has_its_row() -> None:
+def test_transitions_have_every_state() -> None:
     assert set(TRANSITIONS) == set(RequestState) == set(PATH_TO)
     assert {(before, after) for before, afters in TRANSITIONS.items() for after in afters} == LEGAL
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(S, S)), ids=lambda state: state.value)
-def test_a_request_goes_on_only_as_drawn(before: RequestState, after: RequestState) -> None:
+def test_ticket_transition(before: RequestState, after: RequestState) -> None:
     ticket = in_state(before)
+    assert (before.is_end, ticket.is_running) == (before in ENDS, before is S.RUNNING)
     if (before, after) in LEGAL:
         ticket.transition(after)
         assert ticket.state is after
@@ -64,21 +65,15 @@ def test_a_request_goes_on_only_as_drawn(before: RequestState, after: RequestSta
         assert ticket.state is before
 
 
-@pytest.mark.parametrize("state", list(S), ids=lambda state: state.value)
-def test_the_last_four_are_ends(state: RequestState) -> None:
-    assert state.is_end == (state in ENDS)
-    assert in_state(state).is_running == (state is S.RUNNING)
-
-
 # --- order and weight ---------------------------------------------------------------------------------------------------
 
 
-def test_higher_priority_first_then_age() -> None:
+def test_ticket_order() -> None:
     first, urgent, second, later = make_ticket(), make_ticket(priority=5), make_ticket(), make_ticket(priority=-1)
     assert sorted([later, second, urgent, first], key=lambda ticket: ticket.order) == [urgent, first, second, later]
 
 
-def test_a_ticket_weighs_its_prompt_and_what_is_likely_to_come() -> None:
+def test_ticket_num_tokens() -> None:
     request = make_request("r", prompt=[1] * 10, max_new_tokens=50)
     assert make_ticket(request).num_tokens == 60
     assert make_ticket(request, expected_tokens=7).num_tokens == 17
@@ -88,14 +83,14 @@ def test_a_ticket_weighs_its_prompt_and_what_is_likely_to_come() -> None:
 # --- pieces -------------------------------------------------------------------------------------------------------------
 
 
-def test_without_an_earlier_attempt_the_request_is_sent_as_it_is() -> None:
+def test_ticket_to_send_first_attempt() -> None:
     ticket = make_ticket()
     assert ticket.to_send() is ticket.request
     ticket.keep(make_result("r", [], stop_reason="abort"))
     assert ticket.to_send() is ticket.request
 
 
-def test_pieces_become_one_result_each_token_with_its_version() -> None:
+def test_ticket_merged() -> None:
     ticket = make_ticket(make_request("r", prompt=[1, 2], max_new_tokens=8))
     ticket.keep(make_result("r", [10, 11], version=3, stop_reason="abort"))
     ticket.keep(make_result("r", [12], version=4, stop_reason="abort"))
@@ -108,14 +103,14 @@ def test_pieces_become_one_result_each_token_with_its_version() -> None:
 
 
 @pytest.mark.parametrize(("told", "expected"), [(None, "abort"), ("length", "length")])
-def test_pieces_alone_are_a_result(told: str | None, expected: str) -> None:
+def test_ticket_merged_without_a_last_result(told: str | None, expected: str) -> None:
     ticket = make_ticket()
     ticket.keep(make_result("r", [10], version=3, stop_reason="abort"))
     merged = ticket.merged(None, told)  # type: ignore[arg-type]
     assert (merged.token_ids, merged.versions, merged.stop_reason) == ([10], [3], expected)
 
 
-def test_the_next_attempt_goes_on_from_all_tokens_and_keeps_what_else_was_asked() -> None:
+def test_ticket_to_send_next_attempt() -> None:
     sampling = SamplingParams(max_new_tokens=8, temperature=0.5, top_k=3, top_p=0.9, stop_token_ids=(9,), seed=4)
     request = GenerationRequest(request_id="r", prompt_ids=[1, 2], sampling=sampling)
     ticket = make_ticket(request)
@@ -129,7 +124,7 @@ def test_the_next_attempt_goes_on_from_all_tokens_and_keeps_what_else_was_asked(
 
 
 @given(limit=st.integers(1, 60), pieces=st.lists(st.integers(0, 20), max_size=8))
-def test_attempts_together_keep_the_limit(limit: int, pieces: list[int]) -> None:
+def test_ticket_attempts_keep_the_limit(limit: int, pieces: list[int]) -> None:
     ticket = make_ticket(make_request("r", prompt=[1], max_new_tokens=limit))
     for version, asked in enumerate(pieces):
         if ticket.num_kept == limit:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmsman.controller._generation.request import RequestOptions, Ticket
-from helmsman.controller._generation.request_queue import WaitingRequests
+from helmsman.controller._generation.request import RequestOptions, Ticket, WaitingRequests
 from tests.controller.generation.backends import make_request
 
 
@@ -25,7 +24,7 @@ def in_order(waiting: WaitingRequests) -> list[Ticket]:
 
 
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 200), st.integers(-2, 2)), max_size=300))
-def test_the_first_is_the_first_of_those_that_wait(steps: list[tuple[bool, int, int]]) -> None:
+def test_waiting_requests_first(steps: list[tuple[bool, int, int]]) -> None:
     waiting, known, expected = WaitingRequests(), list[Ticket](), set[Ticket]()
     for comes, which, priority in steps:
         if not known or (comes and which % 3):
@@ -44,7 +43,7 @@ def test_the_first_is_the_first_of_those_that_wait(steps: list[tuple[bool, int, 
     assert in_order(waiting) == sorted(expected, key=lambda each: each.order) == in_order(waiting)
 
 
-def test_what_is_passed_over_waits_and_what_has_gone_is_not_put_back() -> None:
+def test_waiting_requests_pass_over_and_put_back() -> None:
     waiting = WaitingRequests()
     first, second, third = make_ticket(), make_ticket(), make_ticket()
     for ticket in (third, first, second):
@@ -57,7 +56,7 @@ def test_what_is_passed_over_waits_and_what_has_gone_is_not_put_back() -> None:
     assert in_order(waiting) == [second, third]
 
 
-def test_what_comes_and_goes_is_not_kept() -> None:
+def test_waiting_requests_forget_discarded_ones() -> None:
     waiting, ticket = WaitingRequests(), make_ticket()
     for _ in range(10_000):
         waiting.add(ticket)

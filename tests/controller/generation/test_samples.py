@@ -11,9 +11,9 @@ import pytest
 from helmsman.api.generation import GenerationRequest, SamplingParams
 from helmsman.controller._generation.health import Health
 from helmsman.controller._generation.request import RequestOptions, RequestState, Ticket
-from helmsman.controller._generation.request_factory import sample_seed, samples_of
 from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._generation.scheduler import GenerateScheduler
+from helmsman.controller._rollout.request_api import sample_seed, samples_of
 from tests.controller.generation.backends import (
     HeldBackend,
     assert_empty,
@@ -36,7 +36,7 @@ def put_samples(scheduler: GenerateScheduler, name: str, num: int, **options: An
 # --- ids and seeds --------------------------------------------------------------------------------------------------------
 
 
-def test_samples_differ_in_id_and_seed_alone() -> None:
+def test_samples_of_differ_in_id_and_seed() -> None:
     request = GenerationRequest(request_id="r", prompt_ids=[1, 2], sampling=SamplingParams(temperature=0.5, seed=4))
     samples = samples_of(request, 5)
     assert [each.request_id for each in samples] == [f"r#{number}" for number in range(5)]
@@ -49,7 +49,7 @@ def test_samples_differ_in_id_and_seed_alone() -> None:
         samples_of(request, 0)
 
 
-def test_seeds_of_samples_follow_from_the_prompts() -> None:
+def test_sample_seed() -> None:
     assert sample_seed(None, 3) is None
     found = {sample_seed(seed, sample) for seed in range(100) for sample in range(1, 50)}
     assert len(found) == 100 * 49
@@ -61,7 +61,7 @@ def test_seeds_of_samples_follow_from_the_prompts() -> None:
 
 
 @virtually
-async def test_one_call_and_an_end_for_each() -> None:
+async def test_put_together_is_one_call() -> None:
     backend, scheduler = make_scheduler([4, 4])
     one, two = put_samples(scheduler, "a", 3), put_samples(scheduler, "b", 3)
     await settle()
@@ -81,7 +81,7 @@ async def test_one_call_and_an_end_for_each() -> None:
 
 
 @virtually
-async def test_they_wait_for_room_for_all_of_them() -> None:
+async def test_put_together_waits_for_room_for_all() -> None:
     backend, scheduler = make_scheduler([4, 3], max_in_flight=5)
     singles = scheduler.put(make_requests(4))  # two on each
     samples = put_samples(scheduler, "a", 3)
@@ -99,7 +99,7 @@ async def test_they_wait_for_room_for_all_of_them() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"max_in_flight": 2}])
 @virtually
-async def test_where_there_is_never_room_for_all_as_many_go_as_may(options: dict[str, Any]) -> None:
+async def test_put_together_where_all_never_fit(options: dict[str, Any]) -> None:
     backend, scheduler = make_scheduler([2] if not options else [9], **options)
     samples = put_samples(scheduler, "a", 5)
     for _ in range(3):
@@ -112,7 +112,7 @@ async def test_where_there_is_never_room_for_all_as_many_go_as_may(options: dict
 
 
 @virtually
-async def test_a_sample_that_was_withdrawn_does_not_go_along() -> None:
+async def test_put_together_without_withdrawn_samples() -> None:
     backend, scheduler = make_scheduler([4])
     scheduler.suspend()
     samples = put_samples(scheduler, "a", 4)
@@ -126,7 +126,7 @@ async def test_a_sample_that_was_withdrawn_does_not_go_along() -> None:
 
 
 @virtually
-async def test_a_sample_that_is_withdrawn_when_admitted_does_not_go_along() -> None:
+async def test_put_together_sample_withdrawn_when_admitted() -> None:
     backend, scheduler = make_scheduler([3])
     samples = put_samples(scheduler, "a", 3)
     (waiting,) = scheduler.put([make_request("waiting")])
@@ -138,7 +138,7 @@ async def test_a_sample_that_is_withdrawn_when_admitted_does_not_go_along() -> N
 
 
 @virtually
-async def test_suspended_in_the_turn_of_their_admission_they_go_once_and_together() -> None:
+async def test_put_together_suspended_in_the_same_turn() -> None:
     backend, scheduler = make_scheduler([8])
     samples = put_samples(scheduler, "a", 8)
     for _ in range(1000):
@@ -150,7 +150,7 @@ async def test_suspended_in_the_turn_of_their_admission_they_go_once_and_togethe
 
 
 @virtually
-async def test_an_answer_with_too_few_results_fails_all() -> None:
+async def test_put_together_too_few_results() -> None:
     class Short(HeldBackend):
         async def generate_samples(self, instance_id: str, requests: Any) -> Any:
             return (await super().generate_samples(instance_id, requests))[1:]
@@ -167,7 +167,7 @@ async def test_an_answer_with_too_few_results_fails_all() -> None:
 
 
 @virtually
-async def test_lost_with_their_instance_they_go_on_together() -> None:
+async def test_put_together_after_a_loss() -> None:
     backend, scheduler = make_scheduler([3, 3], retries=RetryGeneration())
     samples = put_samples(scheduler, "a", 3)
     await settle()
@@ -182,7 +182,7 @@ async def test_lost_with_their_instance_they_go_on_together() -> None:
 
 
 @virtually
-async def test_given_back_finished_ones_are_kept_and_the_rest_goes_on() -> None:
+async def test_put_together_given_back() -> None:
     backend, scheduler = make_scheduler([5])
     samples = put_samples(scheduler, "a", 5)
     await settle()
@@ -204,7 +204,7 @@ async def test_given_back_finished_ones_are_kept_and_the_rest_goes_on() -> None:
 
 
 @virtually
-async def test_a_deadline_ends_all_and_their_late_results_are_nobodys() -> None:
+async def test_put_together_deadline() -> None:
     backend, scheduler = make_scheduler([3])
     samples = put_samples(scheduler, "a", 3, deadline_s=5.0)
     (other,) = scheduler.put([make_request("other")])

@@ -12,8 +12,7 @@ import pytest
 
 from helmsman.api.errors import HelmsmanError
 from helmsman.controller._generation.health import Health
-from helmsman.controller._generation.instance import Instance
-from helmsman.controller._generation.request import RequestOptions, RequestState, Ticket
+from helmsman.controller._generation.request import Instance, RequestOptions, RequestState, Ticket
 from tests.controller.generation.backends import (
     make_request,
     make_requests,
@@ -32,12 +31,17 @@ S = RequestState
 
 
 @virtually
-async def test_each_request_has_its_own_outcome() -> None:
+async def test_put_outcomes() -> None:
     backend, scheduler = make_scheduler([4])
     done, partial, aborted, failed = scheduler.put(make_requests(4))
     assert states([done, partial, aborted, failed]) == [S.ADMITTED] * 4
     await settle()
     assert states([done, partial, aborted, failed]) == [S.RUNNING] * 4
+    (waiting,) = await put(scheduler, [make_request("waiting")])
+    assert [(ticket.sent_to, ticket.num_attempts) for ticket in (done, waiting)] == [("i0", 1), ("", 0)]
+    assert scheduler.running() == {"i0": ["r0", "r1", "r2", "r3"]}
+    assert scheduler.running(["waiting"]) == {}
+    await scheduler.abort(["waiting"])
     backend.last("r0").end([1, 2], version=5)
     backend.last("r1").give_back([3], version=5)
     backend.last("r2").give_back()
@@ -56,17 +60,7 @@ async def test_each_request_has_its_own_outcome() -> None:
 
 
 @virtually
-async def test_a_request_knows_where_it_was_sent() -> None:
-    _, scheduler = make_scheduler([1])
-    sent, waiting = await put(scheduler, make_requests(2))
-    assert (sent.sent_to, sent.num_attempts) == ("i0", 1)
-    assert (waiting.sent_to, waiting.num_attempts) == ("", 0)
-    assert scheduler.running() == {"i0": ["r0"]}
-    assert scheduler.running(["r1"]) == {}
-
-
-@virtually
-async def test_without_hope_requests_fail_with_the_reason() -> None:
+async def test_put_without_hope() -> None:
     reason: Exception | None = None
     _, scheduler = make_scheduler([1], why_hopeless=lambda: reason)
     sent, waiting = await put(scheduler, make_requests(2))
@@ -83,7 +77,7 @@ async def test_without_hope_requests_fail_with_the_reason() -> None:
 
 
 @virtually
-async def test_an_id_in_use_is_refused_and_nothing_of_its_list_is_taken() -> None:
+async def test_put_id_in_use() -> None:
     backend, scheduler = make_scheduler([1])
     scheduler.put([make_request("a")])
     for requests in (["b", "a"], ["b", "c", "b"]):
@@ -96,7 +90,7 @@ async def test_an_id_in_use_is_refused_and_nothing_of_its_list_is_taken() -> Non
 
 @pytest.mark.parametrize("end", ["done", "aborted", "failed", "cancelled"])
 @virtually
-async def test_an_id_is_free_again_after_its_end(end: str) -> None:
+async def test_put_id_of_an_ended_request(end: str) -> None:
     backend, scheduler = make_scheduler([1])
     blocker, first = await put(scheduler, [make_request("blocker"), make_request("r")])
     if end == "aborted":
@@ -118,7 +112,7 @@ async def test_an_id_is_free_again_after_its_end(end: str) -> None:
 
 
 @virtually
-async def test_higher_priorities_first_equals_in_their_order() -> None:
+async def test_put_priorities() -> None:
     backend, scheduler = make_scheduler([1])
     scheduler.suspend()
     for request_id, priority in (("low", -1), ("a", 0), ("b", 0), ("high", 3), ("c", 0)):
@@ -132,7 +126,7 @@ async def test_higher_priorities_first_equals_in_their_order() -> None:
 
 
 @virtually
-async def test_no_instance_has_more_than_its_capacity_nor_all_more_than_the_bound() -> None:
+async def test_put_keeps_capacities_and_max_in_flight() -> None:
     backend, scheduler = make_scheduler([1, 2, 9], max_in_flight=7)
     tickets = scheduler.put(make_requests(60))
     most: dict[str, int] = {}
@@ -151,7 +145,7 @@ async def test_no_instance_has_more_than_its_capacity_nor_all_more_than_the_boun
 
 
 @virtually
-async def test_submit_waits_while_the_queue_is_full_and_put_does_not() -> None:
+async def test_submit_waits_while_the_queue_is_full() -> None:
     backend, scheduler = make_scheduler([1], max_queue=2)
     running, *queued = [await scheduler.submit(make_request(f"r{index}")) for index in range(3)]
     assert states([running, *queued]) == [S.ADMITTED, S.QUEUED, S.QUEUED]
@@ -168,9 +162,14 @@ async def test_submit_waits_while_the_queue_is_full_and_put_does_not() -> None:
 
 
 @virtually
-async def test_a_submission_that_is_given_up_takes_no_room() -> None:
+async def test_submit_refused_or_cancelled_takes_no_room() -> None:
     _, scheduler = make_scheduler([1], max_queue=1)
-    _, queued = [await scheduler.submit(make_request(f"r{index}")) for index in range(2)]
+    await scheduler.submit(make_request("r0"))
+    for _ in range(3):
+        with pytest.raises(ValueError, match="in use"):
+            await scheduler.submit(make_request("r0"))
+    queued = await scheduler.submit(make_request("r1"))
+    assert queued.state is S.QUEUED
     given_up, next_ = [await waits(scheduler.submit(make_request(id_))) for id_ in ("given up", "next")]
     given_up.cancel()
     await settle()
@@ -178,16 +177,6 @@ async def test_a_submission_that_is_given_up_takes_no_room() -> None:
     await scheduler.abort([queued.request_id])
     await settle()
     assert next_.done()
-
-
-@virtually
-async def test_a_submission_that_is_refused_takes_no_room() -> None:
-    _, scheduler = make_scheduler([1], max_queue=1)
-    await scheduler.submit(make_request("r"))
-    for _ in range(3):
-        with pytest.raises(ValueError, match="in use"):
-            await scheduler.submit(make_request("r"))
-    assert (await scheduler.submit(make_request("next"))).state is S.QUEUED
 
 
 @pytest.mark.parametrize(
@@ -200,7 +189,7 @@ async def test_a_submission_that_is_refused_takes_no_room() -> None:
     ids=["none", "another", "error"],
 )
 @virtually
-async def test_a_policy_that_chooses_nobody_it_was_given_is_that_requests_failure(chosen: Any, message: str) -> None:
+async def test_put_policy_with_an_invalid_choice(chosen: Any, message: str) -> None:
     class Choosy:
         def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
             if ticket.options.session != "bad":
@@ -219,7 +208,7 @@ async def test_a_policy_that_chooses_nobody_it_was_given_is_that_requests_failur
 
 
 @virtually
-async def test_what_ended_while_it_waited_is_not_kept() -> None:
+async def test_abort_frees_waiting_requests() -> None:
     """Behind a queue that always has something better to do, others that end must not pile up."""
     backend, scheduler = make_scheduler([1])
     scheduler.put([make_request("blocker")])
@@ -239,7 +228,7 @@ async def test_what_ended_while_it_waited_is_not_kept() -> None:
 
 
 @virtually
-async def test_of_a_thousand_none_starts_until_resume() -> None:
+async def test_suspend_until_resume() -> None:
     backend, scheduler = make_scheduler([8] * 8)
     (running,) = await put(scheduler, [make_request("running")])
     tickets = scheduler.put(make_requests(1000))
@@ -266,7 +255,7 @@ async def test_of_a_thousand_none_starts_until_resume() -> None:
 
 
 @virtually
-async def test_wait_idle_waits_for_what_runs_and_for_nothing_else() -> None:
+async def test_wait_idle_while_suspended() -> None:
     backend, scheduler = make_scheduler([2])
     await scheduler.wait_idle()
     tickets = await put(scheduler, make_requests(3))
@@ -282,7 +271,7 @@ async def test_wait_idle_waits_for_what_runs_and_for_nothing_else() -> None:
 
 
 @virtually
-async def test_waits_that_are_given_up_leave_nothing() -> None:
+async def test_wait_idle_cancelled_leaves_nothing() -> None:
     _, scheduler = make_scheduler([1])
     await put(scheduler, [make_request("r")])
 

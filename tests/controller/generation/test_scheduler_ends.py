@@ -33,7 +33,7 @@ S = RequestState
 
 
 @virtually
-async def test_a_deadline_ends_what_waits() -> None:
+async def test_deadline_of_a_queued_request() -> None:
     backend, scheduler = make_scheduler([1])
     scheduler.put([make_request("blocker")])
     (ticket,) = scheduler.put([make_request("r")], RequestOptions(deadline_s=30.0))
@@ -52,7 +52,7 @@ async def test_a_deadline_ends_what_waits() -> None:
 
 
 @virtually
-async def test_a_deadline_ends_what_runs_and_its_late_result_is_nobodys() -> None:
+async def test_deadline_of_a_running_request() -> None:
     backend, scheduler = make_scheduler([1])
     (ticket,) = scheduler.put([make_request("r")], RequestOptions(deadline_s=30.0))
     (waiting,) = scheduler.put([make_request("waiting")])
@@ -69,7 +69,7 @@ async def test_a_deadline_ends_what_runs_and_its_late_result_is_nobodys() -> Non
 
 
 @virtually
-async def test_a_deadline_that_was_kept_does_nothing() -> None:
+async def test_deadline_kept() -> None:
     backend, scheduler = make_scheduler([1])
     backend.abort_error = RuntimeError("not to be asked")
     (ticket,) = await put(scheduler, [make_request("r")], RequestOptions(deadline_s=30.0))
@@ -83,7 +83,7 @@ async def test_a_deadline_that_was_kept_does_nothing() -> None:
 
 
 @virtually
-async def test_abort_ends_each_where_it_is() -> None:
+async def test_abort_in_every_state() -> None:
     backend, scheduler = make_scheduler([1, 1])
     (running,) = await put(scheduler, [make_request("running")])
     admitted, queued, other = scheduler.put([make_request(id_) for id_ in ("admitted", "queued", "other")])
@@ -99,7 +99,7 @@ async def test_abort_ends_each_where_it_is() -> None:
 
 
 @virtually
-async def test_abort_of_all_takes_one_call_for_each_instance() -> None:
+async def test_abort_all_is_one_call_per_instance() -> None:
     backend, scheduler = make_scheduler([2, 2, 2])
     tickets = await put(scheduler, make_requests(10))
     assert await scheduler.abort() == 10
@@ -113,7 +113,7 @@ async def test_abort_of_all_takes_one_call_for_each_instance() -> None:
 
 
 @virtually
-async def test_a_request_that_comes_to_its_end_before_the_abort_is_done() -> None:
+async def test_abort_after_the_end() -> None:
     backend, scheduler = make_scheduler([1])
     (ticket,) = await put(scheduler, [make_request("r")])
     await scheduler.abort(["r"])
@@ -122,7 +122,7 @@ async def test_a_request_that_comes_to_its_end_before_the_abort_is_done() -> Non
 
 
 @virtually
-async def test_an_instance_that_refuses_an_abort_is_told_and_stops_no_other() -> None:
+async def test_abort_refused_by_an_instance() -> None:
     backend, scheduler = make_scheduler([1, 1])
     tickets = await put(scheduler, make_requests(2))
     backend.abort_error = RuntimeError("abort is not known here")
@@ -147,43 +147,26 @@ def cancel_in_thread(ticket: Ticket) -> bool:
 
 
 @virtually
-async def test_cancelled_from_another_thread_while_it_waits() -> None:
+async def test_cancel_in_another_thread() -> None:
+    """A request that was not sent is withdrawn; one that was sent cannot be cancelled."""
     backend, scheduler = make_scheduler([1])
-    scheduler.put([make_request("blocker")])
-    (ticket,) = await put(scheduler, [make_request("r")])
-    assert cancel_in_thread(ticket)
+    admitted, sent, queued = scheduler.put(make_requests(3))
+    assert admitted.state is S.ADMITTED
+    assert cancel_in_thread(admitted)
     await settle()
-    assert ticket.state is S.ABORTED
-    assert scheduler.num_queued == 0
-    backend.open()[0].end()
+    assert states([admitted, sent, queued]) == [S.ABORTED, S.RUNNING, S.QUEUED], "its place is free"
+    assert cancel_in_thread(queued)
+    assert not cancel_in_thread(sent)
     await settle()
-    assert backend.sent == ["blocker"]
-
-
-@virtually
-async def test_cancelled_from_another_thread_when_admitted() -> None:
-    backend, scheduler = make_scheduler([1])
-    ticket, other = scheduler.put(make_requests(2))
-    assert ticket.state is S.ADMITTED
-    assert cancel_in_thread(ticket)
-    await settle()
-    assert ticket.state is S.ABORTED
-    assert other.state is S.RUNNING, "its place is free"
+    assert (queued.state, scheduler.num_queued) == (S.ABORTED, 0)
+    await backend.end("r1", [1])
+    assert sent.future.result().token_ids == [1]
+    assert not cancel_in_thread(sent)
     assert backend.sent == ["r1"]
 
 
 @virtually
-async def test_what_was_sent_is_not_cancelled_from_another_thread() -> None:
-    backend, scheduler = make_scheduler([1])
-    (ticket,) = await put(scheduler, [make_request("r")])
-    assert not cancel_in_thread(ticket)
-    await backend.end("r", [1])
-    assert ticket.future.result().token_ids == [1]
-    assert not cancel_in_thread(ticket)
-
-
-@virtually
-async def test_what_came_back_from_an_instance_is_not_cancelled_but_aborted() -> None:
+async def test_cancel_of_a_request_given_back() -> None:
     backend, scheduler = make_scheduler([1])
     (ticket,) = await put(scheduler, [make_request("r")])
     drained = asyncio.ensure_future(scheduler.drain("i0", migrate=True))
@@ -198,7 +181,7 @@ async def test_what_came_back_from_an_instance_is_not_cancelled_but_aborted() ->
 
 
 @virtually
-async def test_many_cancelled_ones_are_passed_over() -> None:
+async def test_cancel_of_many_while_suspended() -> None:
     """In the turn of their cancellation, when the scheduler has not been told of it yet."""
     backend, scheduler = make_scheduler([1])
     scheduler.suspend()
@@ -215,17 +198,14 @@ async def test_many_cancelled_ones_are_passed_over() -> None:
 
 
 @virtually
-async def test_a_stream_gives_tickets_as_they_end() -> None:
+async def test_stream_in_order_of_ends() -> None:
     backend, scheduler = make_scheduler([3])
     tickets = await put(scheduler, make_requests(5))
     seen: list[tuple[str, RequestState]] = []
 
-    def see(ticket: Ticket) -> None:
-        seen.append((ticket.request_id, ticket.state))
-
     async def read() -> None:
         async for ticket in scheduler.stream(tickets):
-            see(ticket)
+            seen.append((ticket.request_id, ticket.state))  # noqa: PERF401 - the test looks at it meanwhile
 
     reader = await waits(read())
     await backend.end("r2")
@@ -238,19 +218,12 @@ async def test_a_stream_gives_tickets_as_they_end() -> None:
     backend.last("r3").end()
     await reader
     assert sorted(id_ for id_, _ in seen) == ["r0", "r1", "r2", "r3", "r4"]
-
-
-@virtually
-async def test_a_stream_gives_what_has_ended_before() -> None:
-    backend, scheduler = make_scheduler([1])
-    tickets = await put(scheduler, make_requests(1))
-    await backend.end("r0")
-    assert [ticket.request_id async for ticket in scheduler.stream(tickets)] == ["r0"]
+    assert len([ticket async for ticket in scheduler.stream(tickets)]) == 5, "also those that have ended before"
     assert [ticket async for ticket in scheduler.stream([])] == []
 
 
 @virtually
-async def test_close_fails_what_was_not_sent_and_lets_the_rest_end() -> None:
+async def test_close_fails_unsent_requests() -> None:
     backend, scheduler = make_scheduler([1], max_queue=1)
     running, queued = [await scheduler.submit(make_request(id_)) for id_ in ("running", "queued")]
     submitting = await waits(scheduler.submit(make_request("submitting")))
@@ -269,32 +242,25 @@ async def test_close_fails_what_was_not_sent_and_lets_the_rest_end() -> None:
 
 
 @virtually
-async def test_nothing_is_sent_after_close() -> None:
-    backend, scheduler = make_scheduler([4])
-    tickets = scheduler.put(make_requests(3))
-    assert set(states(tickets)) == {S.ADMITTED}
-    scheduler.close()
-    await settle()
-    assert set(states(tickets)) == {S.FAILED}
-    assert backend.sent == []
-    assert scheduler.num_in_flight == 0
-
-
-@virtually
-async def test_what_is_lost_after_close_fails_instead_of_waiting_for_ever() -> None:
+async def test_close_sends_nothing_more() -> None:
+    """A request that is lost later fails instead of waiting for ever."""
     backend, scheduler = make_scheduler([4], retries=RetryGeneration())
     lost, aborted = await put(scheduler, make_requests(2))
     await scheduler.abort(["r1"])
+    (admitted,) = scheduler.put([make_request("admitted")])
+    assert admitted.state is S.ADMITTED
     scheduler.close("the job is over")
     for call in backend.open():
         call.lose()
     await settle()
-    assert states([lost, aborted]) == [S.FAILED, S.ABORTED]
+    assert states([lost, aborted, admitted]) == [S.FAILED, S.ABORTED, S.FAILED]
     assert isinstance(lost.future.exception(timeout=0), InstanceLostError)
+    assert backend.sent == ["r0", "r1"]
+    assert scheduler.num_in_flight == 0
 
 
 @virtually
-async def test_a_callback_may_do_anything() -> None:
+async def test_future_callbacks_may_call_the_scheduler() -> None:
     """Futures call back in the midst of what ended them."""
     backend, scheduler = make_scheduler([2, 2])
     tickets = await put(scheduler, make_requests(12))
@@ -319,7 +285,7 @@ async def test_a_callback_may_do_anything() -> None:
 
 
 @virtually
-async def test_results_of_any_shape_end_their_request() -> None:
+async def test_generate_returns_no_result() -> None:
     class Broken(HeldBackend):
         async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
             return None  # type: ignore[return-value]
@@ -330,7 +296,7 @@ async def test_results_of_any_shape_end_their_request() -> None:
 
 
 @virtually
-async def test_a_call_that_was_cancelled_is_an_error_and_cancels_nobody() -> None:
+async def test_generate_call_cancelled() -> None:
     backend, scheduler = make_scheduler([1])
     ticket, other = await put(scheduler, make_requests(2))
     backend.last("r0").answer.cancel()
@@ -339,7 +305,7 @@ async def test_a_call_that_was_cancelled_is_an_error_and_cancels_nobody() -> Non
     assert states([ticket, other]) == [S.FAILED, S.RUNNING]
 
 
-def test_with_its_loop_all_requests_end() -> None:
+def test_scheduler_ends_with_its_loop() -> None:
     tickets: list[Ticket] = []
     backends: list[HeldBackend] = []
 

@@ -39,9 +39,7 @@ S = RequestState
     ],
 )
 @virtually
-async def test_what_was_lost_is_tried_again_as_the_policy_says(
-    retries: RetryPolicy | None, may_have_begun: bool, is_retried: bool
-) -> None:
+async def test_retry_policies(retries: RetryPolicy | None, may_have_begun: bool, is_retried: bool) -> None:
     backend, scheduler = make_scheduler([1, 1], retries=retries)
     (ticket,) = await put(scheduler, [make_request("r")])
     await backend.lose("r", may_have_begun=may_have_begun)
@@ -58,7 +56,7 @@ async def test_what_was_lost_is_tried_again_as_the_policy_says(
 
 
 @virtually
-async def test_attempts_are_bounded() -> None:
+async def test_retry_generation_is_bounded() -> None:
     backend, scheduler = make_scheduler([1] * 9, retries=RetryGeneration(3))
     (ticket,) = scheduler.put([make_request("r")])
     for _ in range(3):
@@ -72,7 +70,7 @@ async def test_attempts_are_bounded() -> None:
 
 @pytest.mark.parametrize("told", ["by a call", "by supervision"])
 @virtually
-async def test_a_retry_policy_that_fails_is_that_requests_failure(told: str) -> None:
+async def test_retry_policy_that_fails(told: str) -> None:
     class Picky:
         def may_retry(self, ticket: Ticket, error: InstanceLostError) -> bool:
             if ticket.request_id == "r0":
@@ -98,7 +96,7 @@ async def test_a_retry_policy_that_fails_is_that_requests_failure(told: str) -> 
 
 
 @virtually
-async def test_what_was_taken_back_on_purpose_is_no_attempt_too_many() -> None:
+async def test_retry_does_not_count_recalls() -> None:
     """A request that lasts for many updates of the weights is recalled by each."""
     backend, scheduler = make_scheduler([1, 1], retries=RetryGeneration(2))
     (ticket,) = await put(scheduler, [make_request("r", max_new_tokens=9)])
@@ -116,7 +114,7 @@ async def test_what_was_taken_back_on_purpose_is_no_attempt_too_many() -> None:
 
 
 @virtually
-async def test_a_lost_instance_draws_nothing_more() -> None:
+async def test_loss_excludes_the_instance() -> None:
     """It would have the fewest tokens outstanding for ever."""
     backend, scheduler = make_scheduler([2, 2], retries=RetryGeneration())
     tickets = await put(scheduler, make_requests(8))
@@ -136,7 +134,7 @@ async def test_a_lost_instance_draws_nothing_more() -> None:
 
 
 @virtually
-async def test_each_lost_request_has_an_error_of_its_own() -> None:
+async def test_loss_gives_each_request_its_own_error() -> None:
     backend, scheduler = make_scheduler([3])
     unbegun, *begun = await put(scheduler, make_requests(3))
     await backend.lose("r0", may_have_begun=False)
@@ -150,7 +148,7 @@ async def test_each_lost_request_has_an_error_of_its_own() -> None:
 
 
 @virtually
-async def test_what_an_instance_died_of_is_told() -> None:
+async def test_set_health_dead_passes_the_cause() -> None:
     _, scheduler = make_scheduler([1])
     (ticket,) = await put(scheduler, make_requests(1))
     cause = HelmsmanError("rollout/0 was ended by SIGKILL")
@@ -164,7 +162,7 @@ async def test_what_an_instance_died_of_is_told() -> None:
 
 
 @virtually
-async def test_the_dead_lose_what_they_have_although_their_calls_hang() -> None:
+async def test_set_health_dead_with_hanging_calls() -> None:
     backend, scheduler = make_scheduler([3, 3], retries=RetryGeneration())
     (first,) = await put(scheduler, [make_request("running")])
     hanging = backend.last("running")
@@ -189,7 +187,7 @@ async def test_the_dead_lose_what_they_have_although_their_calls_hang() -> None:
 
 @pytest.mark.parametrize("late", ["result", "loss", "abort"])
 @virtually
-async def test_late_news_of_a_former_life_are_ignored(late: str) -> None:
+async def test_late_answers_of_a_former_life(late: str) -> None:
     """The same instance serves again, and has the same request again."""
     backend, scheduler = make_scheduler([1], retries=RetryGeneration())
     (ticket,) = await put(scheduler, [make_request("r")])
@@ -212,7 +210,7 @@ async def test_late_news_of_a_former_life_are_ignored(late: str) -> None:
 
 
 @virtually
-async def test_what_is_suspected_keeps_what_it_has_and_gets_nothing() -> None:
+async def test_set_health_suspect_gets_nothing_new() -> None:
     backend, scheduler = make_scheduler([2, 1])
     (running,) = await put(scheduler, [make_request("running")])
     scheduler.set_health("i0", Health.SUSPECT)
@@ -223,41 +221,43 @@ async def test_what_is_suspected_keeps_what_it_has_and_gets_nothing() -> None:
     scheduler.set_health("i0", Health.HEALTHY)
     await settle()
     assert len(backend.open("i0")) == 2
-
-
-@virtually
-async def test_what_was_admitted_to_a_suspect_goes_elsewhere_at_once() -> None:
     backend, scheduler = make_scheduler([1, 1])
     (ticket,) = scheduler.put([make_request("r")])
     assert ticket.instance is scheduler.instances["i0"]
-    scheduler.set_health("i0", Health.SUSPECT)
+    scheduler.set_health("i0", Health.SUSPECT)  # before it is sent, which happens in the next turn
     await settle()
     assert [(call.instance_id, call.request_id) for call in backend.calls] == [("i1", "r")]
 
 
+LOST = InstanceLostError(instance_id="i0", reason="its node was lost", may_have_begun=True)
+
+
+@pytest.mark.parametrize("answer", [None, LOST])
 @virtually
-async def test_an_aborted_request_ends_with_its_instance() -> None:
+async def test_abort_then_loss_of_the_instance(answer: Exception | None) -> None:
     backend, scheduler = make_scheduler([1, 1], retries=RetryGeneration())
     (ticket,) = await put(scheduler, [make_request("r")])
-    await scheduler.abort(["r"])
+    backend.abort_error = answer
+    assert await scheduler.abort(["r"]) == 1
     await backend.lose("r")
     assert ticket.state is S.ABORTED
     assert backend.sent == ["r"]
 
 
 @virtually
-async def test_the_abort_of_what_was_lost_is_no_error() -> None:
+async def test_drain_of_a_lost_instance() -> None:
     backend, scheduler = make_scheduler([1])
-    (ticket,) = await put(scheduler, [make_request("r")])
-    backend.abort_error = InstanceLostError(instance_id="i0", reason="its node was lost", may_have_begun=True)
-    assert await scheduler.abort() == 1
-    await backend.lose("r")
-    assert ticket.state is S.ABORTED
+    (ticket,) = await put(scheduler, make_requests(1))
+    backend.abort_error = LOST
+    drained = await waits(scheduler.drain("i0", migrate=True))
+    backend.last("r0").lose()
+    await drained
+    assert ticket.state is S.FAILED
 
 
 @pytest.mark.parametrize("what", ["abort", "drain"])
 @virtually
-async def test_nobody_waits_for_what_a_dead_instance_was_asked(what: str) -> None:
+async def test_set_health_dead_ends_abort_and_drain(what: str) -> None:
     backend, scheduler = make_scheduler([2], retries=RetryGeneration())
     backend.abort_gate.clear()
     tickets = await put(scheduler, make_requests(2))
@@ -269,18 +269,7 @@ async def test_nobody_waits_for_what_a_dead_instance_was_asked(what: str) -> Non
 
 
 @virtually
-async def test_a_drain_whose_instance_is_lost_when_asked_ends_with_its_loss() -> None:
-    backend, scheduler = make_scheduler([1])
-    (ticket,) = await put(scheduler, make_requests(1))
-    backend.abort_error = InstanceLostError(instance_id="i0", reason="its node was lost", may_have_begun=True)
-    drained = await waits(scheduler.drain("i0", migrate=True))
-    backend.last("r0").lose()
-    await drained
-    assert ticket.state is S.FAILED
-
-
-@virtually
-async def test_a_deadline_holds_across_attempts() -> None:
+async def test_deadline_across_attempts() -> None:
     backend, scheduler = make_scheduler([1, 1], retries=RetryGeneration())
     (ticket,) = scheduler.put([make_request("r")], RequestOptions(deadline_s=30.0))
     await asyncio.sleep(20.0)

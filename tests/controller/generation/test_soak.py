@@ -16,9 +16,9 @@ from helmsman.api.errors import InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.controller._generation.health import Health
 from helmsman.controller._generation.request import RequestOptions, RequestState, Ticket
-from helmsman.controller._generation.request_factory import samples_of
 from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._generation.scheduler import GenerateScheduler
+from helmsman.controller._rollout.request_api import samples_of
 from helmsman.testing import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths, run_virtually
 from tests.controller.generation.invariants import end_of
 

@@ -78,7 +78,7 @@ def _supervised(cluster: Cluster, policy: SupervisionPolicy = POLICY) -> tuple[G
 
 
 @virtually
-async def test_each_notice_is_heeded_once_and_costs_no_restart_of_the_budget() -> None:
+async def test_supervisor_heeds_each_notice_once() -> None:
     cluster = Cluster()
     requests, supervisor = _supervised(cluster)
     tickets = requests.put(make_requests(4, prompt=[1, 2], max_new_tokens=20))
@@ -96,7 +96,7 @@ async def test_each_notice_is_heeded_once_and_costs_no_restart_of_the_budget() -
 
 
 @virtually
-async def test_one_that_cannot_be_built_elsewhere_serves_on_until_it_goes() -> None:
+async def test_supervisor_notice_without_another_place() -> None:
     cluster = Cluster()
     cluster.moves_away = False
     requests, supervisor = _supervised(cluster)
@@ -113,7 +113,7 @@ async def test_one_that_cannot_be_built_elsewhere_serves_on_until_it_goes() -> N
 
 
 @virtually
-async def test_where_there_is_no_room_the_budget_ends_the_attempts() -> None:
+async def test_supervisor_notice_without_room() -> None:
     cluster = Cluster()
     cluster.fails = True
     requests, supervisor = _supervised(cluster)
@@ -128,7 +128,7 @@ async def test_where_there_is_no_room_the_budget_ends_the_attempts() -> None:
 
 
 @virtually
-async def test_one_that_is_removed_while_it_is_left_is_gone() -> None:
+async def test_supervisor_forgets_a_removed_instance() -> None:
     cluster = Cluster()
     requests, supervisor = _supervised(cluster)
     requests.put(make_requests(4, prompt=[1, 2], max_new_tokens=20))
@@ -145,7 +145,7 @@ async def test_one_that_is_removed_while_it_is_left_is_gone() -> None:
 
 
 @virtually
-async def test_nobody_waits_for_the_death_of_one_that_was_removed() -> None:
+async def test_supervisor_until_dead_of_a_removed_instance() -> None:
     requests, supervisor = _supervised(Cluster())
     before = asyncio.ensure_future(supervisor.until_dead("a"))
     await asyncio.sleep(5.0)
@@ -158,7 +158,7 @@ async def test_nobody_waits_for_the_death_of_one_that_was_removed() -> None:
 
 
 @virtually
-async def test_supervisor_rebuilds_the_dead_after_pauses_that_double_until_the_budget_is_spent() -> None:
+async def test_supervisor_pauses_double_within_the_budget() -> None:
     cluster = Cluster()
     requests, supervisor = _supervised(cluster, SupervisionPolicy(probe_every_s=1.0, restart_pause_s=4.0))
     for number, pause_s in enumerate((4.0, 8.0, 16.0)):

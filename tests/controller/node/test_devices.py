@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helmsman.api.errors import DeviceMismatchError
-from helmsman.api.platform_kinds import PLATFORMS
+from helmsman.api.platforms import PLATFORMS
 from helmsman.controller._node.devices import DevicePool, detect_devices, physical_ids, visibility
 
 CUDA, NPU = "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"

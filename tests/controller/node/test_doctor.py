@@ -6,17 +6,13 @@ import json
 import os
 import resource
 import socket
-import subprocess
-import sys
 from typing import Any
 
 import msgspec
 import pytest
 
-from helmsman.controller._node.checks import Check, Observed, address_towards, judge, observe
-from helmsman.controller._node.doctor import diagnose, skew_s
-from helmsman.controller.cli import NO, OK
-from tests.contract.helpers import ROOT
+from helmsman.controller._node.checks import Check, Observed, address_towards, diagnose, judge, observe, skew_s
+from helmsman.controller.cli import NO, OK, main
 
 WELL = Observed(
     address="10.0.0.1",
@@ -138,34 +134,25 @@ def test_address_towards() -> None:
         assert address_towards(name) == address_towards("")
 
 
-def doctor(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    return subprocess.run(
-        [sys.executable, "-m", "helmsman", "doctor", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=ROOT,
-        env=kept | environ,
-    )
+@pytest.fixture
+def without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
 
 
-def test_doctor_command() -> None:
-    ended = doctor("--json", "--gpus", "64")
-    assert ended.returncode == NO
-    (node,) = json.loads(ended.stdout)["nodes"]
+@pytest.mark.usefixtures("without_proxies")
+def test_doctor_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--gpus", "64"]) == NO
+    (node,) = json.loads(capsys.readouterr().out)["nodes"]
     (found,) = (each for each in node["checks"] if each["name"] == "accelerators")
     assert found["state"] == "bad"
     assert "64 are expected" in found["advice"]
     assert {"name": "launcher", "value": "this machine alone", "state": "ok", "advice": ""} in node["checks"]
-
-
-def test_doctor_command_with_a_launcher_that_is_overridden() -> None:
-    variables = {"SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2", "GROUP_RANK": "0"}
-    ended = doctor(**variables)
-    assert ended.returncode == NO
-    assert "sources disagree on the node rank" in ended.stdout
-    ended = doctor("--node-rank", "1", "--head", "127.0.0.1", **variables)
-    assert ended.returncode == OK, ended.stdout
-    assert "torchrun in Slurm: node 1 of 2, head 127.0.0.1" in ended.stdout
+    for name, value in (("SLURM_NODEID", "1"), ("SLURM_JOB_NUM_NODES", "2"), ("GROUP_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    assert main(["doctor"]) == NO
+    assert "sources disagree on the node rank" in capsys.readouterr().out
+    code, told = main(["doctor", "--node-rank", "1", "--head", "127.0.0.1"]), capsys.readouterr().out
+    assert code == OK, told
+    assert "torchrun in Slurm: node 1 of 2, head 127.0.0.1" in told

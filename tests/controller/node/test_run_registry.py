@@ -44,9 +44,7 @@ def make_logs(run_id: str, age_s: float = 0.0) -> Path:
 # --- places -------------------------------------------------------------------------------------------------------------
 
 
-def test_records_and_logs_lie_in_the_directories_of_the_desktop_standard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_dir_follows_the_desktop_standard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state, runtime = tmp_path / "state", tmp_path / "runtime"
     runtime.mkdir()
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
@@ -62,7 +60,7 @@ def test_records_and_logs_lie_in_the_directories_of_the_desktop_standard(
     assert os.listdir(runtime / "helmsman" / "runs") == []
 
 
-def test_lock_that_cannot_be_written_leaves_nothing(temporary: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_lock_that_cannot_be_written(temporary: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(fd: int, operation: int) -> NoReturn:
         raise OSError(errno.ENOLCK, "no locks")
 
@@ -75,7 +73,7 @@ def test_lock_that_cannot_be_written_leaves_nothing(temporary: Path, monkeypatch
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/proc/none"])
-def test_log_directory_that_cannot_be_made_is_an_error_with_a_next_step(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_log_dir_that_cannot_be_made(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", path)
     with LocalScheduler(preload=()) as scheduler, pytest.raises(LogDirectoryError) as caught:
         scheduler.create_workers(Job(role="a"))
@@ -112,17 +110,19 @@ def test_old_logs_go_when_a_run_starts() -> None:
     assert (paths[0].exists(), paths[1].exists()) == (True, False)
 
 
-def test_logs_of_a_run_that_lives_are_kept() -> None:
+def test_old_logs_of_a_live_run_stay() -> None:
     lock = RunLock("0000000001", "Test", default_log_dir("0000000001"))
     logs = make_logs("0000000001", KEPT_S + 3600.0)
     InlineScheduler().close()
     assert logs.exists()
     lock.release()
+    assert [left.run_id for left in leftovers(["0000000001"])] == ["0000000001"]
+    assert leftovers(["0000000001"], logs=True, alive=["0000000001"]) == [], "it is alive elsewhere"
     InlineScheduler().close()
     assert not logs.exists()
 
 
-def test_nothing_else_in_the_directory_goes(tmp_path: Path) -> None:
+def test_old_logs_leave_other_files(tmp_path: Path) -> None:
     make_logs("0000000001", KEPT_S + 3600.0)
     notes = user_dir() / "notes"
     notes.mkdir()
@@ -152,13 +152,7 @@ def test_clean_reports_and_removes_logs(capsys: pytest.CaptureFixture[str]) -> N
     assert (new.exists(), other.exists()) == (False, True)
 
 
-def test_logs_of_a_run_that_is_alive_elsewhere_are_no_leftover() -> None:
-    make_logs("0000000001", KEPT_S + 3600.0)
-    assert [left.run_id for left in leftovers(["0000000001"])] == ["0000000001"]
-    assert leftovers(["0000000001"], logs=True, alive=["0000000001"]) == []
-
-
-def test_a_run_that_starts_while_leftovers_are_sought_is_alive(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_a_run_that_starts_meanwhile(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_id, listdir = "00ff00ff00", os.listdir
     started: list[RunLock] = []
 

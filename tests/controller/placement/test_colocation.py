@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from helmsman.api.errors import InvalidSpecError
 from helmsman.api.plan import PlannedWorker
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
-from helmsman.controller._placement.colocation import tile
+from helmsman.controller._placement.placement import tile
 
 
 def _target(replicas: int, gpu: int, per_node: int) -> list[PlannedWorker]:

@@ -11,10 +11,10 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.plan import Plan, Shortfall
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._placement.admission import advise, busy, require_feasible
 from helmsman.controller._placement.planner import plan_jobs
-from helmsman.controller._placement.snapshot import ClusterSnapshot
+from helmsman.controller._placement.resources import ClusterSnapshot
 from tests.controller.placement.test_planner import beside, cluster, job, node
 
 SMALL = node("10.0.0.1", cpu=4, gpu=1, labels={"rack": "a"})

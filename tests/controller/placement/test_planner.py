@@ -16,8 +16,7 @@ from helmsman.api.plan import Plan, PlannedRole
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
 from helmsman.controller._placement.bundles import Demand, splits
 from helmsman.controller._placement.planner import plan_jobs
-from helmsman.controller._placement.resources import ACCELERATORS, Resources
-from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
+from helmsman.controller._placement.resources import ACCELERATORS, ClusterSnapshot, NodeState, Resources
 
 
 def node(name: str, *, cpu: float = 64, gpu: int = 8, free: Resources | None = None, **fields: Any) -> NodeState:

@@ -15,9 +15,11 @@ import psutil
 import pytest
 
 pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+OF_A_SOAK = pytest.mark.skipif("HELMSMAN_SOAK_ROUNDS" not in os.environ, reason="it takes long: make soak")
 
 PREPARE = """
-import asyncio, os, signal, sys, threading, time
+import asyncio, contextlib, os, signal, sys, threading, time
 import psutil
 from helmsman import Job, make_scheduler
 from helmsman.api import errors
@@ -82,9 +84,8 @@ with make_scheduler("ray"):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("after_s", [0.6, 1.5, 2.2])
-def test_a_start_that_a_signal_breaks_off_leaves_no_process(after_s: float) -> None:
+@pytest.mark.parametrize("after_s", [1.5, *(pytest.param(after_s, marks=OF_A_SOAK) for after_s in (0.6, 2.2))])
+def test_start_interrupted_by_signal(after_s: float) -> None:
     """The script's own handler answers, also while Ray starts, when Ray would like to."""
     script = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, start_new_session=True)
     assert script.stdout is not None
@@ -111,18 +112,26 @@ def remember(*args, **kwargs):
     return started[-1]
 services.start_ray_process = remember
 %s
-with make_scheduler("ray", num_cpus=1, timeouts=Timeouts(start_s=float(os.environ.get("START_S", "60")))) as scheduler:
-    said(scheduler.create_workers(Job(role="one", replicas=1)), os.getpgid(0) == os.getpid())
-    living = [each.process.pid for each in started if each.process.poll() is None]
-    said(*(os.getpgid(pid) == pid for pid in living))
+def attempt(start_s=60.0):
+    with make_scheduler("ray", num_cpus=1, timeouts=Timeouts(start_s=start_s)) as scheduler:
+        said(scheduler.create_workers(Job(role="one", replicas=1)), os.getpgid(0) == os.getpid())
+        living = [each.process.pid for each in started if each.process.poll() is None]
+        said(*(os.getpgid(pid) == pid for pid in living))
+
+def fail(start_s=60.0):
+    try:
+        attempt(start_s)
+    except errors.RayStartError as error:
+        said(error)
+
 """
+STARTED = ["['one/0'] True", "True True"]
+"""Head and raylet, each in a process group of its own, and no dashboard."""
 
 
-@pytest.mark.parametrize("handler", ["os.abort", "lambda: os.read(os.pipe()[0], 1)"])
-def test_a_script_that_cannot_be_forked_starts_a_cluster(handler: str) -> None:
-    """What libraries with threads of their own do in a forked child may crash it, or wait for ever."""
-    lines = told(START % f"os.register_at_fork(after_in_child={handler})")
-    assert lines == ["['one/0'] True", "True True"], "head and raylet, each in a process group of its own, and no dashboard"
+def test_start_does_not_run_fork_handlers() -> None:
+    """Libraries with threads of their own may crash a forked child, or make it wait for ever."""
+    assert told(START % "os.register_at_fork(after_in_child=os.abort)" + "attempt()") == STARTED
 
 
 def _replaced(name: str, folder: Path, script: str) -> str:
@@ -137,70 +146,68 @@ def _replaced(name: str, folder: Path, script: str) -> str:
     return START % f"services.{name.upper()}_EXECUTABLE = {str(program)!r}"
 
 
-def test_a_start_that_takes_too_long_tells_what_was_there_and_the_limit(tmp_path: Path) -> None:
-    ended = run(_replaced("gcs_server", tmp_path, "sleep 120"), START_S="4")
-    assert ended.returncode != 0
+def test_start_follows_the_limit_of_the_script(tmp_path: Path) -> None:
+    """And not that of Ray. A start that takes too long reports the processes that were there."""
+    script = _replaced("gcs_server", tmp_path, 'sleep 5; exec "$program" "$@"') + "fail(4.0)\nattempt()"
+    lines = told(script, RAY_gcs_server_port_wait_time_s="2")
+    assert lines[-2:] == STARTED
     for fact in (
-        "RayStartError: no Ray of its own could be started on this machine: TimeoutError: gcs_server has not published",
+        "no Ray of its own could be started on this machine: TimeoutError: gcs_server has not published",
         r"within 4 s \(Timeouts.start_s\)",
         r"these of its processes were there: .*gcs_server \(pid \d+, sleeping\)",
         r"log: .*/session_\S+/logs",
     ):
-        assert re.search(fact, ended.stderr), ended.stderr
-
-
-def test_a_start_is_given_the_limit_of_the_script_and_not_that_of_ray(tmp_path: Path) -> None:
-    assert told(_replaced("gcs_server", tmp_path, 'sleep 5; exec "$program" "$@"'), RAY_gcs_server_port_wait_time_s="2")
+        assert re.search(fact, "\n".join(lines)), lines
 
 
 FAILING = """
 echo "$folder" >> "$folder/starts"
 for word in "$@"; do case "$word" in --stderr_filepath=*) log="${word#*=}";; esac; done
-[ "$(wc -l < "$folder/starts")" -gt %d ] && exec "$program" "$@"
+[ "$(wc -l < "$folder/starts")" -gt 3 ] && exec "$program" "$@"
 echo "no space for objects" > "$log"
 exit 7
 """
 
 
-@pytest.mark.parametrize("num_failures", [1, 9])
-def test_a_process_that_exits_is_told_at_once_with_its_own_log_and_started_once_more(num_failures: int, tmp_path: Path) -> None:
-    """Ray would wait for its raylet half a minute, and say what its head has logged."""
-    ended = run(_replaced("raylet", tmp_path, FAILING % num_failures))
-    assert "Ray did not start and is started once more: ChildProcessError: raylet" in ended.stderr
-    assert len((tmp_path / "starts").read_text().splitlines()) == 2, ended.stderr
-    assert (ended.returncode == 0) == (num_failures == 1), ended.stderr
-    if num_failures > 1:
-        assert re.search(r"RayStartError: .*: ChildProcessError: raylet \(pid \d+\) exited with code 7", ended.stderr)
-        assert re.search(r"log: \S+/raylet\.err, last 1 lines:\n  \| no space for objects", ended.stderr)
+def test_start_is_repeated_once_when_a_process_exits(tmp_path: Path) -> None:
+    """At once, with the log of that process: Ray would wait for its raylet half a minute, and print the log of its head."""
+    ended = run(_replaced("raylet", tmp_path, FAILING) + "fail()\nattempt()")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("Ray did not start and is started once more: ChildProcessError: raylet") == 2
+    assert len((tmp_path / "starts").read_text().splitlines()) == 4, ended.stderr
+    assert re.search(r": ChildProcessError: raylet \(pid \d+\) exited with code 7", ended.stdout)
+    assert re.search(r"log: \S+/raylet\.err, last 1 lines:\n  \| no space for objects", ended.stdout)
+    assert ended.stdout.splitlines()[-2:] == STARTED
 
 
 SESSION = """
 import ray
 from helmsman import initialize
-with %s as cluster:
-    if hasattr(cluster, "create_workers"):
-        cluster.create_workers(Job(role="one"))
-    said(ray._private.worker._global_node.get_session_dir_path())
-    %s
+
+def session(cluster, end):
+    with contextlib.suppress(SystemExit, ValueError), cluster:
+        with contextlib.nullcontext(cluster) if hasattr(cluster, "create_workers") else make_scheduler("ray") as scheduler:
+            scheduler.create_workers(Job(role="one"))
+            path = ray._private.worker._global_node.get_session_dir_path()
+            end()
+    folder = os.path.dirname(path)
+    said(folder == os.environ["RAY_TMPDIR"] + "/ray", os.path.isdir(path + "/logs"), len(os.listdir(folder)))
+
+def fail():
+    raise ValueError
+
+session(initialize(num_cpus=1, preload=None), lambda: None)
+session(make_scheduler("ray", num_cpus=1), lambda: sys.exit(0))
+session(make_scheduler("ray", num_cpus=1), fail)
 """
 
 
-@pytest.mark.parametrize(
-    ("made", "end", "is_kept"),
-    [
-        ('make_scheduler("ray", num_cpus=1)', "pass", False),
-        ('make_scheduler("ray", num_cpus=1)', "sys.exit(0)", False),
-        ('make_scheduler("ray", num_cpus=1)', "raise ValueError", True),
-        ("initialize(num_cpus=1)", "pass", False),
-    ],
-)
-def test_session_of_ray_goes_with_a_run_that_does_not_fail(made: str, end: str, is_kept: bool) -> None:
+def test_session_is_kept_by_a_failure_alone() -> None:
+    """A close in order is reported as no loss, also of a cluster that a scheduler has used."""
     with tempfile.TemporaryDirectory(prefix="he-") as temporary:  # short, for the sockets of Ray
-        ended = run(SESSION % (made, end), TMPDIR=temporary, RAY_TMPDIR=temporary)
-        session = Path(ended.stdout.strip())
-        assert session.parent == Path(temporary, "ray"), ended.stderr
-        assert (session / "logs").is_dir() == is_kept
-        assert sorted(os.listdir(session.parent)) == ([session.name, "session_latest"] if is_kept else [])
+        ended = run(SESSION, TMPDIR=temporary, RAY_TMPDIR=temporary)
+        assert ended.stdout.splitlines() == ["True False 0", "True False 0", "True True 2"], ended.stderr
+        assert "has ended" not in ended.stderr
 
 
 # --- its threads --------------------------------------------------------------------------------------------------------
@@ -214,92 +221,87 @@ def use(scheduler, worker):
 """
 
 THREADS = """
+import ray
+from helmsman.controller._aio.event_loop import run_sync
+from helmsman.controller._ray_backend.embedded import bounded
+
 made = []
 thread = threading.Thread(target=lambda: made.append(start()))
 thread.start()
 thread.join()
-use(*made[0])
+shut_down, gate = ray.shutdown, threading.Event()
+ray.shutdown = lambda: (gate.wait(), shut_down())
+use(*made[0])  # in the end the processes are killed, and the call that shuts Ray down goes on
+ray.shutdown = shut_down
+threading.Timer(1.0, gate.set).start()
 
 async def in_executor():
     return await asyncio.get_running_loop().run_in_executor(None, start)
 
 use(*asyncio.run(in_executor()))
-"""
-
-LATE = """
-import ray
-from helmsman.controller._aio.event_loop import run_sync
-from helmsman.controller._ray_backend.embedded import bounded
-
-scheduler, _ = start()
-shut_down, gate = ray.shutdown, threading.Event()
-ray.shutdown = lambda: (gate.wait(), shut_down())
-scheduler.close()  # the processes are killed, and the call that shuts Ray down goes on
-ray.shutdown = shut_down
-threading.Timer(1.0, gate.set).start()
-use(*start())
 for late in (lambda: ray.put(1), lambda: ray.remote(lambda: 1).remote(), lambda: ray.util.placement_group([{"CPU": 1}])):
     try:
         run_sync(bounded(late))
     except Exception as error:
         said(ray.is_initialized(), "Ray has not been started" in str(error))
 """
-USED = "True 1 ['b/0']"
 
 
-def test_ray_outlives_the_thread_that_asked_for_it() -> None:
-    """Ray's processes end with the thread that started them."""
-    assert told(USE + THREADS) == [USED] * 2
-
-
-def test_late_calls_neither_start_nor_end_a_ray() -> None:
-    """A shutdown that takes too long would end the Ray that was started meanwhile; and many of Ray's calls start one of their
-    own accord, which ends with the thread of the call."""
-    assert told(USE + LATE) == [USED, *["False True"] * 3]
+def test_ray_outlives_threads_and_late_calls() -> None:
+    """Ray's processes end with the thread that started them. A shutdown that takes too long would end the Ray that was started
+    meanwhile; and many of Ray's calls start one of their own accord, which ends with the thread of the call."""
+    assert told(USE + THREADS) == [*["True 1 ['b/0']"] * 2, *["False True"] * 3]
 
 
 # --- its loss -----------------------------------------------------------------------------------------------------------
 
 LOSS = """
-name = sys.argv[1]
+folder, *rounds = sys.argv[1:]
 scheduler, worker = start()
-pid, processes = core(name), cluster()
-failures = []
-def call():
-    try:
-        scheduler.call_engine(worker, "wait", None, sys.argv[2], sys.argv[3])
-    except errors.WorkerFailedError as error:
-        failures.append(error)
-caller = threading.Thread(target=call)
-caller.start()
-while not os.path.exists(sys.argv[2]):
-    time.sleep(0.01)
-os.kill(pid, signal.SIGKILL)
-killed = time.monotonic()
-caller.join(10.0)
-said("call failed:", bool(failures), time.monotonic() - killed < 10.0)
-(failure,) = failures
-said("names it:", f"{name} (pid {pid}) was ended by SIGKILL (by whom is not known)" in str(failure))
-said("log:", os.path.basename(failure.log_path), "worker:", failure.worker_id)
-said("blames others:", "OOM" in str(failure), "unharmed" in str(failure))
-(status,) = scheduler.status()
-said("status:", status.state.name)
-for operation in (scheduler.nodes, lambda: scheduler.create_workers(Job(role="b")), lambda: scheduler.restart_worker(worker)):
-    try:
-        operation()
-    except errors.ClusterLostError as error:
-        said("lost:", error.exit_signal == signal.SIGKILL, f"{name} (pid {pid})" in str(error))
-if "close" in sys.argv:
-    began = time.monotonic()
+
+def lose(name, closes):
+    pid, processes = core(name), cluster()
+    failures, begun = [], os.path.join(folder, name)
+    def call():
+        try:
+            scheduler.call_engine(worker, "wait", None, begun, begun + "-never")
+        except errors.WorkerFailedError as error:
+            failures.append(error)
+    caller = threading.Thread(target=call)
+    caller.start()
+    while not os.path.exists(begun):
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    caller.join(10.0)
+    said("call failed:", bool(failures), time.monotonic() - killed < 10.0)
+    (failure,) = failures
+    said("names it:", f"{name} (pid {pid}) was ended by SIGKILL (by whom is not known)" in str(failure))
+    said("log:", os.path.basename(failure.log_path), "worker:", failure.worker_id)
+    said("blames others:", "OOM" in str(failure), "unharmed" in str(failure))
+    (status,) = scheduler.status()
+    said("status:", status.state.name)
+    restart = lambda: scheduler.restart_worker(worker)
+    for operation in (scheduler.nodes, lambda: scheduler.create_workers(Job(role="b")), restart):
+        try:
+            operation()
+        except errors.ClusterLostError as error:
+            said("lost:", error.exit_signal == signal.SIGKILL, f"{name} (pid {pid})" in str(error))
+    if closes:
+        began = time.monotonic()
+        scheduler.close()
+        said("closed in time:", time.monotonic() - began < LIMIT_S)
+    _, alive = psutil.wait_procs(processes, timeout=15.0)
+    said("left:", [each.name() for each in alive if each.status() != psutil.STATUS_ZOMBIE])
+
+for each in rounds:
+    lose(*each.split(":"))
+    again, worker = start()
+    said("another works:", again.call_engine(worker, "add"))
     scheduler.close()
-    said("closed in time:", time.monotonic() - began < LIMIT_S)
-_, alive = psutil.wait_procs(processes, timeout=15.0)
-said("left:", [each.name() for each in alive if each.status() != psutil.STATUS_ZOMBIE])
-again, worker = start()
-said("another works:", again.call_engine(worker, "add"))
+    said("still works:", again.call_engine(worker, "add"))
+    scheduler = again
 scheduler.close()
-said("still works:", again.call_engine(worker, "add"))
-again.close()
 """
 
 OUTCOME = [
@@ -316,15 +318,15 @@ OUTCOME = [
 ]
 
 
-@pytest.mark.parametrize("closes", ["close", ""])
-@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
-def test_loss_of_a_core_process_fails_workers_and_spares_the_script(name: str, closes: str, tmp_path: Path) -> None:
+def outcome(name: str, closes: bool = True) -> list[str]:
+    return [line.format(name=name) for line in OUTCOME if closes or "closed" not in line]
+
+
+def test_loss_of_a_core_process_spares_the_script(tmp_path: Path) -> None:
     """With or without a close in between, another scheduler starts and does not suffer from the end of the first."""
-    expected = [line.format(name=name) for line in OUTCOME if closes or "closed" not in line]
-    assert told(LOSS, name, str(tmp_path / "started"), str(tmp_path / "never"), closes) == expected
+    expected = outcome("gcs_server") + outcome("raylet", closes=False)
+    assert told(LOSS, str(tmp_path), "gcs_server:close", "raylet:") == expected
 
-
-OF_A_SOAK = pytest.mark.skipif("HELMSMAN_SOAK_ROUNDS" not in os.environ, reason="it waits for Ray's own minute: make soak")
 
 STUCK = """
 import ray
@@ -358,33 +360,15 @@ said("alive")
     ("environment", "lives_s"),
     [({"RAY_gcs_rpc_server_reconnect_timeout_s": "2"}, 6), pytest.param({}, 70, marks=OF_A_SOAK)],
 )
-def test_a_call_that_the_dead_head_never_answers_does_not_end_the_script(environment: dict[str, str], lives_s: int) -> None:
+def test_unanswered_call_does_not_end_the_script(environment: dict[str, str], lives_s: int) -> None:
     """Ray's own client holds the thread of such a call for ever, and ends the process once it has failed to reconnect."""
     lines = told(STUCK, str(lives_s), **environment)  # type: ignore[arg-type]
     assert lines == ["['lost', 'lost'] held by Ray: True", "alive"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="needs the right to make a namespace of processes")
-def test_loss_of_the_raylet_spares_a_script_below_init(tmp_path: Path) -> None:
+def test_loss_of_the_raylet_below_init(tmp_path: Path) -> None:
     """Ray takes the parent for the raylet, and a parent with pid 1 for its end; so it is in containers and services."""
     launcher = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", '"$@"; exit $?', "init")
-    arguments = ("raylet", str(tmp_path / "started"), str(tmp_path / "never"), "close")
-    lines = told("assert os.getppid() == 1\n" + LOSS, *arguments, launcher=launcher)
-    assert lines == [line.format(name="raylet") for line in OUTCOME]
-
-
-ORDERLY = """
-from helmsman import initialize
-scheduler, worker = start()
-scheduler.close()
-with initialize(num_cpus=1, preload=None), make_scheduler("ray") as scheduler:
-    scheduler.create_workers(Job(role="a"))
-said("ended")
-"""
-
-
-def test_close_in_order_is_no_loss() -> None:
-    """Of a scheduler that owns its Ray, and of a cluster that a scheduler has used."""
-    ended = run(ORDERLY)
-    assert ended.stdout.splitlines() == ["ended"], ended.stderr
-    assert "has ended" not in ended.stderr
+    script = "assert os.getppid() == 1\n" + LOSS
+    assert told(script, str(tmp_path), "raylet:close", launcher=launcher) == outcome("raylet")

@@ -99,18 +99,13 @@ GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connec
 
 
 @on_loop
-async def test_call_all_results_are_in_order() -> None:
+async def test_call_all_at_once_with_results_in_order() -> None:
     group = await Group.of(3)
     calls = {worker_id: Call((index,), {"times": 2}) for index, worker_id in enumerate(reversed(group.ids))}
     assert await call_all(group.scheduler, "train", "echo", calls) == [0, 2, 4]
     assert await call_all(group.scheduler, "train", "echo", {}) == []
     assert [call.worker_id for call in group.scheduler.sent[-3:]] == ["train/2", "train/1", "train/0"]
-
-
-@on_loop
-async def test_call_all_runs_all_at_once() -> None:
-    group = await Group.of(4)
-    assert sorted(await group.call("meet", Call((asyncio.Barrier(4),)))) == [0, 1, 2, 3]
+    assert sorted(await group.call("meet", Call((asyncio.Barrier(3),)))) == [0, 1, 2], "they run at once"
 
 
 @on_loop

@@ -58,7 +58,7 @@ def is_idle(rollout: RolloutController) -> bool:
 # --- samples --------------------------------------------------------------------------------------------------------------
 
 
-def test_samples_come_in_a_row_under_ids_of_their_own(scheduler: FakeScheduler) -> None:
+def test_generate_samples_in_a_row(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, CountingRollout) as rollout:
         named = GenerationRequest(request_id="mine", prompt_ids=[5])
         results = rollout.generate([[1], named, [9]], num_samples=3)
@@ -68,9 +68,11 @@ def test_samples_come_in_a_row_under_ids_of_their_own(scheduler: FakeScheduler) 
         assert [each.token_ids for each in asyncio.run(rollout.agenerate_samples([3], 2))] == [[4], [4]]
         with pytest.raises(ValueError, match="num_samples is 0"):
             rollout.generate([[1]], num_samples=0)
+        with pytest.raises(GroupCallError, match="token 0 is no prompt"):
+            rollout.generate([[1], [0]], num_samples=2)
 
 
-def test_an_engine_draws_the_samples_of_a_prompt_by_one_call(scheduler: FakeScheduler) -> None:
+def test_samples_by_engine_are_one_call(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, Samples, samples_by_engine=True) as rollout:
         results = rollout.generate([[1], [2]], num_samples=3)
         assert [result.token_ids for result in results] == [[2]] * 3 + [[3]] * 3
@@ -79,9 +81,14 @@ def test_an_engine_draws_the_samples_of_a_prompt_by_one_call(scheduler: FakeSche
         assert "agenerate" not in scheduler.methods("rollout/0")
         rollout.generate([[1]])
         assert "agenerate" in scheduler.methods("rollout/0") + scheduler.methods("rollout/1"), "one is a request like any"
+    with (
+        started(scheduler, 1, CountingRollout, samples_by_engine=True) as rollout,
+        pytest.raises(HelmsmanError, match="agenerate_samples"),
+    ):
+        rollout.generate([[1]], num_samples=2)
 
 
-def test_samples_of_a_dead_worker_go_on_elsewhere(scheduler: FakeScheduler) -> None:
+def test_samples_of_a_dead_worker(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, GatedSamples, samples_by_engine=True, retries=RetryGeneration()) as rollout:
         waiting = asyncio.run_coroutine_threadsafe(rollout.agenerate_samples([1], 4), background_loop())
         settle()
@@ -93,9 +100,7 @@ def test_samples_of_a_dead_worker_go_on_elsewhere(scheduler: FakeScheduler) -> N
 
 
 @pytest.mark.parametrize("samples_by_engine", [False, True])
-def test_a_sample_that_fails_fails_its_group_and_the_others_are_aborted(
-    scheduler: FakeScheduler, samples_by_engine: bool
-) -> None:
+def test_samples_fail_together(scheduler: FakeScheduler, samples_by_engine: bool) -> None:
     class Picky(GatedSamples):
         async def agenerate(self, request: GenerationRequest) -> GenerationResult:
             if request.request_id.endswith("#2"):
@@ -112,18 +117,10 @@ def test_a_sample_that_fails_fails_its_group_and_the_others_are_aborted(
         finish(scheduler, 0)
 
 
-def test_an_engine_without_samples_says_what_to_do(scheduler: FakeScheduler) -> None:
-    with (
-        started(scheduler, 1, CountingRollout, samples_by_engine=True) as rollout,
-        pytest.raises(HelmsmanError, match="agenerate_samples"),
-    ):
-        rollout.generate([[1]], num_samples=2)
-
-
 # --- streams --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_gives_results_as_they_end(scheduler: FakeScheduler) -> None:
+def test_stream_in_order_of_ends(scheduler: FakeScheduler) -> None:
     with started(scheduler, 1) as rollout:
         stream = rollout.stream([[1], [2]], SamplingParams(max_new_tokens=1), num_samples=2)
         settle()
@@ -140,7 +137,7 @@ def test_a_stream_gives_results_as_they_end(scheduler: FakeScheduler) -> None:
         assert list(stream) == []
 
 
-def test_leaving_a_stream_early_withdraws_the_rest(scheduler: FakeScheduler) -> None:
+def test_stream_left_early_withdraws_the_rest(scheduler: FakeScheduler) -> None:
     class Half(CountingRollout):
         """Every other prompt never ends by itself."""
 
@@ -181,7 +178,7 @@ def test_leaving_a_stream_early_withdraws_the_rest(scheduler: FakeScheduler) -> 
         assert [engine(scheduler, index).running for index in range(2)] == [{}, {}]
 
 
-def test_a_failure_ends_a_stream_or_is_one_of_its_items(scheduler: FakeScheduler) -> None:
+def test_stream_on_error(scheduler: FakeScheduler) -> None:
     prompts = [[1], [0], [2], [0]]
     with started(scheduler, 1, CountingRollout) as rollout:
         with pytest.raises(EngineCallError, match="token 0 is no prompt"):
@@ -202,7 +199,7 @@ def test_a_failure_ends_a_stream_or_is_one_of_its_items(scheduler: FakeScheduler
         assert list(rollout.stream([])) == []
 
 
-def test_a_stream_ends_with_its_controller(scheduler: FakeScheduler) -> None:
+def test_stream_ends_with_the_controller(scheduler: FakeScheduler) -> None:
     rollout = started(scheduler, 1, max_in_flight_per_worker=1)
     stream = rollout.stream([[1], [2]], on_error="yield")
     first = asyncio.run_coroutine_threadsafe(asyncio.to_thread(list, stream), background_loop())
@@ -216,7 +213,7 @@ def test_a_stream_ends_with_its_controller(scheduler: FakeScheduler) -> None:
 # --- pause ------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_pause_that_finishes_returns_when_nothing_is_in_flight(scheduler: FakeScheduler) -> None:
+def test_pause_finish(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, max_in_flight_per_worker=1) as rollout:
         futures = submit_all(rollout, [[1]] * 4)
         paused = asyncio.run_coroutine_threadsafe(rollout.apause("finish"), background_loop())
@@ -236,7 +233,7 @@ def test_a_pause_that_finishes_returns_when_nothing_is_in_flight(scheduler: Fake
         rollout.wait_idle(LIMIT_S)
 
 
-def test_a_pause_that_recalls_gives_everything_back_and_it_goes_on(scheduler: FakeScheduler) -> None:
+def test_pause_recall(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
         futures = submit_all(rollout, [[1, 2]] * 5, max_new_tokens=6)
         rollout.pause("recall", LIMIT_S)
@@ -255,7 +252,7 @@ def test_a_pause_that_recalls_gives_everything_back_and_it_goes_on(scheduler: Fa
         assert futures[4].result().versions == [3, 3]
 
 
-def test_a_pause_tells_what_hangs_and_holds(scheduler: FakeScheduler) -> None:
+def test_pause_with_hanging_requests(scheduler: FakeScheduler) -> None:
     with started(scheduler, 1, Deaf, max_in_flight_per_worker=1) as rollout:
         futures = submit_all(rollout, [[1, 2]] * 2, max_new_tokens=3)
         with pytest.raises(RequestsInFlightError, match="rollout/0 has 1. It is paused, and 1 wait") as caught:
@@ -284,7 +281,7 @@ def give_back(scheduler: FakeScheduler, index: int) -> None:
     background_loop().call_soon_threadsafe(answer, "abort")  # set by this thread, it would not wake the loop
 
 
-def test_to_be_rid_of_all_pause_abort_and_wait(scheduler: FakeScheduler) -> None:
+def test_pause_abort_and_wait_idle(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
         futures = submit_all(rollout, [[1]] * 10)
         rollout.pause()
@@ -303,7 +300,7 @@ def test_to_be_rid_of_all_pause_abort_and_wait(scheduler: FakeScheduler) -> None
 # --- going on -----------------------------------------------------------------------------------------------------------------
 
 
-def test_an_aborted_result_is_gone_on_from(scheduler: FakeScheduler) -> None:
+def test_submit_resume_from(scheduler: FakeScheduler) -> None:
     with started(scheduler, 1) as rollout:
         sampling = SamplingParams(max_new_tokens=5, seed=4)
         future = rollout.submit([1, 2], sampling)
@@ -335,7 +332,7 @@ def test_an_aborted_result_is_gone_on_from(scheduler: FakeScheduler) -> None:
         ({"token_ids": [7, 7, 9]}, "ends with the stop token 9"),
     ],
 )
-def test_a_result_that_nothing_follows_is_refused(scheduler: FakeScheduler, change: dict[str, Any], message: str) -> None:
+def test_submit_resume_from_refuses(scheduler: FakeScheduler, change: dict[str, Any], message: str) -> None:
     fields: dict[str, Any] = {
         "request_id": "r",
         "token_ids": [7] * 3,
@@ -348,8 +345,3 @@ def test_a_result_that_nothing_follows_is_refused(scheduler: FakeScheduler, chan
         with pytest.raises(ValueError, match=f"resume_from, the result of 'r', {message}"):
             rollout.submit([1], sampling, resume_from=GenerationResult(**{**fields, **change}))
         assert "agenerate" not in scheduler.methods("rollout/0")
-
-
-def test_a_group_error_names_the_failure_of_a_sample(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 2, CountingRollout) as rollout, pytest.raises(GroupCallError, match="token 0 is no prompt"):
-        rollout.generate([[1], [0]], num_samples=2)

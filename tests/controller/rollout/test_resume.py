@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.engines._models.model import build_model
 from tests.contract.helpers import wait_until
+from tests.engines.preload import PRELOAD
 from tests.engines.small_models import QWEN2, random_tokens
 
 NUM_TOKENS = 800
@@ -25,25 +27,35 @@ SAMPLING = [
 ]
 
 
-@pytest.fixture(params=["inline", "local"])
-def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduler]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HELMSMAN_PLATFORM", "cpu")
-    with make_scheduler(request.param) as scheduler:
-        yield scheduler
+pytestmark = pytest.mark.slow
 
 
-def _started(scheduler: Scheduler, **options: object) -> RolloutController:
+@pytest.fixture(scope="module")
+def scheduler() -> Iterator[Scheduler]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.delenv(name, raising=False)
+        patch.setenv("HELMSMAN_PLATFORM", "cpu")
+        with make_scheduler("local", preload=PRELOAD) as scheduler:
+            yield scheduler
+
+
+@pytest.fixture(scope="module")
+def rollout(scheduler: Scheduler) -> Iterator[RolloutController]:
+    """It gives the samples of a prompt to one instance."""
+    with _started(scheduler, "rollout", samples_by_engine=True) as rollout:
+        yield rollout
+
+
+def _started(scheduler: Scheduler, role: str, **options: Any) -> RolloutController:
     engine = {"model": QWEN2, "max_model_len": 1024, "max_concurrency": 8}
-    job = Job(role="rollout", replicas=2)
     rollout = RolloutController(
         scheduler,
         "helmsman.engines.rollout.HFRolloutEngine",
-        job,
+        Job(role=role, replicas=2),
         engine_kwargs=engine,
         policy=RoundRobin(),
-        **options,  # type: ignore[arg-type]
+        **options,
     )
     rollout.initialize()
     return rollout
@@ -53,49 +65,48 @@ def _stat(scheduler: Scheduler, name: str) -> int:
     return sum(scheduler.call_engine(f"rollout/{index}", "stats")[name] for index in range(2))
 
 
-def test_an_interrupted_request_has_the_tokens_of_an_uninterrupted_one(scheduler: Scheduler) -> None:
-    with _started(scheduler) as rollout:
-        whole = rollout.generate(PROMPTS, SAMPLING)
-        weights = build_model(QWEN2, seed=0, dtype=torch.float32).state_dict()  # those that it has, under other versions
-        futures = [rollout.submit(prompt, each) for prompt, each in zip(PROMPTS, SAMPLING, strict=True)]
-        for version in (1, 2):
-            before = _stat(scheduler, "num_generated_tokens")
-            wait_until(lambda before=before: _stat(scheduler, "num_generated_tokens") > before + 60, "they have tokens")  # type: ignore[misc]
-            rollout.pause("recall", 30)
-            assert rollout.load().num_queued == len(PROMPTS), "none has come to its end yet"
-            assert _stat(scheduler, "num_running") == 0
-            rollout.update_weights(weights, version)
-            rollout.resume()
-        for expected, future in zip(whole, futures, strict=True):
-            result = future.result(60)
-            assert result.token_ids == expected.token_ids
-            assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
-            assert result.versions == sorted(result.versions)
-            assert set(result.versions) == {0, 1, 2}
-            assert result.stop_reason == expected.stop_reason
-
-
-def test_an_aborted_request_goes_on_from_its_result(scheduler: Scheduler) -> None:
-    with _started(scheduler) as rollout:
-        (whole,) = rollout.generate(PROMPTS[1:2], SAMPLING[1])
+def test_pause_and_resume_keep_the_tokens(scheduler: Scheduler, rollout: RolloutController) -> None:
+    whole = rollout.generate(PROMPTS, SAMPLING)
+    weights = build_model(QWEN2, seed=0, dtype=torch.float32).state_dict()  # those that it has, under other versions
+    futures = [rollout.submit(prompt, each) for prompt, each in zip(PROMPTS, SAMPLING, strict=True)]
+    for version in (1, 2):
         before = _stat(scheduler, "num_generated_tokens")
-        future = rollout.submit(PROMPTS[1], SAMPLING[1])
-        wait_until(lambda: _stat(scheduler, "num_generated_tokens") > before + 10, "it has tokens")
-        rollout.abort()
-        partial = future.result(30)
-        assert (partial.stop_reason, 10 <= len(partial.token_ids) < NUM_TOKENS) == ("abort", True)
-        assert partial.token_ids == whole.token_ids[: len(partial.token_ids)]
-        result = rollout.submit(PROMPTS[1], SAMPLING[1], resume_from=partial).result(60)
-        assert result.token_ids == whole.token_ids
-        assert result.stop_reason == whole.stop_reason
+        wait_until(lambda before=before: _stat(scheduler, "num_generated_tokens") > before + 60, "they have tokens")  # type: ignore[misc]
+        rollout.pause("recall", 30)
+        assert rollout.load().num_queued == len(PROMPTS), "none has come to its end yet"
+        assert _stat(scheduler, "num_running") == 0
+        rollout.update_weights(weights, version)
+        rollout.resume()
+    for expected, future in zip(whole, futures, strict=True):
+        result = future.result(60)
+        assert result.token_ids == expected.token_ids
+        assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+        assert result.versions == sorted(result.versions)
+        assert set(result.versions) == {0, 1, 2}
+        assert result.stop_reason == expected.stop_reason
 
 
-def test_samples_by_the_engine_are_those_of_requests_of_their_own_and_compute_the_prompt_once(scheduler: Scheduler) -> None:
+def test_submit_resumes_from_an_aborted_result(scheduler: Scheduler, rollout: RolloutController) -> None:
+    (whole,) = rollout.generate(PROMPTS[1:2], SAMPLING[1])
+    before = _stat(scheduler, "num_generated_tokens")
+    future = rollout.submit(PROMPTS[1], SAMPLING[1])
+    wait_until(lambda: _stat(scheduler, "num_generated_tokens") > before + 10, "it has tokens")
+    rollout.abort()
+    partial = future.result(30)
+    assert (partial.stop_reason, 10 <= len(partial.token_ids) < NUM_TOKENS) == ("abort", True)
+    assert partial.token_ids == whole.token_ids[: len(partial.token_ids)]
+    result = rollout.submit(PROMPTS[1], SAMPLING[1], resume_from=partial).result(60)
+    assert result.token_ids == whole.token_ids
+    assert result.stop_reason == whole.stop_reason
+
+
+def test_samples_by_engine_compute_the_prompt_once(scheduler: Scheduler, rollout: RolloutController) -> None:
+    """They are those of requests of their own."""
     prompt, sampling = random_tokens(101, seed=1), SamplingParams(max_new_tokens=20, seed=7)
-    with _started(scheduler) as rollout:
-        expanded = rollout.generate([prompt], sampling, num_samples=8)
-    with _started(scheduler, samples_by_engine=True) as rollout:
-        drawn = rollout.generate([prompt], sampling, num_samples=8)
-        assert _stat(scheduler, "num_prompt_tokens") == 100, "the last one is the first step's"
-        assert [result.token_ids for result in drawn] == [result.token_ids for result in expanded]
-        assert len({tuple(result.token_ids) for result in drawn}) == 8
+    with _started(scheduler, "expanding") as expanding:
+        expanded = expanding.generate([prompt], sampling, num_samples=8)
+    before = _stat(scheduler, "num_prompt_tokens")
+    drawn = rollout.generate([prompt], sampling, num_samples=8)
+    assert _stat(scheduler, "num_prompt_tokens") == before + 100, "the last one is the first step's"
+    assert [result.token_ids for result in drawn] == [result.token_ids for result in expanded]
+    assert len({tuple(result.token_ids) for result in drawn}) == 8

@@ -33,7 +33,7 @@ from helmsman.controller._generation.request import RequestOptions, RequestState
 from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._schedulers.factory import make_scheduler
-from helmsman.rpc_server._host.inspection import task_stack
+from helmsman.rpc_server._host.threads import task_stack
 from helmsman.testing import Hang, Kill, Slow
 from tests.contract.helpers import wait_until
 from tests.controller.generation.invariants import end_of

@@ -15,10 +15,10 @@ import pytest
 from helmsman import Cluster, ClusterConfig, InlineScheduler, ResourceManager, Shard, TrainController
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._placement.allocator import Allocator
 from helmsman.controller._placement.placement import Placement
-from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
+from helmsman.controller._placement.resources import ClusterSnapshot, NodeState
 from helmsman.controller._schedulers.backend import Backend, Launch, Run
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._schedulers.inline import InlineTransport
@@ -74,7 +74,7 @@ def scheduler(tmp_path: Path) -> Iterator[BackendScheduler]:
         yield made
 
 
-def test_minimal_backend_starts_restarts_scales_and_calls(scheduler: BackendScheduler) -> None:
+def test_backend_scheduler_with_a_minimal_backend(scheduler: BackendScheduler) -> None:
     assert scheduler.create_workers([Job(role="a", replicas=2), Job(role="b")]) == ["a/0", "a/1", "b/0"]
     asyncio.run(scheduler.create_engine("a/0", Counter))
     assert scheduler.call_engine("a/0", "add", None, 2) == 2
@@ -90,7 +90,7 @@ def test_minimal_backend_starts_restarts_scales_and_calls(scheduler: BackendSche
     assert (scheduler.n_gpus_per_node, asyncio.run(scheduler.preemption_notices())) == (0, {})
 
 
-def test_minimal_backend_serves_controllers(scheduler: BackendScheduler) -> None:
+def test_backend_scheduler_serves_controllers(scheduler: BackendScheduler) -> None:
     with TrainController(scheduler, RecordingTrainer, Job(role="train", replicas=2)) as trainer:
         trainer.initialize()
         assert len(trainer.workers) == 2
@@ -101,7 +101,7 @@ class Failing(MinimalBackend):
         raise ConnectionError("no cluster")
 
 
-def test_backend_that_cannot_open_is_closed() -> None:
+def test_backend_scheduler_closes_a_backend_that_fails() -> None:
     backend = Failing()
     with pytest.raises(ConnectionError, match="no cluster"):
         BackendScheduler(backend)
@@ -128,7 +128,7 @@ class Member:
         return [2 * value for value in values]
 
 
-def test_controllers_work_with_any_scheduler(tmp_path: Path) -> None:
+def test_controllers_with_any_scheduler(tmp_path: Path) -> None:
     with InlineScheduler(log_dir=tmp_path) as inner:
         foreign = Foreign()
         foreign.inner, foreign.timeouts = inner, inner.timeouts

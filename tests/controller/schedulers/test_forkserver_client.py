@@ -22,8 +22,10 @@ from helmsman.rpc_server._wire.messages import WorkerIdentity
 from tests.contract.engines import Counter
 from tests.contract.helpers import stop, wait_until
 
+pytestmark = pytest.mark.slow
 
-async def test_start_that_fails_leaves_no_descriptor(tmp_path: Path) -> None:
+
+async def test_forkserver_start_that_fails_leaves_no_descriptor(tmp_path: Path) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="Not a directory"):
         await ForkServer.start("0123456789", tmp_path, Path("/dev/null/forkserver.log"), ())
@@ -34,7 +36,7 @@ def _parent_of(pid: int) -> int:
     return psutil.Process(pid).ppid()
 
 
-def test_cause_of_death_is_known_although_the_forkserver_reports_late(tmp_path: Path) -> None:
+def test_forkserver_stopped_hides_no_cause_of_death(tmp_path: Path) -> None:
     with LocalScheduler(log_dir=tmp_path, preload=()) as scheduler:
         (worker,) = scheduler.create_workers(Job(role="a"))
         asyncio.run(scheduler.create_engine(worker, Counter))
@@ -49,7 +51,7 @@ def test_cause_of_death_is_known_although_the_forkserver_reports_late(tmp_path: 
             os.kill(forkserver, signal.SIGCONT)
 
 
-def test_families_of_a_lost_forkserver_are_ended_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forkserver_lost_ends_families_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may take a second, in which the event loop serves other workers."""
     together = threading.Barrier(2)
     end_family = guardian.end_family
@@ -72,7 +74,7 @@ def test_families_of_a_lost_forkserver_are_ended_together(tmp_path: Path, monkey
         assert scheduler.create_workers(Job(role="b")) == ["b/0"]
 
 
-async def test_worker_that_appears_as_its_start_is_given_up_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_forkserver_spawn_cancelled_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
     make_log_dir(tmp_path, "0123456789")
     run_dir.mkdir(mode=0o700)

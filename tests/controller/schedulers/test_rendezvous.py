@@ -17,7 +17,7 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec, Worker
-from helmsman.controller._schedulers import rendezvous
+from helmsman.controller._schedulers import worker_requests as rendezvous
 from helmsman.controller._schedulers.local import LocalScheduler
 from helmsman.controller._training.train_controller import TrainController
 from helmsman.rpc_server._host.connectivity import Listener, reach

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.controller._training.checkpoints import Checkpoints
+from helmsman.controller._training.recovery import Checkpoints
 
 
 def fill(folder: Path) -> None:
@@ -16,7 +16,7 @@ def fill(folder: Path) -> None:
     (folder / "model").write_text(folder.name)
 
 
-def test_the_newest_checkpoint_is_found_and_only_a_few_stay(tmp_path: Path) -> None:
+def test_checkpoints_keep_the_newest(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", num_kept=2)
     assert checkpoints.latest() is None
 
@@ -27,7 +27,7 @@ def test_the_newest_checkpoint_is_found_and_only_a_few_stay(tmp_path: Path) -> N
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-000010", "step-000100"]
 
 
-def test_a_checkpoint_that_is_not_finished_is_not_seen_and_makes_way(tmp_path: Path) -> None:
+def test_checkpoints_ignore_an_unfinished_one(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, num_kept=2)
     checkpoints.save(1, fill)
 
@@ -45,7 +45,7 @@ def test_a_checkpoint_that_is_not_finished_is_not_seen_and_makes_way(tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001", "step-000002"]
 
 
-def test_a_checkpoint_is_replaced_by_one_of_the_same_step(tmp_path: Path) -> None:
+def test_checkpoints_replace_one_of_the_same_step(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, num_kept=2)
     checkpoints.save(1, fill)
     checkpoints.save(1, lambda folder: folder.mkdir())
@@ -58,7 +58,7 @@ def interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_what_is_removed_half_is_seen_by_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_ignore_one_removed_by_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, num_kept=1)
 
     def fill_both(folder: Path) -> None:
@@ -78,7 +78,7 @@ def test_what_is_removed_half_is_seen_by_nobody(tmp_path: Path, monkeypatch: pyt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000003"]
 
 
-def test_the_folder_is_where_the_script_has_said_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_folder_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers write to it, whose current folder is another."""
     monkeypatch.chdir(tmp_path)
     checkpoints = Checkpoints("checkpoints", num_kept=1)
@@ -95,21 +95,18 @@ def test_the_folder_is_where_the_script_has_said_it(tmp_path: Path, monkeypatch:
     assert checkpoints.latest() == (1, (tmp_path / "checkpoints" / "step-000001").resolve())
 
 
-def test_a_lost_link_does_not_lose_the_checkpoint(tmp_path: Path) -> None:
+def test_checkpoints_without_the_link(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, num_kept=2)
     checkpoints.save(1, fill)
     checkpoints.save(2, fill)
     (tmp_path / "latest").unlink()
 
     assert checkpoints.latest() == (2, (tmp_path / "step-000002").resolve())
-
-
-def test_none_would_stay(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="num_kept is 0; expected 1 or more"):
         Checkpoints(tmp_path, num_kept=0)
 
 
-def test_what_is_written_in_the_background_counts_when_it_is_there(tmp_path: Path) -> None:
+def test_checkpoints_in_the_background(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, num_kept=2)
     begun: list[Path] = []
     assert checkpoints.finish() is None

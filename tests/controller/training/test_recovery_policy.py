@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.controller._training.recovery_policy import RecoveryPolicy
+from helmsman.controller._training.recovery import RecoveryPolicy
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,6 @@ from helmsman.controller._training.recovery_policy import RecoveryPolicy
         ({"probe_every_s": 0.0}, "probe_every_s 0 and dead_s 60 must be in this order, and above 0"),
     ],
 )
-def test_what_makes_no_sense_is_named(fields: dict[str, Any], message: str) -> None:
+def test_recovery_policy_refuses_invalid_values(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RecoveryPolicy(**{"checkpoints": "checkpoints", "save_every": 10, **fields})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,16 @@ from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Worker
 from helmsman.controller._roles.call_all import is_communication_error
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._schedulers.factory import make_scheduler
-from helmsman.controller._training.batch_split import sample_lengths, split_by_tokens, split_samples
+from helmsman.controller._training.ranks import sample_lengths, split_by_tokens, split_samples
 from helmsman.controller._training.train_controller import TrainController, rank_environment  # type: ignore[attr-defined]
 from tests.controller.engines import CountingRollout, RecordingTrainer
 from tests.controller.fakes import FakeScheduler
-from tests.engines.preload import PRELOAD
 
 # --- cutting a batch ----------------------------------------------------------------------------------------------------
 
 
 @given(lengths=st.lists(st.integers(0, 5000), max_size=60), num_parts=st.integers(1, 9))
-def test_every_sample_is_in_one_share_and_shares_are_even(lengths: list[int], num_parts: int) -> None:
+def test_split_by_tokens_is_complete_and_even(lengths: list[int], num_parts: int) -> None:
     shares = split_by_tokens(lengths, num_parts)
     assert len(shares) == num_parts
     assert sorted(index for share in shares for index in share) == list(range(len(lengths)))
@@ -50,7 +49,7 @@ def test_every_sample_is_in_one_share_and_shares_are_even(lengths: list[int], nu
 
 
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=7), num_parts=st.integers(1, 3))
-def test_the_largest_share_is_within_grahams_bound_of_the_best(lengths: list[int], num_parts: int) -> None:
+def test_split_by_tokens_within_grahams_bound(lengths: list[int], num_parts: int) -> None:
     def best(remaining: list[int], loads: tuple[int, ...]) -> int:
         if not remaining:
             return max(loads)
@@ -62,7 +61,7 @@ def test_the_largest_share_is_within_grahams_bound_of_the_best(lengths: list[int
     assert largest <= best(sorted(lengths, reverse=True), (0,) * num_parts) * (4 / 3 - 1 / (3 * num_parts)) + 1e-9
 
 
-def test_fewer_samples_than_ranks_leave_shares_empty() -> None:
+def test_split_by_tokens_of_fewer_samples_than_parts() -> None:
     assert split_by_tokens([3, 5], 4) == [[1], [0], [], []]
     assert split_by_tokens([0, 0], 2) == [[0], [1]]
     with pytest.raises(ValueError, match="num_parts is 0"):
@@ -85,12 +84,12 @@ def test_fewer_samples_than_ranks_leave_shares_empty() -> None:
         ([{"input_ids": [1]}, {"input_ids": [1], "reward": 1.0}], "sample 0 has no column 'reward', but sample 1 has"),
     ],
 )
-def test_a_batch_that_makes_no_sense_is_named(samples: list[dict[str, Any]], message: str) -> None:
+def test_sample_lengths_refuses_invalid_samples(samples: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sample_lengths(samples)
 
 
-def test_columns_may_be_lists_arrays_and_scalars() -> None:
+def test_sample_lengths_of_lists_arrays_and_scalars() -> None:
     sample = {"input_ids": np.arange(3), "loss_mask": [0, 1, 1], "reward": 1.0, "task": "sums", "group": np.int64(4)}
     assert sample_lengths([sample, {**sample, "input_ids": (1, 2, 3)}]) == [3, 3]
 
@@ -102,7 +101,7 @@ def worker(index: int, ip: str, ports: list[str]) -> Worker:
     return Worker(id=f"actor/{index}", ip=ip, engine_ports=ports)
 
 
-def test_ranks_meet_at_rank_zeros_own_port_and_count_their_node() -> None:
+def test_rank_environment() -> None:
     workers = [worker(0, "10.0.0.7", ["20001", "20002"]), worker(1, "10.0.0.9", ["30001"]), worker(2, "10.0.0.7", ["20003"])]
     environment = rank_environment("actor", workers)
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "20001"}
@@ -127,7 +126,7 @@ def controller(
     return TrainController(scheduler, engine, Job(role="actor", replicas=replicas), **options)
 
 
-def test_each_rank_gets_its_environment_then_one_engine_then_its_group(scheduler: FakeScheduler) -> None:
+def test_initialize_order_on_each_rank(scheduler: FakeScheduler) -> None:
     with controller(scheduler, engine_args=("critic",)) as actor:
         actor.initialize()
         for rank in range(2):
@@ -141,7 +140,7 @@ def test_each_rank_gets_its_environment_then_one_engine_then_its_group(scheduler
     assert scheduler.jobs == {}
 
 
-def test_a_port_is_asked_for_only_where_the_spec_has_none(scheduler: FakeScheduler) -> None:
+def test_initialize_asks_for_a_port_where_there_is_none(scheduler: FakeScheduler) -> None:
     job = Job(role="actor", replicas=2, tasks=[SchedulingSpec(port_count=3, cpu=2), SchedulingSpec()])
     with TrainController(scheduler, RecordingTrainer, job) as actor:
         actor.initialize()
@@ -185,7 +184,7 @@ class FailsToInitialize(RecordingTrainer):
         (FailsToInitialize, EngineCallError, "config.json"),
     ],
 )
-def test_a_start_that_fails_leaves_nothing_and_tells_the_cause(
+def test_initialize_that_fails_leaves_nothing(
     scheduler: FakeScheduler, engine: type[Any], cause: type[Exception], message: str
 ) -> None:
     FailsToBuild.num_built = 0
@@ -197,7 +196,7 @@ def test_a_start_that_fails_leaves_nothing_and_tells_the_cause(
         actor.initialize()
 
 
-def test_a_role_that_runs_is_not_touched_by_a_second_start(scheduler: FakeScheduler) -> None:
+def test_initialize_of_a_running_role(scheduler: FakeScheduler) -> None:
     with controller(scheduler) as actor:
         actor.initialize()
         with pytest.raises(RoleExistsError):
@@ -205,9 +204,7 @@ def test_a_role_that_runs_is_not_touched_by_a_second_start(scheduler: FakeSchedu
         assert actor.get_version() == 0
 
 
-def test_a_failed_clean_up_is_added_to_the_cause_and_does_not_hide_it(
-    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_initialize_adds_a_failed_clean_up_to_the_cause(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(role: str | None = None, reverse_order: bool = False) -> None:
         raise HelmsmanError("pid 7 would not end")
 
@@ -218,14 +215,14 @@ def test_a_failed_clean_up_is_added_to_the_cause_and_does_not_hide_it(
     assert caught.value.__notes__ == ["and taking role 'actor' down failed: pid 7 would not end"]
 
 
-def test_what_is_wrong_with_the_job_is_said_before_anything_starts(scheduler: FakeScheduler) -> None:
+def test_controller_refuses_invalid_jobs(scheduler: FakeScheduler) -> None:
     with pytest.raises(InvalidSpecError, match="replicas is "):
         controller(scheduler, replicas=0)
     with pytest.raises(ValueError, match="does not divide the 6 replicas of job 'actor'; valid sizes: 1, 2, 3, 6"):
         controller(scheduler, replicas=6, model_parallel_size=4)
 
 
-def test_use_before_the_start_and_after_the_end_says_what_to_do(scheduler: FakeScheduler) -> None:
+def test_controller_before_initialize_and_after_close(scheduler: FakeScheduler) -> None:
     actor = controller(scheduler)
     with pytest.raises(HelmsmanError, match=r"not started; call initialize\(\) first"):
         actor.forward([{"input_ids": [1]}])
@@ -236,14 +233,10 @@ def test_use_before_the_start_and_after_the_end_says_what_to_do(scheduler: FakeS
         actor.get_version()
     with pytest.raises(HelmsmanError, match="is closed; make a new one"):
         actor.initialize()
-
-
-def test_closing_after_the_scheduler_is_nothing() -> None:
-    scheduler = FakeScheduler()
-    actor = controller(scheduler)
-    actor.initialize()
+    other = controller(scheduler)
+    other.initialize()
     scheduler.close()
-    actor.close()
+    other.close()  # there is nothing left to close
 
 
 # --- batches ------------------------------------------------------------------------------------------------------------
@@ -262,7 +255,7 @@ def shares_of(scheduler: FakeScheduler, method: str) -> list[list[int]]:
     return [[sample["index"] for sample in call.args[0]] for call in scheduler.sent if call.method == method and call.args]
 
 
-def test_a_step_reaches_every_rank_with_its_share_by_tokens(scheduler: FakeScheduler) -> None:
+def test_train_batch_gives_each_rank_its_share(scheduler: FakeScheduler) -> None:
     with controller(scheduler) as actor:
         actor.initialize()
         statistics = actor.train_batch(SAMPLES, count_loss, {"scale": 0.5}, timeout=30)
@@ -270,34 +263,29 @@ def test_a_step_reaches_every_rank_with_its_share_by_tokens(scheduler: FakeSched
         assert shares_of(scheduler, "train_batch") == [[0, 1, 2], [3, 4, 5]]
         assert actor.eval_batch(SAMPLES, count_loss) == {"num_samples": 3, "num_tokens": 13}
         assert actor.get_version() == 1
-
-
-def test_ranks_without_samples_still_take_part(scheduler: FakeScheduler) -> None:
-    with controller(scheduler, replicas=3) as actor:
-        actor.initialize()
+        scheduler.sent.clear()
         actor.train_batch(SAMPLES[:1], count_loss)
-        assert shares_of(scheduler, "train_batch") == [[0], [], []]
+        assert shares_of(scheduler, "train_batch") == [[0], []], "a rank without samples takes part, too"
 
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20), replicas=st.integers(1, 4))
-def test_results_of_forward_are_in_the_callers_order(lengths: list[int], replicas: int) -> None:
+def test_forward_keeps_the_order_of_samples(lengths: list[int], replicas: int) -> None:
     samples = [{"input_ids": [100 * i + t for t in range(length)]} for i, length in enumerate(lengths)]
     with FakeScheduler() as scheduler, controller(scheduler, replicas=replicas) as actor:
         actor.initialize()
         assert actor.forward(samples) == [[-token for token in sample["input_ids"]] for sample in samples]
 
 
-def test_a_batch_that_makes_no_sense_is_not_sent(scheduler: FakeScheduler) -> None:
+def test_controller_sends_no_invalid_batch(scheduler: FakeScheduler) -> None:
     with controller(scheduler) as actor:
         actor.initialize()
         num_sent = len(scheduler.sent)
         wrong = [{"input_ids": [1, 2], "loss_mask": [1, 1]}, {"input_ids": [1], "loss_mask": [1, 1]}]
-        calls: list[Callable[[], Any]] = [
+        for call in (
             lambda: actor.train_batch([], count_loss),
             lambda: actor.eval_batch(wrong, count_loss),
             lambda: actor.forward(wrong),
-        ]
-        for call in calls:
+        ):
             with pytest.raises(ValueError, match="the batch has no samples|sample 1: column 'loss_mask' has 2 entries"):
                 call()
         assert len(scheduler.sent) == num_sent
@@ -310,7 +298,7 @@ class Forgetful(RecordingTrainer):
         return super().forward(samples)[:-1]
 
 
-def test_results_that_do_not_fit_the_share_are_an_error(scheduler: FakeScheduler) -> None:
+def test_forward_refuses_too_few_results(scheduler: FakeScheduler) -> None:
     with controller(scheduler, engine=Forgetful) as actor:
         actor.initialize()
         with pytest.raises(HelmsmanError, match="actor/0: forward returned 2 results for the 3 samples it was given"):
@@ -324,7 +312,7 @@ class FollowsHead(RecordingTrainer):
         return super().forward(*args) if args else []
 
 
-def test_only_the_head_of_a_model_parallel_group_is_given_the_share(scheduler: FakeScheduler) -> None:
+def test_forward_gives_the_share_to_group_heads_alone(scheduler: FakeScheduler) -> None:
     with controller(scheduler, replicas=4, engine=FollowsHead, model_parallel_size=2) as actor:
         actor.initialize()
         assert actor.forward(SAMPLES) == [[-token for token in sample["input_ids"]] for sample in SAMPLES]
@@ -341,7 +329,7 @@ def test_only_the_head_of_a_model_parallel_group_is_given_the_share(scheduler: F
 # --- weights ------------------------------------------------------------------------------------------------------------
 
 
-def test_checkpoints_and_versions_reach_every_rank(scheduler: FakeScheduler) -> None:
+def test_save_load_and_versions_on_every_rank(scheduler: FakeScheduler) -> None:
     with controller(scheduler) as actor:
         actor.initialize()
         actor.save(Path("/checkpoints/1"))
@@ -355,7 +343,7 @@ def test_checkpoints_and_versions_reach_every_rank(scheduler: FakeScheduler) -> 
             actor.get_version()
 
 
-def test_weights_go_past_the_controller_with_one_call_per_rollout_worker(scheduler: FakeScheduler) -> None:
+def test_update_rollout_is_one_call_per_worker(scheduler: FakeScheduler) -> None:
     rollout = RolloutController(scheduler, CountingRollout, Job(role="rollout", replicas=3))
     with controller(scheduler) as actor, rollout:
         actor.initialize()
@@ -377,7 +365,7 @@ class RefusesWeights(CountingRollout):
         raise MemoryError("no room for new weights")
 
 
-def test_exported_weights_are_released_when_the_update_fails(scheduler: FakeScheduler) -> None:
+def test_update_rollout_that_fails_releases_the_weights(scheduler: FakeScheduler) -> None:
     rollout = RolloutController(scheduler, RefusesWeights, Job(role="rollout"))
     with controller(scheduler) as actor, rollout:
         actor.initialize()
@@ -423,7 +411,7 @@ class Scarce(FakeScheduler):
         super().restart_workers(role)
 
 
-def test_ranks_are_built_anew_at_their_places_and_load_before_the_version_is_raised() -> None:
+def test_recover_loads_before_the_version_is_raised() -> None:
     with Scarce() as scheduler, controller(scheduler) as actor:
         actor.initialize()
         actor.set_version(7)
@@ -436,7 +424,7 @@ def test_ranks_are_built_anew_at_their_places_and_load_before_the_version_is_rai
         assert actor.recover() == 9, "also when it was told in a recovery"
 
 
-def test_a_version_above_all_that_were_told_stays() -> None:
+def test_recover_keeps_a_higher_version() -> None:
     class Loads9(RecordingTrainer):
         def load(self, path: str) -> None:
             self.version = 9
@@ -448,7 +436,7 @@ def test_a_version_above_all_that_were_told_stays() -> None:
         assert actor.recover("/checkpoints/9") == 10
 
 
-def test_a_place_that_is_gone_or_cannot_be_had_is_sought_elsewhere() -> None:
+def test_recover_elsewhere() -> None:
     with Scarce() as scheduler, controller(scheduler) as actor:
         actor.initialize()
         scheduler.living = ["b"]
@@ -467,7 +455,7 @@ def test_a_place_that_is_gone_or_cannot_be_had_is_sought_elsewhere() -> None:
         assert actor.num_recoveries == 4
 
 
-def test_a_role_on_which_others_stand_is_tried_at_its_places_alone() -> None:
+def test_recover_with_siblings_stays_in_place() -> None:
     with Scarce() as scheduler, controller(scheduler) as actor:
         actor.initialize()
         scheduler.has_siblings, scheduler.starts_in_place = True, False
@@ -485,7 +473,7 @@ class CannotLoad(RecordingTrainer):
         raise ValueError(f"nothing is in {path}")
 
 
-def test_a_checkpoint_that_cannot_be_loaded_is_named(scheduler: FakeScheduler) -> None:
+def test_load_names_the_checkpoint_that_failed(scheduler: FakeScheduler) -> None:
     with controller(scheduler, engine=CannotLoad) as actor:
         actor.initialize()
         with pytest.raises(CheckpointError, match="cannot load the checkpoint /checkpoints/1: nothing is in") as caught:
@@ -496,51 +484,56 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named(scheduler: FakeScheduler) -
 # --- the schedulers that exist --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "replicas"), [("inline", 1), ("local", 2)])
-def test_a_job_from_start_to_end_on_a_scheduler(name: str, replicas: int) -> None:
-    with make_scheduler(name) as scheduler:
-        rollout = RolloutController(scheduler, "tests.controller.engines.CountingRollout", Job(role="rollout", replicas=2))
-        job = Job(role="actor", replicas=replicas)
-        with TrainController(scheduler, "tests.controller.engines.RecordingTrainer", job, ("critic",)) as actor, rollout:
-            actor.initialize()
-            rollout.initialize()
-            for rank, who in enumerate(actor.workers):
-                built_as, log, environment = scheduler.call_engine(who.id, "describe")
-                assert (built_as, log) == ("critic", ["create_process_group", "initialize"])
-                assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
-                assert environment["MASTER_PORT"] == actor.workers[0].engine_ports[0]
-            shares = split_by_tokens(sample_lengths(SAMPLES), replicas)
-            assert actor.train_batch(SAMPLES, count_loss, {"scale": 2.0})["loss"] == 2.0 * len(shares[0])
-            assert actor.forward(SAMPLES) == [[-token for token in sample["input_ids"]] for sample in SAMPLES]
-            assert actor.update_rollout(rollout) == 1
-            assert set(rollout.versions().values()) == {1}
-        assert scheduler.status() == []
+@pytest.fixture(scope="module")
+def local() -> Iterator[Scheduler]:
+    with make_scheduler("local", preload=("torch",)) as scheduler:
+        yield scheduler
 
 
+@pytest.mark.slow
+def test_controller_on_processes(local: Scheduler) -> None:
+    rollout = RolloutController(local, "tests.controller.engines.CountingRollout", Job(role="rollout", replicas=2))
+    job = Job(role="actor", replicas=2)
+    with TrainController(local, "tests.controller.engines.RecordingTrainer", job, ("critic",)) as actor, rollout:
+        actor.initialize()
+        rollout.initialize()
+        for rank, who in enumerate(actor.workers):
+            built_as, log, environment = local.call_engine(who.id, "describe")
+            assert (built_as, log) == ("critic", ["create_process_group", "initialize"])
+            assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
+            assert environment["MASTER_PORT"] == actor.workers[0].engine_ports[0]
+        shares = split_by_tokens(sample_lengths(SAMPLES), 2)
+        assert actor.train_batch(SAMPLES, count_loss, {"scale": 2.0})["loss"] == 2.0 * len(shares[0])
+        assert actor.forward(SAMPLES) == [[-token for token in sample["input_ids"]] for sample in SAMPLES]
+        assert actor.update_rollout(rollout) == 1
+        assert set(rollout.versions().values()) == {1}
+    assert local.status() == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "cause", "message"),
     [("dies", WorkerFailedError, "was ended by SIGKILL"), ("leaves", EngineCallError, "ValueError: loss is nan")],
 )
-def test_the_rank_that_failed_is_named_and_not_the_peer_that_lost_its_connection(
-    fault: str, cause: type[HelmsmanError], message: str
+def test_train_batch_names_the_rank_that_failed_first(
+    local: Scheduler, fault: str, cause: type[HelmsmanError], message: str
 ) -> None:
-    with make_scheduler("local", preload=PRELOAD) as scheduler:
-        actor = TrainController(scheduler, "tests.controller.engines.CollectiveTrainer", Job(role="actor", replicas=2))
-        with actor:
-            actor.initialize()
-            assert actor.train_batch(SAMPLES, count_loss) == {"sum": 6.0}
-            with pytest.raises(GroupCallError, match=message) as caught:
-                actor.train_batch(SAMPLES, count_loss, {"fault": fault})
-            errors = caught.value.errors
-            assert list(errors) == ["actor/1", "actor/0"]
-            assert isinstance(errors["actor/1"], cause)
-            assert isinstance(errors["actor/0"], EngineCallError)
-            assert is_communication_error(errors["actor/0"])
-        assert scheduler.status() == []
+    """And not the peer that lost its connection to it."""
+    with TrainController(local, "tests.controller.engines.CollectiveTrainer", Job(role="actor", replicas=2)) as actor:
+        actor.initialize()
+        assert actor.train_batch(SAMPLES, count_loss) == {"sum": 6.0}
+        with pytest.raises(GroupCallError, match=message) as caught:
+            actor.train_batch(SAMPLES, count_loss, {"fault": fault})
+        errors = caught.value.errors
+        assert list(errors) == ["actor/1", "actor/0"]
+        assert isinstance(errors["actor/1"], cause)
+        assert isinstance(errors["actor/0"], EngineCallError)
+        assert is_communication_error(errors["actor/0"])
+    assert local.status() == []
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
-def test_pairs_stay_in_one_share(num_parts: int) -> None:
+def test_split_samples_keeps_pairs_together(num_parts: int) -> None:
     order = [0, 3, 1, 2, 3, 0, 2, 1]
     samples = [{"input_ids": [1] * (index + 1), "pair": number} for index, number in enumerate(order)]
     shares = split_samples(samples, num_parts)
@@ -551,6 +544,6 @@ def test_pairs_stay_in_one_share(num_parts: int) -> None:
         assert all(numbers.count(number) == 2 for number in numbers)
 
 
-def test_a_batch_with_half_a_pair_is_refused_before_anything_is_sent() -> None:
+def test_split_samples_refuses_half_a_pair() -> None:
     with pytest.raises(ValueError, match=r"pair 1 has 1 sample\(s\) \(2\)"):
         split_samples([{"input_ids": [1], "pair": number} for number in (0, 0, 1)], 2)

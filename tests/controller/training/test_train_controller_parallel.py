@@ -32,7 +32,7 @@ def controller(scheduler: Any, role: str, replicas: int, model_parallel_size: in
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_batches_reach_every_rank_of_a_model_parallel_group(tmp_path: Path) -> None:
+def test_train_batch_of_model_parallel_groups(tmp_path: Path) -> None:
     with make_scheduler("local", preload=PRELOAD) as scheduler:
         with controller(scheduler, "alone", 1) as alone:
             alone.initialize()

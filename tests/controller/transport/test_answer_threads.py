@@ -52,13 +52,13 @@ def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
         yield made
 
 
-def test_group_results_are_unpickled_off_the_event_loop(scheduler: Scheduler) -> None:
+def test_call_all_unpickles_off_the_event_loop(scheduler: Scheduler) -> None:
     names = run_sync(call_all(scheduler, "giving", "give", {f"giving/{index}": Call() for index in range(2)}))
     assert len(names) == 2
     assert LOOP_THREAD not in names
 
 
-def test_large_results_are_mapped_off_the_event_loop(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_engine_maps_large_results_off_the_event_loop(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
 
     def mapped(views: Sequence[Any]) -> None:
@@ -89,7 +89,7 @@ def signal_while_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("signal_while_writing")
-def test_blocking_call_in_a_signal_handler_that_interrupts_another_is_refused(scheduler: Scheduler) -> None:
+def test_call_engine_refuses_calls_in_signal_handlers(scheduler: Scheduler) -> None:
     signal.signal(signal.SIGUSR1, lambda *_: scheduler.status())
     with pytest.raises(RuntimeError, match="by a signal handler that has interrupted another one"):
         scheduler.call_engine("giving/0", "add")
@@ -97,7 +97,7 @@ def test_blocking_call_in_a_signal_handler_that_interrupts_another_is_refused(sc
 
 
 @pytest.mark.usefixtures("signal_while_writing")
-def test_request_that_an_interrupt_cut_off_and_the_next_one_run_once(scheduler: Scheduler) -> None:
+def test_call_engine_interrupted_runs_once(scheduler: Scheduler) -> None:
     def note(number: int) -> None:
         scheduler.call_engine("giving/0", "note_number", None, number, None)
 
@@ -118,7 +118,7 @@ def test_request_that_an_interrupt_cut_off_and_the_next_one_run_once(scheduler: 
 
 
 @pytest.mark.usefixtures("signal_while_writing")
-def test_exception_of_a_signal_handler_reaches_the_caller_it_interrupts(scheduler: Scheduler) -> None:
+def test_call_engine_passes_on_signal_handler_errors(scheduler: Scheduler) -> None:
     def give_up(*_: object) -> None:
         raise TimeoutError("it is time")
 

@@ -20,11 +20,11 @@ from helmsman.rpc_server._wire.codec import encode
         (None, "ended without leaving its exit status"),
     ],
 )
-def test_the_returncode_of_a_subprocess(returncode: int | None, expected: str) -> None:
+def test_describe_exit(returncode: int | None, expected: str) -> None:
     assert describe_exit(*split_returncode(returncode)) == expected
 
 
-def test_cause_whose_module_exits_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_a_module_that_exits_on_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cause_script.py").write_text("import argparse; argparse.ArgumentParser().parse_args(['--unknown'])")
     monkeypatch.syspath_prepend(tmp_path)
     answer = EngineCallError(

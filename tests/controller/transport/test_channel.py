@@ -115,7 +115,7 @@ def answer(request_id: int, value: object) -> ReplyFrame:
     return ReplyFrame(Reply(request_id, True), to_wire(encode(value))[0])
 
 
-async def test_channel_closed_before_a_fetch_begins_fails_the_call(ends: Ends) -> None:
+async def test_channel_closed_before_a_fetch(ends: Ends) -> None:
     outcomes = Outcomes()
     ends.channel.post(asked(1), outcomes)
     ends.send(ReplyFrame(Reply(1, True)), after=pack_length(0))  # the reply, and nonsense for which the channel closes
@@ -123,7 +123,7 @@ async def test_channel_closed_before_a_fetch_begins_fails_the_call(ends: Ends) -
     assert [type(each) for each in outcomes.seen] == [TransportLostError]
 
 
-async def test_answer_that_cannot_be_taken_does_not_cost_the_next(ends: Ends) -> None:
+async def test_channel_answer_that_cannot_be_taken(ends: Ends) -> None:
     class Leaving(Outcomes):
         def replied(self, reply: Reply, payload: Payload) -> None:
             raise SystemExit(2)
@@ -136,7 +136,7 @@ async def test_answer_that_cannot_be_taken_does_not_cost_the_next(ends: Ends) ->
     assert [decode(each) for each in outcomes.seen if isinstance(each, Payload)] == ["taken"]
 
 
-async def test_request_that_cannot_be_encoded_leaves_no_arguments_in_the_worker(ends: Ends) -> None:
+async def test_channel_request_that_cannot_be_encoded(ends: Ends) -> None:
     outcomes = Outcomes()
     handle = ResultHandle(worker_id="a/0", id="kept", location="elsewhere", nbytes=1, summary="")
     ends.channel.post(Outgoing(Request(1, Verb.CALL, "engine", "\ud800"), encode(handle)), outcomes)
@@ -203,7 +203,7 @@ def _num_executed(target: Path) -> int:
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
-async def test_late_attempt_does_not_displace_its_successor(
+async def test_channel_late_attempt_to_connect(
     make_worker: MakeWorker,
     tmp_path: Path,
     attempt: int,
@@ -228,7 +228,7 @@ async def test_late_attempt_does_not_displace_its_successor(
     channel.close()
 
 
-async def test_attempts_that_a_stopped_worker_reads_late(
+async def test_channel_attempts_read_late(
     make_worker: MakeWorker,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -251,7 +251,7 @@ async def test_attempts_that_a_stopped_worker_reads_late(
     channel.close()
 
 
-async def test_silent_connection_of_a_running_worker_is_replaced(
+async def test_channel_replaces_a_silent_connection(
     make_worker: MakeWorker,
     proxy: Proxy,
     tmp_path: Path,
@@ -279,7 +279,7 @@ async def test_silent_connection_of_a_running_worker_is_replaced(
     assert (connections.num_made, _num_executed(tmp_path / "target")) == (2, 1)
 
 
-async def test_requests_for_a_stopped_worker_have_a_limit(
+async def test_channel_limits_requests_to_a_stopped_worker(
     make_worker: MakeWorker,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

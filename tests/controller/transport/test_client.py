@@ -62,7 +62,7 @@ async def _impossible() -> Ending:
         (_impossible, "exit failed: no route"),
     ],
 )
-def test_end_of_a_worker_is_looked_up_once_for_all_its_calls(look_up: Callable[[], Awaitable[Ending]], cause: str) -> None:
+def test_client_looks_up_an_end_once(look_up: Callable[[], Awaitable[Ending]], cause: str) -> None:
     transport = LostTransport(look_up)
 
     async def fail_all() -> tuple[WorkerClient, list[BaseException | object]]:

@@ -29,6 +29,8 @@ from tests.controller.sync_engines import KILL, STOP
 from tests.controller.sync_world import PROMPT, SPEC, SUPERVISED, World, going_on, way_of
 from tests.engines.preload import PRELOAD
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def scheduler() -> Iterator[Scheduler]:
@@ -50,9 +52,7 @@ def supervised(scheduler: Scheduler) -> Iterator[World]:
 
 @pytest.mark.parametrize("world", ["pair", "supervised"])
 @pytest.mark.parametrize("way", ["memory", "disk", "collective"])
-def test_every_instance_serves_the_trainers_weights_after_one_call(
-    way: str, world: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_push_updates_every_instance(way: str, world: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """From two ranks that have a half of each parameter, and from one."""
     it: World = request.getfixturevalue(world)
     form = WeightFormat(bucket_bytes=4000, checksum=True)
@@ -68,19 +68,12 @@ def test_every_instance_serves_the_trainers_weights_after_one_call(
         assert not any(it.differing().values())
         assert it.rollout.versions() == dict.fromkeys(it.ids, version)
         assert it.updates() == [num + 1 for num in num_updates]
+    if way == "memory":
+        ((_, inode),) = {it.scheduler.call_engine(id_, "memory") for id_ in it.ids}
+        assert inode > 0, "of one file in memory, which all read"
 
 
-def test_in_memory_the_bytes_lie_once_on_a_node_and_all_instances_read_them_there(supervised: World) -> None:
-    supervised.step()
-    supervised.sync().push()
-    places = {supervised.scheduler.call_engine(id_, "memory") for id_ in supervised.ids}
-    assert len(places) == 1
-    ((_, inode),) = places
-    assert inode > 0  # of a file in memory, and nobody's own
-
-
-@pytest.mark.slow
-def test_on_ray_it_is_the_same() -> None:
+def test_push_on_ray() -> None:
     with make_scheduler("ray", address="local", num_cpus=8) as cluster, World(cluster, 2, 2) as world:
         for way in (ViaMemory(), ViaCollective()):
             world.step()
@@ -90,17 +83,17 @@ def test_on_ray_it_is_the_same() -> None:
         assert len(places) == 1
 
 
-@pytest.mark.parametrize("way", ["memory", "disk", "collective"])
 @pytest.mark.parametrize(
-    ("form", "message"),
+    ("way", "form", "message"),
     [
-        (WeightFormat(names=((r"^.*$", "same"),)), "are both called 'same' by WeightFormat.names"),
-        (WeightFormat(dtype="float99"), "there is no floating-point type 'float99'"),
+        *(
+            (way, WeightFormat(names=((r"^.*$", "same"),)), "are both called 'same' by WeightFormat.names")
+            for way in ("memory", "disk", "collective")
+        ),
+        ("memory", WeightFormat(dtype="float99"), "there is no floating-point type 'float99'"),
     ],
 )
-def test_a_form_that_makes_no_sense_is_the_trainers_error_and_changes_nobody(
-    way: str, form: WeightFormat, message: str, pair: World, tmp_path: Path
-) -> None:
+def test_push_refuses_an_invalid_format(way: str, form: WeightFormat, message: str, pair: World, tmp_path: Path) -> None:
     pair.step()
     with pytest.raises(HelmsmanError, match=message):
         pair.sync(way_of(way, tmp_path), form=form).push()
@@ -109,9 +102,7 @@ def test_a_form_that_makes_no_sense_is_the_trainers_error_and_changes_nobody(
 
 
 @pytest.mark.parametrize("way", ["memory", "disk", "collective"])
-def test_weights_of_another_model_are_refused_by_each_instance_and_the_next_update_heals_it(
-    way: str, pair: World, tmp_path: Path
-) -> None:
+def test_push_of_another_models_weights(way: str, pair: World, tmp_path: Path) -> None:
     pair.step()
     wrong = WeightFormat(names=(("embed_tokens", "embedding"),))
     carrier = way_of(way, tmp_path)
@@ -124,7 +115,7 @@ def test_weights_of_another_model_are_refused_by_each_instance_and_the_next_upda
     assert len(pair.rollout.generate([PROMPT])[0].token_ids) > 0
 
 
-def test_names_are_mapped_and_types_cast_before_anything_is_sent(pair: World, tmp_path: Path) -> None:
+def test_weight_format_maps_names_and_casts(pair: World, tmp_path: Path) -> None:
     form = WeightFormat(dtype="bfloat16", names=(("^", "policy."), (r"\.weight$", ".w")))
     version = pair.step()
     with pytest.raises(HelmsmanError, match="do not fit the rollout model"):
@@ -143,7 +134,7 @@ def test_names_are_mapped_and_types_cast_before_anything_is_sent(pair: World, tm
     assert all(torch.equal(served[name], tensor.bfloat16().float()) for name, tensor in expected.items())
 
 
-def test_versions_of_weights_on_disk_appear_whole_and_old_ones_go(pair: World, tmp_path: Path) -> None:
+def test_via_disk_keeps_the_last_versions(pair: World, tmp_path: Path) -> None:
     sync = pair.sync(ViaDisk(str(tmp_path), num_kept=2))
     for _ in range(3):
         version = pair.step()
@@ -154,7 +145,7 @@ def test_versions_of_weights_on_disk_appear_whole_and_old_ones_go(pair: World, t
     assert set(index["weight_map"]) == set(pair.expected())
 
 
-def test_a_folder_that_cannot_be_written_is_the_trainers_error_and_its_ranks_go_on(pair: World) -> None:
+def test_via_disk_folder_that_cannot_be_written(pair: World) -> None:
     with pytest.raises(HelmsmanError, match="/proc/nowhere"):
         pair.sync(ViaDisk("/proc/nowhere")).push()
     version = pair.step()
@@ -162,7 +153,7 @@ def test_a_folder_that_cannot_be_written_is_the_trainers_error_and_its_ranks_go_
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "finish", "recall"])
-def test_what_is_in_flight_goes_on_as_it_was_chosen(in_flight: Any, pair: World) -> None:
+def test_push_with_requests_in_flight(in_flight: Any, pair: World) -> None:
     sync = pair.sync(in_flight=in_flight)
     before = sync.push().version
     after = pair.step()
@@ -179,7 +170,7 @@ def test_what_is_in_flight_goes_on_as_it_was_chosen(in_flight: Any, pair: World)
         assert any(after in result.versions for result in results)
 
 
-def test_versions_only_grow(pair: World) -> None:
+def test_push_refuses_a_lower_version(pair: World) -> None:
     sync = pair.sync()
     last = sync.push().version
     pair.trainer.set_version(last - 1)
@@ -190,7 +181,7 @@ def test_versions_only_grow(pair: World) -> None:
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "finish", "recall"])
-def test_a_file_that_is_damaged_stales_its_reader_until_it_is_healed(in_flight: Any, supervised: World, tmp_path: Path) -> None:
+def test_via_disk_damaged_file_makes_readers_stale(in_flight: Any, supervised: World, tmp_path: Path) -> None:
     """What it has waits meanwhile, and goes on by whole weights."""
     form = WeightFormat(bucket_bytes=4000, checksum=True)
     sync = supervised.sync(ViaDisk(str(tmp_path)), form=form, in_flight=in_flight)
@@ -214,7 +205,7 @@ def test_a_file_that_is_damaged_stales_its_reader_until_it_is_healed(in_flight: 
         assert result.versions == sorted(result.versions)
 
 
-def test_members_that_fail_in_the_middle_of_a_collective_do_not_keep_the_others_from_it(supervised: World) -> None:
+def test_via_collective_without_members_that_fail(supervised: World) -> None:
     """One dies and, in a later sync, one stands still."""
     first, killed, stopped, last = supervised.ids
     sync = supervised.sync(ViaCollective(timeout_s=5.0))
@@ -222,7 +213,10 @@ def test_members_that_fail_in_the_middle_of_a_collective_do_not_keep_the_others_
     assert sync.push().updated == supervised.ids
     supervised.step()
     supervised.scheduler.call_engine(killed, "fail_in_next_update", None, KILL)
-    assert sync.push().updated == (first, stopped, last)
+    for each in (sync, supervised.sync()):  # a later attempt reports it, too
+        report = each.push()
+        assert (report.updated, set(report.failed)) == ((first, stopped, last), {killed})
+        assert each is not sync or "SIGKILL" in report.failed[killed]
     assert not any(supervised.differing([first, stopped, last]).values())
 
     supervised.step()
@@ -235,7 +229,7 @@ def test_members_that_fail_in_the_middle_of_a_collective_do_not_keep_the_others_
         assert len(supervised.rollout.generate([PROMPT] * 4)) == 4
 
 
-def test_what_cannot_be_is_refused_before_anything_is_sent(pair: World) -> None:
+def test_weight_sync_refuses_invalid_arguments(pair: World) -> None:
     with make_scheduler("inline") as other, World(other, 1, 1) as alone:
         with pytest.raises(ValueError, match="run on two schedulers"):
             WeightSync(pair.trainer, alone.rollout)
@@ -250,9 +244,12 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(pair: World) -> None:
         WeightFormat(bucket_bytes=0)
     with pytest.raises(ValueError, match="names has '\\(', which is no regular expression"):
         WeightFormat(names=(("(", ""),))
+    for replacement in (r"\9", r"\g<what>"):
+        with pytest.raises(ValueError, match="names replaces 'a' by"):
+            WeightFormat(names=(("a", replacement),))
 
 
-def test_an_engine_that_cannot_publish_is_named(scheduler: Scheduler) -> None:
+def test_push_names_an_engine_that_cannot_publish(scheduler: Scheduler) -> None:
     jobs = {role: Job(role=role, replicas=1, tasks=[SPEC]) for role in ("other-train", "other-rollout")}
     trainer = TrainController(scheduler, "tests.controller.engines.RecordingTrainer", jobs["other-train"], ("critic",))
     rollout = RolloutController(scheduler, "tests.controller.engines.CountingRollout", jobs["other-rollout"])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helmsman.api.batch import Batch
@@ -80,31 +80,36 @@ KINDS: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("shard", SUBSETS, ids="-".join)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda topology: "x".join(map(str, topology.sizes.values())))
-def test_sharding_gives_each_rank_its_share(topology: Topology, shard: tuple[Axis, ...]) -> None:
-    rest = [axis for axis in AXES if axis not in shard]
-    parts = topology.num_parts(shard)
-    for size in range(3 * topology.world_size + 1):
-        rows = list(range(size))
-        for replicate in (tuple(rest), tuple(rest[:1]), ()):
-            given_to: dict[int, Any] = {}
-
-            def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any], given_to: dict[int, Any] = given_to) -> Any:
-                given_to[info.rank] = args[0]
-                return args[0]
-
-            assert run(topology, declared(AxisSharding(shard, replicate), remainder="uneven"), work, rows) == rows
-            # As numpy cuts, over the coordinates in the order in which the axes are named.
-            shares = np.array_split(np.arange(size), parts)
-            for info in topology.ranks:
-                number = 0
-                for axis in shard:
-                    number = number * topology.sizes[axis] + info.along(axis)
-                silent = any(info.along(axis) for axis in rest if axis not in replicate)
-                assert given_to[info.rank] == (None if silent else shares[number].tolist())
+def test_axis_sharding_gives_each_rank_its_share(topology: Topology) -> None:
+    for shard in SUBSETS:
+        rest = [axis for axis in AXES if axis not in shard]
+        parts = topology.num_parts(shard)
+        sizes = {0, 1, parts, parts + 1, 3 * topology.world_size - 1}
+        for size, replicate in itertools.product(sizes, (tuple(rest), tuple(rest[:1]), ())):
+            check_shares(topology, shard, replicate, size)
 
 
+def check_shares(topology: Topology, shard: tuple[Axis, ...], replicate: tuple[Axis, ...], size: int) -> None:
+    """As numpy cuts, over the coordinates in the order in which the axes are named."""
+    given_to: dict[int, Any] = {}
+
+    def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given_to[info.rank] = args[0]
+        return args[0]
+
+    rows = list(range(size))
+    assert run(topology, declared(AxisSharding(shard, replicate), remainder="uneven"), work, rows) == rows
+    shares = np.array_split(np.arange(size), topology.num_parts(shard))
+    for info in topology.ranks:
+        number = 0
+        for axis in shard:
+            number = number * topology.sizes[axis] + info.along(axis)
+        silent = any(info.along(axis) for axis in AXES if axis not in (*shard, *replicate))
+        assert given_to[info.rank] == (None if silent else shares[number].tolist())
+
+
+@settings(deadline=None)
 @given(
     st.sampled_from(sorted(KINDS)),
     st.sampled_from(TOPOLOGIES),
@@ -150,7 +155,7 @@ def test_dispatch_of_a_list_as_long_as_the_world(size: int) -> None:
     assert [sent.args[index].for_rank(3) for index in range(3)] == [rows, rows, rows[(size + 1) // 2 :]]
 
 
-def test_pipeline_ranks_that_return_nothing() -> None:
+def test_dispatch_pipeline_ranks_that_return_nothing() -> None:
     def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return Batch({"x": args[0]["x"] * 2, "rank": [info.rank] * len(args[0])}) if info.is_pipeline_last_stage else None
 
@@ -160,13 +165,13 @@ def test_pipeline_ranks_that_return_nothing() -> None:
         assert joined["rank"] == [rank for rank in (10, 12, 14, 16, 18) for _ in range(size // 5)]
 
 
-def test_results_of_all_ranks() -> None:
+def test_dispatch_collect_all() -> None:
     topology = Topology(dp=2, tp=2, pp=2)
     got = run(topology, declared(Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL), first, ["a", "b"])
     assert got == [["a"], None, ["b"], None, None, None, None, None]
 
 
-def test_rank_zero_alone() -> None:
+def test_execute_rank_zero() -> None:
     topology = Topology(dp=2, tp=2)
     for mode in (Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE):
         spec = declared(mode, execute=Execute.RANK_ZERO)
@@ -174,7 +179,7 @@ def test_rank_zero_alone() -> None:
         assert run(topology, spec, lambda info, args, kwargs: (info.rank, args, kwargs), [1], z=2) == (0, ([1],), {"z": 2})
 
 
-def test_an_entry_for_each_rank() -> None:
+def test_dispatch_all_to_all() -> None:
     topology = Topology(dp=2, tp=2)
     spec = declared(Dispatch.ALL_TO_ALL)
     assert run(topology, spec, lambda info, args, kwargs: (args, kwargs), [1, 2, 3, 4], z=("a", "b", "c", "d")) == [
@@ -201,7 +206,7 @@ def test_custom_dispatch() -> None:
 
 
 @pytest.mark.parametrize("made", [None, [], ([],), ([[1]], {}), ([], {"z": [1, 2, 3]}), ([1], {}), (["abcd"], {})])
-def test_custom_dispatch_that_returns_nonsense(made: Any) -> None:
+def test_custom_dispatch_refuses_invalid_results(made: Any) -> None:
     mode = CustomDispatch(lambda topology, value: made, lambda topology, results: results)
     with pytest.raises(DispatchError, match=r"its dispatch_fn returned .*it returns \(args, kwargs\).*each of the 4 ranks"):
         dispatch(Topology(dp=4), declared(mode), (1,), {})
@@ -277,7 +282,7 @@ def test_padding_does_not_come_back(leaves_out: bool) -> None:
     assert joined.tolist() == [100, 101, 102, 103, 104]
 
 
-def test_padding_of_the_caller_stays_and_other_padding_must_be_known() -> None:
+def test_padding_of_the_caller_stays() -> None:
     rows = KINDS["batch"](3).pad(4)
     joined = run(Topology(dp=2), declared(Dispatch.DP_MP_COMPUTE), first, rows)
     assert joined.equals(rows) and joined.num_padding == 1

@@ -46,7 +46,7 @@ class Stubborn:
 
 
 @virtually
-async def test_an_episode_that_takes_too_long_is_cancelled_and_has_failed() -> None:
+async def test_episode_timeout() -> None:
     cancelled: list[int] = []
 
     async def workflow(item: int) -> int:
@@ -68,7 +68,7 @@ async def test_an_episode_that_takes_too_long_is_cancelled_and_has_failed() -> N
 
 
 @virtually
-async def test_an_episode_that_swallows_its_cancellation_holds_nobody_up() -> None:
+async def test_episode_timeout_of_a_stubborn_episode() -> None:
     with Stubborn() as workflow:
         runner = EpisodeRunner(workflow, episode_timeout_s=10.0, max_in_flight=1)
         batch = await runner.prepare_batch(itertools.count(), 3)
@@ -79,7 +79,7 @@ async def test_an_episode_that_swallows_its_cancellation_holds_nobody_up() -> No
 
 
 @virtually
-async def test_stopping_one_that_swallows_its_cancellation_holds_nobody_up() -> None:
+async def test_prepare_batch_stops_a_stubborn_episode() -> None:
     sampler = BoundedStaleness(oversample=1.5, takes_first=True, stops_rest=True)
     with Stubborn() as workflow:
         runner = EpisodeRunner(workflow, sampler=sampler, max_in_flight=3)
@@ -92,7 +92,7 @@ async def test_stopping_one_that_swallows_its_cancellation_holds_nobody_up() -> 
 
 
 @virtually
-async def test_given_items_have_the_limit_too() -> None:
+async def test_rollout_batch_timeout() -> None:
     ended: list[int] = []
 
     async def workflow(item: int) -> int:
@@ -109,7 +109,7 @@ async def test_given_items_have_the_limit_too() -> None:
 
 
 @virtually
-async def test_an_episode_that_is_cancelled_from_inside_has_failed() -> None:
+async def test_episode_cancelled_from_inside() -> None:
     async def workflow(item: int) -> int:
         if item == 1:
             raise asyncio.CancelledError
@@ -123,7 +123,7 @@ async def test_an_episode_that_is_cancelled_from_inside_has_failed() -> None:
 
 
 @virtually
-async def test_an_error_of_the_filter_is_the_episodes_failure() -> None:
+async def test_prepare_batch_filter_error() -> None:
     def keep(episode: Episode) -> bool:
         return 1 // episode.value > -1
 
@@ -136,7 +136,7 @@ async def test_an_error_of_the_filter_is_the_episodes_failure() -> None:
 
 
 @virtually
-async def test_an_error_of_the_source_reaches_who_asks_for_a_batch_also_when_it_came_before() -> None:
+async def test_prepare_batch_source_error() -> None:
     def source() -> Iterator[int]:
         yield from range(8)
         raise OSError("the file has gone")
@@ -189,7 +189,7 @@ def episode_of(number: int) -> Episode:
         ({"select": [77]}, r"the sampler's select returned episodes \[0, 1, 77\]; .*those that wait: \[0, 1"),
     ],
 )
-async def test_a_sampler_that_chooses_what_is_not_there_is_told_so(answers: dict[str, list[int]], message: str) -> None:
+async def test_prepare_batch_refuses_invalid_sampler_answers(answers: dict[str, list[int]], message: str) -> None:
     async def workflow(item: int) -> int:
         return item
 
@@ -201,7 +201,7 @@ async def test_a_sampler_that_chooses_what_is_not_there_is_told_so(answers: dict
 
 
 @virtually
-async def test_closing_ends_who_waits_and_what_runs() -> None:
+async def test_close_ends_callers_and_episodes() -> None:
     ended: list[int] = []
 
     async def workflow(item: int) -> int:
@@ -213,15 +213,20 @@ async def test_closing_ends_who_waits_and_what_runs() -> None:
 
     runner = EpisodeRunner(workflow)
     asked = [await waits(runner.prepare_batch(itertools.count(), 2)), await waits(runner.rollout_batch([1]))]
-    await runner.close()
-    for each in asked:
-        with pytest.raises(HelmsmanError, match="closed; make a new one"):
-            await each
+    with Stubborn() as stubborn:
+        other = EpisodeRunner(stubborn)
+        asked.append(await waits(other.rollout_batch([0])))
+        await runner.close()
+        await other.close()
+        for each in asked:
+            with pytest.raises(HelmsmanError, match="closed; make a new one"):
+                await each
+        assert stubborn.was_cancelled, "and nobody waits for its end"
     assert sorted(ended) == [0, 1, 1]
     await runner.close()
 
 
-def test_what_makes_no_sense_is_said() -> None:
+def test_episode_runner_refuses_invalid_limits() -> None:
     for limit_s in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="episode_timeout_s"):
             EpisodeRunner(Stubborn, episode_timeout_s=limit_s)  # type: ignore[arg-type]

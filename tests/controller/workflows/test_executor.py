@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import itertools
 import sys
 import threading
@@ -28,42 +27,30 @@ async def _ten_times(item: int) -> int:
     return item * 10
 
 
-@pytest.fixture
-def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        yield pool
-
-
 def _items(batch: Any) -> list[int]:
     return [episode.item for episode in batch]
 
 
-def test_a_batch_of_given_items_comes_whole_and_in_order() -> None:
+def test_rollout_batch_whole_and_in_order() -> None:
+    ended = []
+
     async def workflow(item: int) -> int | None:
+        if item > 4:
+            raise KeyError("answer")
         await asyncio.sleep(0.001 * (10 - item))
+        ended.append(item)
         return None if item == 3 else item * 10
 
     with WorkflowExecutor(workflow) as executor:
         assert executor.rollout_batch(range(5)) == [0, 10, 20, None, 40]
         assert executor.rollout_batch([]) == []
+        ended.clear()
+        with pytest.raises(KeyError, match="answer"):
+            executor.rollout_batch([5, 1, 2])
+    assert sorted(ended) == [1, 2], "the error is raised once all have ended"
 
 
-def test_an_error_in_a_batch_of_given_items_is_raised_once_all_have_ended() -> None:
-    ended = []
-
-    async def workflow(item: int) -> int:
-        if item == 0:
-            raise KeyError("answer")
-        await asyncio.sleep(0.01)
-        ended.append(item)
-        return item
-
-    with WorkflowExecutor(workflow) as executor, pytest.raises(KeyError, match="answer"):
-        executor.rollout_batch(range(3))
-    assert ended == [1, 2]
-
-
-def test_failures_are_counted_and_too_many_end_the_batch() -> None:
+def test_prepare_batch_counts_failures() -> None:
     async def workflow(item: int) -> int:
         if item % 4 == 1 or item > 100:
             raise ValueError(f"no answer in {item}")
@@ -80,7 +67,7 @@ def test_failures_are_counted_and_too_many_end_the_batch() -> None:
         assert caught.value.num_failed > 3
 
 
-def test_at_most_so_many_run_at_once() -> None:
+def test_prepare_batch_max_in_flight() -> None:
     running, most = 0, 0
 
     async def workflow(item: int) -> int:
@@ -96,7 +83,7 @@ def test_at_most_so_many_run_at_once() -> None:
     assert most == 3
 
 
-def test_what_makes_no_sense_is_said() -> None:
+def test_executor_refuses_invalid_arguments() -> None:
     with WorkflowExecutor(_ten_times) as executor:
         executor.set_version(3)
         with pytest.raises(ValueError, match="weight version 2 after 3"):
@@ -113,7 +100,7 @@ def test_what_makes_no_sense_is_said() -> None:
         BoundedStaleness(float("nan"))
 
 
-def test_an_episode_that_ends_the_program_has_failed() -> None:
+def test_episode_that_raises_system_exit() -> None:
     async def workflow(item: int) -> int:
         if item == 1:
             sys.exit("as code does that a model has written")
@@ -131,7 +118,7 @@ def test_an_episode_that_ends_the_program_has_failed() -> None:
         assert isinstance(caught.value.__cause__, SystemExit)
 
 
-def test_a_source_or_a_filter_that_ends_the_program_is_said() -> None:
+def test_source_or_filter_that_raises_system_exit() -> None:
     def keep(episode: Episode) -> bool:
         return episode.item > 0 or sys.exit(3)
 
@@ -146,7 +133,7 @@ def test_a_source_or_a_filter_that_ends_the_program_is_said() -> None:
         assert _items(executor.prepare_batch(itertools.count(3), 2)) == [1, 2]
 
 
-def test_a_call_that_would_wait_for_itself_is_refused() -> None:
+def test_executor_refuses_calls_that_wait_for_themselves() -> None:
     async def workflow(item: int) -> int:
         return executor.figures().num_started
 
@@ -161,27 +148,7 @@ def test_a_call_that_would_wait_for_itself_is_refused() -> None:
             executor.prepare_batch(source(), 1)
 
 
-def test_closing_tells_who_waits_for_an_episode_that_swallows_its_cancellation(
-    pool: concurrent.futures.ThreadPoolExecutor,
-) -> None:
-    gate = threading.Event()
-
-    async def workflow(item: int) -> int:
-        while not gate.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(0.01)
-        return item
-
-    executor = WorkflowExecutor(workflow)
-    asked = [pool.submit(executor.rollout_batch, [1])]
-    wait_until(lambda: asked[0].running() and executor.figures() is not None, "it is asked")
-    executor.close()
-    with pytest.raises(HelmsmanError, match="closed; make a new one"):
-        asked[0].result(10)
-    gate.set()
-
-
-def test_closing_in_many_threads_while_others_ask() -> None:
+def test_close_in_many_threads() -> None:
     for _ in range(30):
         executor = WorkflowExecutor(_ten_times, sampler=BoundedStaleness(1))
         barrier = threading.Barrier(6)
@@ -205,7 +172,7 @@ def test_closing_in_many_threads_while_others_ask() -> None:
                 future.result(30)
 
 
-def test_the_requests_of_an_episode_that_takes_too_long_are_aborted_at_their_instance() -> None:
+def test_episode_timeout_aborts_its_requests() -> None:
     with FakeScheduler() as scheduler:
         rollout = RolloutController(scheduler, CountingRollout, Job(role="rollout", replicas=1), engine_args=(True,))
 

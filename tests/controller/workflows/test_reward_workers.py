@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from helmsman.api.errors import RewardWorkersSpentError
-from helmsman.controller._workflows.reward_workers import RewardWorkers
+from helmsman.controller._workflows.reward_pool import RewardWorkers
 from tests.controller.generation.backends import virtually
 
 
 @virtually
 @pytest.mark.parametrize("max_restarts", [0, 3, 64])
-async def test_who_waits_is_told_when_no_worker_comes_back(max_restarts: int) -> None:
+async def test_reward_workers_that_do_not_come_back(max_restarts: int) -> None:
     """Also where pauses that double would have spread the restarts over more than the hour that they are counted in."""
     num_tried = 0
 

@@ -18,7 +18,7 @@ from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._workflows.episode_runner import EpisodeRunner
 from helmsman.controller._workflows.staleness import BoundedStaleness, Episode
 from helmsman.testing import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths, run_virtually
-from tests.controller.generation.backends import make_request, settle, virtually, waits
+from tests.controller.generation.backends import make_request, settle, virtually
 
 
 def numbers(batch: list[Episode]) -> list[int]:
@@ -45,7 +45,7 @@ def lasting(*seconds: float, useless: tuple[int, ...] = (), failing: tuple[int, 
 
 
 @virtually
-async def test_a_batch_is_the_first_in_the_order_of_starts_whatever_else_has_ended() -> None:
+async def test_oversample_takes_the_order_of_starts() -> None:
     runner = EpisodeRunner(lasting(5, 1, 9, 1, 1, 1), sampler=BoundedStaleness(oversample=1.5))
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 1, 2, 3]
     assert now() == pytest.approx(9.0, abs=1e-3)
@@ -53,7 +53,7 @@ async def test_a_batch_is_the_first_in_the_order_of_starts_whatever_else_has_end
 
 
 @virtually
-async def test_what_is_filtered_or_fails_is_replaced_by_what_was_begun_with_it() -> None:
+async def test_oversample_replaces_rejected_and_failed_ones() -> None:
     workflow = lasting(5, 1, 2, 1, 3, 1, 1, useless=(1,), failing=(2,))
     runner = EpisodeRunner(workflow, sampler=BoundedStaleness(oversample=1.5))
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 3, 4, 5]
@@ -65,14 +65,14 @@ async def test_what_is_filtered_or_fails_is_replaced_by_what_was_begun_with_it()
 
 
 @virtually
-async def test_without_over_sampling_a_filtered_one_is_replaced_at_once_by_a_fresh_start() -> None:
+async def test_no_oversample_replaces_by_fresh_starts() -> None:
     runner = EpisodeRunner(lasting(5, 1, 5, 5, 3, useless=(1,)), sampler=BoundedStaleness())
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 2, 3, 4]
     assert now() == pytest.approx(5.0, abs=1e-3), "it was begun after 1 s, and not when the others had ended"
 
 
 @virtually
-async def test_taking_the_first_hands_over_as_soon_as_enough_have_ended() -> None:
+async def test_takes_first() -> None:
     runner = EpisodeRunner(lasting(5, 1, 9, 2, 3, 4), sampler=BoundedStaleness(oversample=1.5, takes_first=True))
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [1, 3, 4, 5]
     assert now() == pytest.approx(4.0, abs=1e-3)
@@ -83,7 +83,7 @@ async def test_taking_the_first_hands_over_as_soon_as_enough_have_ended() -> Non
 
 
 @virtually
-async def test_the_rest_is_stopped_at_once_when_asked() -> None:
+async def test_stops_rest_at_once() -> None:
     ended: list[int] = []
 
     async def workflow(item: int) -> int:
@@ -101,7 +101,7 @@ async def test_the_rest_is_stopped_at_once_when_asked() -> None:
 
 
 @virtually
-async def test_stopping_the_rest_leaves_what_the_bound_lets_begin_early() -> None:
+async def test_stops_rest_but_for_early_starts() -> None:
     runner = EpisodeRunner(lasting(*[1.0] * 4, *[50.0] * 6), sampler=BoundedStaleness(1, oversample=1.5, stops_rest=True))
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 1, 2, 3]
     await settle()
@@ -112,7 +112,7 @@ async def test_stopping_the_rest_leaves_what_the_bound_lets_begin_early() -> Non
 
 
 @virtually
-async def test_stopping_the_rest_stops_what_would_be_too_old_for_the_next_batch() -> None:
+async def test_stops_rest_that_would_be_too_old() -> None:
     runner = EpisodeRunner(lasting(100, 100), sampler=BoundedStaleness(1, takes_first=True, stops_rest=True))
     source = itertools.count()
     assert numbers(await runner.prepare_batch(source, 2)) == [2, 3]
@@ -124,7 +124,7 @@ async def test_stopping_the_rest_stops_what_would_be_too_old_for_the_next_batch(
 
 
 @virtually
-async def test_spare_ones_that_go_on_are_used_by_a_later_batch_within_the_bound() -> None:
+async def test_oversample_spares_serve_later_batches() -> None:
     workflow = lasting(*[1.0] * 12, useless=(4, 5, 6, 7))
     runner = EpisodeRunner(workflow, sampler=BoundedStaleness(1, oversample=2))
     source = itertools.count()
@@ -165,9 +165,9 @@ def mean_lengths(sampler: BoundedStaleness, num_batches: int = 12, batch_size: i
     return run_virtually(run())
 
 
-@pytest.mark.parametrize("stops_rest", [False, True])
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_taking_the_first_favours_short_ones_and_the_order_of_starts_does_not(staleness: int, stops_rest: bool) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("staleness", "stops_rest"), [(0, False), (1, True)])
+def test_takes_first_favours_short_episodes(staleness: int, stops_rest: bool) -> None:
     first, all_, first_s = mean_lengths(BoundedStaleness(staleness, oversample=1.5, takes_first=True, stops_rest=stops_rest))
     unbiased, everything, unbiased_s = mean_lengths(BoundedStaleness(staleness, oversample=1.5, stops_rest=stops_rest))
     print(f"by ends {first / all_:.2f} of the mean, {first_s:.0f} s; by starts {unbiased / everything:.2f}, {unbiased_s:.0f} s")
@@ -179,16 +179,19 @@ def test_taking_the_first_favours_short_ones_and_the_order_of_starts_does_not(st
 # --- age ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("staleness", "num_begun"), [(0.0, 4), (0.5, 6), (1.0, 8), (2.25, 13)])
+@pytest.mark.parametrize(
+    ("staleness", "version", "num_begun"), [(0.0, 0, 4), (0.5, 0, 6), (1.0, 0, 8), (1.0, 100, 8), (2.25, 0, 13)]
+)
 @virtually
-async def test_so_much_of_the_next_batches_is_begun_early(staleness: float, num_begun: int) -> None:
+async def test_max_staleness_early_starts(staleness: float, version: int, num_begun: int) -> None:
     runner = EpisodeRunner(lasting(*[1.0] * 4, *[100.0] * 20), sampler=BoundedStaleness(staleness))
+    runner.set_version(version)
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 1, 2, 3]
     assert runner.figures().num_started == num_begun
 
 
 @virtually
-async def test_a_slow_episode_is_left_to_a_later_batch_and_then_waited_for() -> None:
+async def test_max_staleness_slow_episode() -> None:
     runner, source = EpisodeRunner(lasting(100.0), sampler=BoundedStaleness(1)), itertools.count()
     assert numbers(await runner.prepare_batch(source, 2)) == [1, 2], "item 0 may come a version later"
     runner.set_version(1)
@@ -197,16 +200,7 @@ async def test_a_slow_episode_is_left_to_a_later_batch_and_then_waited_for() -> 
 
 
 @virtually
-async def test_a_run_that_begins_at_a_later_version_begins_no_more_than_another() -> None:
-    runner = EpisodeRunner(lasting(), sampler=BoundedStaleness(1))
-    runner.set_version(100)
-    asked = await waits(runner.prepare_batch(itertools.count(), 4))
-    assert runner.figures().num_started == 8
-    await asked
-
-
-@virtually
-async def test_batches_that_share_a_version_do_not_starve() -> None:
+async def test_max_staleness_batches_of_one_version() -> None:
     runner = EpisodeRunner(lasting(), sampler=BoundedStaleness(1))
     source = itertools.count()
     used = []
@@ -218,7 +212,7 @@ async def test_batches_that_share_a_version_do_not_starve() -> None:
 
 
 @virtually
-async def test_long_ones_are_kept_also_where_they_may_wait_for_several_versions() -> None:
+async def test_max_staleness_keeps_long_episodes() -> None:
     """Eight slow ones and a batch of four: one batch may leave them all, and then they are due."""
     runner = EpisodeRunner(lasting(*[100.0] * 8), sampler=BoundedStaleness(2))
     source, used = itertools.count(), []
@@ -265,7 +259,7 @@ class Drawn:
     size=st.integers(1, 9),
     step_s=st.sampled_from([0.0, 1.0, 10.0]),
 )
-def test_whatever_happens_nothing_is_too_old_and_the_bounds_hold(
+def test_bounded_staleness_holds_its_bounds(
     seed: int,
     staleness: float,
     oversample: float,
@@ -313,7 +307,7 @@ def test_whatever_happens_nothing_is_too_old_and_the_bounds_hold(
     run_virtually(run())
 
 
-def test_what_makes_no_sense_is_said() -> None:
+def test_bounded_staleness_refuses_invalid_values() -> None:
     for options in ({"max_staleness": -1.0}, {"max_staleness": math.inf}, {"oversample": 0.9}, {"oversample": math.nan}):
         with pytest.raises(ValueError, match=next(iter(options))):
             BoundedStaleness(**options)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
-from helmsman.controller._generation.request_factory import samples_of
+from helmsman.controller._rollout.request_api import samples_of
 from helmsman.engines._models.model import build_model
 from helmsman.engines.rollout import HFRolloutEngine, RolloutConfig
 from helmsman.engines.train import FSDPTrainEngine
@@ -90,7 +90,7 @@ def reference_tokens(config: dict[str, Any], prompt: list[int], num_tokens: int)
 
 
 @pytest.mark.parametrize("config", [QWEN2, LLAMA, GPT2, MISTRAL_SLIDING, GEMMA3_MIXED], ids=lambda config: config["model_type"])
-async def test_greedy_tokens_are_those_of_whole_forward_passes(make: Make, config: dict[str, Any]) -> None:
+async def test_agenerate_greedy_equals_forward_passes(make: Make, config: dict[str, Any]) -> None:
     # Six requests on four slots: some wait, and rows move when others end.
     results = await generate(make(model=config), PROMPTS, GREEDY)
     for prompt, result in zip(PROMPTS, results, strict=True):
@@ -100,7 +100,7 @@ async def test_greedy_tokens_are_those_of_whole_forward_passes(make: Make, confi
 
 
 @pytest.mark.parametrize("config", [{**QWEN2, "max_position_embeddings": 20}, {**GPT2, "n_positions": 20}])
-async def test_agenerate_at_the_models_last_position(make: Make, config: dict[str, Any]) -> None:
+async def test_agenerate_max_positions_of_model(make: Make, config: dict[str, Any]) -> None:
     """The model's own limit counts where it is below max_model_len, also for learned positions, which end there."""
     engine = make(model=config)
     results = await generate(engine, [random_tokens(length, seed=length) for length in (1, 12, 19)], ENDLESS)
@@ -110,7 +110,7 @@ async def test_agenerate_at_the_models_last_position(make: Make, config: dict[st
         await engine.agenerate(request("long", random_tokens(20, seed=0)))
 
 
-async def test_a_seed_decides_the_tokens_in_any_company_and_at_any_time(make: Make) -> None:
+async def test_agenerate_seed_decides_tokens(make: Make) -> None:
     engine = make(max_concurrency=3)
     params = [SamplingParams(max_new_tokens=5 + 4 * seed, top_p=0.9, seed=seed) for seed in range(6)]
     requests = [
@@ -126,19 +126,19 @@ async def test_a_seed_decides_the_tokens_in_any_company_and_at_any_time(make: Ma
     assert [result.token_ids for result in reversed(staggered)] == [result.token_ids for result in alone]
 
 
-async def test_a_continuation_with_the_same_seed_goes_on_as_if_it_had_not_been_cut(engine: HFRolloutEngine) -> None:
+async def test_agenerate_continuation_with_seed(engine: HFRolloutEngine) -> None:
     whole = await engine.agenerate(request("a", PROMPTS[2], SamplingParams(max_new_tokens=20, seed=5)))
     first = await engine.agenerate(request("a", PROMPTS[2], SamplingParams(max_new_tokens=8, seed=5)))
     rest = await engine.agenerate(request("a", PROMPTS[2] + first.token_ids, SamplingParams(max_new_tokens=12, seed=5)))
     assert first.token_ids + rest.token_ids == whole.token_ids
 
 
-async def test_requests_without_a_seed_differ(make: Make) -> None:
+async def test_agenerate_without_seed(make: Make) -> None:
     results = await generate(make(max_concurrency=16), [PROMPTS[0]] * 16, SamplingParams(max_new_tokens=10))
     assert len({tuple(result.token_ids) for result in results}) > 8
 
 
-async def test_first_tokens_follow_the_distribution_of_the_model(make: Make) -> None:
+async def test_agenerate_distribution_of_first_tokens(make: Make) -> None:
     config = {**QWEN2, "initializer_range": 0.1}
     num, prompt = 4000, PROMPTS[2]
     logits = build_model(config, seed=0, dtype=torch.float32)(input_ids=torch.tensor([prompt])).logits[0, -1].detach()
@@ -153,7 +153,7 @@ async def test_first_tokens_follow_the_distribution_of_the_model(make: Make) -> 
     assert ((counts - num * expected).abs() <= 5 * (num * expected * (1 - expected)).sqrt() + 1e-3).all()
 
 
-async def test_log_probabilities_are_those_of_the_train_engine(engine: HFRolloutEngine) -> None:
+async def test_agenerate_logprobs_equal_train_engine(engine: HFRolloutEngine) -> None:
     results = await generate(engine, PROMPTS, SamplingParams(max_new_tokens=20, temperature=0.8, top_k=10, seed=1))
     trainer = FSDPTrainEngine(model=QWEN2)
     trainer.initialize()
@@ -163,7 +163,7 @@ async def test_log_probabilities_are_those_of_the_train_engine(engine: HFRollout
     trainer.destroy()
 
 
-async def test_bfloat16_is_close_to_float32(make: Make) -> None:
+async def test_agenerate_bfloat16(make: Make) -> None:
     model = {**QWEN2, "initializer_range": 0.1}
     exact, rounded = make(model=model), make(model=model, dtype="bfloat16")
     sampling = SamplingParams(max_new_tokens=1, temperature=0)
@@ -172,7 +172,7 @@ async def test_bfloat16_is_close_to_float32(make: Make) -> None:
         assert one.logprobs == pytest.approx(two.logprobs, abs=0.05)
 
 
-async def test_a_stop_token_ends_the_sequence_and_is_part_of_it(engine: HFRolloutEngine) -> None:
+async def test_agenerate_stop_token(engine: HFRolloutEngine) -> None:
     tokens = (await engine.agenerate(request("a", PROMPTS[3]))).token_ids
     stop = tokens[4]
     sampling = SamplingParams(max_new_tokens=12, temperature=0, stop_token_ids=(stop, 49))
@@ -182,7 +182,7 @@ async def test_a_stop_token_ends_the_sequence_and_is_part_of_it(engine: HFRollou
     assert len(result.logprobs) == len(result.versions) == len(result.token_ids)
 
 
-async def test_a_sequence_ends_at_the_longest_that_the_engine_holds(engine: HFRolloutEngine) -> None:
+async def test_agenerate_max_model_len(engine: HFRolloutEngine) -> None:
     result = await engine.agenerate(request("a", PROMPTS[3], ENDLESS))
     assert len(result.token_ids) == 64 - len(PROMPTS[3])
     assert result.stop_reason == "length"
@@ -190,7 +190,7 @@ async def test_a_sequence_ends_at_the_longest_that_the_engine_holds(engine: HFRo
     assert len(almost_full.token_ids) == 1
 
 
-async def test_long_prompts_are_prefilled_within_the_budget(make: Make) -> None:
+async def test_agenerate_max_prefill_tokens(make: Make) -> None:
     small, large = make(max_prefill_tokens=1), make()
     alone, together = await generate(small, PROMPTS, GREEDY), await generate(large, PROMPTS, GREEDY)
     assert [result.token_ids for result in alone] == [result.token_ids for result in together]
@@ -205,19 +205,19 @@ async def test_long_prompts_are_prefilled_within_the_budget(make: Make) -> None:
         ([1, -1], "the token -1"),
     ],
 )
-async def test_a_request_that_cannot_be_served_is_refused(engine: HFRolloutEngine, prompt: list[int], message: str) -> None:
+async def test_agenerate_invalid_prompts(engine: HFRolloutEngine, prompt: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         await engine.agenerate(request("a", prompt))
 
 
-async def test_a_seed_out_of_range_is_refused(engine: HFRolloutEngine) -> None:
+async def test_agenerate_seed_out_of_range(engine: HFRolloutEngine) -> None:
     for seed in (-1, 2**64):
         with pytest.raises(ValueError, match=f"the seed {seed}; expected"):
             await engine.agenerate(request("a", PROMPTS[1], SamplingParams(seed=seed)))
     await engine.agenerate(request("a", PROMPTS[1], SamplingParams(seed=2**64 - 1)))
 
 
-async def test_an_id_is_in_flight_once_and_free_afterwards(engine: HFRolloutEngine) -> None:
+async def test_agenerate_id_in_flight_once(engine: HFRolloutEngine) -> None:
     first = asyncio.create_task(engine.agenerate(request("a", PROMPTS[2])))
     await asyncio.sleep(0)
     with pytest.raises(ValueError, match="'a' is already in flight"):
@@ -226,22 +226,7 @@ async def test_an_id_is_in_flight_once_and_free_afterwards(engine: HFRolloutEngi
     await engine.agenerate(request("a", PROMPTS[2]))
 
 
-async def test_abort_ends_the_named_requests_with_what_they_have(long_engine: HFRolloutEngine) -> None:
-    tasks = [asyncio.create_task(long_engine.agenerate(request(name, PROMPTS[2], ENDLESS))) for name in "abc"]
-    await until_running(long_engine, 2, num_generated=20)
-    # c waits for a slot; it is aborted before it has a token.
-    assert await long_engine.abort(["a", "c", "unknown"]) == 2
-    a, c = await tasks[0], await tasks[2]
-    assert (a.stop_reason, c.stop_reason, c.token_ids) == ("abort", "abort", [])
-    assert 10 <= len(a.token_ids) == len(a.logprobs) == len(a.versions)
-    assert not tasks[1].done()
-    assert await long_engine.abort() == 1
-    assert (await tasks[1]).stop_reason == "abort"
-    assert await long_engine.abort() == 0
-    assert long_engine.stats()["num_running"] == long_engine.stats()["num_waiting"] == 0
-
-
-async def test_a_cancelled_call_frees_its_slot_and_its_id(long_engine: HFRolloutEngine) -> None:
+async def test_agenerate_cancelled(long_engine: HFRolloutEngine) -> None:
     tasks = [asyncio.create_task(long_engine.agenerate(request(name, PROMPTS[2], ENDLESS))) for name in "abc"]
     await until_running(long_engine, 2)
     tasks[0].cancel()
@@ -257,7 +242,7 @@ def samples(name: str, prompt: list[int], num: int, sampling: SamplingParams = G
     return samples_of(request(name, prompt, sampling), num)
 
 
-async def test_samples_compute_their_prompt_once_and_are_what_each_would_be_alone(engine: HFRolloutEngine) -> None:
+async def test_agenerate_samples_equal_single_requests(engine: HFRolloutEngine) -> None:
     requests = samples("a", PROMPTS[3], 4, SamplingParams(max_new_tokens=12, seed=3))
     together = await engine.agenerate_samples(requests)
     assert engine.stats()["num_prompt_tokens"] == len(PROMPTS[3]) - 1
@@ -271,7 +256,7 @@ async def test_samples_compute_their_prompt_once_and_are_what_each_would_be_alon
     assert engine.stats()["num_prompt_tokens"] == (5 + 3) * (len(PROMPTS[3]) - 1)
 
 
-async def test_samples_join_when_there_are_slots_for_all(engine: HFRolloutEngine) -> None:
+async def test_agenerate_samples_wait_for_slots(engine: HFRolloutEngine) -> None:
     first = [asyncio.create_task(engine.agenerate(request(str(i), PROMPTS[i], ENDLESS))) for i in (2, 3)]
     await until_running(engine, 2)
     assert len(await engine.agenerate_samples(samples("a", PROMPTS[4], 3))) == 3
@@ -280,11 +265,12 @@ async def test_samples_join_when_there_are_slots_for_all(engine: HFRolloutEngine
     await asyncio.gather(*first)
 
 
-async def test_abort_ends_each_sample_by_its_own_id(long_engine: HFRolloutEngine) -> None:
+async def test_abort_samples_by_id(long_engine: HFRolloutEngine) -> None:
     task = asyncio.create_task(long_engine.agenerate_samples(samples("a", PROMPTS[2], 4, ENDLESS)))
     await until_running(long_engine, 2, num_generated=10)
     assert long_engine.stats()["num_waiting"] == 2
-    assert await long_engine.abort(["a#0", "a#2", "a#3"]) == 3
+    # Two of them wait for a slot, and are aborted before they have a token.
+    assert await long_engine.abort(["a#0", "a#2", "a#3", "unknown"]) == 3
     await until_running(long_engine, 1)
     assert long_engine.stats()["num_waiting"] == 0
     assert not task.done()
@@ -292,9 +278,11 @@ async def test_abort_ends_each_sample_by_its_own_id(long_engine: HFRolloutEngine
     results = await task
     assert {each.stop_reason for each in results} == {"abort"}
     assert [bool(each.token_ids) for each in results] == [True, True, False, False]
+    assert all(len(each.token_ids) == len(each.logprobs) == len(each.versions) for each in results)
+    assert await long_engine.abort() == long_engine.stats()["num_running"] == 0
 
 
-async def test_samples_that_nobody_waits_for_free_their_slots(long_engine: HFRolloutEngine) -> None:
+async def test_agenerate_samples_cancelled(long_engine: HFRolloutEngine) -> None:
     task = asyncio.create_task(long_engine.agenerate_samples(samples("a", PROMPTS[2], 4, ENDLESS)))
     await until_running(long_engine, 2)
     task.cancel()
@@ -302,7 +290,7 @@ async def test_samples_that_nobody_waits_for_free_their_slots(long_engine: HFRol
     assert len(await long_engine.agenerate_samples(samples("a", PROMPTS[2], 4))) == 4
 
 
-async def test_samples_that_make_no_sense_are_refused_and_none_is_begun(engine: HFRolloutEngine) -> None:
+async def test_agenerate_samples_invalid(engine: HFRolloutEngine) -> None:
     with pytest.raises(ValueError, match="'a' and 'b' have different prompts"):
         await engine.agenerate_samples([request("a", PROMPTS[2]), request("b", PROMPTS[3])])
     with pytest.raises(ValueError, match="'a' is already in flight"):
@@ -311,7 +299,7 @@ async def test_samples_that_make_no_sense_are_refused_and_none_is_begun(engine: 
     assert engine.stats()["num_running"] == engine.stats()["num_waiting"] == 0
 
 
-async def test_weights_change_between_two_tokens(long_engine: HFRolloutEngine) -> None:
+async def test_update_weights_during_request(long_engine: HFRolloutEngine) -> None:
     task = asyncio.create_task(long_engine.agenerate(request("a", PROMPTS[2], ENDLESS)))
     for version in (3, 4):
         await until_running(long_engine, 1, num_generated=long_engine.stats()["num_generated_tokens"] + 5)
@@ -325,7 +313,7 @@ async def test_weights_change_between_two_tokens(long_engine: HFRolloutEngine) -
     assert set(versions) == {0, 3, 4}
 
 
-async def test_weights_that_do_not_fit_are_refused_and_serving_goes_on(engine: HFRolloutEngine) -> None:
+async def test_update_weights_that_do_not_fit(engine: HFRolloutEngine) -> None:
     before = await engine.agenerate(request("a", PROMPTS[2]))
     with pytest.raises(ValueError, match="missing"):
         await engine.update_weights({"extra": torch.zeros(1)}, 1)
@@ -333,7 +321,7 @@ async def test_weights_that_do_not_fit_are_refused_and_serving_goes_on(engine: H
     assert await engine.agenerate(request("a", PROMPTS[2])) == before
 
 
-async def test_a_step_that_fails_fails_its_requests_and_not_the_engine(engine: HFRolloutEngine) -> None:
+async def test_agenerate_step_fails(engine: HFRolloutEngine) -> None:
     assert engine._loop is not None
     model = engine._loop._model
     broken = model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(ZeroDivisionError("broken")))
@@ -349,7 +337,7 @@ async def test_a_step_that_fails_fails_its_requests_and_not_the_engine(engine: H
     assert (await engine.agenerate(request("0", PROMPTS[2]))).token_ids == reference_tokens(QWEN2, PROMPTS[2], 12)
 
 
-async def test_destroy_ends_what_is_in_flight(long_engine: HFRolloutEngine) -> None:
+async def test_destroy_during_requests(long_engine: HFRolloutEngine) -> None:
     tasks = [asyncio.create_task(long_engine.agenerate(request(name, PROMPTS[2], ENDLESS))) for name in "abc"]
     await until_running(long_engine, 2)
     await asyncio.to_thread(long_engine.destroy)
@@ -361,19 +349,19 @@ async def test_destroy_ends_what_is_in_flight(long_engine: HFRolloutEngine) -> N
         long_engine.initialize()
 
 
-def test_calls_may_come_from_any_event_loop(engine: HFRolloutEngine) -> None:
+def test_agenerate_from_any_event_loop(engine: HFRolloutEngine) -> None:
     first, second = (asyncio.run(generate(engine, PROMPTS, GREEDY)) for _ in range(2))
     assert [result.token_ids for result in first] == [result.token_ids for result in second]
 
 
-def test_layers_that_slots_cannot_hold_are_refused() -> None:
+def test_initialize_unsupported_layers() -> None:
     engine = HFRolloutEngine(model=QWEN3_NEXT_LINEAR)
     with pytest.raises(ValueError, match="linear_attention"):
         engine.initialize()
     engine.destroy()
 
 
-def test_the_configuration_is_checked() -> None:
+def test_rollout_config_invalid_fields() -> None:
     config = RolloutConfig(model=QWEN2)
     assert HFRolloutEngine(config).config is config
     with pytest.raises(msgspec.ValidationError, match="slots"):
@@ -395,7 +383,7 @@ def memory_of(engine: HFRolloutEngine) -> tuple[int, int]:
     return sum(weights.values()), sum(pool.nbytes for pool in cache)
 
 
-async def test_an_engine_that_slept_goes_on_with_what_it_had(engine: HFRolloutEngine) -> None:
+async def test_sleep_and_wake(engine: HFRolloutEngine) -> None:
     expected = await engine.agenerate(request("a", PROMPTS[2]))
     awake = memory_of(engine)
     assert min(awake) > 0
@@ -417,9 +405,7 @@ async def test_an_engine_that_slept_goes_on_with_what_it_had(engine: HFRolloutEn
 
 
 @pytest.mark.parametrize("levels", [(2,), (1, 2)])
-async def test_an_engine_that_has_dropped_its_weights_serves_after_an_update(
-    engine: HFRolloutEngine, levels: tuple[int, ...]
-) -> None:
+async def test_wake_without_weights_holds_requests(engine: HFRolloutEngine, levels: tuple[int, ...]) -> None:
     expected = await engine.agenerate(request("a", PROMPTS[2]))
     weights = {name: each.detach().clone() for name, each in engine._running()._model.named_parameters()}
     for level in levels:
@@ -434,7 +420,7 @@ async def test_an_engine_that_has_dropped_its_weights_serves_after_an_update(
     assert (result.token_ids, result.versions) == (expected.token_ids, [1] * 12)
 
 
-async def test_an_engine_with_requests_does_not_sleep(long_engine: HFRolloutEngine) -> None:
+async def test_sleep_during_requests(long_engine: HFRolloutEngine) -> None:
     running = asyncio.ensure_future(long_engine.agenerate(request("a", PROMPTS[2], ENDLESS)))
     await until_running(long_engine, 1)
     with pytest.raises(RuntimeError, match=r"1 request\(s\) are in flight"):

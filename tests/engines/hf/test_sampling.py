@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helmsman.api.generation import SamplingParams
-from helmsman.engines._hf.sampling import SamplingRows, draw_uniforms, sample_tokens
+from helmsman.engines._hf.decode_batch import SamplingRows, draw_uniforms, sample_tokens
 
 LOGITS = torch.tensor([0.5, 0.1, 0.25, 0.15]).log()
 
@@ -39,7 +39,7 @@ def rows(*params: SamplingParams) -> SamplingRows:
         (SamplingParams(top_k=3, top_p=0.7), [2 / 3, 0, 1 / 3, 0]),
     ],
 )
-def test_frequencies(params: SamplingParams, expected: list[float]) -> None:
+def test_sample_tokens_frequencies(params: SamplingParams, expected: list[float]) -> None:
     # Evenly spaced numbers instead of random ones: the frequencies are exact up to the spacing.
     num_draws = 10_000
     uniforms = (torch.arange(num_draws) + 0.5) / num_draws
@@ -50,7 +50,7 @@ def test_frequencies(params: SamplingParams, expected: list[float]) -> None:
     torch.testing.assert_close(logprobs, LOGITS[tokens])
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def test_sample_tokens_rows_independent() -> None:
     params = [
         SamplingParams(),
         SamplingParams(temperature=0),
@@ -66,18 +66,18 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
-def test_the_ends_of_the_range_draw_a_token_that_has_a_probability(uniform: float) -> None:
+def test_sample_tokens_extreme_uniforms(uniform: float) -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
     tokens, _ = sample_tokens(logits, torch.tensor([uniform]), rows(SamplingParams()))
     assert tokens.tolist() == [1 if uniform == 0 else 2]
 
 
-def test_a_tiny_temperature_is_greedy() -> None:
+def test_sample_tokens_tiny_temperature() -> None:
     tokens, _ = sample_tokens(LOGITS[None] * 1e4, torch.tensor([0.999]), rows(SamplingParams(temperature=1e-6)))
     assert tokens.tolist() == [0]
 
 
-def test_a_seeds_numbers_depend_on_seed_and_position_alone() -> None:
+def test_draw_uniforms_by_seed_and_position() -> None:
     assert torch.equal(draw_uniforms(5, 4096)[:17], draw_uniforms(5, 17))
     seeds = [0, 1, 5, 5 + 2**32, 5 + 2**63, 2**64 - 1]  # all 64 bits count
     assert len({tuple(draw_uniforms(seed, 8).tolist()) for seed in seeds}) == len(seeds)

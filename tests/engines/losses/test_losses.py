@@ -35,7 +35,7 @@ def mask(num_tokens: int) -> torch.Tensor:
     return torch.tensor([[False] + [True] * num_tokens])
 
 
-def test_sft_sums_the_negative_log_likelihood_of_the_masked_tokens() -> None:
+def test_sft_loss_sums_masked_tokens() -> None:
     batch = {"loss_mask": torch.tensor([[False, False, True, True], [False, True, False, False]])}
     logprobs = torch.tensor([[0.0, -9.0, -1.0, -2.0], [0.0, -4.0, -9.0, -9.0]])
     assert sft_loss(logprobs, batch)[0].item() == 7.0
@@ -62,7 +62,7 @@ def test_sft_sums_the_negative_log_likelihood_of_the_masked_tokens() -> None:
         (4.0, 1.0, {"dual_clip": 3.0}, -1.2, 1, 0.0),
     ],
 )
-def test_grpo_clips_as_ppo(
+def test_grpo_loss_clips(
     ratio: float, advantage: float, kwargs: dict[str, float], loss: float, is_clipped: int, gradient: float
 ) -> None:
     logprobs = column(-1.0 + math.log(ratio)).requires_grad_()
@@ -79,7 +79,7 @@ def test_grpo_clips_as_ppo(
         grpo_loss(logprobs, batch, dual_clip=1.1)
 
 
-def test_grpo_adds_the_unbiased_kl_estimate_to_the_reference() -> None:
+def test_grpo_loss_kl_to_reference() -> None:
     batch = {
         "loss_mask": mask(1),
         "logprobs": column(-1.0),
@@ -92,7 +92,7 @@ def test_grpo_adds_the_unbiased_kl_estimate_to_the_reference() -> None:
     assert stats["ref_kl"].item() == pytest.approx(1 - math.log(2), abs=1e-6)
 
 
-def test_losses_are_found_by_name_and_by_import_path() -> None:
+def test_resolve_loss() -> None:
     assert resolve_loss("sft") is sft_loss
     assert resolve_loss("helmsman.engines.losses.grpo_loss") is grpo_loss
     assert resolve_loss(sft_loss) is sft_loss
@@ -140,12 +140,8 @@ READS_BEFORE = "value"
 """The loss in which the output before a token stands for the token."""
 
 
-def test_every_loss_is_tried_below() -> None:
-    assert ARGUMENTS.keys() == LOSSES.keys()
-
-
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_stands_outside_the_mask_changes_neither_loss_nor_gradient(name: str) -> None:
+def test_losses_ignore_values_outside_mask(name: str) -> None:
     outputs, batch = full_batch()
     mask = batch["loss_mask"]
     read = torch.roll(mask, -1, dims=1) if name == READS_BEFORE else mask
@@ -177,7 +173,7 @@ def test_what_stands_outside_the_mask_changes_neither_loss_nor_gradient(name: st
 
 
 @pytest.mark.parametrize("name", [*TOKENS, "value", "sft"])
-def test_a_batch_in_parts_gives_the_sums_of_the_whole(name: str) -> None:
+def test_losses_of_parts_sum_to_whole(name: str) -> None:
     outputs, batch = full_batch()
     whole, stats = LOSSES[name](outputs, batch, **ARGUMENTS[name])
     parts = [
@@ -203,9 +199,7 @@ def test_a_batch_in_parts_gives_the_sums_of_the_whole(name: str) -> None:
         ("reward_model", {}, ["pair"]),
     ],
 )
-def test_a_missing_column_is_said_with_the_loss_what_it_reads_and_what_there_is(
-    name: str, kwargs: dict[str, object], needed: list[str]
-) -> None:
+def test_losses_missing_columns(name: str, kwargs: dict[str, object], needed: list[str]) -> None:
     outputs, batch = full_batch()
     for missing in needed:
         given = {key: column for key, column in batch.items() if key != missing}
@@ -229,7 +223,7 @@ def one_token(**columns: float) -> dict[str, torch.Tensor]:
         ("gspo", {"clip_high": 0.2}, 1.0, -1.2),
     ],
 )
-def test_a_ratio_that_is_infinite_in_float32_is_clipped_like_others(
+def test_losses_infinite_ratio_clipped(
     name: str, kwargs: dict[str, float], advantage: float, loss: float, behaviour: float
 ) -> None:
     logprobs = column(-0.1).requires_grad_()
@@ -254,7 +248,7 @@ def test_a_ratio_that_is_infinite_in_float32_is_clipped_like_others(
         (0.1, 0.6, 0.6, {"importance_cap": None}, -6.0, -6.0, 6.0, None),
     ],
 )
-def test_decoupled_ppo_clips_around_the_proximal_policy_and_weighs_by_it(
+def test_decoupled_ppo_loss_clip_and_weight(
     behaviour: float,
     proximal: float,
     current: float,
@@ -275,7 +269,7 @@ def test_decoupled_ppo_clips_around_the_proximal_policy_and_weighs_by_it(
     assert (stats["importance_capped"].item() if "importance_capped" in stats else None) == capped
 
 
-def test_decoupled_ppo_with_one_old_policy_is_ppo() -> None:
+def test_decoupled_ppo_loss_one_old_policy() -> None:
     outputs, batch = full_batch()
     batch["prox_logprobs"] = batch["logprobs"]
     decoupled, stats = decoupled_ppo_loss(outputs, batch)
@@ -284,7 +278,7 @@ def test_decoupled_ppo_with_one_old_policy_is_ppo() -> None:
     assert plain_stats.items() <= stats.items()
 
 
-def test_gspo_has_one_ratio_for_a_sequence() -> None:
+def test_gspo_loss_sequence_ratio() -> None:
     # Ratios 2 and 0.5 of the tokens: their geometric mean is 1, so nothing is clipped however narrow the clip is.
     logprobs = column(-1.0 + math.log(2), -1.0 - math.log(2)).requires_grad_()
     batch = {"loss_mask": mask(2), "logprobs": column(-1.0, -1.0), "advantages": torch.tensor([3.0])}
@@ -301,7 +295,7 @@ def test_gspo_has_one_ratio_for_a_sequence() -> None:
     assert stats["clip_fraction"].item() == 2
 
 
-def test_cispo_caps_the_weight_and_keeps_the_gradient() -> None:
+def test_cispo_loss_caps_weight() -> None:
     # Ratio 6 counts as 5; the gradient of -5 * A * log p is -5 * A with A = 2.
     logprobs = column(-1.0 + math.log(6)).requires_grad_()
     loss, stats = cispo_loss(logprobs, one_token(logprobs=-1.0, advantages=2.0))
@@ -312,7 +306,7 @@ def test_cispo_caps_the_weight_and_keeps_the_gradient() -> None:
     assert stats["clip_fraction"].item() == 1
 
 
-def test_kl_estimates_are_the_divergence_on_average() -> None:
+def test_kl_estimate_mean() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
     log_ratio = (p / q).log()
     divergence = (p * log_ratio).sum()
@@ -325,7 +319,7 @@ def test_kl_estimates_are_the_divergence_on_average() -> None:
         kl_estimate(log_ratio, "k4")  # type: ignore[arg-type]
 
 
-def test_k2_has_the_gradient_of_the_divergence_and_k1_has_none() -> None:
+def test_kl_estimate_gradients() -> None:
     reference = torch.tensor([0.2, 0.3, 0.5]).log()
     logits = torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
     current = logits.log_softmax(-1)
@@ -337,7 +331,7 @@ def test_k2_has_the_gradient_of_the_divergence_and_k1_has_none() -> None:
         torch.testing.assert_close(found, gradient, atol=1e-6, rtol=1e-5)
 
 
-def test_the_entropy_bonus_is_taken_from_the_loss() -> None:
+def test_grpo_loss_entropy_bonus() -> None:
     batch = one_token(logprobs=-1.0, advantages=2.0, entropy=0.7)
     loss, stats = grpo_loss(column(-1.0), batch, entropy_coef=0.1)
     assert loss.item() == pytest.approx(-2.0 - 0.07)
@@ -357,9 +351,7 @@ def test_the_entropy_bonus_is_taken_from_the_loss() -> None:
         (0.5, 0.2, 1.125, -1.5, 0),
     ],
 )
-def test_the_critic_is_clipped_around_its_old_values(
-    value: float, clip: float | None, loss: float, gradient: float, is_clipped: int | None
-) -> None:
+def test_value_loss_clip(value: float, clip: float | None, loss: float, gradient: float, is_clipped: int | None) -> None:
     # The value of token 1 is that of token 0, before it; those of the last token are of no use.
     values = torch.tensor([[value, 99.0]], requires_grad=True)
     batch = {"loss_mask": mask(1), "returns": column(2.0), "values": torch.tensor([[1.0, -99.0]])}
@@ -390,7 +382,7 @@ def pair(first: list[float], second: list[float], **others: torch.Tensor) -> tup
         ("ipo", 0.0, 0.0),
     ],
 )
-def test_dpo_of_one_pair(loss_type: str, loss: float, gradient: float) -> None:
+def test_dpo_loss_one_pair(loss_type: str, loss: float, gradient: float) -> None:
     reference = torch.tensor([[0.0, -2.0, -2.0], [0.0, -1.0, -1.0]])
     logprobs, batch = pair([0.0, -1.5, -1.5], [0.0, -1.0, -2.0], ref_logprobs=reference)
     result, stats = dpo_loss(logprobs, batch, beta=0.5, loss_type=loss_type)  # type: ignore[arg-type]
@@ -405,7 +397,7 @@ def test_dpo_of_one_pair(loss_type: str, loss: float, gradient: float) -> None:
         dpo_loss(logprobs, batch, loss_type="square")  # type: ignore[arg-type]
 
 
-def test_the_reward_of_a_sample_is_the_value_of_its_last_token() -> None:
+def test_reward_model_loss_last_token() -> None:
     values, batch = pair([9.0, 9.0, 2.0], [9.0, 1.0, 9.0], margin=torch.tensor([0.5, 7.0]))
     batch["loss_mask"][1, 2] = False
     loss, stats = reward_model_loss(values, batch, center_coef=0.1)
@@ -423,14 +415,14 @@ def test_the_reward_of_a_sample_is_the_value_of_its_last_token() -> None:
         reward_model_loss(values, batch)
 
 
-def test_a_margin_is_of_a_pair_and_not_of_a_token() -> None:
+def test_reward_model_loss_margin_per_token() -> None:
     values, batch = pair([9.0, 9.0, 2.0], [9.0, 1.0, 9.0], margin=torch.ones(2, 3))
     with pytest.raises(ValueError, match="'margin' as one number per sample; it has one per token"):
         reward_model_loss(values, batch)
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_rows_that_are_no_pairs_are_refused(name: str) -> None:
+def test_pair_losses_incomplete_pairs(name: str) -> None:
     outputs, batch = full_batch()
     batch["pair"] = torch.tensor([0, 1, 1, 2])
     with pytest.raises(ValueError, match="must be of one pair"):
@@ -439,7 +431,7 @@ def test_rows_that_are_no_pairs_are_refused(name: str) -> None:
         LOSSES[name](outputs[:1], {key: value[:1] for key, value in batch.items()})
 
 
-def test_a_loss_is_refused_where_it_cannot_be_called() -> None:
+def test_prepare_loss_unsuitable_losses() -> None:
     sample = {"input_ids": [1, 2]}
     with pytest.raises(
         ValueError, match=r"'value' is for a model with the head 'value'; this engine's TrainConfig.head is 'lm'"
@@ -458,7 +450,7 @@ def test_a_loss_is_refused_where_it_cannot_be_called() -> None:
         prepare_loss(greedy, None, [sample], "value")
 
 
-def test_entropies_are_asked_for_by_the_argument_that_uses_them() -> None:
+def test_prepare_loss_needs_entropy() -> None:
     assert not prepare_loss("grpo", {"clip_high": 0.28}, [], "lm").needs_entropy
     assert not prepare_loss("grpo", {"entropy_coef": 0.0}, [], "lm").needs_entropy
     assert prepare_loss("grpo", {"entropy_coef": 0.1}, [], "lm").needs_entropy
@@ -469,7 +461,7 @@ def test_entropies_are_asked_for_by_the_argument_that_uses_them() -> None:
     assert call.kwargs == {"entropy_coef": 0.1, "clip_high": 0.4}
 
 
-def test_marks_of_a_loss_travel_with_it() -> None:
+def test_prepare_loss_traits_pickled() -> None:
     @loss_traits(paired=True)
     def mine(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return outputs.sum(), {}

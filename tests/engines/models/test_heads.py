@@ -28,7 +28,7 @@ def scores(folder: Path, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda config: config["model_type"])
-def test_values_are_what_transformers_reads_from_the_saved_folder(model: dict[str, Any], make: Make, tmp_path: Path) -> None:
+def test_value_head_equals_transformers(model: dict[str, Any], make: Make, tmp_path: Path) -> None:
     engine = make(head="value", model=model, max_tokens_per_micro_batch=24)
     engine.train_batch(CRITIC_SAMPLES, "value")
     engine.export_hf(str(tmp_path / "critic"))
@@ -39,7 +39,7 @@ def test_values_are_what_transformers_reads_from_the_saved_folder(model: dict[st
     assert architecture.endswith("ForSequenceClassification")
 
 
-def test_a_critic_begins_with_the_weights_of_a_policy(make: Make, tmp_path: Path) -> None:
+def test_value_head_from_policy_folder(make: Make, tmp_path: Path) -> None:
     policy = build_model(LLAMA, seed=3, dtype=torch.float32)
     policy.save_pretrained(tmp_path / "policy")  # type: ignore[operator]
     state = torch.random.get_rng_state()
@@ -56,7 +56,7 @@ def test_a_critic_begins_with_the_weights_of_a_policy(make: Make, tmp_path: Path
     assert not torch.equal(other.state_dict()["score.weight"], head)
 
 
-def test_a_critic_goes_on_where_it_was_saved(make: Make, tmp_path: Path) -> None:
+def test_value_head_load_continues(make: Make, tmp_path: Path) -> None:
     engine = make(head="value")
     engine.train_batch(CRITIC_SAMPLES, "value")
     engine.save(str(tmp_path / "critic"))
@@ -70,7 +70,7 @@ def test_a_critic_goes_on_where_it_was_saved(make: Make, tmp_path: Path) -> None
         assert torch.equal(mine, theirs)
 
 
-def test_heads_are_not_confused(make: Make, tmp_path: Path) -> None:
+def test_load_other_head(make: Make, tmp_path: Path) -> None:
     critic, policy = make(head="value"), make()
     critic.save(str(tmp_path / "critic"))
     policy.save(str(tmp_path / "policy"))
@@ -87,7 +87,7 @@ def test_heads_are_not_confused(make: Make, tmp_path: Path) -> None:
     assert critic.get_version() == 0
 
 
-def test_a_frozen_engine_says_the_same_and_takes_no_step(make: Make, tmp_path: Path) -> None:
+def test_frozen_forwards_and_refuses_steps(make: Make, tmp_path: Path) -> None:
     policy, reference = make(), make(frozen=True)
     for mine, theirs in zip(policy.forward(SAMPLES), reference.forward(SAMPLES), strict=True):
         assert torch.equal(mine, theirs)
@@ -103,7 +103,7 @@ def test_a_frozen_engine_says_the_same_and_takes_no_step(make: Make, tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_a_frozen_engine_keeps_its_parameters_in_the_compute_type(make: Make) -> None:
+def test_frozen_parameter_dtype(make: Make) -> None:
     reference = make(frozen=True, compute_dtype="bfloat16")
     trained = make(compute_dtype="bfloat16")
     assert {parameter.dtype for parameter in reference._built_model().parameters()} == {torch.bfloat16}
@@ -111,7 +111,7 @@ def test_a_frozen_engine_keeps_its_parameters_in_the_compute_type(make: Make) ->
         assert torch.equal(mine, theirs)
 
 
-def test_the_entropy_bonus_reaches_the_weights(make: Make) -> None:
+def test_train_batch_entropy_bonus(make: Make) -> None:
     """One step on the entropy alone is that of plain torch."""
     engine = make(model=LLAMA, max_tokens_per_micro_batch=24, max_grad_norm=None)
     weights = engine.export_weights()

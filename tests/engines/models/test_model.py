@@ -21,7 +21,7 @@ def build(config: dict[str, Any], seed: int = 0) -> torch.nn.Module:
     return build_model(config, seed=seed, dtype=torch.float32)
 
 
-def test_the_seed_decides_the_weights_and_leaves_the_global_state() -> None:
+def test_build_model_seed_decides_weights() -> None:
     torch.manual_seed(123)
     before = torch.get_rng_state()
     first, second, other = build(QWEN2), build(QWEN2), build(QWEN2, seed=1)
@@ -31,7 +31,7 @@ def test_the_seed_decides_the_weights_and_leaves_the_global_state() -> None:
         assert a.ndim == 1 or not torch.equal(a, c)
 
 
-def test_the_seed_decides_the_weights_in_each_thread() -> None:
+def test_build_model_seed_in_threads() -> None:
     with ThreadPoolExecutor(8) as threads:
         made = list(threads.map(lambda _: build_model(QWEN2, seed=3, dtype=torch.float32).state_dict(), range(16)))
     for weights in made[1:]:
@@ -39,11 +39,11 @@ def test_the_seed_decides_the_weights_in_each_thread() -> None:
 
 
 @pytest.mark.parametrize("config", [QWEN2, LLAMA, GPT2], ids=lambda config: config["model_type"])
-def test_the_layers_are_found(config: dict[str, Any]) -> None:
+def test_decoder_layers_num(config: dict[str, Any]) -> None:
     assert len(decoder_layers(build(config))) == 2
 
 
-def test_a_model_that_does_not_exist_is_named() -> None:
+def test_build_model_unknown() -> None:
     with pytest.raises(ValueError, match="no model folder 'nowhere'"):
         build_model("nowhere", seed=0, dtype=torch.float32)
     with pytest.raises(ValueError, match="no 'model_type'; it has: hidden_size"):
@@ -53,7 +53,7 @@ def test_a_model_that_does_not_exist_is_named() -> None:
 
 
 @pytest.mark.parametrize("chunk_numel", [1, 60, 1 << 24])
-def test_target_logprobs_are_those_of_log_softmax(chunk_numel: int) -> None:
+def test_target_logprobs_equal_log_softmax(chunk_numel: int) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 7, 20, generator=generator, requires_grad=True)
     input_ids = torch.randint(0, 20, (3, 7), generator=generator)
@@ -66,7 +66,7 @@ def test_target_logprobs_are_those_of_log_softmax(chunk_numel: int) -> None:
     torch.testing.assert_close(actual_grad, expected_grad)
 
 
-def test_target_logprobs_are_float32_for_half_precision() -> None:
+def test_target_logprobs_half_precision() -> None:
     logits = torch.randn(2, 5, 20, dtype=torch.bfloat16, requires_grad=True)
     logprobs = target_logprobs(logits, torch.zeros(2, 5, dtype=torch.int64))
     logprobs.sum().backward()
@@ -81,7 +81,7 @@ def apply(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
-def test_tied_weights_are_taken_under_either_name(name: str) -> None:
+def test_apply_weights_tied_names(name: str) -> None:
     target, source = build(QWEN2), build(QWEN2, seed=1).state_dict()
     embedding = source.pop("lm_head.weight")
     del source["model.embed_tokens.weight"]
@@ -91,7 +91,7 @@ def test_tied_weights_are_taken_under_either_name(name: str) -> None:
     assert target.get_parameter("lm_head.weight") is target.get_parameter("model.embed_tokens.weight")
 
 
-def test_weights_that_do_not_fit_change_nothing() -> None:
+def test_apply_weights_that_do_not_fit() -> None:
     target = build(LLAMA)
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     weights = build(LLAMA, seed=1).state_dict()

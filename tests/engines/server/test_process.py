@@ -31,6 +31,30 @@ def model(tmp_path: Path) -> str:
     return write_model(tmp_path / "model", 0.0)
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    leases = PortLeases()
+    yield leases.lease(1)[0]
+    leases.close()
+
+
+Start = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def started() -> Iterator[Start]:
+    """Starts Python with these arguments as a server; all end with the test."""
+    processes: list[ServerProcess] = []
+
+    def start(*arguments: str) -> ServerProcess:
+        processes.append(ServerProcess([sys.executable, *arguments], {}, stop_timeout_s=1.0))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.stop()
+
+
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
@@ -61,18 +85,20 @@ def start(engine: ServerEngine) -> ServerStartError:
     return raised.value
 
 
-def test_a_server_that_ends_says_how_and_what_it_wrote(model: str) -> None:
-    with engine_of("vllm", model, mode="exit") as engine:
+def test_initialize_server_exits(model: str) -> None:
+    """And not the key, which is an argument of this dialect."""
+    with engine_of("sglang", model, mode="exit") as engine:
         error = start(engine)
     assert error.exit_code == 1
     assert "ended with exit code 1" in error.reason
     assert "there is no room for the model" in error.log_tail
     assert PROGRAM.name in error.command
     assert f"--port {engine._port}" in error.command
+    assert re.search(r"--api-key '?\*\*\*", error.command)
     assert error.elapsed_s < error.limit_s == 60.0
 
 
-def test_a_server_that_hangs_is_ended_at_its_deadline(model: str) -> None:
+def test_initialize_server_hangs(model: str) -> None:
     with engine_of("vllm", model, mode="hang", start_timeout_s=1.5) as engine:
         error = start(engine)
     assert error.exit_code is None
@@ -81,39 +107,21 @@ def test_a_server_that_hangs_is_ended_at_its_deadline(model: str) -> None:
     assert "start_timeout_s" in str(error)
 
 
-def test_a_server_that_answers_nonsense_is_not_ready(model: str, stopped_after: list[ServerProcess]) -> None:
-    (port,) = (leases := PortLeases()).lease(1)
-    try:
-        command = [sys.executable, str(PROGRAM), "vllm", "babble", "--model", model, "--host", "127.0.0.1", "--port", str(port)]
-        process = ServerProcess(command, {}, stop_timeout_s=1.0)
-        stopped_after.append(process)
-        until(lambda: "it babbles" in process.log_tail())
-        with pytest.raises(ServerStartError, match="BadStatusLine"):
-            process.wait_ready(f"127.0.0.1:{port}", "/health", {}, 0.5)
-    finally:
-        leases.close()
+def test_wait_ready_nonsense_answers(model: str, port: int, started: Start) -> None:
+    process = started(str(PROGRAM), "vllm", "babble", "--model", model, "--host", "127.0.0.1", "--port", str(port))
+    until(lambda: "it babbles" in process.log_tail())
+    with pytest.raises(ServerStartError, match="BadStatusLine"):
+        process.wait_ready(f"127.0.0.1:{port}", "/health", {}, 0.5)
 
 
-def test_a_program_that_is_not_there_is_said(model: str) -> None:
+def test_initialize_program_missing(model: str) -> None:
     with engine_of("vllm", model, command=("/no/such/server",)) as engine:
         error = start(engine)
     assert "/no/such/server" in error.log_tail
     assert error.exit_code not in (0, None)
 
 
-def test_a_server_that_is_busy_at_first_becomes_ready(model: str) -> None:
-    with engine_of("sglang", model, "--busy", "3") as engine:
-        engine.initialize()
-        assert engine.failure() is None
-
-
-def test_the_key_is_not_in_the_error(model: str) -> None:
-    with engine_of("sglang", model, mode="exit") as engine:
-        error = start(engine)
-    assert re.search(r"--api-key '?\*\*\*", error.command)
-
-
-def test_the_end_of_an_engine_ends_all_that_its_server_has_started(model: str, tmp_path: Path) -> None:
+def test_destroy_ends_server_family(model: str, tmp_path: Path) -> None:
     others = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     try:
         with engine_of("vllm", model, "--family", str(tmp_path / "family"), "--stubborn", stop_timeout_s=0.5) as engine:
@@ -133,7 +141,7 @@ def test_the_end_of_an_engine_ends_all_that_its_server_has_started(model: str, t
         others.wait()
 
 
-def test_the_end_of_a_server_ends_what_it_has_started(model: str, tmp_path: Path) -> None:
+def test_server_killed_ends_its_family(model: str, tmp_path: Path) -> None:
     with engine_of("vllm", model, "--family", str(tmp_path / "family")) as engine:
         engine.initialize()
         pids = pids_in(tmp_path / "family")
@@ -143,17 +151,8 @@ def test_the_end_of_a_server_ends_what_it_has_started(model: str, tmp_path: Path
         assert "SIGKILL" in str(engine.failure())
 
 
-@pytest.fixture
-def stopped_after() -> Iterator[list[ServerProcess]]:
-    processes: list[ServerProcess] = []
-    yield processes
-    for process in processes:
-        process.stop()
-
-
-def test_the_end_of_a_guard_ends_its_server(stopped_after: list[ServerProcess]) -> None:
-    process = ServerProcess([sys.executable, "-c", "import time; time.sleep(1000)"], {}, stop_timeout_s=1.0)
-    stopped_after.append(process)
+def test_guard_killed_ends_its_server(started: Start) -> None:
+    process = started("-c", "import time; time.sleep(1000)")
     os.kill(process._guard.pid, signal.SIGKILL)
     assert process.wait(LIMIT_S)
     until(lambda: not is_alive(process.pid))
@@ -161,63 +160,63 @@ def test_the_end_of_a_guard_ends_its_server(stopped_after: list[ServerProcess]) 
     assert "guard was killed" in process.how_it_ended()
 
 
-def test_signals_for_the_workers_group_reach_no_server(stopped_after: list[ServerProcess]) -> None:
-    process = ServerProcess([sys.executable, "-c", "import time; time.sleep(1000)"], {}, stop_timeout_s=1.0)
-    stopped_after.append(process)
+def test_guard_ignores_group_signals(started: Start) -> None:
+    process = started("-c", "import time; time.sleep(1000)")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(process._guard.pid, number)
     assert os.getpgid(process.pid) == process.pid
     assert not process.wait(0.2)
 
 
-def test_what_a_server_ignores_is_its_own(stopped_after: list[ServerProcess]) -> None:
+def test_server_default_signal_handlers(started: Start) -> None:
     code = "import signal; print(*[int(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGHUP)], flush=True)"
-    process = ServerProcess([sys.executable, "-c", code], {}, stop_timeout_s=1.0)
-    stopped_after.append(process)
+    process = started("-c", code)
     assert process.wait(LIMIT_S)
     assert process.log_tail().strip() == "0 0"
     assert process.exit_code == 0
 
 
 WORKER = """
-import os, sys, time
-from tests.engines.little_servers import engine_of
-with engine_of("vllm", sys.argv[1], "--family", sys.argv[2], "--stubborn") as engine:
-    engine.initialize()
-    print(engine.server_pid(), engine._process._guard.pid, engine._exchange, flush=True)
-    time.sleep(1000)
+import sys, time
+from helmsman.engines._server.process import ServerProcess
+address, folder, *command = sys.argv[1:]
+process = ServerProcess(command, {}, stop_timeout_s=5.0, folder=folder)
+process.wait_ready(address, "/health", {}, 60.0)
+print(process.pid, process._guard.pid, flush=True)
+time.sleep(1000)
 """
 
 
-def test_a_worker_that_is_killed_leaves_no_server(model: str, tmp_path: Path) -> None:
+def test_worker_killed_leaves_no_server(model: str, port: int, tmp_path: Path) -> None:
     """By its guard alone: this worker has no family that anybody else would end."""
-    worker = subprocess.Popen(
-        [sys.executable, "-c", WORKER, model, str(tmp_path / "family")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    folder = tmp_path / "exchange"
+    folder.mkdir()
+    serve = ["vllm", "serve", "--model", model, "--host", "127.0.0.1", "--port", str(port)]
+    serve += ["--family", str(tmp_path / "family"), "--stubborn"]
+    command = [sys.executable, "-c", WORKER, f"127.0.0.1:{port}", str(folder), sys.executable, str(PROGRAM), *serve]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert worker.stdout is not None
-        server, guard, folder = worker.stdout.readline().split()
+        server, guard = worker.stdout.readline().split()
         pids = [int(server), int(guard), *pids_in(tmp_path / "family")]
         assert all(map(is_alive, pids))
     finally:
         worker.kill()
         worker.wait()
     until(lambda: not any(map(is_alive, pids)))
-    assert not os.path.exists(folder)
+    assert not folder.exists()
 
 
-def test_what_a_killed_worker_has_left_is_removed_by_the_next(model: str, tmp_path: Path) -> None:
+def test_initialize_removes_abandoned_folders(model: str, tmp_path: Path) -> None:
     with (
-        engine_of("vllm", model, exchange_folder=str(tmp_path)) as engine,
+        engine_of("sglang", model, "--busy", "3", exchange_folder=str(tmp_path)) as engine,  # not ready at first
         engine_of("vllm", model, exchange_folder=str(tmp_path)) as other,
     ):
         abandoned = tmp_path / "helmsman-weights.abandoned"
         abandoned.mkdir()
         (abandoned / "model-00000.safetensors").write_bytes(b"half")
         engine.initialize()
+        assert engine.failure() is None
         assert not abandoned.exists()
         other.initialize()
         assert os.path.isdir(engine._exchange)  # its process lives
@@ -225,12 +224,12 @@ def test_what_a_killed_worker_has_left_is_removed_by_the_next(model: str, tmp_pa
     assert not [entry.name for entry in tmp_path.iterdir() if "weights" in entry.name]
 
 
-def test_a_worker_without_a_port_is_told_to_ask_for_one(model: str) -> None:
+def test_server_engine_without_port(model: str) -> None:
     with pytest.raises(RuntimeError, match=r"SchedulingSpec\(port_count=1\)"):
         ServerEngine(model=model)
 
 
-def test_starts_at_one_time_remove_what_is_abandoned_once(tmp_path: Path) -> None:
+def test_make_exchange_concurrently(tmp_path: Path) -> None:
     for number in range(100):
         (tmp_path / f"helmsman-weights.{number}").mkdir()
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
@@ -240,7 +239,7 @@ def test_starts_at_one_time_remove_what_is_abandoned_once(tmp_path: Path) -> Non
         os.close(lock)
 
 
-def test_a_folder_for_weights_that_is_not_there_is_said(model: str) -> None:
+def test_initialize_exchange_folder_missing(model: str) -> None:
     said = pytest.raises(ValueError, match=r"'/no/such/folder' on this worker; set ServerConfig\.exchange_folder")
     with engine_of("vllm", model, exchange_folder="/no/such/folder") as engine, said:
         engine.initialize()
@@ -250,7 +249,7 @@ def test_a_folder_for_weights_that_is_not_there_is_said(model: str) -> None:
     ("arg", "instead"),
     [("--port=1", "leased"), ("--host", r"ServerConfig\.host"), ("--api_key", "its own"), ("--model", "model")],
 )
-def test_what_an_engine_tells_its_server_itself_is_no_argument(arg: str, instead: str) -> None:
+def test_server_config_reserved_args(arg: str, instead: str) -> None:
     with pytest.raises(ValueError, match=f"args has --.*{instead}"):
         ServerConfig(model="m", args=("--other", arg))
 
@@ -258,6 +257,6 @@ def test_what_an_engine_tells_its_server_itself_is_no_argument(arg: str, instead
 @pytest.mark.parametrize(
     "wrong", [{"dialect": "tgi"}, {"tensor_parallel_size": 0}, {"start_timeout_s": 0.0}, {"models": "x"}, {"model": 1}]
 )
-def test_fields_are_checked(wrong: dict[str, Any]) -> None:
+def test_server_config_invalid_fields(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ServerEngine(**{"model": "m", **wrong})

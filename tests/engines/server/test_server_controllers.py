@@ -20,14 +20,18 @@ from helmsman import (
     SchedulingSpec,
     SupervisionPolicy,
 )
+from helmsman.api.errors import HelmsmanError
 from helmsman.controller._generation.health import Health
 from tests.contract.helpers import wait_until
 from tests.engines.little_servers import PROGRAM, continuation, fields, tensors_of, write_model
+from tests.engines.preload import PRELOAD
 from tests.processes import command_of
 
 POLICY = SupervisionPolicy(probe_every_s=0.1, suspect_s=20.0, dead_s=60.0, restart_pause_s=0.1)
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7, 8]]
-ROLE = "rollout"
+ROLE, ENGINE = "rollout", "helmsman.engines.server_engine.ServerEngine"
+
+pytestmark = pytest.mark.slow
 
 
 class World:
@@ -37,7 +41,7 @@ class World:
         self.scheduler = scheduler
         self.rollout = RolloutController(
             scheduler,
-            "helmsman.engines.server_engine.ServerEngine",
+            ENGINE,
             Job(role=ROLE, replicas=2, tasks=[SchedulingSpec(cpu=0.5, port_count=1)]),
             engine_kwargs=fields("vllm", write_model(folder / "model", 0.0)),
             retries=RetryGeneration(),
@@ -55,10 +59,14 @@ class World:
         return self.rollout.load().instances[worker_id].state
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with LocalScheduler() as scheduler:
-        yield World(scheduler, tmp_path)
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """After the tests nothing of its servers is left."""
+    with LocalScheduler(preload=[*PRELOAD, ENGINE.rpartition(".")[0]]) as scheduler:
+        world = World(scheduler, tmp_path_factory.mktemp("world"))
+        yield world
+        mine = {world.server(worker.id).pid for worker in world.rollout.workers}
+    wait_until(lambda: not mine & servers(), "the run's servers have ended", limit_s=30.0)
 
 
 def require(result: GenerationResult, prompt: list[int], weight: float = 0.0) -> None:
@@ -70,8 +78,17 @@ def servers() -> set[int]:
     return {each.pid for each in psutil.process_iter(["cmdline"]) if str(PROGRAM) in (each.info["cmdline"] or [])}
 
 
-@pytest.mark.slow
-def test_the_death_of_a_server_is_its_instances_and_its_requests_end_elsewhere(world: World) -> None:
+def is_replaced(world: World, old: psutil.Process) -> bool:
+    """Whether the first instance serves again, with another server."""
+    try:
+        new = world.scheduler.call_engine("rollout/0", "server_pid")
+    except HelmsmanError:
+        return False
+    return world.state("rollout/0") is Health.HEALTHY and new != old.pid
+
+
+def test_server_killed_in_flight(world: World) -> None:
+    """Its instance is lost, and its requests end elsewhere."""
     for worker in world.rollout.workers:  # each listens where its worker has a lease
         assert f"--port {worker.engine_ports[0]}" in command_of(world.server(worker.id))
     world.rollout.update_weights(tensors_of(1.0), 1)
@@ -86,28 +103,21 @@ def test_the_death_of_a_server_is_its_instances_and_its_requests_end_elsewhere(w
         assert (len(result.token_ids), set(result.versions)) == (2000, {1})
         require(result, prompt, 1.0)
     assert world.state("rollout/1") is Health.HEALTHY
-    wait_until(lambda: world.state("rollout/0") is Health.HEALTHY, "it is built anew", limit_s=60.0)
-    assert world.server("rollout/0").pid != old.pid
+    wait_until(lambda: is_replaced(world, old), "it is rebuilt", limit_s=60.0)
     assert world.rollout.versions() == {"rollout/0": 1, "rollout/1": 1}  # it serves with the weights of the last update
     for prompt, result in zip(PROMPTS, world.rollout.generate(PROMPTS, SamplingParams(max_new_tokens=8)), strict=True):
         require(result, prompt, 1.0)
 
 
-@pytest.mark.slow
-def test_a_server_that_dies_idle_is_noticed_by_a_probe(world: World) -> None:
+def test_server_killed_idle(world: World) -> None:
+    """A probe notices it."""
     old = world.server("rollout/0")
     old.kill()
-    wait_until(lambda: world.state("rollout/0") is not Health.HEALTHY, "it is taken for dead")
-    wait_until(lambda: world.state("rollout/0") is Health.HEALTHY, "it is built anew", limit_s=60.0)
-    assert world.server("rollout/0").pid != old.pid
+    wait_until(lambda: is_replaced(world, old), "it is rebuilt", limit_s=60.0)
 
 
-@pytest.mark.slow
-def test_the_servers_end_with_their_worker_and_their_run(tmp_path: Path) -> None:
-    with LocalScheduler() as scheduler:
-        world = World(scheduler, tmp_path)
-        mine = {world.server(worker.id).pid for worker in world.rollout.workers}
-        killed = world.server("rollout/0").pid
-        os.kill(world.pid("rollout/0"), signal.SIGKILL)
-        wait_until(lambda: killed not in servers(), "the killed worker's server has gone", limit_s=30.0)
-    wait_until(lambda: not mine & servers(), "the run's servers have gone", limit_s=30.0)
+def test_worker_killed_with_its_server(world: World) -> None:
+    old = world.server("rollout/0")
+    os.kill(world.pid("rollout/0"), signal.SIGKILL)
+    wait_until(lambda: old.pid not in servers(), "the killed worker's server has ended", limit_s=30.0)
+    wait_until(lambda: is_replaced(world, old), "it is rebuilt", limit_s=60.0)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import torch
 
 from helmsman.api.errors import ServerLostError, ServerRequestError
@@ -30,8 +31,10 @@ LIMIT_S = 60.0
 ENDLESS = 90_000
 PROMPTS = {"a": [1, 2], "b": [5]}
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture(params=DIALECTS)
+
+@pytest.fixture(scope="module", params=DIALECTS)
 def dialect(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -45,6 +48,25 @@ async def running(dialect: str, folder: Path, *args: str, **others: Any) -> Asyn
             yield engine
         finally:
             await asyncio.to_thread(engine.destroy)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(dialect: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ServerEngine]:
+    """An engine for tests that leave it as it was."""
+    async with running(dialect, tmp_path_factory.mktemp("shared")) as engine:
+        yield engine
+        assert engine.get_version() == 0
+
+
+@pytest.fixture
+def engine(shared: ServerEngine) -> ServerEngine:
+    """The shared engine, whose server has forgotten the requests of other tests."""
+    urllib.request.urlopen(f"http://127.0.0.1:{shared._port}/forget", timeout=LIMIT_S).close()
+    return shared
+
+
+vllm_alone = pytest.mark.parametrize("dialect", ["vllm"], indirect=True, scope="module")
+"""Of tests of the parts that no dialect changes."""
 
 
 def asked(name: str, prompt: list[int], count: int = ENDLESS, **sampling: Any) -> GenerationRequest:
@@ -75,7 +97,7 @@ async def begun(engine: ServerEngine, *names: str) -> list[asyncio.Task[Generati
 
 
 def seen(engine: ServerEngine, route: str = "") -> Any:
-    """What the server was asked."""
+    """What the server was asked since it was last told to forget."""
     with urllib.request.urlopen(f"http://127.0.0.1:{engine._port}/seen", timeout=LIMIT_S) as answer:
         found = json.load(answer)
     return [each for each in found["requests"] if each["route"] == route] if route else found
@@ -91,33 +113,31 @@ def require(result: GenerationResult, prompt: list[int], weight: float = 0.0) ->
     assert result.logprobs == pytest.approx(logprobs)
 
 
-async def test_many_requests_are_in_flight_over_few_connections_that_are_used_again(dialect: str, tmp_path: Path) -> None:
-    async with running(dialect, tmp_path) as engine:
-        prompts = {f"r{i}": [i, i + 1] for i in range(12)}
-        for _ in range(3):
-            results = await asyncio.gather(*(engine.agenerate(asked(name, prompt, 10)) for name, prompt in prompts.items()))
-            for result in results:
-                require(result, prompts[result.request_id])
-                assert (result.stop_reason, len(result.token_ids), set(result.versions)) == ("length", 10, {0})
-        stats = await engine.stats()
-        assert stats == {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.25, "num_generated_tokens": 360, "version": 0}
-        assert len(generations(engine)) == 36
-        assert seen(engine)["connections"] <= 12
+async def test_agenerate_many_requests_few_connections(engine: ServerEngine) -> None:
+    prompts, before = {f"r{i}": [i, i + 1] for i in range(12)}, (await engine.stats())["num_generated_tokens"]
+    for _ in range(3):
+        results = await asyncio.gather(*(engine.agenerate(asked(name, prompt, 10)) for name, prompt in prompts.items()))
+        for result in results:
+            require(result, prompts[result.request_id])
+            assert (result.stop_reason, len(result.token_ids), set(result.versions)) == ("length", 10, {0})
+    idle = {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.25, "version": 0}
+    assert await engine.stats() == {**idle, "num_generated_tokens": before + 360}
+    assert len(generations(engine)) == 36
+    assert seen(engine)["connections"] <= 12
 
 
-async def test_with_a_stream_of_new_tokens_alone_the_result_is_the_same(tmp_path: Path) -> None:
+async def test_agenerate_incremental_stream(tmp_path: Path) -> None:
     async with running("sglang", tmp_path, "--incremental-streaming-output") as engine:
         require(await engine.agenerate(asked("a", [1, 2], 30)), [1, 2])
 
 
-async def test_a_stop_token_ends_a_sequence_and_is_part_of_it(dialect: str, tmp_path: Path) -> None:
+async def test_agenerate_stop_token(engine: ServerEngine) -> None:
     tokens, _ = continuation([1, 2, 3], 5, 0.0)
-    async with running(dialect, tmp_path) as engine:
-        result = await engine.agenerate(asked("a", [1, 2, 3], stop_token_ids=(tokens[2],)))
+    result = await engine.agenerate(asked("a", [1, 2, 3], stop_token_ids=(tokens[2],)))
     assert (result.token_ids, result.stop_reason) == (tokens[:3], "stop")
 
 
-async def test_a_sequence_ends_at_the_longest_that_the_server_takes(dialect: str, tmp_path: Path) -> None:
+async def test_agenerate_max_model_len(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, max_model_len=20) as engine:
         result = await engine.agenerate(asked("a", [1, 2, 3], 500))
         assert (len(result.token_ids), result.stop_reason) == (17, "length")
@@ -126,13 +146,12 @@ async def test_a_sequence_ends_at_the_longest_that_the_server_takes(dialect: str
                 await engine.agenerate(asked("b", wrong))
 
 
-async def test_sampling_parameters_reach_the_server(dialect: str, tmp_path: Path) -> None:
-    async with running(dialect, tmp_path) as engine:
-        sampling = SamplingParams(max_new_tokens=3, temperature=0.5, top_k=7, top_p=0.9, seed=11, stop_token_ids=(4,))
-        for begun in (0, 1):
-            request = GenerationRequest(request_id="a", prompt_ids=[1, 2], sampling=sampling, num_generated=begun)
-            await engine.agenerate(request)
-        first, second = (each["body"] for each in generations(engine))
+async def test_agenerate_sampling_parameters(engine: ServerEngine, dialect: str) -> None:
+    sampling = SamplingParams(max_new_tokens=3, temperature=0.5, top_k=7, top_p=0.9, seed=11, stop_token_ids=(4,))
+    for begun in (0, 1):
+        request = GenerationRequest(request_id="a", prompt_ids=[1, 2], sampling=sampling, num_generated=begun)
+        await engine.agenerate(request)
+    first, second = (each["body"] for each in generations(engine))
     params = first if dialect == "vllm" else first["sampling_params"]
     assert (params["temperature"], params["top_k"], params["top_p"], params["ignore_eos"]) == (0.5, 7, 0.9, True)
     assert params["stop_token_ids"] == [4]
@@ -142,47 +161,44 @@ async def test_sampling_parameters_reach_the_server(dialect: str, tmp_path: Path
     assert 0 <= seeds[1] < 2**63
 
 
+@vllm_alone
 @pytest.mark.parametrize(("seeds", "num_requests"), [((None, None, None), 1), ((5, 6, 7), 3)])
-async def test_samples_of_a_prompt_are_one_request_of_vllm_where_they_have_no_seeds(
-    seeds: tuple[int | None, ...], num_requests: int, tmp_path: Path
-) -> None:
-    async with running("vllm", tmp_path) as engine:
-        requests = [asked(f"a#{index}", [1, 2], 6, seed=seed) for index, seed in enumerate(seeds)]
-        results = await engine.agenerate_samples(requests)
-        assert [result.request_id for result in results] == ["a#0", "a#1", "a#2"]
-        for result in results:
-            require(result, [1, 2])
-        assert len(generations(engine)) == num_requests
-        with pytest.raises(ValueError, match="different prompts"):
-            await engine.agenerate_samples([asked("b", [1]), asked("c", [2])])
+async def test_agenerate_samples_num_requests(seeds: tuple[int | None, ...], num_requests: int, engine: ServerEngine) -> None:
+    requests = [asked(f"a#{index}", [1, 2], 6, seed=seed) for index, seed in enumerate(seeds)]
+    results = await engine.agenerate_samples(requests)
+    assert [result.request_id for result in results] == ["a#0", "a#1", "a#2"]
+    for result in results:
+        require(result, [1, 2])
+    assert len(generations(engine)) == num_requests
+    with pytest.raises(ValueError, match="different prompts"):
+        await engine.agenerate_samples([asked("b", [1]), asked("c", [2])])
 
 
-async def test_an_aborted_request_keeps_what_it_has_and_the_server_stops_it(dialect: str, tmp_path: Path) -> None:
-    async with running(dialect, tmp_path) as engine:
-        tasks = await begun(engine, "a", "b", "c")
-        assert await engine.abort(["a", "unknown"]) == 1
-        first = await tasks[0]
-        assert first.stop_reason == "abort"
-        assert len(first.token_ids) > 5
-        require(first, [1, 2])
-        await until(lambda: server_has(engine, 2))
-        assert not tasks[1].done()
-        assert await engine.abort() == 2
-        assert [(await task).stop_reason for task in tasks[1:]] == ["abort"] * 2
+async def test_abort_keeps_partial_results(engine: ServerEngine) -> None:
+    tasks = await begun(engine, "a", "b", "c")
+    assert await engine.abort(["a", "unknown"]) == 1
+    first = await tasks[0]
+    assert first.stop_reason == "abort"
+    assert len(first.token_ids) > 5
+    require(first, [1, 2])
+    await until(lambda: server_has(engine, 2))
+    assert not tasks[1].done()
+    assert await engine.abort() == 2
+    assert [(await task).stop_reason for task in tasks[1:]] == ["abort"] * 2
 
 
-async def test_a_request_that_nobody_waits_for_any_more_is_stopped(dialect: str, tmp_path: Path) -> None:
-    async with running(dialect, tmp_path) as engine:
-        (task,) = await begun(engine, "a")
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        if dialect == "vllm":  # sglang's own server notices; the little one is told by an abort alone
-            await until(lambda: server_has(engine, 0))
-        require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
+async def test_agenerate_cancelled(engine: ServerEngine, dialect: str) -> None:
+    (task,) = await begun(engine, "a")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    if dialect == "vllm":  # sglang's own server notices; the little one is told by an abort alone
+        await until(lambda: server_has(engine, 0))
+    require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
 
 
-async def test_destroying_an_engine_gives_requests_back_and_ends_an_update_that_hangs(dialect: str, tmp_path: Path) -> None:
+@vllm_alone
+async def test_destroy_during_hanging_update(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, stop_timeout_s=0.5) as engine:
         (task,) = await begun(engine, "a")
         stop(engine.server_pid())
@@ -199,14 +215,14 @@ async def test_destroying_an_engine_gives_requests_back_and_ends_an_update_that_
 # --- what may be sent again ---------------------------------------------------------------------------------------------------
 
 
-async def test_what_a_busy_server_refuses_is_sent_again(dialect: str, tmp_path: Path) -> None:
-    async with running(dialect, tmp_path) as engine:
-        await engine._running().call("POST", "/refuse", body={"count": 3}, limit_s=LIMIT_S)
-        require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
-        assert len(generations(engine)) == 4
+async def test_agenerate_retries_busy_server(engine: ServerEngine) -> None:
+    await engine._running().call("POST", "/refuse", body={"count": 3}, limit_s=LIMIT_S)
+    require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
+    assert len(generations(engine)) == 4
 
 
-async def test_a_server_that_stays_busy_is_asked_for_a_while(dialect: str, tmp_path: Path) -> None:
+@vllm_alone
+async def test_agenerate_server_stays_busy(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, retry_s=0.3) as engine:
         await engine._running().call("POST", "/refuse", body={"count": 1000}, limit_s=LIMIT_S)
         with pytest.raises(ServerRequestError, match="busy") as raised:
@@ -214,7 +230,7 @@ async def test_a_server_that_stays_busy_is_asked_for_a_while(dialect: str, tmp_p
         assert raised.value.status == 503
 
 
-async def test_what_has_begun_is_never_sent_again_when_the_server_dies(dialect: str, tmp_path: Path) -> None:
+async def test_agenerate_server_dies(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
         tasks = await begun(engine, "a", "b")
         assert len(generations(engine)) == 2
@@ -242,24 +258,24 @@ NO_ANSWERS = {
 }
 
 
-async def test_what_is_no_answer_is_said_with_what_it_was(dialect: str, tmp_path: Path) -> None:
-    async with running(dialect, tmp_path) as engine:
-        for prompt, reason in NO_ANSWERS[dialect]:
-            with pytest.raises(ServerRequestError) as raised:
-                await engine.agenerate(asked("a", prompt, 5))
-            assert reason in raised.value.answer
-        require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
+async def test_agenerate_malformed_answers(engine: ServerEngine, dialect: str) -> None:
+    for prompt, reason in NO_ANSWERS[dialect]:
+        with pytest.raises(ServerRequestError) as raised:
+            await engine.agenerate(asked("a", prompt, 5))
+        assert reason in raised.value.answer
+    require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
 
 
-async def test_a_connection_that_breaks_in_mid_stream_is_not_made_again(tmp_path: Path) -> None:
-    async with running("vllm", tmp_path) as engine:
-        with pytest.raises(ServerLostError, match="/v1/completions") as raised:
-            await engine.agenerate(asked("a", [49, 45], 5))
-        assert raised.value.exit_code is None
-        assert len(generations(engine)) == 1
+@vllm_alone
+async def test_agenerate_broken_connection(engine: ServerEngine) -> None:
+    with pytest.raises(ServerLostError, match="/v1/completions") as raised:
+        await engine.agenerate(asked("a", [49, 45], 5))
+    assert raised.value.exit_code is None
+    assert len(generations(engine)) == 1
 
 
-async def test_connections_are_closed_though_nothing_was_generated(dialect: str, tmp_path: Path) -> None:
+@vllm_alone
+async def test_destroy_closes_connections(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
         await engine.stats()
         session = engine._running()._connected()
@@ -267,7 +283,7 @@ async def test_connections_are_closed_though_nothing_was_generated(dialect: str,
         assert session.closed
 
 
-async def test_who_would_ask_again_opens_no_connection_of_an_engine_that_was_destroyed(tmp_path: Path) -> None:
+async def test_destroy_during_retries(tmp_path: Path) -> None:
     async with running("vllm", tmp_path) as engine:
         client = engine._running()
         await client.call("POST", "/refuse", body={"count": 10**6}, limit_s=LIMIT_S)
@@ -279,13 +295,12 @@ async def test_who_would_ask_again_opens_no_connection_of_an_engine_that_was_des
         assert client._session is None
 
 
-async def test_a_request_goes_in_flight_once(dialect: str, tmp_path: Path) -> None:
-    async with running(dialect, tmp_path) as engine:
-        (task,) = await begun(engine, "a")
-        with pytest.raises(ValueError, match="already in flight"):
-            await engine.agenerate(asked("a", [1, 2]))
-        await engine.abort()
-        await task
+async def test_agenerate_id_in_flight_once(engine: ServerEngine) -> None:
+    (task,) = await begun(engine, "a")
+    with pytest.raises(ValueError, match="already in flight"):
+        await engine.agenerate(asked("a", [1, 2]))
+    await engine.abort()
+    await task
 
 
 # --- weights ------------------------------------------------------------------------------------------------------------------
@@ -300,8 +315,13 @@ def weights_of(form: str, folder: Path, weight: float) -> Any:
     return WeightsInMemory(tensors, {name: checksum_of(tensor) for name, tensor in tensors.items()})
 
 
-@pytest.mark.parametrize("form", ["disk", "mapping", "memory"])
-async def test_an_update_is_served_and_what_runs_goes_on_by_it(dialect: str, form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dialect", "form"),
+    [("vllm", "disk"), ("vllm", "mapping"), ("sglang", "disk"), ("sglang", "memory")],
+    indirect=["dialect"],
+    scope="module",
+)
+async def test_update_weights_during_requests(dialect: str, form: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
         tasks = await begun(engine, *PROMPTS)
         assert await engine.update_weights(weights_of(form, tmp_path, 1.0), 3) == 3
@@ -323,7 +343,7 @@ async def test_an_update_is_served_and_what_runs_goes_on_by_it(dialect: str, for
         assert not os.listdir(engine._exchange)  # what was laid there for the server has gone
 
 
-async def test_what_an_update_cuts_before_its_first_token_is_done_by_the_new_weights(dialect: str, tmp_path: Path) -> None:
+async def test_update_weights_before_first_token(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, "--held") as engine:
         task = asyncio.create_task(engine.agenerate(asked("a", [1, 2], 1)))
         await until(lambda: server_has(engine, 1))
@@ -333,7 +353,7 @@ async def test_what_an_update_cuts_before_its_first_token_is_done_by_the_new_wei
         require(result, [1, 2], 1.0)
 
 
-async def test_samples_that_an_update_cuts_go_on_each_by_itself(tmp_path: Path) -> None:
+async def test_update_weights_during_samples(tmp_path: Path) -> None:
     async with running("vllm", tmp_path) as engine:
         task = asyncio.create_task(engine.agenerate_samples([asked("a#0", [1, 2]), asked("a#1", [1, 2])]))
         await until(lambda: num_tokens(engine).get("a#0", 0) > 5)
@@ -348,31 +368,25 @@ async def test_samples_that_an_update_cuts_go_on_each_by_itself(tmp_path: Path) 
             assert result.versions[-1] == 1
 
 
-async def test_weights_that_do_not_fit_change_nothing(dialect: str, tmp_path: Path) -> None:
-    async with running(dialect, tmp_path) as engine:
-        (task,) = await begun(engine, "a")
-        right, name = tensors_of(1.0), "model.norm.weight"
-        for wrong, reason in (
-            ({**right, name: torch.zeros(5)}, r"1 of another shape: model.norm.weight \(5,\) for \(4,\)"),
-            (
-                {"other" if key == name else key: tensor for key, tensor in right.items()},
-                "1 missing: model.norm.weight; 1 unexp",
-            ),
-        ):
-            with pytest.raises(ValueError, match=reason):
-                await engine.update_weights(wrong, 1)
-        with pytest.raises(ValueError, match="CRC-32"):
-            await engine.update_weights(WeightsInMemory(right, {name: 1}), 1)
-        assert not task.done()
-        await engine.abort()
-        result = await task
-        assert set(result.versions) == {0}
-        require(result, [1, 2])
-        assert not seen(engine, "/pause")
-        assert not seen(engine, "/pause_generation")
+async def test_update_weights_that_do_not_fit(engine: ServerEngine) -> None:
+    (task,) = await begun(engine, "a")
+    right, name = tensors_of(1.0), "model.norm.weight"
+    with pytest.raises(ValueError, match=r"1 of another shape: model.norm.weight \(5,\) for \(4,\)"):
+        await engine.update_weights({**right, name: torch.zeros(5)}, 1)
+    with pytest.raises(ValueError, match="1 missing: model.norm.weight; 1 unexpected: other"):
+        await engine.update_weights({"other" if key == name else key: tensor for key, tensor in right.items()}, 1)
+    with pytest.raises(ValueError, match="CRC-32"):
+        await engine.update_weights(WeightsInMemory(right, {name: 1}), 1)
+    assert not task.done()
+    await engine.abort()
+    result = await task
+    assert set(result.versions) == {0}
+    require(result, [1, 2])
+    assert not seen(engine, "/pause")
+    assert not seen(engine, "/pause_generation")
 
 
-async def test_after_a_torn_update_nothing_is_generated_until_a_whole_one(dialect: str, tmp_path: Path) -> None:
+async def test_update_weights_torn_holds_requests(dialect: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "torn", math.nan)
     async with running(dialect, tmp_path) as engine:
         tasks = await begun(engine, "a", "b")
@@ -395,7 +409,8 @@ async def test_after_a_torn_update_nothing_is_generated_until_a_whole_one(dialec
         assert (await tasks[1]).versions[: before["b"]] == [0] * before["b"]
 
 
-async def test_those_who_wait_for_a_whole_update_learn_of_the_servers_end(dialect: str, tmp_path: Path) -> None:
+@vllm_alone
+async def test_update_weights_torn_then_server_dies(dialect: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "torn", math.nan)
     async with running(dialect, tmp_path) as engine:
         with pytest.raises(PartialWeightUpdateError):
@@ -410,7 +425,7 @@ async def test_those_who_wait_for_a_whole_update_learn_of_the_servers_end(dialec
 # --- sleep --------------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_server_sleeps_and_wakes_and_serves_new_weights(dialect: str, tmp_path: Path) -> None:
+async def test_sleep_and_wake(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, sleep=True) as engine:
         (task,) = await begun(engine, "a")
         with pytest.raises(RuntimeError, match="in flight"):
@@ -446,7 +461,8 @@ async def test_a_server_sleeps_and_wakes_and_serves_new_weights(dialect: str, tm
             assert told == [{"tags": ["weights", "kv_cache"]}, {"tags": ["weights"]}, {"tags": ["kv_cache"]}]
 
 
-async def test_after_its_weights_were_dropped_a_server_waits_for_new_ones(dialect: str, tmp_path: Path) -> None:
+@vllm_alone
+async def test_wake_without_weights_holds_requests(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, sleep=True) as engine:
         await engine.sleep()
         await engine.sleep(level=2)
@@ -458,9 +474,8 @@ async def test_after_its_weights_were_dropped_a_server_waits_for_new_ones(dialec
         require(await task, [1, 2], 1.0)
 
 
-async def test_a_server_that_was_not_started_to_sleep_says_so(dialect: str, tmp_path: Path) -> None:
-    async with running(dialect, tmp_path) as engine:
-        with pytest.raises(RuntimeError, match=r"ServerConfig\.sleep"):
-            await engine.sleep()
-        with pytest.raises(ValueError, match="level is 3"):
-            await engine.sleep(level=3)
+async def test_sleep_not_enabled(engine: ServerEngine) -> None:
+    with pytest.raises(RuntimeError, match=r"ServerConfig\.sleep"):
+        await engine.sleep()
+    with pytest.raises(ValueError, match="level is 3"):
+        await engine.sleep(level=3)

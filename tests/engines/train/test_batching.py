@@ -26,7 +26,7 @@ def num_loss_tokens(batch: MicroBatch) -> int:
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=20), max_tokens=st.integers(1, 100))
-def test_every_sample_is_in_one_micro_batch_within_the_budget(lengths: list[int], max_tokens: int) -> None:
+def test_group_samples_within_budget(lengths: list[int], max_tokens: int) -> None:
     samples = [{"input_ids": [index + 1] * length} for index, length in enumerate(lengths)]
     batches = make_micro_batches(samples, max_tokens=max_tokens, vocab_size=50)
     assert sorted(index for batch in batches for index in batch.indices) == list(range(len(lengths)))
@@ -38,7 +38,7 @@ def test_every_sample_is_in_one_micro_batch_within_the_budget(lengths: list[int]
     assert sum(map(num_loss_tokens, batches)) == sum(length - 1 for length in lengths)
 
 
-def test_columns_keep_their_kind() -> None:
+def test_make_micro_batch_column_kinds() -> None:
     samples: list[dict[str, Any]] = [
         {"input_ids": [1, 2, 3], "loss_mask": [1, 0, 1], "logprobs": np.array([0.0, -1.0, -2.0]), "advantages": 0.5},
         {"input_ids": torch.tensor([4, 5]), "loss_mask": [True, True], "logprobs": [0.0, -3.0], "advantages": np.float32(-1)},
@@ -54,7 +54,7 @@ def test_columns_keep_their_kind() -> None:
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32, np.uint64, np.int16])
-def test_token_ids_may_be_of_any_integer_type(kind: type[np.integer[Any]]) -> None:
+def test_make_micro_batch_integer_types(kind: type[np.integer[Any]]) -> None:
     samples = [{"input_ids": np.array(ids, dtype=kind), "loss_mask": np.array([0, 1], dtype=kind)} for ids in ([1, 2], [3, 4])]
     (batch,) = make_micro_batches(samples, max_tokens=100, vocab_size=5)
     assert batch.columns["input_ids"].tolist() == [[1, 2], [3, 4]]
@@ -76,7 +76,7 @@ def test_token_ids_may_be_of_any_integer_type(kind: type[np.integer[Any]]) -> No
         ({"input_ids": [1, 2], "advantages": 1.0}, "sample 1 has the entries"),
     ],
 )
-def test_a_malformed_sample_is_named(sample: dict[str, Any], message: str) -> None:
+def test_check_samples_malformed(sample: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_micro_batches([{"input_ids": [1, 2]}, sample], max_tokens=100, vocab_size=50)
 
@@ -95,7 +95,7 @@ def test_check_samples_of_a_share() -> None:
         sample_units(pairs)
 
 
-def test_fractions_beside_a_row_of_integers_stay_what_they_are() -> None:
+def test_make_micro_batch_mixed_numbers() -> None:
     """Whichever comes first in its micro-batch: the longest."""
     whole = {"input_ids": [1, 2, 3], "returns": [0, 0, 1], "advantages": 2}
     parts = {"input_ids": [4, 5], "returns": [0.5, 0.75], "advantages": -0.25}
@@ -106,7 +106,7 @@ def test_fractions_beside_a_row_of_integers_stay_what_they_are() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_column_that_is_per_token_in_some_samples_only_is_named(order: tuple[int, int]) -> None:
+def test_check_samples_mixed_column_shapes(order: tuple[int, int]) -> None:
     samples = [{"input_ids": [1, 2], "advantages": 1.0}, {"input_ids": [1, 2], "advantages": [0.0, 1.0]}]
     message = f"'advantages' is a scalar in sample {order[0]}, and has one entry per token in sample {order[1]}"
     with pytest.raises(ValueError, match=message):
@@ -114,7 +114,7 @@ def test_a_column_that_is_per_token_in_some_samples_only_is_named(order: tuple[i
 
 
 @pytest.mark.parametrize("max_tokens", [1, 12, 30, 1000])
-def test_pairs_are_neighbours_in_one_micro_batch_and_keep_their_order(max_tokens: int) -> None:
+def test_group_samples_keeps_pairs(max_tokens: int) -> None:
     order, lengths = [5, 8, 5, 2, 8, 2], [3, 9, 4, 2, 1, 6]
     samples = [{"input_ids": [1] * length, "pair": number} for length, number in zip(lengths, order, strict=True)]
     batches = make_micro_batches(samples, max_tokens=max_tokens, vocab_size=2)
@@ -128,6 +128,6 @@ def test_pairs_are_neighbours_in_one_micro_batch_and_keep_their_order(max_tokens
         assert torch.equal(batch.columns["pair"][0::2], batch.columns["pair"][1::2])
 
 
-def test_a_pair_without_its_second_sample_is_named() -> None:
+def test_group_samples_incomplete_pair() -> None:
     with pytest.raises(ValueError, match=r"pair 4 has 1 sample\(s\) \(0\)"):
         make_micro_batches([{"input_ids": [1], "pair": 4}], max_tokens=10, vocab_size=2)

@@ -14,7 +14,7 @@ from tests.engines.ranks import run_ranks
 
 
 @pytest.mark.parametrize("chunk_numel", [1, 22, 1 << 24])
-def test_entropies_are_those_of_the_distributions(chunk_numel: int) -> None:
+def test_distribution_entropies_equal_torch(chunk_numel: int) -> None:
     logits = (torch.randn(3, 5, 11, generator=torch.Generator().manual_seed(0)) * 3).requires_grad_()
     weights = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
     found = distribution_entropies(logits, chunk_numel=chunk_numel)
@@ -25,7 +25,7 @@ def test_entropies_are_those_of_the_distributions(chunk_numel: int) -> None:
     torch.testing.assert_close(grad, expected_grad, atol=1e-5, rtol=1e-5)
 
 
-def test_tokens_that_cannot_come_count_for_nothing() -> None:
+def test_distribution_entropies_impossible_tokens() -> None:
     logits = torch.tensor([[[1.0, -torch.inf, 1.0], [0.0, 0.0, 0.0]]], requires_grad=True)
     entropies = distribution_entropies(logits)
     entropies.sum().backward()
@@ -34,7 +34,7 @@ def test_tokens_that_cannot_come_count_for_nothing() -> None:
     assert logits.grad.abs().max() < 1e-6
 
 
-def test_half_precision_is_computed_in_single() -> None:
+def test_distribution_entropies_half_precision() -> None:
     logits = torch.randn(2, 4, 1000, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     entropies = distribution_entropies(logits)
     entropies.sum().backward()
@@ -59,7 +59,8 @@ def of_a_part() -> tuple[torch.Tensor, torch.Tensor]:
     return entropies.detach(), grad
 
 
-def test_ranks_with_parts_of_the_vocabulary_have_the_entropies_of_the_whole() -> None:
+@pytest.mark.slow
+def test_distribution_entropies_vocabulary_parallel() -> None:
     logits, weights = drawn()
     logits.requires_grad_()
     expected = distribution_entropies(logits)

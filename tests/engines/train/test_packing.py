@@ -10,15 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helmsman.engines._train.attention import RowShape, row_attention
-from helmsman.engines._train.batching import Batching, check_samples, empty_micro_batch, group_samples, make_micro_batch
-from helmsman.engines._train.packing import pack, pad
+from helmsman.engines._train.batching import (
+    Batching,
+    check_samples,
+    empty_micro_batch,
+    group_samples,
+    make_micro_batch,
+    pack,
+    pad,
+)
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 
 
 @settings(deadline=None)
 @given(lengths=LENGTHS, multiple=st.integers(1, 4), packing=st.booleans())
-def test_tokens_come_back_to_their_samples(lengths: list[int], multiple: int, packing: bool) -> None:
+def test_pack_per_token_inverse(lengths: list[int], multiple: int, packing: bool) -> None:
     numbers = iter(range(1, sum(lengths) + 1))
     samples = [torch.tensor(list(itertools.islice(numbers, length))) for length in lengths]
     rows = (pack if packing else pad)(samples, multiple)
@@ -43,7 +50,7 @@ def test_tokens_come_back_to_their_samples(lengths: list[int], multiple: int, pa
 
 @settings(deadline=None)
 @given(lengths=LENGTHS, max_tokens=st.integers(1, 100), at_least=st.integers(0, 12))
-def test_packed_groups_keep_the_budget_and_are_balanced(lengths: list[int], max_tokens: int, at_least: int) -> None:
+def test_group_samples_packed_budget(lengths: list[int], max_tokens: int, at_least: int) -> None:
     batching = Batching(max_tokens=max_tokens, vocab_size=50, packing=True)
     samples = check_samples([{"input_ids": [1] * length} for length in lengths], 50)
     fewest = group_samples(samples, batching)
@@ -56,7 +63,7 @@ def test_packed_groups_keep_the_budget_and_are_balanced(lengths: list[int], max_
     assert group_samples(list(samples), batching, at_least=at_least) == groups
 
 
-def test_a_rank_with_fewer_tokens_makes_as_many_groups_as_the_others_of_even_size() -> None:
+def test_group_samples_at_least() -> None:
     batching = Batching(max_tokens=100, vocab_size=50, packing=True)
     samples = check_samples([{"input_ids": [1] * 10} for _ in range(8)], 50)
     assert [len(group) for group in group_samples(samples, batching)] == [8]
@@ -65,7 +72,7 @@ def test_a_rank_with_fewer_tokens_makes_as_many_groups_as_the_others_of_even_siz
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_stand_in_counts_nothing(packing: bool) -> None:
+def test_empty_micro_batch_counts_nothing(packing: bool) -> None:
     stand_in = empty_micro_batch(Batching(max_tokens=8, vocab_size=50, packing=packing, multiple=4))
     assert stand_in.indices == stand_in.lengths == ()
     assert not stand_in.columns["loss_mask"].any()
@@ -74,7 +81,7 @@ def test_a_stand_in_counts_nothing(packing: bool) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, window=st.none() | st.integers(1, 12), num_groups=st.sampled_from([1, 2]))
-def test_no_token_attends_across_samples(lengths: list[int], window: int | None, num_groups: int) -> None:
+def test_row_attention_within_samples(lengths: list[int], window: int | None, num_groups: int) -> None:
     generator = torch.Generator().manual_seed(len(lengths))
     num_tokens = sum(lengths)
     query = torch.randn(1, 4, num_tokens, 8, generator=generator)
@@ -89,7 +96,7 @@ def test_no_token_attends_across_samples(lengths: list[int], window: int | None,
     torch.testing.assert_close(mixed, expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
 
 
-def test_a_model_that_keeps_the_rows_from_its_attention_is_named() -> None:
+def test_row_attention_unsupported_models() -> None:
     states = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ValueError, match="Linear was not told how the rows lie"):
         row_attention(torch.nn.Linear(1, 1), states, states, states, None)

@@ -12,11 +12,13 @@ from helmsman.engines.rollout import HFRolloutEngine
 from tests.engines.conftest import Make
 from tests.engines.small_models import QWEN2
 
+pytestmark = pytest.mark.slow
+
 MODEL = {**QWEN2, "initializer_range": 0.1}
 WANTED, NUM_TOKENS, GROUP_SIZE = 7, 6, 16
 
 
-async def test_reinforcement_learning_finds_the_rewarded_token(make: Make) -> None:
+async def test_grpo_with_rollout_engine_finds_rewarded_token(make: Make) -> None:
     trainer = make(model=MODEL)
     rollout = HFRolloutEngine(model=MODEL, max_concurrency=64, max_model_len=32)
     rollout.initialize()

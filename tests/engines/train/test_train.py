@@ -24,7 +24,7 @@ SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9
 LR = 1e-2
 
 
-def test_training_lowers_the_loss_and_counts_versions(make: Make) -> None:
+def test_train_batch_lowers_loss_counts_versions(make: Make) -> None:
     engine = make()
     before = engine.eval_batch(SAMPLES, "sft")
     steps = [engine.train_batch(SAMPLES, "sft") for _ in range(5)]
@@ -40,7 +40,7 @@ def test_training_lowers_the_loss_and_counts_versions(make: Make) -> None:
         engine.initialize()
 
 
-def test_the_step_is_that_of_plain_torch(make: Make) -> None:
+def test_train_batch_equals_plain_torch(make: Make) -> None:
     engine = make(model=LLAMA, max_tokens_per_micro_batch=20, max_grad_norm=0.5, weight_decay=0.1)
     weights = engine.export_weights()
     assert weights is not None
@@ -64,7 +64,7 @@ def test_the_step_is_that_of_plain_torch(make: Make) -> None:
 
 
 @pytest.mark.parametrize("model", [QWEN2, GPT2], ids=lambda config: config["model_type"])
-def test_forward_gives_log_probabilities_in_the_order_of_the_samples(make: Make, model: dict[str, Any]) -> None:
+def test_forward_logprobs_in_order(make: Make, model: dict[str, Any]) -> None:
     engine = make(model=model, max_tokens_per_micro_batch=24)
     weights = engine.export_weights()
     assert weights is not None
@@ -77,7 +77,7 @@ def test_forward_gives_log_probabilities_in_the_order_of_the_samples(make: Make,
         torch.testing.assert_close(logprobs[1:], expected.detach(), atol=1e-4, rtol=1e-5)
 
 
-def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(make: Make) -> None:
+def test_train_batch_bfloat16(make: Make) -> None:
     model = {**QWEN2, "initializer_range": 0.1}
     exact, rounded = make(model=model), make(model=model, compute_dtype="bfloat16")
     for _ in range(3):
@@ -107,7 +107,7 @@ def test_another_learning_rate_holds_from_the_next_step_on(make: Make) -> None:
 
 
 @pytest.mark.parametrize("num_steps_before", [0, 2])
-def test_load_goes_on_exactly_where_save_was(make: Make, tmp_path: Path, num_steps_before: int) -> None:
+def test_load_continues_exactly(make: Make, tmp_path: Path, num_steps_before: int) -> None:
     engine, fresh = make(num_warmup_steps=3), make(seed=1, num_warmup_steps=3)
     for _ in range(num_steps_before):
         engine.train_batch(SAMPLES, "sft")
@@ -121,7 +121,7 @@ def test_load_goes_on_exactly_where_save_was(make: Make, tmp_path: Path, num_ste
         assert [loaded.train_batch(SAMPLES, "sft") for _ in range(2)] == expected
 
 
-def test_a_checkpoint_without_a_random_state_of_this_kind_is_loaded(make: Make, tmp_path: Path) -> None:
+def test_load_without_random_state(make: Make, tmp_path: Path) -> None:
     """As one of ranks on the host by as many on devices, which draw from the devices' state, too."""
     engine = make()
     engine.train_batch(SAMPLES, "sft")
@@ -135,7 +135,7 @@ def test_a_checkpoint_without_a_random_state_of_this_kind_is_loaded(make: Make, 
     assert engine.train_batch(SAMPLES, "sft") == expected
 
 
-def test_a_checkpoint_is_a_model_that_others_begin_with(make: Make, tmp_path: Path) -> None:
+def test_initialize_from_checkpoint(make: Make, tmp_path: Path) -> None:
     engine = make()
     engine.train_batch(SAMPLES, "sft")
     path = str(tmp_path / "checkpoint")
@@ -148,7 +148,7 @@ def test_a_checkpoint_is_a_model_that_others_begin_with(make: Make, tmp_path: Pa
     assert again.get_version() == 0
 
 
-def test_save_replaces_a_checkpoint_and_leaves_nothing_else(make: Make, tmp_path: Path) -> None:
+def test_save_replaces_checkpoint(make: Make, tmp_path: Path) -> None:
     engine, path = make(), tmp_path / "checkpoint"
     engine.save(str(path))
     engine.train_batch(SAMPLES, "sft")
@@ -165,7 +165,7 @@ def test_a_save_that_fails_leaves_what_was_there(make: Make, tmp_path: Path) -> 
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_save_replaces_nothing_but_a_checkpoint(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_refuses_other_folders(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A parent that is given by mistake, or an empty path, would cost all that is in it."""
     engine = make()
     (tmp_path / "runs" / "first").mkdir(parents=True)
@@ -185,7 +185,7 @@ def test_a_save_replaces_nothing_but_a_checkpoint(make: Make, tmp_path: Path, mo
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["first"]
 
 
-def test_load_refuses_what_is_not_its_checkpoint(make: Make, tmp_path: Path) -> None:
+def test_load_invalid_checkpoints(make: Make, tmp_path: Path) -> None:
     engine, other = make(), make(model={**QWEN2, "hidden_size": 16})
     other.save(str(tmp_path / "other"))
     undisturbed = make()
@@ -222,7 +222,7 @@ def infinite_loss(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tup
     return logprobs.sum() * math.inf, {}
 
 
-def test_a_gradient_that_is_not_finite_takes_no_step(make: Make) -> None:
+def test_train_batch_infinite_gradient(make: Make) -> None:
     engine = make()
     loss = engine.eval_batch(SAMPLES, "sft")
     with pytest.raises(FloatingPointError, match="no step was taken"):
@@ -232,7 +232,7 @@ def test_a_gradient_that_is_not_finite_takes_no_step(make: Make) -> None:
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_an_error_inside_of_a_pass_changes_nothing_of_the_next_steps(make: Make, place: str) -> None:
+def test_train_batch_error_inside_pass(make: Make, place: str) -> None:
     """As of a device that has no room for the activations, or for the gradients."""
     engine, undisturbed = make(), make()
     engine.train_batch(SAMPLES, "sft")
@@ -277,7 +277,7 @@ def constant_where_nothing_counts(
     return (-logprobs * batch["loss_mask"]).sum() if batch["loss_mask"].any() else torch.zeros(()), {}
 
 
-def test_a_loss_that_returns_no_sums_is_told_so(make: Make) -> None:
+def test_train_batch_invalid_losses(make: Make) -> None:
     engine, undisturbed = make(), make()
     for loss, message in (
         (without_gradient, "'without_gradient' returned a sum that has no gradient"),
@@ -290,7 +290,7 @@ def test_a_loss_that_returns_no_sums_is_told_so(make: Make) -> None:
     assert engine.train_batch(SAMPLES, "sft") == undisturbed.train_batch(SAMPLES, "sft")
 
 
-def test_a_micro_batch_in_which_nothing_counts_may_have_a_constant_loss(make: Make) -> None:
+def test_train_batch_micro_batch_without_tokens(make: Make) -> None:
     engine, other = make(max_tokens_per_micro_batch=1), make()
     batch = [*SAMPLES, {"input_ids": [1, 2, 3], "loss_mask": [False] * 3}]
     batch = [{"loss_mask": [True] * len(sample["input_ids"]), **sample} for sample in batch]  # type: ignore[dict-item, index]
@@ -298,7 +298,7 @@ def test_a_micro_batch_in_which_nothing_counts_may_have_a_constant_loss(make: Ma
     assert engine.train_batch(batch, constant_where_nothing_counts) == pytest.approx(expected, rel=1e-5)  # type: ignore[arg-type]
 
 
-def test_a_batch_without_tokens_is_refused(make: Make) -> None:
+def test_train_batch_without_tokens(make: Make) -> None:
     engine = make()
     for samples in ([], [{"input_ids": [1]}], [{"input_ids": [1, 2], "loss_mask": [1, 0]}]):
         with pytest.raises(ValueError, match="no token of the global batch counts"):
@@ -306,7 +306,7 @@ def test_a_batch_without_tokens_is_refused(make: Make) -> None:
     assert engine.forward([]) == []
 
 
-def test_the_group_lives_as_long_as_the_last_engine(make: Make) -> None:
+def test_process_group_ends_with_last_engine(make: Make) -> None:
     first, second = make(), make()
     first.destroy()
     first.destroy()
@@ -316,7 +316,7 @@ def test_the_group_lives_as_long_as_the_last_engine(make: Make) -> None:
         first.train_batch(SAMPLES, "sft")
 
 
-def test_the_steps_of_another_model_are_counted_anew(make: Make) -> None:
+def test_initialize_again_resets_steps(make: Make) -> None:
     engine = make(num_warmup_steps=4)
     expected = [engine.train_batch(SAMPLES, "sft") for _ in range(2)]
     engine.destroy()
@@ -325,7 +325,7 @@ def test_the_steps_of_another_model_are_counted_anew(make: Make) -> None:
     assert [engine.train_batch(SAMPLES, "sft") for _ in range(2)] == expected
 
 
-def test_a_group_that_somebody_else_made_is_left_alone(make: Make) -> None:
+def test_destroy_keeps_foreign_process_group(make: Make) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         make().destroy()
@@ -334,7 +334,8 @@ def test_a_group_that_somebody_else_made_is_left_alone(make: Make) -> None:
         dist.destroy_process_group()
 
 
-def test_ranks_that_do_not_come_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_create_process_group_ranks_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     engine = FSDPTrainEngine(model=QWEN2, rendezvous_timeout_s=1)
     with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT"):
@@ -348,7 +349,7 @@ def test_ranks_that_do_not_come_are_reported(monkeypatch: pytest.MonkeyPatch) ->
     engine.destroy()
 
 
-def test_the_configuration_is_checked() -> None:
+def test_train_config_invalid_fields() -> None:
     config = TrainConfig(model=QWEN2)
     assert FSDPTrainEngine(config).config is config
     assert FSDPTrainEngine(model=QWEN2, betas=[0.9, 0.99]).config.betas == (0.9, 0.99)

@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SIX_HEADS = {**LLAMA, **VOCAB, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
 SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20, 7, 3, 15)]
-NUM_STEPS = {"llama": 5}
+NUM_STEPS = {"llama": 3}
 """Of some models more than of others, whose layouts are what matters."""
 LIMIT_S = 250.0
 TENSOR, CONTEXT, BOTH = (
@@ -42,9 +42,8 @@ TENSOR, CONTEXT, BOTH = (
     {"tensor_parallel_size": 2, "context_parallel_size": 2},
 )
 CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    1: [("llama", {}), ("gemma3", {}), ("qwen2", {"gradient_checkpointing": True})],
+    1: [("gemma3", {}), ("qwen2", {"gradient_checkpointing": True})],
     2: [
-        ("llama", {}),
         ("llama", {"data_parallel_replicas": 2}),
         ("llama", TENSOR),
         ("qwen2", {**TENSOR, "packing": False}),
@@ -52,12 +51,9 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("qwen3", {**CONTEXT, "packing": False}),
     ],
     4: [
-        ("llama", {**TENSOR, "gradient_checkpointing": True}),
-        ("qwen2", TENSOR),
         ("qwen3", {**TENSOR, "data_parallel_replicas": 2}),
         ("gemma3", BOTH),
         ("llama", {**BOTH, "gradient_checkpointing": True}),
-        ("qwen2", {**CONTEXT, "packing": False}),
         ("llama", {"context_parallel_size": 4}),  # more than there are heads of keys and values
     ],
 }
@@ -129,10 +125,10 @@ def save(folder: str) -> list[dict[str, float]]:
     engine = build("qwen2", **TENSOR)
     train(engine, 2)
     engine.save(f"{folder}/checkpoint")
-    steps = train(engine, 3)
+    steps = train(engine, 2)
     engine.eval_batch(SAMPLES, "sft")  # a pass without a backward pass leaves nothing gathered
     engine.load(f"{folder}/checkpoint")
-    again = train(engine, 3)
+    again = train(engine, 2)
     engine.destroy()
     assert steps == again
     return steps
@@ -141,7 +137,7 @@ def save(folder: str) -> list[dict[str, float]]:
 def load(folder: str, fields: dict[str, Any]) -> list[dict[str, float]]:
     engine = build("qwen2", **fields)
     engine.load(f"{folder}/checkpoint")
-    steps = train(engine, 3)
+    steps = train(engine, 2)
     engine.destroy()
     return steps
 
@@ -194,7 +190,7 @@ def errors() -> dict[str, Any]:
 
     attempt("loss", lambda: engine.train_batch(SAMPLES, fails_on_rank_three))
     attempt("malformed", lambda: engine.train_batch([{"input_ids": [99]}] if rank == 3 else SAMPLES, "sft"))
-    attempt("strangers", lambda: engine.train_batch(SAMPLES[:2] if rank == 1 else SAMPLES, "sft"))
+    attempt("other samples", lambda: engine.train_batch(SAMPLES[:2] if rank == 1 else SAMPLES, "sft"))
     found["version"] = engine.get_version()
     found["after"] = train(engine, 2)
     engine.destroy()
@@ -240,7 +236,7 @@ def undivided() -> dict[str, dict[str, Any]]:
     [(world_size, number) for world_size, cases in CASES.items() for number in range(len(cases))],
     ids=lambda value: str(value),
 )
-def test_the_losses_are_those_of_one_rank(
+def test_train_batch_equals_one_rank(
     worlds: dict[int, list[dict[str, Any]]], alone: dict[str, dict[str, Any]], world_size: int, number: int
 ) -> None:
     model, fields = CASES[world_size][number]
@@ -266,19 +262,19 @@ def test_the_losses_are_those_of_one_rank(
         torch.testing.assert_close(each, expected["weights"][name], atol=1e-3, rtol=1e-3)
 
 
-def test_what_four_ranks_have_saved_two_go_on_with_however_they_divide(worlds: dict[int, list[dict[str, Any]]]) -> None:
+def test_load_on_other_ranks_and_layouts(worlds: dict[int, list[dict[str, Any]]]) -> None:
     saved = worlds[4][0]["saved"]
     for steps in worlds[2][0]["loaded"]:
         for mine, theirs in zip(steps, saved, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
 
 
-def test_a_layer_needs_two_sums_forward_and_two_backward(worlds: dict[int, list[dict[str, Any]]]) -> None:
+def test_train_batch_num_sums_of_a_layer(worlds: dict[int, list[dict[str, Any]]]) -> None:
     # As in Megatron-LM, arXiv:1909.08053, figure 4; and one each for embeddings and logits.
     assert worlds[2][0]["num_sums"] == 2 * (2 + 2) + 2
 
 
-def test_published_weights_are_whole_and_have_their_names(four_ranks: list[dict[str, Any]]) -> None:
+def test_publish_weights_whole_with_names(four_ranks: list[dict[str, Any]]) -> None:
     published = four_ranks[0]["published"]
     assert "lm_head.weight" not in published["exported"]  # tied
     for way in ("memory", "disk"):
@@ -287,9 +283,7 @@ def test_published_weights_are_whole_and_have_their_names(four_ranks: list[dict[
             assert torch.equal(published[way][name], each), name
 
 
-def test_a_failure_of_one_rank_is_an_error_of_all_also_inside_a_group(
-    four_ranks: list[dict[str, Any]], alone: dict[str, dict[str, Any]]
-) -> None:
+def test_train_batch_failure_of_one_rank(four_ranks: list[dict[str, Any]], alone: dict[str, dict[str, Any]]) -> None:
     found = [rank["errors"] for rank in four_ranks]
     assert found[3]["loss"] == ("ArithmeticError", "rank 3 has had enough")
     assert found[3]["malformed"][0] == "ValueError"
@@ -300,7 +294,7 @@ def test_a_failure_of_one_rank_is_an_error_of_all_also_inside_a_group(
             assert "failed on another rank" in message
             assert "rank 3: " in message
     for errors_of_rank in found:
-        kind, message = errors_of_rank["strangers"]
+        kind, message = errors_of_rank["other samples"]
         assert kind == "ValueError"
         assert "rank(s) [1] got other samples than the head" in message
         assert errors_of_rank["version"] == 0
@@ -308,7 +302,7 @@ def test_a_failure_of_one_rank_is_an_error_of_all_also_inside_a_group(
             assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
 
 
-def test_what_does_not_divide_is_said(four_ranks: list[dict[str, Any]]) -> None:
+def test_initialize_indivisible_layouts(four_ranks: list[dict[str, Any]]) -> None:
     for rank in four_ranks:
         found = rank["errors"]
         assert found["no plan"][0] == "ValueError"
@@ -323,7 +317,7 @@ def test_what_does_not_divide_is_said(four_ranks: list[dict[str, Any]]) -> None:
         assert "and there is a world of 4 ranks" in found["world"][1]
 
 
-def test_what_cannot_be_packed_is_said_and_left_padded_by_default(make: Make) -> None:
+def test_packing_unsupported_model(make: Make) -> None:
     hybrid = {**QWEN2, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
     with pytest.raises(ValueError, match="packing cannot be had with Lfm2ForCausalLM: it has layers of other kinds"):
         make(model=hybrid, packing=True)

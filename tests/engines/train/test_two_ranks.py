@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from helmsman.api.pairs import pair_samples
-from helmsman.controller._training.batch_split import split_samples
+from helmsman.controller._training.ranks import split_samples
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.ranks import run_ranks
 from tests.engines.small_models import QWEN2, random_tokens
+
+pytestmark = pytest.mark.slow
 
 LENGTHS = [(5, 9), (12, 4), (3, 8), (20, 7), (6, 11)]
 
@@ -33,13 +35,11 @@ PAIRS = pair_samples([(sample(first), sample(second)) for first, second in LENGT
 SCATTERED = [PAIRS[index] for index in (0, 2, 4, 1, 6, 3, 8, 5, 7, 9)]
 """The preferred samples before their rivals, but not beside them."""
 RUNS: list[tuple[str, str, dict[str, Any]]] = [
-    ("lm", "dpo", {"loss_type": "ipo"}),
     ("lm", "dpo", {}),
     ("value", "reward_model", {"center_coef": 0.1}),
     ("value", "value", {"clip": 0.2}),
     ("lm", "grpo", {"kl_coef": 0.1, "entropy_coef": 0.1, "dual_clip": 3.0}),
     ("lm", "gspo", {}),
-    ("lm", "sft", {}),
 ]
 
 
@@ -74,14 +74,14 @@ def same(results: list[list[dict[str, float]]], expected: list[list[dict[str, fl
             assert step == pytest.approx(other, abs=2e-5, rel=1e-4), loss
 
 
-def test_averages_are_over_pairs(alone: list[list[dict[str, float]]]) -> None:
+def test_train_batch_averages_over_pairs(alone: list[list[dict[str, float]]]) -> None:
     for (_, loss, _), (step, *_) in zip(RUNS, alone, strict=True):
         assert step.get("num_pairs") == (len(PAIRS) // 2 if loss in ("dpo", "reward_model") else None)
         assert step["num_tokens"] == sum(sum(sample["loss_mask"][1:]) for sample in PAIRS)
     assert 0 <= alone[0][0]["accuracy"] <= 1
 
 
-def test_two_ranks_give_the_results_of_one(alone: list[list[dict[str, float]]]) -> None:
+def test_train_batch_two_ranks(alone: list[list[dict[str, float]]]) -> None:
     first, second = run_ranks(scenario, 2, 30)
     assert first == second
     same(first, alone)
@@ -92,14 +92,12 @@ def model_parallel(field: str) -> list[list[dict[str, float]]]:
 
 
 @pytest.mark.parametrize("field", ["tensor_parallel_size", "context_parallel_size"])
-def test_two_ranks_that_share_the_model_or_the_tokens_give_the_results_of_one(
-    field: str, alone: list[list[dict[str, float]]]
-) -> None:
+def test_train_batch_two_model_parallel_ranks(field: str, alone: list[list[dict[str, float]]]) -> None:
     first, second = run_ranks(model_parallel, 2, field)
     assert first == second
     same(first, alone)
 
 
-def test_micro_batches_do_not_change_the_result(alone: list[list[dict[str, float]]]) -> None:
+def test_train_batch_micro_batches(alone: list[list[dict[str, float]]]) -> None:
     (results,) = run_ranks(scenario, 1, 1)
     same(results, alone)

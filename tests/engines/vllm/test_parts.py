@@ -31,14 +31,14 @@ TENSORS = {
 }
 
 
-def test_without_vllm_the_command_is_said_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_engine_names_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman\[vllm\]'"):
         VLLMEngine(model="anywhere")
 
 
 @pytest.mark.parametrize(("version", "fits"), [("0.31.2", False), ("0.32.0+cpu", True), ("1.0", True), ("dev", True)])
-def test_a_vllm_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, fits: bool) -> None:
+def test_vllm_engine_version_of_vllm(monkeypatch: pytest.MonkeyPatch, version: str, fits: bool) -> None:
     installed = types.ModuleType("vllm")
     installed.__version__ = version  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", installed)
@@ -60,7 +60,7 @@ def test_a_vllm_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, vers
         ({"max_lora_rank": 8, "adapters": {"a": "there"}, "adapter": "b"}, "adapter is 'b'; expected one of adapters: a"),
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_vllm_config_invalid_fields(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VLLMConfig(model="anywhere", **fields)
 
@@ -69,8 +69,8 @@ def _read(message: dict[str, Any], results: Any) -> None:
     results.put({name: (str(each.dtype), each.tolist(), list(each.shape)) for name, each in read_shared(message).items()})
 
 
-def test_another_process_reads_shared_tensors_as_they_were_written() -> None:
-    context = multiprocessing.get_context("spawn")
+def test_read_shared_in_another_process() -> None:
+    context = multiprocessing.get_context("fork")
     results = context.Queue()
     with shared(TENSORS) as message:
         reader = context.Process(target=_read, args=(message, results))
@@ -83,7 +83,7 @@ def test_another_process_reads_shared_tensors_as_they_were_written() -> None:
     assert not os.path.exists(message["path"])
 
 
-def test_parts_have_no_more_than_a_buckets_bytes_unless_a_tensor_has() -> None:
+def test_split_max_bytes() -> None:
     tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in {"a": 3, "b": 5, "c": 4, "d": 9, "e": 1}.items()}
     assert [list(part) for part in split(tensors, 8)] == [["a", "b"], ["c"], ["d"], ["e"]]
     assert list(split({}, 8)) == []
@@ -100,7 +100,7 @@ def _shapes(model: Any) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN2], ids=["llama", "qwen2 tied"])
-def test_weights_fit_by_the_names_of_the_model(config: dict[str, Any], tmp_path: Path) -> None:
+def test_require_fit_names_of_model(config: dict[str, Any], tmp_path: Path) -> None:
     folder, model = _folder(config, tmp_path)
     forms, shapes = expected_of(folder), _shapes(model)
     require_fit(forms, shapes)
@@ -114,7 +114,7 @@ def test_weights_fit_by_the_names_of_the_model(config: dict[str, Any], tmp_path:
         require_fit(forms, {**shapes, "more": [1], "model.norm.weight": [3]})
 
 
-def test_weights_fit_by_the_names_of_the_files_where_these_are_others(tmp_path: Path) -> None:
+def test_require_fit_names_of_files(tmp_path: Path) -> None:
     folder, model = _folder(LLAMA, tmp_path)
     renamed = {f"language_model.{name}": tensor for name, tensor in model.state_dict().items()}
     save_file(renamed, tmp_path / "model.safetensors")
@@ -123,6 +123,6 @@ def test_weights_fit_by_the_names_of_the_files_where_these_are_others(tmp_path: 
     require_fit(forms, {name: list(tensor.shape) for name, tensor in renamed.items()})
 
 
-def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+def test_expected_of_folder_without_configuration(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no configuration that transformers reads"):
         expected_of(str(tmp_path))

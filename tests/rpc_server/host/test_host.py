@@ -121,7 +121,7 @@ def asked() -> Iterator[Asked]:
 
 
 @pytest.mark.parametrize("prefix", ["", "async_"])
-def test_call_that_has_not_begun_is_withdrawn(asked: Asked, prefix: str) -> None:
+def test_cancel_withdraws_queued_call(asked: Asked, prefix: str) -> None:
     asked.begin(2, Verb.CALL, ((), {}), f"{prefix}block")
     assert Blocking.started.acquire(timeout=LIMIT_S)
     asked.begin(3, Verb.CALL, (("withdrawn",), {}), f"{prefix}note")
@@ -137,7 +137,7 @@ def test_call_that_has_not_begun_is_withdrawn(asked: Asked, prefix: str) -> None
 
 
 @pytest.mark.parametrize("prefix", ["", "async_"])
-def test_closed_host_begins_no_queued_call(asked: Asked, prefix: str) -> None:
+def test_close_begins_no_queued_call(asked: Asked, prefix: str) -> None:
     asked.begin(2, Verb.CALL, ((), {}), f"{prefix}block")
     assert Blocking.started.acquire(timeout=LIMIT_S)
     asked.begin(3, Verb.CALL, ((), {}), f"{prefix}block")
@@ -155,13 +155,13 @@ def test_closed_host_begins_no_queued_call(asked: Asked, prefix: str) -> None:
     assert asked.answers[4].empty(), "its caller learns of the worker's end"
 
 
-def test_health_is_answered_though_an_engine_cannot_say_whether_it_serves(asked: Asked) -> None:
+def test_health_engine_failure_raises(asked: Asked) -> None:
     asked.begin(2, Verb.CREATE_ENGINE, (Unsure, (), {}), engine="unsure")
     assert asked.answer(2) == (True, None)
     assert asked.host.health().failed_engines == {"unsure": "unsure.failure raised LookupError: who knows?"}
 
 
-def test_async_destroy_that_hangs_has_a_limit(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_destroy_async_hangs(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     class Hanging:
         async def destroy(self) -> None:
             await asyncio.Event().wait()
@@ -174,7 +174,7 @@ def test_async_destroy_that_hangs_has_a_limit(asked: Asked, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("method", ["note", "async_note"])
-def test_kept_value_is_dropped_when_its_handle_cannot_be_sent(asked: Asked, method: str) -> None:
+def test_handle_unsendable_drops_kept_value(asked: Asked, method: str) -> None:
     replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
 
     def refuse_results(reply: Reply, payload: Payload) -> None:
@@ -188,7 +188,7 @@ def test_kept_value_is_dropped_when_its_handle_cannot_be_sent(asked: Asked, meth
 
 
 @pytest.mark.parametrize("method", ["note", "async_note"])
-def test_a_result_for_which_there_is_no_room_costs_its_call_alone(asked: Asked, method: str) -> None:
+def test_call_store_full(asked: Asked, method: str) -> None:
     asked.store.is_full = True
     asked.begin(2, Verb.CALL, (("first",), {}), method, keep=True)
     is_ok, error = asked.answer(2)

@@ -18,7 +18,7 @@ from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._host.threads import EngineLoop
 from helmsman.rpc_server._server.channel import ChannelServer
-from helmsman.rpc_server._server.local_server import listen
+from helmsman.rpc_server._server.forkserver import listen
 from helmsman.rpc_server._wire.auth import connect
 from helmsman.rpc_server._wire.messages import WorkerIdentity
 
@@ -36,9 +36,7 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(threading, "_start_new_thread", refuse)
 
 
-def test_engine_loop_starts_again_after_a_failed_start(
-    refuse_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_loop_after_failed_start(refuse_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     loop, ran = EngineLoop("a/0 async"), threading.Event()
 
     async def run() -> None:
@@ -61,9 +59,7 @@ def test_engine_loop_starts_again_after_a_failed_start(
         loop.join()
 
 
-def test_listener_listens_again_after_a_failed_start(
-    refuse_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_listener_after_failed_start(refuse_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     listener = connectivity.Listener()
@@ -77,7 +73,7 @@ def test_listener_listens_again_after_a_failed_start(
         listener.close()
 
 
-def test_server_accepts_again_after_a_failed_start(
+def test_server_after_failed_start(
     tmp_path: Path, refuse_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "worker.sock")

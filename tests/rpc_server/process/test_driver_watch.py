@@ -23,7 +23,7 @@ def _own_processes(run_id: str) -> dict[int, int]:
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="there is no watcher without pidfds")
-def test_a_late_watcher_leaves_the_next_forkserver_of_the_run(tmp_path: Path) -> None:
+def test_driver_watch_leaves_next_forkserver(tmp_path: Path) -> None:
     with LocalScheduler(log_dir=tmp_path, preload=()) as scheduler:
         scheduler.create_workers(Job(role="before"))
         found = _own_processes(scheduler.run_id)

@@ -42,7 +42,7 @@ def _is_running(pid: int) -> bool:
     return row is not None and row.state != "Z"
 
 
-def test_a_family_is_known_by_each_of_its_marks(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_family_by_each_mark(start: Callable[..., subprocess.Popen[str]]) -> None:
     tag = f"0123456789/{os.urandom(4).hex()}"
     marked = {**os.environ, guardian.TAG_VARIABLE: tag}
     worker = start(
@@ -71,7 +71,7 @@ def _bearing(run_id: str, worker_pid: int, *, uid: int | None = None) -> str:
     return f"from helmsman.rpc_server._process.guardian import *; bear_mark(Mark({run_id!r}, {worker_pid})); {become}{STAY}"
 
 
-def test_mark_survives_session_environment_and_descriptors(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_mark_survives_new_session_and_environment(start: Callable[..., subprocess.Popen[str]]) -> None:
     child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', %r], env={}, start_new_session=True)"
     marked = start(_bearing("00ff00ff00", 4194303).replace(STAY, child % STAY))
     marked.wait()
@@ -104,7 +104,7 @@ def _guarded(start: Callable[..., subprocess.Popen[str]], log_path: str, end: st
     ],
 )
 @pytest.mark.parametrize("is_reaped", [True, False])
-def test_how_a_process_ended_is_recorded(
+def test_guardian_records_exit(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path, end: str, expected: dict[str, int | None], is_reaped: bool
 ) -> None:
     if is_reaped and tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 15):
@@ -124,9 +124,7 @@ def test_how_a_process_ended_is_recorded(
     process.communicate()
 
 
-def test_a_record_goes_to_the_directory_in_which_the_log_was_opened(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_guardian_record_in_directory_of_log(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     """A link takes the directory's place while the worker runs."""
     logs, victim = tmp_path / "logs", tmp_path / "victim"
     logs.mkdir()
@@ -146,14 +144,14 @@ def test_read_record_follows_no_link(tmp_path: Path) -> None:
     assert guardian.read_record(str(tmp_path / "worker.log"), 7) is None
 
 
-def test_a_process_table_survives_strange_names(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_process_table_strange_names(start: Callable[..., subprocess.Popen[str]]) -> None:
     strange = start("open('/proc/self/comm', 'w').write(') R 1 (x'); print('up', flush=True); import signal; signal.pause()")
     row = guardian.process_table()[strange.pid]
     assert (row.pid, row.parent) == (strange.pid, os.getpid())
     assert row.state in "SR"
 
 
-def test_names_of_shared_memory_go_with_the_family(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_end_family_removes_shared_memory(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     made = tmp_path / "name"
     child = (
         "import signal\nfrom multiprocessing import shared_memory\n"
@@ -180,7 +178,7 @@ class TestOtherUsers:
 
     pytestmark = as_other_users
 
-    def test_a_family_has_no_process_of_another_user(self, start: Callable[..., subprocess.Popen[str]]) -> None:
+    def test_family_excludes_other_users(self, start: Callable[..., subprocess.Popen[str]]) -> None:
         worker, attacker = OTHER_USERS
         copied = start(_bearing("0123456789", 4194303, uid=attacker), start_new_session=True)
         hidden = start(_bearing("0123456789", 4194303, uid=worker), start_new_session=True)
@@ -190,13 +188,13 @@ class TestOtherUsers:
         assert _is_running(copied.pid)
         assert not _is_running(hidden.pid)
 
-    def test_clean_passes_over_the_processes_of_another_user(self, start: Callable[..., subprocess.Popen[str]]) -> None:
+    def test_leftovers_exclude_other_users(self, start: Callable[..., subprocess.Popen[str]]) -> None:
         stay = "os.execve('/bin/sh', ['sh', '-c', 'echo up; exec sleep 600'], {b'HELMSMAN_WORKER_TAG': b'\\xff'})"
         start(f"import os; os.setuid({OTHER_USERS[1]}); {stay}")
         start(_bearing("0123456789", 0, uid=OTHER_USERS[1]))
         assert [left for left in leftovers() if left.run_id in ("0123456789", "\ufffd")] == []
 
-    def test_clean_finds_a_process_whose_environment_cannot_be_read(self, start: Callable[..., subprocess.Popen[str]]) -> None:
+    def test_leftovers_unreadable_environment(self, start: Callable[..., subprocess.Popen[str]]) -> None:
         hidden = start(_bearing("0123456789", 0, uid=OTHER_USERS[0]))
         found = _as_user(OTHER_USERS[0], lambda: [each.pid for left in leftovers(["0123456789"]) for each in left.processes])
         assert found == str([hidden.pid])
@@ -205,7 +203,7 @@ class TestOtherUsers:
 @pytest.mark.parametrize(
     "content", ["[7]", "7", '{"pid": 7}', "[" * 100_000, '{"pid": 8, "exit_code": 0, "exit_signal": null}']
 )
-def test_read_record_takes_no_other_content(content: str, tmp_path: Path) -> None:
+def test_read_record_invalid_content(content: str, tmp_path: Path) -> None:
     Path(guardian.record_path(str(tmp_path / "a.log"))).write_text(content)
     assert guardian.read_record(str(tmp_path / "a.log"), 7) is None
 

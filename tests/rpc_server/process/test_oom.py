@@ -51,7 +51,8 @@ def small_group() -> Iterator[Path]:
     wait_until(is_removed, "the memory cgroup is removed")
 
 
-def test_oom_kill_of_a_worker_is_named(small_group: Path) -> None:
+@pytest.mark.slow
+def test_oom_kill_named_in_worker_failure(small_group: Path) -> None:
     join = f"import os; open({str(small_group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run([sys.executable, "-c", join + SCRIPT], capture_output=True, text=True, timeout=120, env=environ)
@@ -62,7 +63,7 @@ def test_oom_kill_of_a_worker_is_named(small_group: Path) -> None:
     )
 
 
-def test_oom_kills_since_counts_from_before(tmp_path: Path) -> None:
+def test_oom_kills_since(tmp_path: Path) -> None:
     count = tmp_path / "memory.events"
     count.write_text("low 0\noom 4\noom_kill 3\noom_group_kill 0\n")
     assert oom_kills_since(OomCount(str(count), 1)) == 2

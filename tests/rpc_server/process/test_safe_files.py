@@ -51,7 +51,7 @@ def write(log: Path) -> None:
         file.write("line\n")
 
 
-def test_open_directory_makes_what_is_missing_for_this_user_alone(tmp_path: Path) -> None:
+def test_open_directory_creates_private_parents(tmp_path: Path) -> None:
     previous = os.umask(0)
     try:
         with open_directory(tmp_path / "a" / "b", create=True) as folder:
@@ -61,12 +61,12 @@ def test_open_directory_makes_what_is_missing_for_this_user_alone(tmp_path: Path
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "a", tmp_path / "a" / "b")} == {0o700}
 
 
-def test_open_directory_names_the_missing_part(tmp_path: Path) -> None:
+def test_open_directory_missing_part(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=f"{tmp_path}/a'"), open_directory(tmp_path / "a" / "b"):
         pass
 
 
-def test_open_directory_follows_links_of_this_user(shared: Path, tmp_path: Path) -> None:
+def test_open_directory_own_links(shared: Path, tmp_path: Path) -> None:
     target = made(tmp_path / "target")
     (shared / "absolute").symlink_to(target)
     (shared / "relative").symlink_to("../target")
@@ -75,14 +75,14 @@ def test_open_directory_follows_links_of_this_user(shared: Path, tmp_path: Path)
             assert os.fstat(folder).st_ino == target.stat().st_ino
 
 
-def test_open_directory_ends_a_loop_of_links(tmp_path: Path) -> None:
+def test_open_directory_loop_of_links(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="Too many levels"), open_directory(tmp_path / "loop"):
         pass
 
 
 @pytest.mark.parametrize("mode", [0o1777, 0o777])
-def test_open_directory_refuses_anothers_link_where_everyone_may_write(tmp_path: Path, mode: int) -> None:
+def test_open_directory_foreign_link_in_shared_folder(tmp_path: Path, mode: int) -> None:
     everyones = made(tmp_path / "everyones", mode)
     (everyones / "link").symlink_to(tmp_path)
     anothers(everyones / "link")
@@ -90,7 +90,7 @@ def test_open_directory_refuses_anothers_link_where_everyone_may_write(tmp_path:
         pass
 
 
-def test_open_directory_refuses_anothers_directory_where_users_are_kept_apart(shared: Path) -> None:
+def test_open_directory_foreign_in_sticky_folder(shared: Path) -> None:
     anothers(made(shared / "logs", 0o777))
     with pytest.raises(UntrustedPathError) as caught, open_directory(shared / "logs"):
         pass
@@ -99,7 +99,7 @@ def test_open_directory_refuses_anothers_directory_where_users_are_kept_apart(sh
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o777])
-def test_open_directory_takes_a_volume_that_the_user_names(tmp_path: Path, mode: int) -> None:
+def test_open_directory_foreign_volume(tmp_path: Path, mode: int) -> None:
     """Volumes of containers often belong to another user, and everyone may write to them."""
     volume = anothers(made(tmp_path / "volume", mode))
     anothers(made(volume / "logs", mode))
@@ -115,7 +115,7 @@ def test_private_directory_refuses_a_file(tmp_path: Path) -> None:
         pass
 
 
-def test_open_log_appends_with_a_mode_of_this_user_alone(tmp_path: Path) -> None:
+def test_open_log_appends_privately(tmp_path: Path) -> None:
     log = tmp_path / "a-0.log"
     write(log)
     write(log)
@@ -123,13 +123,13 @@ def test_open_log_appends_with_a_mode_of_this_user_alone(tmp_path: Path) -> None
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-def test_open_log_needs_a_private_directory_where_it_bears_the_id_of_the_run(tmp_path: Path) -> None:
+def test_open_log_public_run_directory(tmp_path: Path) -> None:
     made(tmp_path / RUN_ID, 0o777)
     with pytest.raises(UntrustedPathError, match="with mode 0777"):
         write(tmp_path / RUN_ID / "a-0.log")
 
 
-def test_open_log_refuses_a_pipe_without_waiting_for_its_reader(tmp_path: Path) -> None:
+def test_open_log_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a-0.log")
     with pytest.raises(UntrustedPathError, match="it is a special file"):
         write(tmp_path / "a-0.log")
@@ -137,14 +137,14 @@ def test_open_log_refuses_a_pipe_without_waiting_for_its_reader(tmp_path: Path) 
         open_regular(tmp_path / "a-0.log")
 
 
-def test_open_log_refuses_anothers_file_where_everyone_may_write(shared: Path) -> None:
+def test_open_log_foreign_file_in_shared_folder(shared: Path) -> None:
     (shared / "a-0.log").touch()
     anothers(shared / "a-0.log")
     with pytest.raises(UntrustedPathError, match="it is a file with mode 0644 of nobody"):
         write(shared / "a-0.log")
 
 
-def test_open_log_refuses_a_second_name_of_a_file_where_everyone_may_write(shared: Path, tmp_path: Path) -> None:
+def test_open_log_hard_link_in_shared_folder(shared: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("as it was")
     os.link(tmp_path / "precious", shared / "a-0.log")
     with pytest.raises(UntrustedPathError, match="expected a file without other names"):
@@ -152,7 +152,7 @@ def test_open_log_refuses_a_second_name_of_a_file_where_everyone_may_write(share
     assert (tmp_path / "precious").read_text() == "as it was"
 
 
-def test_remove_tree_removes_links_and_not_what_they_lead_to(tmp_path: Path) -> None:
+def test_remove_tree_keeps_link_targets(tmp_path: Path) -> None:
     kept, tree = made(tmp_path / "kept"), made(tmp_path / "tree")
     (tree / "link").symlink_to(kept)
     (tmp_path / "link").symlink_to(kept)
@@ -163,7 +163,7 @@ def test_remove_tree_removes_links_and_not_what_they_lead_to(tmp_path: Path) -> 
     assert kept.exists()
 
 
-def test_remove_tree_leaves_anothers(tmp_path: Path) -> None:
+def test_remove_tree_foreign(tmp_path: Path) -> None:
     tree = anothers(made(tmp_path / "tree"))
     assert not is_own_directory(tree)
     with pytest.raises(UntrustedPathError, match="of nobody"):

@@ -21,13 +21,15 @@ from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.rpc_server._process.guardian import wait_until
 from helmsman.rpc_server._ray_forks import client as ray_fork_client
 from helmsman.rpc_server._ray_forks.client import GREETING, request
-from helmsman.rpc_server._ray_forks.worker import read_order
+from helmsman.rpc_server._ray_forks.forkserver import read_order
 from tests.processes import command_of
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("torch")
 
 from helmsman.rpc_server._ray_forks import ray_patches  # noqa: E402 - imports of Ray come after the check for it
+
+pytestmark = pytest.mark.slow
 
 PLAIN = {"runtime_env": {"env_vars": {"TORCH_OF_ITS_OWN": "1"}}}
 """Options of an actor or task whose worker is not forked: a library that is loaded already may have wanted this variable."""
@@ -112,7 +114,7 @@ def _facts() -> dict[str, Any]:
     }
 
 
-def test_a_fork_is_like_a_worker_that_ray_starts_itself(cluster: Any, forkserver: psutil.Process) -> None:
+def test_fork_equals_plain_worker(cluster: Any, forkserver: psutil.Process) -> None:
     forked, plain = Actor.remote(), Actor.options(**PLAIN).remote()  # type: ignore[attr-defined]
     of_fork, of_plain = ray.get([forked.facts.remote(), plain.facts.remote()])
     assert of_fork.pop("parent") == forkserver.pid
@@ -123,7 +125,7 @@ def test_a_fork_is_like_a_worker_that_ray_starts_itself(cluster: Any, forkserver
     assert of_fork == of_plain
 
 
-def test_tasks_and_actors_of_the_script_run_in_forks(cluster: Any, forkserver: psutil.Process) -> None:
+def test_fork_runs_tasks_and_actors(cluster: Any, forkserver: psutil.Process) -> None:
     @ray.remote
     def parent_and_sum(number: int) -> tuple[int, int]:
         return os.getppid(), number + 1
@@ -148,7 +150,7 @@ def test_tasks_and_actors_of_the_script_run_in_forks(cluster: Any, forkserver: p
     assert ray.get(Actor.remote().multiply.remote()) == 300.0**3  # type: ignore[attr-defined]
 
 
-def test_a_runtime_environment_that_is_more_than_variables_is_rays(cluster: Any, tmp_path: Path) -> None:
+def test_runtime_environment_with_working_dir(cluster: Any, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "package.zip", "w") as package:
         package.writestr("package/only_there.py", "NUMBER = 5\n")
 
@@ -161,14 +163,14 @@ def test_a_runtime_environment_that_is_more_than_variables_is_rays(cluster: Any,
     assert ray.get(number.remote()) == 5
 
 
-def test_forks_differ_in_what_is_random(cluster: Any) -> None:
+def test_forks_random_numbers_differ(cluster: Any) -> None:
     actors = [Actor.remote() for _ in range(3)]  # type: ignore[attr-defined]
     numbers = ray.get([actor.random_numbers.remote() for actor in actors])
     assert len({each for pair in numbers for each in pair}) == 6
     assert len(set(ray.get([actor.random_id.remote() for actor in actors]))) == 3
 
 
-def test_libraries_that_are_loaded_heed_the_cpus_of_an_actor(cluster: Any) -> None:
+def test_fork_num_threads_of_libraries(cluster: Any) -> None:
     few, many = Actor.remote(), Actor.options(num_cpus=3).remote()  # type: ignore[attr-defined]
     assert ray.get([few.num_threads.remote(), many.num_threads.remote()]) == [[1, 1], [3, 3]]
     own = Actor.options(runtime_env={"env_vars": {"OMP_NUM_THREADS": "5"}}).remote()  # type: ignore[attr-defined]
@@ -176,7 +178,7 @@ def test_libraries_that_are_loaded_heed_the_cpus_of_an_actor(cluster: Any) -> No
 
 
 @pytest.mark.parametrize("how", ["exit", "signal"])
-def test_ray_notices_the_end_of_a_fork(cluster: Any, forkserver: psutil.Process, how: str) -> None:
+def test_fork_end_noticed_by_ray(cluster: Any, forkserver: psutil.Process, how: str) -> None:
     actor = Actor.remote()  # type: ignore[attr-defined]
     pid = ray.get(actor.pid.remote())
     with pytest.raises(ray.exceptions.ActorDiedError):
@@ -185,7 +187,7 @@ def test_ray_notices_the_end_of_a_fork(cluster: Any, forkserver: psutil.Process,
     assert forkserver.is_running()
 
 
-def test_a_fork_ends_with_the_process_that_ray_started_for_it(cluster: Any) -> None:
+def test_fork_ends_with_its_client(cluster: Any) -> None:
     """The raylet kills it when a worker does not register in time."""
     clients = _clients()
     actor = Actor.options(runtime_env={"env_vars": {"FRESH": "1"}}).remote()  # type: ignore[attr-defined]
@@ -199,7 +201,7 @@ def _clients() -> set[psutil.Process]:
     return {each for each in psutil.Process().children(recursive=True) if "_ray_forks/client.py" in command_of(each)}
 
 
-def test_who_does_not_know_the_key_gets_no_worker(cluster: Any, forkserver: psutil.Process) -> None:
+def test_forkserver_wrong_key(cluster: Any, forkserver: psutil.Process) -> None:
     (address,) = {each.laddr for each in forkserver.net_connections("unix") if each.laddr}
     before = len(forkserver.children())
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
@@ -210,7 +212,7 @@ def test_who_does_not_know_the_key_gets_no_worker(cluster: Any, forkserver: psut
     assert len(forkserver.children()) == before
 
 
-def test_without_the_fork_server_ray_starts_its_workers_itself(cluster: Any, forkserver: psutil.Process) -> None:
+def test_forkserver_killed(cluster: Any, forkserver: psutil.Process) -> None:
     """The last test of this cluster."""
     cluster.create_workers(Job(role="before", tasks=[SchedulingSpec(cpu=1)]))
     forkserver.kill()
@@ -232,7 +234,7 @@ def _read(*more: str, arguments: list[str] = ARGUMENTS, **environment: str) -> A
     return read_order(message.removeprefix(b"key\0"), 5, [10, 11, 12], ENVIRONMENT)
 
 
-def test_a_plain_worker_is_understood() -> None:
+def test_read_order_plain_worker() -> None:
     order = _read('--serialized-runtime-env-context={"env_vars": {"A": "b"}, "command_prefix": []}', "-x\n=é", MY="a\nb=c")
     assert (order.client, order.folder, order.script, order.descriptors) == (
         5,
@@ -263,16 +265,16 @@ def test_a_plain_worker_is_understood() -> None:
         pytest.param({"LD_PRELOAD": "x.so"}, id="a variable of the loader"),
     ],
 )
-def test_other_workers_are_left_to_ray(asked: dict[str, Any]) -> None:
+def test_read_order_other_workers(asked: dict[str, Any]) -> None:
     assert _read(*asked.pop("more", ()), **asked) is None
 
 
 @pytest.mark.parametrize("option", ["--other=", "--python_worker_command=/usr/bin/env python /x/setup_worker.py "])
-def test_a_raylet_that_starts_workers_in_another_way_is_left_alone(option: str) -> None:
+def test_through_client_unknown_command(option: str) -> None:
     assert ray_patches.through_client(["raylet", option], Path("/x")) is None
 
 
-def test_only_the_command_for_python_workers_is_changed() -> None:
+def test_through_client_changes_python_command() -> None:
     words = [sys.executable, "/a folder/setup_worker.py", "/a folder/default_worker.py", "--webui="]
     command = ["raylet", f"--python_worker_command={subprocess.list2cmdline(words)}", "--java_worker_command="]
     changed = ray_patches.through_client(command, Path("/a folder"))

@@ -16,7 +16,7 @@ from helmsman.rpc_server._wire.stream import Stream
 TOKEN, PROOF = "is not taken: it has another token", "is not taken: it did not prove that it belongs to this run"
 
 
-async def test_refusal_log_reports_first_and_then_counts() -> None:
+async def test_refusal_log_counts_after_first() -> None:
     lines: list[str] = []
     log = RefusalLog(lines.append, interval_s=3600.0)
     log.note(TOKEN, "10.0.0.1")
@@ -31,7 +31,7 @@ async def test_refusal_log_reports_first_and_then_counts() -> None:
     ]
 
 
-async def test_refusal_log_reports_count_after_each_interval() -> None:
+async def test_refusal_log_interval() -> None:
     lines: asyncio.Queue[str] = asyncio.Queue()
     log = RefusalLog(lines.put_nowait, interval_s=0.01)
     log.note(TOKEN, "10.0.0.1")
@@ -43,7 +43,7 @@ async def test_refusal_log_reports_count_after_each_interval() -> None:
     log.close()
 
 
-async def test_refusal_log_reports_at_once_after_quiet_interval() -> None:
+async def test_refusal_log_after_quiet_interval() -> None:
     lines: asyncio.Queue[str] = asyncio.Queue()
     log = RefusalLog(lines.put_nowait, interval_s=0.0)
     for host in ("10.0.0.1", "10.0.0.2"):
@@ -54,7 +54,7 @@ async def test_refusal_log_reports_at_once_after_quiet_interval() -> None:
     log.close()
 
 
-async def test_connector_that_closes_before_its_answer_is_not_admitted() -> None:
+async def test_authenticate_connector_closed_early() -> None:
     ours, theirs = socket.socketpair()
     listening = asyncio.ensure_future(authenticate_connector(Stream(ours), b"key"))
     peer = Stream(theirs)

@@ -31,7 +31,7 @@ from helmsman.rpc_server._wire.wire import WirePayload, to_wire
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
 
-NUM_MESSAGES = 10_000
+NUM_MESSAGES = 2_000
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def _send(path: str, messages: list[bytes]) -> None:
             return  # closed on us, or its queue is full of others like us: as it should be
 
 
-def test_bytes_that_are_no_message_of_ours(engine: Engine, path: str, tmp_path: Path) -> None:
+def test_local_server_foreign_bytes(engine: Engine, path: str, tmp_path: Path) -> None:
     target = tmp_path / "executed"
     frames = _frames(str(target))
     rng = random.Random(7)
@@ -127,13 +127,13 @@ def connect(path: str, key: bytes, limit_s: float) -> socket.socket:
     return asyncio.run(auth.connect(path, key, limit_s))
 
 
-def test_a_peer_with_another_key(engine: Engine, path: str) -> None:
+def test_connect_other_key(engine: Engine, path: str) -> None:
     with pytest.raises(ProtocolError, match="did not prove|another key"):
         connect(path, b"x" * 32, 5.0)
     assert engine.call("add", 0) >= 0
 
 
-def test_where_many_wait_to_be_accepted_one_waits_with_them(tmp_path: Path) -> None:
+def test_connect_full_backlog(tmp_path: Path) -> None:
     with contextlib.ExitStack() as sockets, ThreadPoolExecutor(1) as pool:
         listener = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(str(tmp_path / "s"))
@@ -148,7 +148,7 @@ def test_where_many_wait_to_be_accepted_one_waits_with_them(tmp_path: Path) -> N
             connecting.result(LIMIT_S)
 
 
-def test_a_peer_of_this_run_that_talks_nonsense(scheduler: LocalScheduler, engine: Engine, path: str) -> None:
+def test_local_server_nonsense_of_own_peer(scheduler: LocalScheduler, engine: Engine, path: str) -> None:
     """It proved itself, so it could do anything; an accident of its own still costs only its connection."""
     proved = connect(path, scheduler._backend._key, 5.0)  # type: ignore[attr-defined]
     with proved:
@@ -158,14 +158,14 @@ def test_a_peer_of_this_run_that_talks_nonsense(scheduler: LocalScheduler, engin
     assert engine.call("add", 0) >= 0
 
 
-def test_the_socket_and_its_folder_belong_to_this_user_alone(path: str) -> None:
+def test_local_server_socket_modes(path: str) -> None:
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode) == 0o700
     assert os.stat(path).st_uid == os.getuid()
 
 
 @pytest.mark.root
-def test_another_user_cannot_connect(engine: Engine, path: str) -> None:
+def test_local_server_other_user(engine: Engine, path: str) -> None:
     if os.getuid() != 0:
         pytest.skip("not root: it takes root to become another user")
     script = (
@@ -189,9 +189,7 @@ class Liar(Counter):
 
 
 @pytest.mark.parametrize("payload", [WirePayload(b"nonsense"), WirePayload(b"nonsense", handles=b"nonsense")])
-def test_a_reply_that_makes_no_sense_costs_its_own_call_and_no_other(
-    scheduler: LocalScheduler, payload: WirePayload, tmp_path: Path
-) -> None:
+def test_transport_nonsense_reply(scheduler: LocalScheduler, payload: WirePayload, tmp_path: Path) -> None:
     (worker,) = scheduler.create_workers(Job(role="liar"))
     try:
         engine = Engine.create(scheduler, worker, Liar)
@@ -221,7 +219,7 @@ class Busy(Counter):
         await asyncio.sleep(0)
 
 
-def test_what_is_on_the_event_loop_when_a_worker_ends_is_ended_in_order(tmp_path: Path) -> None:
+def test_worker_end_cancels_event_loop_tasks(tmp_path: Path) -> None:
     started, ended = tmp_path / "started", tmp_path / "ended"
     with LocalScheduler(log_dir=tmp_path / "logs", preload=()) as scheduler:
         (worker,) = scheduler.create_workers(Job(role="busy"))

@@ -24,6 +24,7 @@ from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held
 
 FIRST_PORT, LAST_PORT = 23_100, 23_199
+pytestmark = pytest.mark.slow
 ray: Any = importlib.import_module("ray")
 """Imported after the scheduler's module, which decides how clusters authenticate."""
 
@@ -62,24 +63,24 @@ def get(reference: Any) -> Any:
     return ray.get(reference, timeout=LIMIT_S)
 
 
-def test_health_of_an_actor_is_answered_during_a_call(actor: Any, engine: Engine, tmp_path: Path) -> None:
+def test_actor_health_during_call(actor: Any, engine: Engine, tmp_path: Path) -> None:
     with held(engine, Gate(tmp_path)):
         health = get(actor.health.remote())
         assert (health.worker_id, health.running) == ("target/0", "target/0.wait")
 
 
-def test_configure_an_actor(actor: Any, engine: Engine) -> None:
+def test_actor_configure(actor: Any, engine: Engine) -> None:
     environment = [EnvironmentVariable("OF_A_TOOL", "configured", "a tool")]
     get(actor.configure.remote(WorkerConfig(role="target", rank=0, seed=5, environment=environment)))
     assert engine.call("environ", "OF_A_TOOL") == {"OF_A_TOOL": "configured"}
 
 
-def test_set_env_of_an_actor(actor: Any, engine: Engine) -> None:
+def test_actor_set_env(actor: Any, engine: Engine) -> None:
     get(actor.set_env.remote({"OF_A_TOOL": "set"}))
     assert engine.call("environ", "OF_A_TOOL") == {"OF_A_TOOL": "set"}
 
 
-def test_create_engine_in_an_actor(actor: Any, engine: Engine) -> None:
+def test_actor_create_engine(actor: Any, engine: Engine) -> None:
     get(actor.create_engine.remote("tests.contract.engines.Counter", "by-path", 7))
     get(actor.create_engine.remote(Counter, "by-class", start=8))
     assert engine.scheduler.call_engine("target/0", "add", "by-path") == 8
@@ -88,7 +89,7 @@ def test_create_engine_in_an_actor(actor: Any, engine: Engine) -> None:
         get(actor.create_engine.remote(Counter, "by-path"))
 
 
-def test_call_an_actor(actor: Any, engine: Engine) -> None:
+def test_actor_call(actor: Any, engine: Engine) -> None:
     before = engine.call("add", 0)
     assert get(actor.call.remote("add", number=2)) == before + 2
     assert get(actor.call.remote("async_add", None, 3)) == before + 5
@@ -101,7 +102,7 @@ def test_call_an_actor(actor: Any, engine: Engine) -> None:
         get(actor.call.remote("_secret"))
 
 
-def test_call_by_another_actor(actor: Any, engine: Engine) -> None:
+def test_actor_call_by_another_actor(actor: Any, engine: Engine) -> None:
     @ray.remote
     class Tool:
         def add(self, worker: Any) -> int:
@@ -121,25 +122,23 @@ def test_call_by_another_actor(actor: Any, engine: Engine) -> None:
         ([b"--node_ip_address=10.0.0.1"], None),
     ],
 )
-def test_worker_ports_of_a_raylet(options: list[bytes], expected: range | None) -> None:
+def test_worker_ports_of_raylet(options: list[bytes], expected: range | None) -> None:
     assert worker_ports_of([b"/ray/raylet", *options, b"", b"--no_value"]) == expected
 
 
-def test_listen_tcp_takes_a_free_port_of_the_range(busy_port: int) -> None:
+def test_listen_tcp_free_port_of_range(busy_port: int) -> None:
     with listen_tcp("127.0.0.1", range(busy_port, busy_port + 50)) as first:
         port = first.getsockname()[1]
         assert busy_port < port < busy_port + 50
 
 
-def test_listen_tcp_without_a_free_port(busy_port: int) -> None:
+def test_listen_tcp_without_free_port(busy_port: int) -> None:
     expected = f"none of the ports {busy_port}-{busy_port} of 127.0.0.1 is free .* set HELMSMAN_PORT_RANGE to a wider range"
     with pytest.raises(OSError, match=expected):
         listen_tcp("127.0.0.1", range(busy_port, busy_port + 1))
 
 
-def test_worker_of_another_machine_listens_on_helmsman_port_range(
-    scheduler: RayScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remote_worker_listens_on_port_range(scheduler: RayScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
     (worker,) = scheduler.create_workers(Job(role="far"))
     transport: Any = scheduler._roles.client(worker).transport

@@ -88,7 +88,7 @@ def assert_same(got: torch.Tensor, sent: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("inband_below", [0, 4096])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_and_layout_comes_back(dtype: torch.dtype, inband_below: int) -> None:
+def test_decode_tensors_of_every_dtype_and_layout(dtype: torch.dtype, inband_below: int) -> None:
     for layout, make in LAYOUTS.items():
         sent = make(random_tensor(dtype))
         got = round_trip(sent, inband_below=inband_below)
@@ -114,9 +114,9 @@ def views(draw: st.DrawFn) -> torch.Tensor:
     return tensor
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(views(), st.sampled_from([0, 64, 4096]))
-def test_any_view_comes_back_and_sends_no_more_than_its_elements(sent: torch.Tensor, inband_below: int) -> None:
+def test_encode_views_send_their_elements_alone(sent: torch.Tensor, inband_below: int) -> None:
     payload = encode(sent, inband_below=inband_below)
     assert sum(each.nbytes for each in payload.buffers) <= sent.numel() * sent.element_size()
     assert_same(decode(payload), sent)
@@ -125,7 +125,7 @@ def test_any_view_comes_back_and_sends_no_more_than_its_elements(sent: torch.Ten
 @pytest.mark.parametrize(
     "make", [lambda t: t.conj(), lambda t: t.conj().imag, lambda t: t.t().conj(), lambda t: t.conj().imag[:, ::2]]
 )
-def test_lazy_conjugation_and_negation_come_back(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_decode_lazy_conjugation_and_negation(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     sent = make(torch.randn(20, 30, dtype=torch.complex64))
     got = round_trip(sent)
     assert_same(got, sent)
@@ -144,7 +144,7 @@ def test_lazy_conjugation_and_negation_come_back(make: Callable[[torch.Tensor], 
     ],
     ids=["contiguous", "transposed", "channels_last", "rows", "parameter", "requires_grad"],
 )
-def test_dense_tensors_are_not_copied(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_encode_dense_tensors_without_copy(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     sent = make(torch.randn(256, 256))
     (buffer,) = encode(sent).buffers
     assert np.frombuffer(buffer, np.uint8).ctypes.data == sent.data_ptr()
@@ -152,7 +152,7 @@ def test_dense_tensors_are_not_copied(make: Callable[[torch.Tensor], torch.Tenso
     assert buffer.readonly
 
 
-def test_a_slice_sends_only_its_own_bytes() -> None:
+def test_encode_slices_send_own_bytes() -> None:
     storage = torch.zeros(1000, 1000)
     for view, num_elements in ((storage[5:7], 2000), (storage[:, 3:5], 2000), (storage[:1].expand(1000, 1000), 1000)):
         payload = encode(view, inband_below=0)
@@ -161,7 +161,7 @@ def test_a_slice_sends_only_its_own_bytes() -> None:
         assert torch.equal(decode(payload), view)
 
 
-def test_the_payload_keeps_the_memory_alive() -> None:
+def test_payload_keeps_memory_alive() -> None:
     tensor = torch.full((5000,), 7.0)
     payload = encode(tensor)
     tensor.data = torch.zeros(1)  # as when a parameter is moved off while its value is under way
@@ -171,7 +171,7 @@ def test_the_payload_keeps_the_memory_alive() -> None:
     assert torch.equal(decode(payload), torch.full((5000,), 7.0))
 
 
-def test_the_memory_is_let_go_of_with_the_payload() -> None:
+def test_payload_frees_memory() -> None:
     tensor = torch.zeros(5000)
     gone = weakref.ref(tensor)
     payload = encode([tensor])
@@ -181,7 +181,7 @@ def test_the_memory_is_let_go_of_with_the_payload() -> None:
     assert gone() is None
 
 
-def test_what_arrives_is_private_and_can_be_written_to() -> None:
+def test_decode_values_private_and_writable() -> None:
     sent = {"big": torch.zeros(5000), "small": torch.zeros(3), "array": np.zeros(5000), "bytes": bytearray(9000)}
     got = round_trip(sent)
     got["big"].add_(1)
@@ -192,15 +192,12 @@ def test_what_arrives_is_private_and_can_be_written_to() -> None:
     assert not sent["small"].any()  # type: ignore[attr-defined]
     assert not sent["array"].any()  # type: ignore[attr-defined]
     assert not sent["bytes"][0]  # type: ignore[index]
+    read_only = np.arange(5000)
+    read_only.flags.writeable = False
+    assert not round_trip(read_only).flags.writeable
 
 
-def test_read_only_arrays_stay_read_only() -> None:
-    array = np.arange(5000)
-    array.flags.writeable = False
-    assert not round_trip(array).flags.writeable
-
-
-def test_unaligned_buffers_are_moved() -> None:
+def test_decode_unaligned_buffers() -> None:
     payload = encode(torch.arange(1000, dtype=torch.float64))
     shifted = memoryview(bytearray(b"\0" + bytes(payload.buffers[0])))[1:]
     got = decode(Payload(payload.data, [shifted], []))
@@ -208,7 +205,7 @@ def test_unaligned_buffers_are_moved() -> None:
     assert torch.equal(got, torch.arange(1000, dtype=torch.float64))
 
 
-def test_one_object_stays_one_object_and_views_get_memory_of_their_own() -> None:
+def test_decode_object_identity() -> None:
     tensor = torch.zeros(2000)
     first, second, view = round_trip([tensor, tensor, tensor[:1500]])
     assert first is second
@@ -219,7 +216,7 @@ def test_one_object_stays_one_object_and_views_get_memory_of_their_own() -> None
     assert first is second
 
 
-def test_parameters_modules_and_attributes_come_back() -> None:
+def test_decode_parameters_modules_and_attributes() -> None:
     layer = torch.nn.Linear(50, 60)
     got = round_trip(layer)
     assert type(got.weight) is torch.nn.Parameter
@@ -236,7 +233,7 @@ def test_parameters_modules_and_attributes_come_back() -> None:
     assert round_trip(tagged).tensor_model_parallel is True
 
 
-def test_other_kinds_of_tensor_go_torchs_own_way() -> None:
+def test_decode_sparse_meta_and_subclass_tensors() -> None:
     sparse = torch.eye(50).to_sparse()
     assert torch.equal(round_trip(sparse).to_dense(), torch.eye(50))
     with warnings.catch_warnings():
@@ -249,7 +246,7 @@ def test_other_kinds_of_tensor_go_torchs_own_way() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_of_an_accelerator_arrive_on_the_host() -> None:
+def test_decode_accelerator_tensors_on_host() -> None:
     for layout, make in LAYOUTS.items():
         sent = make(random_tensor(torch.bfloat16).cuda()).requires_grad_()
         payload = encode(sent, inband_below=0)
@@ -269,7 +266,7 @@ class Tagged(torch.Tensor):
 # --- arrays and containers --------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.one_of(
         st_numpy.scalar_dtypes(), st_numpy.byte_string_dtypes(), st_numpy.unicode_string_dtypes(), st_numpy.array_dtypes()
@@ -277,7 +274,7 @@ class Tagged(torch.Tensor):
     st.sampled_from([0, 4096]),
     st.booleans(),
 )
-def test_arrays_of_every_kind_come_back(sent: np.ndarray, inband_below: int, gappy: bool) -> None:
+def test_decode_arrays_of_every_kind(sent: np.ndarray, inband_below: int, gappy: bool) -> None:
     sent = sent[..., ::2].T if gappy and sent.ndim else sent
     got = round_trip(sent, inband_below=inband_below)
     # NumPy's own pickling brings some arrays of a foreign byte order to the machine's.
@@ -287,7 +284,7 @@ def test_arrays_of_every_kind_come_back(sent: np.ndarray, inband_below: int, gap
     assert got.flags.writeable
 
 
-def test_arrays_of_objects_and_arrays_with_gaps() -> None:
+def test_decode_arrays_of_objects_and_with_gaps() -> None:
     assert round_trip(np.array([{1: 2}, None, "x"], dtype=object)).tolist() == [{1: 2}, None, "x"]
     base = np.arange(100_000).reshape(1000, 100)
     payload = encode(base[:, :10])
@@ -322,9 +319,9 @@ def types_of(value: Any) -> Any:
     return type(value)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(plain)
-def test_plain_values_come_back_with_their_types(sent: Any) -> None:
+def test_decode_plain_values(sent: Any) -> None:
     got = round_trip(sent)
     assert got == sent
     assert types_of(got) == types_of(sent)
@@ -350,7 +347,7 @@ class Sample(msgspec.Struct, frozen=True):
     config: Config | None = None
 
 
-def test_structs_dataclasses_enums_and_named_tuples() -> None:
+def test_decode_structs_dataclasses_and_enums() -> None:
     sent = Sample([1, 2], Config(Color.RED, {3: ("a",)}))
     got = round_trip({"sample": sent, 1: [sent]})
     assert got == {"sample": sent, 1: [sent]}
@@ -361,7 +358,7 @@ def test_structs_dataclasses_enums_and_named_tuples() -> None:
     assert round_trip(Color.RED) is Color.RED
 
 
-def test_functions_and_local_classes_come_back() -> None:
+def test_decode_functions_and_local_classes() -> None:
     offset = torch.arange(2000)
 
     class Local:
@@ -448,7 +445,7 @@ assert type(decode(encode(derived))) is type(derived)
 """
 
 
-def test_classes_of_the_users_script_arrive_in_another_process(tmp_path: Path) -> None:
+def test_decode_classes_of_a_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -458,14 +455,6 @@ def test_classes_of_the_users_script_arrive_in_another_process(tmp_path: Path) -
     assert received.returncode == 0, received.stderr.decode()
 
 
-def test_the_codec_imports_neither_torch_nor_numpy() -> None:
-    code = (
-        "import sys; from helmsman.rpc_server._wire import codec, wire; codec.decode(codec.encode([{1, 2}]));"
-        "assert not {'torch', 'numpy', 'ray'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=True)
-
-
 # --- handles ----------------------------------------------------------------------------------------------------------
 
 
@@ -473,7 +462,7 @@ def handle(number: int) -> ResultHandle:
     return ResultHandle(id=f"h{number}", worker_id="actor/0", location=("socket", number), nbytes=8, summary="int")
 
 
-def test_handles_are_collected_once_each_and_replaced_by_their_values() -> None:
+def test_decode_resolves_handles_once() -> None:
     payload = encode({"a": [handle(1), handle(2)], "b": (handle(1), {"c": handle(1)})})
     assert payload.handles == [handle(1), handle(2)]
     asked: list[str] = []
@@ -488,7 +477,7 @@ def test_handles_are_collected_once_each_and_replaced_by_their_values() -> None:
     assert asked == ["h1", "h2"]
 
 
-def test_errors_of_resolve_pass_through() -> None:
+def test_decode_errors_of_resolve() -> None:
     def resolve(each: ResultHandle) -> Any:
         raise HandleLostError(worker_id=each.worker_id, handle_id=each.id, reason="released")
 
@@ -496,7 +485,7 @@ def test_errors_of_resolve_pass_through() -> None:
         decode(encode([handle(1)]), resolve=resolve)
 
 
-def test_a_payload_is_pickled_with_its_buffers_out_of_band() -> None:
+def test_payload_pickles_buffers_out_of_band() -> None:
     sent = [torch.ones(5000), np.ones(5000), handle(1)]
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(encode(sent), 5, buffer_callback=buffers.append)
@@ -579,7 +568,7 @@ def cyclic() -> Holder:
         (lambda: [np.array([1, threading.Lock()], dtype=object)], "args[0]"),
     ],
 )
-def test_the_path_leads_to_what_cannot_be_pickled(value: Callable[[], Any], path: str) -> None:
+def test_encode_error_path(value: Callable[[], Any], path: str) -> None:
     with pytest.raises(NotSerializableError) as caught:
         encode(value(), root="args")
     assert caught.value.path.startswith(path)
@@ -590,7 +579,7 @@ def test_the_path_leads_to_what_cannot_be_pickled(value: Callable[[], Any], path
         assert caught.value.reason == "TypeError: cannot pickle '_thread.lock' object"
 
 
-def test_a_value_that_is_nested_too_deep_is_an_error() -> None:
+def test_encode_nested_too_deep() -> None:
     value: list[Any] = []
     for _ in range(100_000):
         value = [value]
@@ -599,7 +588,7 @@ def test_a_value_that_is_nested_too_deep_is_an_error() -> None:
     assert caught.value.path == "value"
 
 
-def test_what_cannot_be_loaded_says_why() -> None:
+def test_decode_unloadable_values() -> None:
     data = pickle.dumps(Config(Color.RED, {}), 5).replace(__name__.encode(), b"x" * len(__name__))
     with pytest.raises(NotLoadableError, match="ModuleNotFoundError: No module named 'xxx"):
         decode(Payload(data, [], []))
@@ -609,7 +598,7 @@ def test_what_cannot_be_loaded_says_why() -> None:
         decode(Payload(encode(torch.zeros(5000)).data, [], []))
 
 
-def test_module_that_exits_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_module_that_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "codec_script.py").write_text("import argparse; argparse.ArgumentParser().parse_args(['--unknown'])")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(NotLoadableError, match="SystemExit: 2"):

@@ -16,7 +16,7 @@ from helmsman.rpc_server._wire.memory import Span, address_of, copy, own_copy
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, (9 << 20) + 12345])
-def test_a_copy_of_ones_own(size: int) -> None:
+def test_own_copy_sizes(size: int) -> None:
     data = random.Random(size).randbytes(size)
     made = own_copy(memoryview(data))
     assert bytes(made) == data
@@ -26,7 +26,7 @@ def test_a_copy_of_ones_own(size: int) -> None:
         numpy.frombuffer(made, numpy.uint8)[-1] = 0
 
 
-def test_the_memory_of_a_copy_is_given_back() -> None:
+def test_own_copy_memory_freed() -> None:
     def mapped() -> int:
         gc.collect()
         with open("/proc/self/statm") as file:
@@ -41,7 +41,7 @@ def test_the_memory_of_a_copy_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
-def test_spans_of_all_sizes(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
+def test_copy_spans_of_all_sizes(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
     monkeypatch.setattr(memory, "_num_threads", lambda num_bytes: num_threads)
     rng = random.Random(num_threads)
     sources = [rng.randbytes(rng.choice([1, 64, 4096, (1 << 20) - 1, 1 << 20, (3 << 20) + 7])) for _ in range(20)]
@@ -54,13 +54,13 @@ def test_spans_of_all_sizes(monkeypatch: pytest.MonkeyPatch, num_threads: int) -
     assert targets == sources
 
 
-def test_copies_at_once_in_many_threads() -> None:
+def test_own_copy_in_many_threads() -> None:
     sources = [random.Random(number).randbytes(5 << 20) for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
         assert [bytes(made) for made in pool.map(own_copy, sources)] == sources
 
 
-def test_a_forked_child_copies_with_threads_of_its_own() -> None:
+def test_own_copy_in_forked_child() -> None:
     data = bytes(range(256)) * (20 << 10)
     own_copy(data)
     pid = os.fork()
@@ -69,7 +69,7 @@ def test_a_forked_child_copies_with_threads_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_an_interrupt_waits_for_what_other_threads_copy() -> None:
+def test_in_parallel_interrupted() -> None:
     """Its caller lets go of the memory then."""
     source, target = numpy.ones(1 << 26, numpy.uint8), numpy.zeros(1 << 26, numpy.uint8)
     begun, ended = threading.Event(), threading.Event()

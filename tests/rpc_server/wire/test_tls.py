@@ -23,14 +23,14 @@ def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> ssl.SSLObject
     return near
 
 
-def test_certificate_serves_tls_13_and_has_the_fingerprint() -> None:
+def test_server_tls_version_and_fingerprint() -> None:
     tls = server_tls()
     connection = shake_hands(tls.context, client_context())
     assert connection.version() == "TLSv1.3"
     assert fingerprint_of(connection.getpeercert(binary_form=True)) == tls.fingerprint
 
 
-def test_certificate_verifies_as_its_own_root() -> None:
+def test_server_tls_certificate_verifies() -> None:
     """Its signature and fields are valid, as strict clients demand; keys differ from call to call."""
     for _ in range(10):
         tls = server_tls()
@@ -45,7 +45,7 @@ def test_certificate_verifies_as_its_own_root() -> None:
             shake_hands(server_tls().context, strict)
 
 
-def test_older_tls_is_refused() -> None:
+def test_server_tls_refuses_older_versions() -> None:
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old.check_hostname = False
     old.verify_mode = ssl.CERT_NONE
@@ -59,6 +59,6 @@ def test_uses_tls(environ: dict[str, str], expected: bool) -> None:
     assert uses_tls(environ) is expected
 
 
-def test_uses_tls_of_another_value() -> None:
+def test_uses_tls_invalid_value() -> None:
     with pytest.raises(ValueError, match="HELMSMAN_TLS is 'off', expected 1 .* or 0"):
         uses_tls({"HELMSMAN_TLS": "off"})

@@ -1,27 +1,68 @@
-"""Driver side of Scheduler.inject: ask the worker, which inflicts the fault on itself."""
+"""Requests to workers that only one method of a scheduler needs: a trial of a rendezvous, and a fault that they inflict."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Callable, Iterable
+import secrets
+from collections.abc import Callable, Iterable, Mapping
 
+from helmsman.api import errors
 from helmsman.api.errors import CallError, CallTimeoutError, HelmsmanError, WorkerFailedError
 from helmsman.api.faults import DropNode, Fault, Hang, Injection, Kill, Slow
-from helmsman.controller._aio.event_loop import in_thread
+from helmsman.controller._aio.event_loop import Deadline, in_thread
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._wire.messages import FaultCommand, Verb
+
+LIMIT_S = 10.0
+"""For all ranks together. Where a network drops what it does not route, this is how long it takes to be told."""
+_ANSWER_S = 1.0
+"""Of it, what a worker has to answer with once it has given up to connect."""
+
+
+async def probe(role: str, ranks: Mapping[str, WorkerClient], address: str, port: int) -> None:
+    """Let rank 0 listen on ``port`` and every rank, in order, itself too, connect to it at ``address``, all at once. Raises:
+    RendezvousError; WorkerFailedError or CallTimeoutError when rank 0 does not answer."""
+    deadline = Deadline(LIMIT_S)
+    master_id, master = next(iter(ranks.items()))
+    proof = secrets.token_bytes(16)
+
+    async def reach(client: WorkerClient) -> str:
+        limit_s = max(deadline.remaining_s, 2 * _ANSWER_S)
+        try:
+            return str(await client.control(Verb.REACH, address, port, proof, limit_s - _ANSWER_S, limit_s=limit_s))
+        except errors.CallError as error:
+            return str(error).split("\n", 1)[0]
+
+    try:
+        refused = await master.control(Verb.LISTEN, port, proof, LIMIT_S, limit_s=deadline.limit_s)
+        reasons = {} if refused else dict(zip(ranks, await asyncio.gather(*map(reach, ranks.values())), strict=True))
+    finally:
+        with contextlib.suppress(errors.CallError):  # it has ended, or it listens for LIMIT_S at most
+            await master.control(Verb.LISTEN, None)
+    failed = {worker_id: reason for worker_id, reason in reasons.items() if reason}
+    if refused or failed:
+        leased = f"port {port} is{'' if str(port) in master.engine_ports else ' not'} leased to it"
+        place = "the address of its node" if address == master.node else f"not the address of its node, which is {master.node}"
+        raise errors.RendezvousError(
+            role=role,
+            address=address,
+            port=port,
+            source=f"rank 0 is {master_id}; {address} is {place}, and {leased}",
+            refused=refused,
+            reached=[worker_id for worker_id in reasons if worker_id not in failed],
+            failed=failed,
+        )
 
 
 async def inject(
     fault: Fault, target: WorkerClient, clients: Iterable[WorkerClient], why_node_stays: Callable[[Placement], str]
 ) -> list[Injection]:
-    """Inflict a fault now; returns what became of it at each worker that it concerns.
+    """Inflict a fault now; returns what became of it at each worker that it concerns, of all ``clients`` of the run.
 
-    Args:
-        clients: of all workers of the run.
-        why_node_stays: tells why the node at a place cannot be dropped itself; '' when it can. It may block.
+    ``why_node_stays`` tells why the node at a place cannot be dropped itself; '' when it can. It may block.
     """
     if not isinstance(fault, DropNode):
         return [await _health(target) or await _tell(target, _command(fault))]

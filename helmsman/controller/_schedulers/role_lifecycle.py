@@ -1,36 +1,166 @@
-"""Changes of running roles: workers restart, are added and removed. A worker keeps its id, and no id is given twice."""
+"""Starts of roles as transactions, and changes of those that run.
+
+All jobs of a start are ready and published, or nothing of them remains. A worker that is restarted keeps its id, and no id is
+given twice.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
 
 from helmsman.api import errors
+from helmsman.api.plan import Reservation
 from helmsman.api.scheduler import Job
-from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._aio.event_loop import await_all, run_sync
+from helmsman.controller._aio.event_loop import Deadline, await_all, forbid_blocking, run_sync
+from helmsman.controller._node.environment import worker_environment
+from helmsman.controller._placement.placement import Placement, targets_first, tile
 from helmsman.controller._schedulers.backend import Backend, Launch, Run
-from helmsman.controller._schedulers.roles import Role, RoleRegistry, not_found, rank_of, stop_roles
-from helmsman.controller._schedulers.starter import RoleStarter
+from helmsman.controller._schedulers.calls import CallService
+from helmsman.controller._schedulers.roles import Role, RoleRegistry, by_id, not_found, rank_of, stop_roles
+from helmsman.controller._transport.client import WorkerClient
+from helmsman.rpc_server._wire.messages import Verb, WorkerConfig
+
+_COMMAND_ENGINE = "helmsman.rpc_server._process.command.CommandEngine"
 
 
-class WorkerScaling:
-    """Restarts, adds and removes workers of roles in a registry; see Scheduler for the arguments."""
+class RoleLifecycle:
+    """Starts, changes and ends the roles of a registry by a backend; see Scheduler for the arguments."""
 
-    def __init__(self, run: Run, roles: RoleRegistry, backend: Backend, starter: RoleStarter) -> None:
+    def __init__(self, run: Run, roles: RoleRegistry, backend: Backend, calls: CallService) -> None:
+        self.advice: dict[str, str] = {}
+        """Role -> next step that its controller suggests when a worker has died."""
         self._run = run
         self._roles = roles
         self._backend = backend
-        self._starter = starter
+        self._calls = calls
+
+    def create(self, jobs: Sequence[Job]) -> list[str]:
+        roles = self._publish(jobs, "create_workers", lambda: self._start_roles(jobs))
+        try:
+            run_sync(self._run_commands(roles, [worker_id for role in roles for worker_id in role.worker_ids]))
+        except BaseException:
+            for role in reversed(roles):
+                with contextlib.suppress(errors.RoleNotFoundError):  # it went with its target
+                    self.delete(role.name)
+            raise
+        return [worker_id for role in roles for worker_id in role.worker_ids]
+
+    def reserve(self, job: Job) -> list[Reservation]:
+        if job.scheduling_strategy.type != "separation":
+            raise errors.InvalidSpecError(
+                role=job.role,
+                field="scheduling_strategy",
+                value=job.scheduling_strategy,
+                expected="separation, to hold something",
+            )
+
+        async def hold() -> list[Role]:
+            async with contextlib.AsyncExitStack() as resources:
+                places = await self._backend.allocator.hold(job, Deadline(self._run.timeouts.start_s), resources)
+                return [Role(job, {}, resources.pop_all(), reserved=by_id(job, places))]
+
+        (role,) = self._publish([job], "reserve", hold)
+        return [place.as_reservation() for place in role.places.values()]
+
+    def delete(self, name: str | None, reverse_order: bool = False) -> None:
+        forbid_blocking()  # before the roles are forgotten
+        run_sync(stop_roles(self._roles.forget(name), reverse_order, "delete_workers", self._run.timeouts.shutdown_s))
+
+    def _publish(self, jobs: Sequence[Job], operation: str, start: Callable[[], Coroutine[Any, Any, list[Role]]]) -> list[Role]:
+        with self._roles.claim(jobs, operation):
+            roles = run_sync(start())
+            try:
+                self._roles.publish(roles, operation)
+            except errors.HelmsmanError:
+                run_sync(stop_roles(roles[::-1], False, operation, self._run.timeouts.shutdown_s))
+                raise
+        return roles
+
+    async def _start_roles(self, jobs: Sequence[Job]) -> list[Role]:
+        deadline = Deadline(self._run.timeouts.start_s)
+        colocated = targets_first(jobs, [role.name for role in self._roles])
+        started: dict[str, Role] = {}
+
+        async def start(job: Job, places: Sequence[Placement]) -> None:
+            clients = await self._launch(Launch(job, dict(enumerate(places)), deadline, stacks[job.role]))
+            started[job.role] = Role(job, by_id(job, clients), stacks[job.role])
+
+        async with contextlib.AsyncExitStack() as resources:
+            stacks = {job.role: await resources.enter_async_context(contextlib.AsyncExitStack()) for job in jobs}
+            separate = [job for job in jobs if job.scheduling_strategy.type == "separation"]
+            places = await self._backend.allocator.reserve(separate, deadline, stacks) if separate else {}
+            await await_all(start(job, places[job.role]) for job in separate)
+            for job in colocated:
+                target = started.get(str(job.scheduling_strategy.target)) or self._roles.role(
+                    str(job.scheduling_strategy.target)
+                )
+                shares = tile(job, target.workers)
+                if job.scheduling_strategy.fork:
+                    targets = list(target.places.values())
+                    await start(job, [Placement.beside(share, targets) for share in shares])
+                else:
+                    owners = list(target.clients.values())
+                    clients = by_id(job, [owners[ranks[0]] for ranks, _ in shares])
+                    started[job.role] = Role(job, clients, stacks[job.role], reuses=True)
+            for role in started.values():
+                role.resources = stacks[role.name].pop_all()
+        return [started[job.role] for job in jobs]
+
+    async def _launch(self, start: Launch) -> list[WorkerClient]:
+        clients = await self._backend.launch(start)
+        await await_all(self._prepare(start, *pair) for pair in zip(start.places, clients, strict=True))
+        return clients
+
+    async def _prepare(self, start: Launch, rank: int, client: WorkerClient) -> None:
+        """Configure a new worker and have it lease its ports, before it is published."""
+        job = start.job
+        client.advice = self.advice
+        spec = job.spec(rank)
+        limit_s = max(start.deadline.remaining_s, 0.001)
+        try:
+            if not self._backend.shares_process:
+                same_machine = self._backend.same_machine
+                config = WorkerConfig(
+                    role=job.role,
+                    rank=rank,
+                    seed=self._run.seed,
+                    environment=worker_environment(os.environ, spec, client.environment, same_machine=same_machine),
+                    grant=client.place.grant(client.worker_id),
+                )
+                await client.control(Verb.CONFIGURE, config, limit_s=limit_s)
+            if num_ports := spec.port_count or (1 if spec.cmd else 0):
+                ports = await client.control(Verb.LEASE_PORTS, num_ports, limit_s=limit_s)
+                client.engine_ports = [str(port) for port in ports]
+        except errors.CallError as error:
+            raise errors.WorkerStartError(
+                role=job.role,
+                worker_id=client.worker_id,
+                node=client.node,
+                reason=str(error).split("\n", 1)[0],
+                log_path=client.log_path,
+                log_tail=error.log_tail if isinstance(error, errors.WorkerFailedError) else "",
+            ) from error
+
+    async def _run_commands(self, roles: Sequence[Role], worker_ids: Sequence[str]) -> None:
+        """Run a module beside each of these workers whose spec has a command."""
+        jobs = {role.name: role.job for role in roles}
+
+        async def run(worker_id: str, command: str) -> None:
+            ports = self._roles.client(worker_id).engine_ports
+            await self._calls.create_engine(worker_id, _COMMAND_ENGINE, None, (command, ports), {})
+
+        commands = {each: jobs[each.rpartition("/")[0]].spec(rank_of(each)).cmd for each in worker_ids}
+        await await_all(run(worker_id, command) for worker_id, command in commands.items() if command)
 
     # --- restarts ---------------------------------------------------------------------------------------------------
 
     def restart_worker(self, worker_id: str) -> None:
-        """As Scheduler.restart_worker."""
         self._roles.client(worker_id)
         role = self._roles.role(worker_id.rpartition("/")[0])
         if role.reuses:
@@ -38,10 +168,9 @@ class WorkerScaling:
                 role=role.name, field="worker_id", value=worker_id, expected=f"a worker of {role.target!r}, to which it belongs"
             )
         run_sync(self._restart(role, worker_id))
-        run_sync(self._starter.run_commands([role], [worker_id]))
+        run_sync(self._run_commands([role], [worker_id]))
 
     def restart_workers(self, name: str, *, elsewhere: bool) -> None:
-        """As Scheduler.restart_workers."""
         role = self._roles.open_role(name, "restart_workers")
         users = [each.name for each in self._roles if each.target == name and (elsewhere or each.reuses)]
         expected = ""
@@ -55,11 +184,11 @@ class WorkerScaling:
             ranks = [rank_of(worker_id) for worker_id in role.clients]  # as many as there are, which is what may have changed
             specs = [role.job.spec(rank) for rank in ranks] if len(role.job.tasks) > 1 else role.job.tasks
             run_sync(_kill_all(role))
-            self._starter.delete(name)
-            self._starter.create([msgspec.structs.replace(role.job, replicas=len(ranks), tasks=specs)])
+            self.delete(name)
+            self.create([msgspec.structs.replace(role.job, replicas=len(ranks), tasks=specs)])
             return
         run_sync(self._restart_all(role))
-        run_sync(self._starter.run_commands([role], role.worker_ids))
+        run_sync(self._run_commands([role], role.worker_ids))
 
     async def _restart(self, role: Role, worker_id: str) -> None:
         async with _restarting(role, [worker_id]), contextlib.AsyncExitStack() as resources:
@@ -73,7 +202,7 @@ class WorkerScaling:
                 await allocator.give_back(worker_id, place, [each.place for each in role.clients.values() if each is not old])
                 single = _single(role.job, rank)
                 (place,) = (await allocator.reserve([single], deadline, {single.role: resources}))[single.role]
-            (client,) = await self._starter.launch(Launch(role.job, {rank: place}, deadline, resources))
+            (client,) = await self._launch(Launch(role.job, {rank: place}, deadline, resources))
             with self._roles.changing(role):
                 if role.clients.get(worker_id) is not old:
                     raise not_found(worker_id, role)
@@ -89,7 +218,7 @@ class WorkerScaling:
             old = role.clients
             await _kill_all(role)
             places = {rank_of(worker_id): client.place for worker_id, client in old.items()}
-            clients = await self._starter.launch(Launch(role.job, places, deadline, resources))
+            clients = await self._launch(Launch(role.job, places, deadline, resources))
             with self._roles.changing(role):
                 if role.clients is not old:
                     raise not_found(next(each for each in old if each not in role.clients), role)
@@ -100,13 +229,11 @@ class WorkerScaling:
     # --- growth -----------------------------------------------------------------------------------------------------
 
     def scale(self, name: str, replicas: int) -> list[str]:
-        """As Scheduler.scale."""
         role = self._roles.open_role(name, "scale")
         self._require_scalable(role, replicas, shrinks=replicas < len(role.clients))
         return self._scale(role, lambda: replicas - len(role.clients))
 
     def add(self, name: str, count: int) -> list[str]:
-        """As Scheduler.add_workers."""
         role = self._roles.open_role(name, "add_workers")
         self._require_scalable(role, count, shrinks=False)
         return self._scale(role, lambda: count)
@@ -139,7 +266,7 @@ class WorkerScaling:
 
         new = run_sync(scale())
         try:
-            run_sync(self._starter.run_commands([role], new))
+            run_sync(self._run_commands([role], new))
         except BaseException:
             run_sync(self.remove(role, new))
             raise
@@ -152,7 +279,7 @@ class WorkerScaling:
             stacks = {each.role: await resources.enter_async_context(contextlib.AsyncExitStack()) for each in singles.values()}
             places = await self._backend.allocator.reserve(list(singles.values()), deadline, stacks)
             started = await await_all(
-                self._starter.launch(Launch(role.job, {rank: places[single.role][0]}, deadline, stacks[single.role]))
+                self._launch(Launch(role.job, {rank: places[single.role][0]}, deadline, stacks[single.role]))
                 for rank, single in singles.items()
             )
             clients = {client.worker_id: client for (client,) in started}
@@ -166,7 +293,6 @@ class WorkerScaling:
     # --- removal ----------------------------------------------------------------------------------------------------
 
     async def remove(self, role: Role, worker_ids: Sequence[str]) -> None:
-        """As Scheduler.remove_workers."""
         with self._roles.changing(role):
             for worker_id in worker_ids:
                 if role.clients and worker_id not in role.clients:
@@ -184,7 +310,6 @@ class WorkerScaling:
             raise
 
     async def _end(self, role: Role, doomed: Role) -> None:
-        """End workers that a role has given up, and free what they held."""
         places = doomed.places
         restarts = [role.restarts[worker_id] for worker_id in places if worker_id in role.restarts]
         for restart in restarts:
