@@ -20,7 +20,7 @@ __all__ = ["engine", "gate", "own_processes", "peer", "role", "scheduler", "shar
 TIMEOUTS = Timeouts(start_s=60.0, create_engine_s=60.0, call_s=60.0, health_s=10.0, shutdown_s=8.0)
 OPTIONS: dict[str, dict[str, Any]] = {
     "inline": {"num_cpus": 24, "num_gpus": 8, "accelerator": "cuda"},
-    "local": {"num_cpus": 24, "num_gpus": 8, "accelerator": "cuda"},
+    "local": {"num_cpus": 24, "num_gpus": 8, "accelerator": "cuda", "preload": ()},
     "ray": {"num_cpus": 24, "num_gpus": 8},
 }
 
@@ -50,6 +50,14 @@ def backend(request: pytest.FixtureRequest) -> str:
 def make_scheduler(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Scheduler]:
     """Makes a scheduler of the backend."""
     options = {"log_dir": tmp_path_factory.mktemp("logs"), "timeouts": TIMEOUTS, **OPTIONS[backend]}
+    options.pop("preload", None)  # these workers load torch, some of them, and find it imported
+    return functools.partial(helmsman.make_scheduler, backend, **options)
+
+
+@pytest.fixture
+def make_own(backend: str, tmp_path: Path) -> Callable[..., Scheduler]:
+    """Makes a scheduler of a run beside the shared one; on Ray, in the same cluster."""
+    options = {"log_dir": tmp_path / "own-logs", **(OPTIONS[backend] if backend != "ray" else {})}
     return functools.partial(helmsman.make_scheduler, backend, **options)
 
 
@@ -59,13 +67,11 @@ def engine_class() -> type[Counter]:
     return Counter
 
 
-@pytest.fixture(params=["near", "far"])
-def own(request: pytest.FixtureRequest, backend: str, scheduler: Scheduler, role: str) -> Engine:
-    """A Counter in a worker of this test alone; a far one shares no memory with the script, as on another machine."""
-    if request.param == "far" and backend != "ray":
-        pytest.skip(f"{backend}: all its workers share memory with the script")
+@pytest.fixture
+def own(backend: str, scheduler: Scheduler, role: str) -> Engine:
+    """A Counter in a worker of this test alone; on Ray it shares no memory with the script, as on another machine."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "far":
+        if backend == "ray":
             patch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
         scheduler.create_workers(Job(role=role))
     return Engine.create(scheduler, f"{role}/0", Counter)

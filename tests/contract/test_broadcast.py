@@ -43,12 +43,12 @@ def _both(ranks: list[Engine], method: str, arguments: list[tuple[Any, ...]], **
     return outcomes
 
 
-def test_what_the_head_is_given_reaches_all(ranks: list[Engine]) -> None:
+def test_broadcast_head_arguments_reach_all(ranks: list[Engine]) -> None:
     outcomes = _both(ranks, "receive", [("from the head", [1, 2]), ("ignored",)])
     assert outcomes == [(("from the head", [1, 2]), {})] * 2
 
 
-def test_what_does_not_load_on_the_head_runs_nowhere(ranks: list[Engine]) -> None:
+def test_broadcast_unloadable_runs_nowhere(ranks: list[Engine]) -> None:
     before = _both(ranks, "count", [(), ()], broadcast=False)
     head, other = _both(ranks, "receive", [(Unloadable(),), ()])
     assert isinstance(head, errors.ArgumentNotLoadableError)
@@ -59,6 +59,6 @@ def test_what_does_not_load_on_the_head_runs_nowhere(ranks: list[Engine]) -> Non
     assert _both(ranks, "receive", [("still well",), ()]) == [(("still well",), {})] * 2
 
 
-def test_without_broadcast_each_rank_gets_its_own(ranks: list[Engine]) -> None:
+def test_broadcast_off_each_rank_its_own(ranks: list[Engine]) -> None:
     assert _both(ranks, "receive", [(0,), (1,)], broadcast=False) == [((0,), {}), ((1,), {})]
     assert ranks[1].call("receive", "alone", rpc_meta={"broadcast": False}) == (("alone",), {}), "and no rank waits for another"

@@ -15,13 +15,11 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller._aio.event_loop import submit
-from helmsman.controller._schedulers.factory import make_scheduler
-from tests.contract.conftest import OPTIONS
 from tests.contract.engines import Counter, Forking
 from tests.contract.helpers import LIMIT_S, Driver, Engine, Gate, is_running, wait_until
 
 
-def test_the_default_engine_name_is_the_workers_id(scheduler: Scheduler, role: str) -> None:
+def test_create_engine_default_name(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     asyncio.run(scheduler.create_engine(worker, Counter, None, 3))
     assert scheduler.call_engine(worker, "add") == scheduler.call_engine(worker, "add", worker, 0) == 4
@@ -30,7 +28,7 @@ def test_the_default_engine_name_is_the_workers_id(scheduler: Scheduler, role: s
     assert scheduler.call_engine(worker, "add", "by-path") == 8
 
 
-def test_calls_from_many_threads_and_from_an_event_loop_at_once(engine: Engine, peer: Engine) -> None:
+def test_calls_from_threads_and_loop(engine: Engine, peer: Engine) -> None:
     from_threads, from_loop = 40, 40
 
     async def many() -> None:
@@ -44,7 +42,7 @@ def test_calls_from_many_threads_and_from_an_event_loop_at_once(engine: Engine, 
     assert engine.call("add", 0) == peer.call("add", 0) == from_threads + from_loop
 
 
-def test_a_blocking_call_on_our_own_loop_is_refused(engine: Engine) -> None:
+def test_call_engine_refused_on_own_loop(engine: Engine) -> None:
     async def blocks() -> None:
         engine.call("add")
 
@@ -57,8 +55,8 @@ def test_a_blocking_call_on_our_own_loop_is_refused(engine: Engine) -> None:
     assert submit(awaits()).result(timeout=LIMIT_S) == 1
 
 
-def test_close_on_our_own_loop_leaves_everything_open(backend: str, tmp_path: Path) -> None:
-    with make_scheduler(backend, log_dir=tmp_path, **({} if backend == "ray" else OPTIONS[backend])) as own:
+def test_close_refused_on_own_loop(backend: str, make_own: Callable[..., Scheduler]) -> None:
+    with make_own() as own:
         (worker,) = own.create_workers(Job(role=f"own-{backend}"))
         engine = Engine.create(own, worker, Counter)
         kept = engine.call("add", 5, rpc_meta={"keep": True})
@@ -80,26 +78,15 @@ def test_close_on_our_own_loop_leaves_everything_open(backend: str, tmp_path: Pa
             engine.call("add")
 
 
-def test_a_blocking_call_in_a_script_that_is_async(engine: Engine) -> None:
+def test_call_engine_in_async_script(engine: Engine) -> None:
     async def script() -> int:
         return int(engine.call("add"))  # it blocks the script's own loop, and only that
 
     assert asyncio.run(script()) == 1
 
 
-def test_environment(scheduler: Scheduler, role: str) -> None:
-    spec = SchedulingSpec(env_vars={"CONTRACT_SPEC": "from the spec"})
-    (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
-    asyncio.run(scheduler.set_worker_env(worker, {"CONTRACT_SET": "later"}))
-    engine = Engine.create(scheduler, worker, Counter)
-    assert engine.call("environ", "CONTRACT_SPEC", "CONTRACT_SET") == {
-        "CONTRACT_SPEC": "from the spec",
-        "CONTRACT_SET": "later",
-    }
-
-
 @pytest.mark.not_on("inline", "one process, with one environment")
-def test_environments_are_apart(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_of_each_task(scheduler: Scheduler, role: str) -> None:
     specs = [SchedulingSpec(env_vars={"CONTRACT_RANK": str(rank)}) for rank in range(2)]
     workers = scheduler.create_workers(Job(role=role, replicas=2, tasks=specs))
     engines = [Engine.create(scheduler, worker, Counter) for worker in workers]
@@ -107,7 +94,7 @@ def test_environments_are_apart(scheduler: Scheduler, role: str, monkeypatch: py
     assert len({engine.call("pid") for engine in engines}) == 2
 
 
-def test_engines_are_destroyed_before_their_workers(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
+def test_delete_workers_destroys_engines(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
     workers = scheduler.create_workers(Job(role=role, replicas=2))
     for index, worker in enumerate(workers):
         Engine.create(scheduler, worker, Counter).call("announce_destroy", str(tmp_path / str(index)))
@@ -118,7 +105,7 @@ def test_engines_are_destroyed_before_their_workers(scheduler: Scheduler, role: 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize("method", ["fork", "afork"])
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_child_that_an_engine_forks_executes_no_calls(
+def test_engine_fork_executes_no_calls(
     scheduler: Scheduler, shared_workers: list[str], tmp_path: Path, method: str, raises: bool
 ) -> None:
     engine = Engine.create(scheduler, shared_workers[0], Forking, f"forking-{method}-{raises}")
@@ -133,7 +120,7 @@ def test_a_child_that_an_engine_forks_executes_no_calls(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_of_the_script_can_neither_use_nor_end_its_workers(engine: Engine) -> None:
+def test_script_fork_cannot_use_scheduler(engine: Engine) -> None:
     pid = os.fork()
     if pid == 0:
         try:
@@ -166,16 +153,15 @@ if __name__ == "__main__":
 """
 
 
-def test_a_thread_goes_on_with_large_calls_when_the_main_one_has_ended(run_driver: Callable[..., Driver]) -> None:
+def test_calls_after_main_thread_ended(run_driver: Callable[..., Driver]) -> None:
     driver = run_driver(AFTER_MAIN)
     assert driver.facts() == {"sums": [1 << 22, 1 << 22]}
     assert driver.wait() == 0
 
 
-def test_close_from_one_thread_while_another_calls(backend: str, tmp_path: Path, gate: Gate) -> None:
-    if backend == "inline":
-        pytest.skip("inline: one process, whose engines cannot be ended in the middle of a call")
-    scheduler = make_scheduler(backend, log_dir=tmp_path)
+@pytest.mark.not_on("inline", "one process, whose engines cannot be ended in the middle of a call")
+def test_close_during_a_call(make_own: Callable[..., Scheduler], gate: Gate) -> None:
+    scheduler = make_own()
     (worker,) = scheduler.create_workers(Job(role="a"))
     engine = Engine.create(scheduler, worker, Counter)
     outcome: list[BaseException] = []
@@ -194,12 +180,12 @@ def test_close_from_one_thread_while_another_calls(backend: str, tmp_path: Path,
     assert [type(error) for error in outcome] == [errors.WorkerFailedError]
 
 
-def test_create_engine_by_a_callable(scheduler: Scheduler, shared_workers: list[str]) -> None:
+def test_create_engine_by_callable(scheduler: Scheduler, shared_workers: list[str]) -> None:
     name = "made-by-a-partial"
     asyncio.run(scheduler.create_engine(shared_workers[0], functools.partial(Counter, start=3), name))
     assert scheduler.call_engine(shared_workers[0], "add", name) == 4
 
 
-def test_plan_takes_the_values_of_a_mapping(scheduler: Scheduler) -> None:
+def test_plan_takes_mapping_values(scheduler: Scheduler) -> None:
     jobs = {name: Job(role=name, tasks=[SchedulingSpec(cpu=0.1)]) for name in ("one", "other")}
     assert [role.role for role in scheduler.plan(jobs.values()).roles] == ["one", "other"]

@@ -72,7 +72,7 @@ CUTS = pytest.mark.parametrize("kind", ["close", "reset", "shutdown"])
 
 
 @CUTS
-def test_channel_cut_while_calls_run_and_wait(own: Engine, gate: Gate, kind: str) -> None:
+def test_channel_cut_during_calls(own: Engine, gate: Gate, kind: str) -> None:
     waiting = own.begin("wait", *gate.files)
     gate.wait_started()
     queued = [own.begin("add", 10) for _ in range(3)]
@@ -87,7 +87,7 @@ def test_channel_cut_while_calls_run_and_wait(own: Engine, gate: Gate, kind: str
 
 
 @CUTS
-def test_channel_cut_before_the_worker_has_read_the_requests(own: Engine, kind: str) -> None:
+def test_channel_cut_before_requests_read(own: Engine, kind: str) -> None:
     channel, pid = _channel(own), own.call("pid")
     stop(pid)
     try:
@@ -105,7 +105,7 @@ def test_channel_cut_before_the_worker_has_read_the_requests(own: Engine, kind: 
 
 
 @pytest.mark.parametrize(("kind", "num_bytes"), [("close", 0), ("shutdown", 1 << 10), ("reset", 1 << 21)])
-def test_channel_cut_before_the_script_has_read_the_replies(own: Engine, tmp_path: Path, kind: str, num_bytes: int) -> None:
+def test_channel_cut_before_replies_read(own: Engine, tmp_path: Path, kind: str, num_bytes: int) -> None:
     channel, sock = _channel(own), _socket(own)
     loop = background_loop()
     _on_loop(loop.remove_reader, sock)
@@ -125,7 +125,7 @@ def test_channel_cut_before_the_script_has_read_the_replies(own: Engine, tmp_pat
     assert own.call("add") == 2
 
 
-def test_channel_cut_again_and_again(own: Engine) -> None:
+def test_channel_cut_repeatedly(own: Engine) -> None:
     calls = []
     for _ in range(5):
         calls += [own.begin("add") for _ in range(20)]
@@ -134,7 +134,7 @@ def test_channel_cut_again_and_again(own: Engine) -> None:
     assert own.call("add", 0) == 100
 
 
-def test_channel_that_cannot_be_restored_costs_the_worker(own: Engine, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channel_not_restored_fails_worker(own: Engine, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refused() -> socket.socket:
         raise TimeoutError("no connection within 3 s")
 
@@ -155,7 +155,7 @@ def test_channel_that_cannot_be_restored_costs_the_worker(own: Engine, gate: Gat
     wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "its process has ended")
 
 
-def test_channel_keeps_nothing_that_is_confirmed(own: Engine) -> None:
+def test_channel_drops_confirmed_frames(own: Engine) -> None:
     for _ in range(300):
         own.call("add")
     assert not _channel(own)._awaited
@@ -165,7 +165,7 @@ def test_channel_keeps_nothing_that_is_confirmed(own: Engine) -> None:
     assert len(_channel(own)._session._kept) <= 1
 
 
-def test_calls_of_all_sizes_keep_their_order(own: Engine) -> None:
+def test_channel_order_of_all_sizes(own: Engine) -> None:
     """Between machines large arguments go through the object store, small ones by the connection."""
     sizes = [0, 1 << 21, 0, 1 << 10, 1 << 22, 0, 1 << 15, 0]
     calls = [own.begin("note_number", index, torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate(sizes)]
@@ -174,14 +174,14 @@ def test_calls_of_all_sizes_keep_their_order(own: Engine) -> None:
     assert own.call("numbers") == list(range(len(sizes)))
 
 
-def test_results_of_all_sizes(own: Engine) -> None:
+def test_channel_results_of_all_sizes(own: Engine) -> None:
     for size in (0, 1 << 10, (1 << 20) - 4096, 1 << 20, 1 << 23):
         value = torch.arange(size, dtype=torch.uint8)
         assert torch.equal(own.call("echo", value), value)
         assert _channel(own).is_open
 
 
-def test_channel_is_unix_socket_on_one_machine_and_tls_between_machines(backend: str, engine: Engine, own: Engine) -> None:
+def test_channel_unix_socket_or_tls(backend: str, engine: Engine, own: Engine) -> None:
     assert _channel(engine).shares_memory
     assert _socket(engine).family == socket.AF_UNIX
     if backend == "ray":
@@ -205,9 +205,7 @@ def test_channel_without_tls(scheduler: Scheduler, role: str, monkeypatch: pytes
 
 @only_ray
 @pytest.mark.parametrize("tls", [True, False])
-def test_channel_start_error_names_addresses_and_port(
-    scheduler: Scheduler, role: str, tls: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_channel_start_error_names_address(scheduler: Scheduler, role: str, tls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a firewall lies between script and worker."""
 
     async def dropped(address: tuple[str, int], limit_s: float) -> None:
@@ -227,9 +225,7 @@ def test_channel_start_error_names_addresses_and_port(
 
 
 @only_ray
-def test_channel_falls_back_to_tls_where_unix_socket_cannot_be_reached(
-    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_channel_falls_back_to_tls(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where worker and script are in two network namespaces, whose abstract sockets the kernel keeps apart."""
 
     async def refused(path: str, limit_s: float) -> None:
@@ -245,9 +241,7 @@ def test_channel_falls_back_to_tls_where_unix_socket_cannot_be_reached(
 
 
 @only_ray
-def test_what_is_kept_on_one_machine_reaches_workers_of_others(
-    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_results_reach_other_machines(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lies in a segment until a worker that cannot map that wants it."""
     scheduler.create_workers(Job(role=f"{role}-near", replicas=2))
     near, neighbour = (Engine.create(scheduler, f"{role}-near/{index}", Counter) for index in range(2))
@@ -278,9 +272,7 @@ class _Redirected(socket.socket):
 
 
 @only_ray
-def test_redirected_connection_reaches_no_other_worker(
-    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_channel_redirected_connection(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An attacker leads connections astray: each worker answers only to those that are meant for it."""
     monkeypatch.setattr(socket, "socket", _Redirected)
     workers = scheduler.create_workers(Job(role=role, replicas=2))

@@ -82,7 +82,7 @@ tell(pids={"worker": scheduler.call_engine("a/0", "pid")}, run_id=scheduler.run_
 """
 
 
-def test_it_is_removed_and_a_run_that_lives_is_not_touched(
+def test_clean_removes_dead_run_only(
     abandoned: tuple[Driver, dict[str, int]], run_driver: Callable[..., Driver], tmp_path: Path
 ) -> None:
     driver, left = abandoned
@@ -126,7 +126,7 @@ records_are_the_same = pytest.mark.not_on("ray", "the records of its runs are th
 
 
 @records_are_the_same
-def test_after_an_end_in_order_there_is_nothing_to_clean(run_driver: Callable[..., Driver]) -> None:
+def test_clean_finds_nothing_after_close(run_driver: Callable[..., Driver]) -> None:
     driver = run_driver(ONE_WORKER + "scheduler.close()")
     run_id = driver.facts()["run_id"]
     assert driver.wait() == 0
@@ -136,7 +136,7 @@ def test_after_an_end_in_order_there_is_nothing_to_clean(run_driver: Callable[..
 
 
 @records_are_the_same
-def test_a_forked_child_of_the_script_does_not_pass_for_it(run_driver: Callable[..., Driver]) -> None:
+def test_clean_ignores_forked_child(run_driver: Callable[..., Driver]) -> None:
     driver = run_driver(
         """
 scheduler = make()

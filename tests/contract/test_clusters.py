@@ -81,7 +81,7 @@ def rows(size: int) -> Batch:
 # --- what it is -----------------------------------------------------------------------------------------------------------
 
 
-def test_cluster_tells_where_its_ranks_are(members: Members, resources: ResourceManager) -> None:
+def test_cluster_ranks_and_devices(members: Members, resources: ResourceManager) -> None:
     assert (members.world_size, members.dp_size, members.tp_size, members.pp_size, members.cp_size) == (8, 2, 2, 2, 1)
     assert members.coordinates() == [str(members.get_rank_info(rank)) for rank in range(8)]
     assert members.worker_to_rank == {f"members/{rank}": rank for rank in range(8)}
@@ -99,7 +99,7 @@ def test_cluster_tells_where_its_ranks_are(members: Members, resources: Resource
     assert resources.holders(3)[0].holder == "members"
 
 
-def test_group_worker_knows_its_rank_in_its_constructor(members: Members) -> None:
+def test_group_worker_rank_in_constructor(members: Members) -> None:
     assert members.method(Member.at_birth)() == list(range(8))
 
 
@@ -123,7 +123,7 @@ def test_rendezvous_variables(members: Members) -> None:
 # --- declared calls -------------------------------------------------------------------------------------------------------
 
 
-def test_rows_go_over_dp_and_come_from_the_last_stage(members: Members) -> None:
+def test_dispatch_rows_over_dp(members: Members) -> None:
     joined = members.add(rows(6), number=10)
     assert joined is not None
     assert joined["x"].tolist() == [110, 111, 112, 113, 114, 115]
@@ -131,7 +131,7 @@ def test_rows_go_over_dp_and_come_from_the_last_stage(members: Members) -> None:
     assert dict(joined.meta) == {"dp": PerPart((0, 1)), "same": True}
 
 
-def test_every_mode(members: Members) -> None:
+def test_dispatch_modes(members: Members) -> None:
     value = list(range(8))  # as long as the world
     assert members.echo(value) == [value] * 8
     assert members.method(Member.aecho)(value) == [value] * 8
@@ -165,7 +165,7 @@ async def _awaited(future: Any) -> Any:
     return await future
 
 
-def test_submit_keeps_the_order(members: Members) -> None:
+def test_submit_keeps_order(members: Members) -> None:
     large = Batch({"x": np.zeros((2, 300_000))})
     futures = [members.echo.submit(large if number % 2 else number) for number in range(6)]
     [future.result(LIMIT_S) for future in futures]
@@ -210,7 +210,7 @@ def test_worker_class(make_cluster: Callable[..., Members], worker_cls: Any) -> 
     assert make_cluster(worker_cls, 7, world_size=2).execute_all_sync("tell") == [(7, 0), (7, 1)]
 
 
-def test_worker_class_of_ray_or_of_no_kind(make_cluster: Callable[..., Members], resources: ResourceManager) -> None:
+def test_worker_class_ray_or_invalid(make_cluster: Callable[..., Members], resources: ResourceManager) -> None:
     ray = pytest.importorskip("ray")
     group = make_cluster(ray.remote(Plain), world_size=2)
     assert group.execute_all_sync("tell", 1) == [("", (1,), {})] * 2
@@ -219,7 +219,7 @@ def test_worker_class_of_ray_or_of_no_kind(make_cluster: Callable[..., Members],
     assert "seven" not in resources.allocations
 
 
-def test_arguments_named_as_those_of_the_scheduler(members: Members, resources: ResourceManager) -> None:
+def test_call_arguments_named_as_schedulers(members: Members, resources: ResourceManager) -> None:
     named = {"timeout": 5, "method": "m", "worker_id": 3}
     assert members.method(Member.with_names_of_calls)(**named) == [(5, "m", 3)] * 8  # type: ignore[arg-type]
     config = ClusterConfig(world_size=1, num_cpus=0.5)
@@ -227,13 +227,13 @@ def test_arguments_named_as_those_of_the_scheduler(members: Members, resources: 
         assert group.execute_all_sync("tell", worker_id=0, engine_name=1) == [("te", (), {"worker_id": 0, "engine_name": 1})]
 
 
-def test_registered_method_may_not_hide_the_clusters_own() -> None:
+def test_register_refuses_cluster_names() -> None:
     for name in ("close", "name", "workers", "topology"):
         with pytest.raises(errors.DispatchError, match=f"a Cluster has a '{name}' of its own, which Member.echo would hide"):
             type("Hiding", (Cluster,), {name: Member.echo})
 
 
-def test_method_refuses_undeclared_methods(members: Members) -> None:
+def test_method_refuses_undeclared(members: Members) -> None:
     undeclared: Any = Plain.tell
     for wrong in (undeclared, "echo", Member):
         with pytest.raises(TypeError, match="method takes what register has declared.*execute_all_sync"):
@@ -262,7 +262,7 @@ def test_interrupt_reaches_each_wait(members: Members, tmp_path: Path) -> None:
         Path(f"{release}.2").unlink()
 
 
-def test_callback_that_would_wait_for_its_own_loop(members: Members, tmp_path: Path) -> None:
+def test_callback_waiting_for_own_loop(members: Members, tmp_path: Path) -> None:
     raised: list[BaseException | None] = []
     called = threading.Event()
 
@@ -299,7 +299,7 @@ class Counted:
         return list, ((1, 2),)
 
 
-def test_value_for_many_ranks_is_packed_once(members: Members) -> None:
+def test_value_packed_once_for_ranks(members: Members) -> None:
     Counted.num_packed = 0
     assert members.echo(Counted()) == [[1, 2]] * 8
     assert Counted.num_packed == 1
@@ -308,7 +308,7 @@ def test_value_for_many_ranks_is_packed_once(members: Members) -> None:
     assert Counted.num_packed == 2
 
 
-def test_arguments_are_each_ranks_own(members: Members, make_cluster: Callable[..., Members]) -> None:
+def test_arguments_are_rank_local(members: Members, make_cluster: Callable[..., Members]) -> None:
     """A value that was put once may not be one memory for several workers to write to."""
     value = np.zeros(1 << 16)
     results = members.echo(value)
@@ -321,7 +321,7 @@ def test_arguments_are_each_ranks_own(members: Members, make_cluster: Callable[.
         assert not value.any()
 
 
-def test_argument_that_cannot_be_packed(make_cluster: Callable[..., Members]) -> None:
+def test_argument_unserializable(make_cluster: Callable[..., Members]) -> None:
     group = make_cluster(world_size=2)
     with pytest.raises(errors.ArgumentNotSerializableError, match=r"args\[0\]\['lock'\]"):
         group.echo({"lock": __import__("threading").Lock()})
@@ -333,7 +333,7 @@ def test_argument_that_cannot_be_packed(make_cluster: Callable[..., Members]) ->
     assert [status.health.num_calls for status in group.health() if status.health] == [1, 1]
 
 
-def test_keep_and_pass_to_another_group(members: Members, make_cluster: Callable[..., Members]) -> None:
+def test_keep_passed_to_other_group(members: Members, make_cluster: Callable[..., Members]) -> None:
     kept = members.make.keep(6)
     assert isinstance(kept, RemoteBatch)
     assert len(kept) == 12 and "members/4" in repr(kept) and "members/6" in repr(kept)
@@ -363,7 +363,7 @@ def test_keep_refuses_custom_collection(make_cluster: Callable[..., Members]) ->
 
 
 @pytest.mark.parametrize(("instead", "kind"), [(None, "NoneType"), ([1, 2], "list")])
-def test_keep_joins_as_results_are_joined(make_cluster: Callable[..., Members], instead: Any, kind: str) -> None:
+def test_keep_joins_like_results(make_cluster: Callable[..., Members], instead: Any, kind: str) -> None:
     """What stays must not be a batch from which the rows of a part are missing."""
     group = make_cluster(world_size=2)
     for call in (group.method(Member.all_but_one_part), group.method(Member.all_but_one_part).keep):  # type: ignore[var-annotated]
@@ -378,7 +378,7 @@ def test_keep_joins_as_results_are_joined(make_cluster: Callable[..., Members], 
 @pytest.mark.not_on("inline", "what a worker keeps is seen in its process")
 @pytest.mark.not_on("ray", "what a worker keeps is seen in its process")
 @pytest.mark.parametrize("how", ["a part fails", "a part is late", "nobody waits"])
-def test_keep_leaves_nothing_of_a_failed_call(make_cluster: Callable[..., Members], tmp_path: Path, how: str) -> None:
+def test_keep_frees_failed_call(make_cluster: Callable[..., Members], tmp_path: Path, how: str) -> None:
     group = make_cluster(world_size=3)
     batch = Batch({"x": np.zeros((3, 1 << 16))})
     call = group.method(Member.same_unless).options(keep=True, timeout=0.5 if how == "a part is late" else LIMIT_S)
@@ -397,7 +397,7 @@ def test_keep_leaves_nothing_of_a_failed_call(make_cluster: Callable[..., Member
 
 @pytest.mark.not_on("inline", "what a worker keeps is seen in its process")
 @pytest.mark.not_on("ray", "what a worker keeps is seen in its process")
-def test_release_forgets_parts_without_rows(make_cluster: Callable[..., Members]) -> None:
+def test_release_of_empty_parts(make_cluster: Callable[..., Members]) -> None:
     """A batch of no rows may still have much in its meta."""
     group = make_cluster(world_size=3)
     kept = group.method(Member.uneven).keep(Batch({"x": [1, 2]}, {"table": np.zeros(1 << 16)}))
@@ -413,7 +413,7 @@ def _num_kept(group: Members) -> int:
     return sum(group.method(Member.num_segments)())
 
 
-def test_results_that_stay_as_handles(members: Members, scheduler: Scheduler) -> None:
+def test_keep_returns_handles(members: Members, scheduler: Scheduler) -> None:
     kept = members.echo.keep({"a": 1})
     assert [type(each) for each in kept] == [ResultHandle] * 8
     assert scheduler.get(kept[3]) == {"a": 1}  # type: ignore[arg-type]
@@ -455,7 +455,7 @@ def test_topology_check_asks_once(make_cluster: Callable[..., Members]) -> None:
     assert group.method(WithItsOwnView.asked)() == [1, 1, 1, 1]  # type: ignore[arg-type]
 
 
-def test_topology_check_has_the_limit_of_its_call(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
+def test_topology_check_has_call_limit(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
     group = make_cluster(WithItsOwnView, world_size=2)
     release = tmp_path / "release"
     waiting = group.method(Member.wait_on).submit([1], str(release))
@@ -467,7 +467,7 @@ def test_topology_check_has_the_limit_of_its_call(make_cluster: Callable[..., Me
     assert group.add(rows(2))["x"].tolist() == [0, 1]  # type: ignore[index]
 
 
-def test_submit_does_not_wait_for_the_topology_check(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
+def test_submit_beside_topology_check(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
     group = make_cluster(WithItsOwnView, world_size=2)
     release = tmp_path / "release"
     waiting = group.method(Member.wait_on).submit([1], str(release))
@@ -489,7 +489,7 @@ def test_submit_does_not_wait_for_the_topology_check(make_cluster: Callable[...,
     assert group.method(WithItsOwnView.asked)() == [1, 1]  # type: ignore[arg-type]
 
 
-def test_topology_check_that_fails(make_cluster: Callable[..., Members]) -> None:
+def test_topology_check_fails(make_cluster: Callable[..., Members]) -> None:
     group = make_cluster(WithItsOwnView, 2, world_size=4, tp_size=2, name="astray")
     added, steps = group.method(Member.add).submit(rows(4)), group.method(Member.steps).submit()
     with pytest.raises(errors.TopologyMismatchError, match="2 of the 4 ranks of cluster 'astray'") as caught:
@@ -501,7 +501,7 @@ def test_topology_check_that_fails(make_cluster: Callable[..., Members]) -> None
 # --- failures -------------------------------------------------------------------------------------------------------------
 
 
-def test_failure_of_several_ranks(members: Members) -> None:
+def test_failure_of_many_ranks(members: Members) -> None:
     with pytest.raises(errors.GroupCallError) as caught:
         members.fail_on([2, 5, 6], "no room")
     assert caught.value.first.worker_id in ("members/2", "members/5", "members/6")  # type: ignore[attr-defined]
@@ -509,7 +509,7 @@ def test_failure_of_several_ranks(members: Members) -> None:
     assert members.echo(1) == [1] * 8
 
 
-def test_rank_that_never_answers_is_named(members: Members, tmp_path: Path) -> None:
+def test_timeout_names_rank(members: Members, tmp_path: Path) -> None:
     release = tmp_path / "release"
     with pytest.raises(errors.HelmsmanError) as caught:
         members.method(Member.wait_on).options(timeout=0.7)([3], str(release))
@@ -522,7 +522,7 @@ def test_rank_that_never_answers_is_named(members: Members, tmp_path: Path) -> N
 
 
 @pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
-def test_restart_of_a_dead_rank(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
+def test_restart_dead_rank(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
     group = make_cluster(device_mapping="0-3", tp_size=2)
     pids = group.method(Member.pid)()
     with pytest.raises(errors.HelmsmanError, match="SIGKILL") as caught:
@@ -544,18 +544,8 @@ def test_restart_of_a_dead_rank(make_cluster: Callable[..., Members], tmp_path: 
     }
 
 
-@pytest.mark.not_on("inline", "one process, with one environment")
-def test_restart_of_rank_zero(make_cluster: Callable[..., Members]) -> None:
-    group = make_cluster(world_size=3)
-    before = group.method(Member.pid)()
-    group.restart(0)
-    assert {each["MASTER_PORT"] for each in group.method(Member.environment)(["MASTER_PORT"])} == {str(group.master_port)}
-    assert group.method(Member.pid)()[1:] == before[1:]
-    wait_until(lambda: not _is_alive(before[0]), "the old process has gone")
-
-
 @pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
-def test_restarts_at_once(make_cluster: Callable[..., Members]) -> None:
+def test_restart_concurrently(make_cluster: Callable[..., Members]) -> None:
     group = make_cluster(world_size=3)
     first = group.method(Member.pid)()
     with ThreadPoolExecutor() as pool:
@@ -574,16 +564,8 @@ def test_restarts_at_once(make_cluster: Callable[..., Members]) -> None:
     assert {each["MASTER_PORT"] for each in group.method(Member.environment)(["MASTER_PORT"])} == {str(group.master_port)}
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 @pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
-def test_restart_that_fails_may_be_tried_again(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
+def test_restart_again_after_failure(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     group = make_cluster(RefusesWhileBroken, str(broken), world_size=2)
     broken.touch()
@@ -606,7 +588,7 @@ class RefusesWhileBroken:
         return True
 
 
-def test_restarting_a_worker_of_another_role(scheduler: Scheduler, role: str) -> None:
+def test_restart_refuses_guest_worker(scheduler: Scheduler, role: str) -> None:
     from helmsman.api.scheduler import Job, SchedulingStrategy
 
     scheduler.create_workers(Job(role=role))
@@ -618,7 +600,7 @@ def test_restarting_a_worker_of_another_role(scheduler: Scheduler, role: str) ->
         scheduler.restart_worker(f"{role}/1")
 
 
-def test_start_that_fails_leaves_nothing(resources: ResourceManager, scheduler: Scheduler) -> None:
+def test_cluster_failed_start_frees_devices(resources: ResourceManager, scheduler: Scheduler) -> None:
     config = ClusterConfig(device_mapping=[1, 3], num_cpus=0.5, env_vars=ON_CPU)
     with pytest.raises(errors.HelmsmanError, match="this one does not start"):
         Cluster("stillborn", Plain, resources, config, kwargs={"text": "refuse"})
@@ -657,9 +639,7 @@ class AsyncMember:
 # --- devices --------------------------------------------------------------------------------------------------------------
 
 
-def test_overlapping_mappings_are_recorded(
-    resources: ResourceManager, make_cluster: Callable[..., Members], members: Members
-) -> None:
+def test_device_mappings_overlap(resources: ResourceManager, make_cluster: Callable[..., Members], members: Members) -> None:
     train = make_cluster(device_mapping="4-7", name="train", num_gpus_per_worker=2)
     infer = make_cluster(device_mapping=[5, 4, 6], name="infer")
     assert train.colocated_with == ("members",) and infer.colocated_with == ("members", "train")
@@ -716,7 +696,7 @@ def test_cluster_name(make_cluster: Callable[..., Members], resources: ResourceM
     assert "once" in resources.allocations
 
 
-def test_cluster_whose_role_was_deleted(make_cluster: Callable[..., Members], scheduler: Scheduler) -> None:
+def test_cluster_role_deleted(make_cluster: Callable[..., Members], scheduler: Scheduler) -> None:
     group = make_cluster(world_size=2)
     scheduler.delete_workers(group.name)
     assert [status.state for status in group.health()] == [WorkerState.STOPPED] * 2
@@ -725,7 +705,7 @@ def test_cluster_whose_role_was_deleted(make_cluster: Callable[..., Members], sc
 
 
 @pytest.mark.not_on("inline", "its devices are numbers only")
-def test_devices_are_held(scheduler: Scheduler, resources: ResourceManager) -> None:
+def test_resource_manager_holds_devices(scheduler: Scheduler, resources: ResourceManager) -> None:
     assert len(resources.devices) == 8
     with pytest.raises(errors.PlacementTimeoutError, match="devices"):
         ResourceManager(8, scheduler=scheduler, name="second")

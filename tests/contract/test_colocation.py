@@ -20,7 +20,7 @@ def _alias(role: str, target: str, replicas: int, *, fork: bool = False) -> Job:
     )
 
 
-def test_two_roles_in_the_same_workers(scheduler: Scheduler, role: str) -> None:
+def test_alias_shares_workers(scheduler: Scheduler, role: str) -> None:
     target = scheduler.create_workers(Job(role=role, replicas=2))
     alias = scheduler.create_workers(_alias(f"{role}-alias", role, 2))
     assert alias == [f"{role}-alias/0", f"{role}-alias/1"]
@@ -42,7 +42,7 @@ def test_two_roles_in_the_same_workers(scheduler: Scheduler, role: str) -> None:
         critic.call("add")
 
 
-def test_deleting_the_target_deletes_what_stands_on_it(scheduler: Scheduler, role: str) -> None:
+def test_delete_target_deletes_aliases(scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=role))
     scheduler.create_workers(_alias(f"{role}-alias", role, 1))
     scheduler.create_workers(_alias(f"{role}-alias-of-alias", f"{role}-alias", 1))
@@ -52,7 +52,7 @@ def test_deleting_the_target_deletes_what_stands_on_it(scheduler: Scheduler, rol
             scheduler.get_workers(name)
 
 
-def test_groups_of_unequal_size_tile(scheduler: Scheduler, role: str) -> None:
+def test_alias_of_unequal_size(scheduler: Scheduler, role: str) -> None:
     target = scheduler.create_workers(Job(role=role, replicas=4))
     alias = scheduler.create_workers(_alias(f"{role}-half", role, 2))
     engines = [Engine.create(scheduler, worker, Counter) for worker in (*target, *alias)]
@@ -61,7 +61,7 @@ def test_groups_of_unequal_size_tile(scheduler: Scheduler, role: str) -> None:
 
 
 @pytest.mark.not_on("inline", "one process, which has no siblings")
-def test_siblings_die_on_their_own(scheduler: Scheduler, role: str) -> None:
+def test_fork_dies_alone(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cpu=0, gpu=2)]))
     (sibling,) = scheduler.create_workers(_alias(f"{role}-forked", role, 1, fork=True))
     one, two = (Engine.create(scheduler, each, Counter) for each in (worker, sibling))
@@ -79,7 +79,7 @@ def test_siblings_die_on_their_own(scheduler: Scheduler, role: str) -> None:
 
 
 @pytest.mark.not_on("inline", "one process, which has no siblings")
-def test_deleting_the_target_ends_its_siblings(scheduler: Scheduler, role: str) -> None:
+def test_delete_target_ends_forks(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     (sibling,) = scheduler.fork_workers(f"{role}-forked", role)
     assert sibling == f"{role}-forked/0"
@@ -91,7 +91,7 @@ def test_deleting_the_target_ends_its_siblings(scheduler: Scheduler, role: str) 
 
 
 @pytest.mark.not_on("inline", "one process, which has no siblings")
-def test_a_command_beside_each_worker(scheduler: Scheduler, role: str) -> None:
+def test_fork_workers_command(scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=role, replicas=2))
     ids = scheduler.fork_workers(f"{role}-server", role, command="http.server --bind 127.0.0.1 0")
     assert ids == [f"{role}-server/0", f"{role}-server/1"]
@@ -106,7 +106,7 @@ def test_a_command_beside_each_worker(scheduler: Scheduler, role: str) -> None:
 
 
 @pytest.mark.not_on("inline", "one process, which has no siblings")
-def test_a_command_of_the_spec(scheduler: Scheduler, role: str) -> None:
+def test_spec_command(scheduler: Scheduler, role: str) -> None:
     spec = SchedulingSpec(cmd="http.server --bind 127.0.0.1 0")
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
     pid = scheduler.call_engine(worker, "pid")
@@ -118,7 +118,7 @@ def test_a_command_of_the_spec(scheduler: Scheduler, role: str) -> None:
     wait_gone({worker: pid})
 
 
-def test_environment_of_an_alias_is_that_of_its_target(scheduler: Scheduler, role: str) -> None:
+def test_alias_environment(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     (alias,) = scheduler.create_workers(_alias(f"{role}-alias", role, 1))
     asyncio.run(scheduler.set_worker_env(alias, {"CONTRACT_ALIAS": "1"}))

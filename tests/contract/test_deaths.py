@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,8 @@ from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts, Wor
 from helmsman.controller._generation.health import SupervisionPolicy
 from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
-from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.controller._training.recovery import RecoverableTraining, RecoveryPolicy
 from helmsman.controller._training.train_controller import TrainController
-from tests.contract.conftest import OPTIONS
 from tests.contract.engines import Counter, wait_for_file  # type: ignore[attr-defined]
 from tests.contract.helpers import Engine, Gate, is_running, stop, wait_gone, wait_until
 from tests.controller.engines import CountingRollout, RecordingTrainer
@@ -36,7 +35,7 @@ NOTICE_LIMIT_S = 2.0
         ("exit 3", None, 3, "exited with code 3"),
     ],
 )
-def test_a_worker_dies_during_a_call(
+def test_worker_death_during_call(
     scheduler: Scheduler, role: str, how: str, exit_signal: int | None, exit_code: int | None, cause: str
 ) -> None:
     first, second = scheduler.create_workers(Job(role=role, replicas=2))
@@ -96,7 +95,7 @@ class WaitingTrainer(RecordingTrainer):
         wait_for_file(release)
 
 
-def test_worker_death_says_how_to_go_on(scheduler: Scheduler, role: str) -> None:
+def test_worker_death_next_step(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     with pytest.raises(errors.WorkerFailedError) as caught:
         Engine.create(scheduler, worker, Counter).call("die", "exit 3")
@@ -106,8 +105,9 @@ def test_worker_death_says_how_to_go_on(scheduler: Scheduler, role: str) -> None
     assert Engine.create(scheduler, worker, Counter).call("add") == 1, "which is true"
 
 
+@pytest.mark.not_on("ray", "controllers say the same on every scheduler")
 @pytest.mark.parametrize("kind", ["trainer", "recovered trainer", "rollout", "supervised rollout", "retrying rollout"])
-def test_worker_death_names_what_its_controller_offers(scheduler: Scheduler, role: str, kind: str, gate: Gate) -> None:
+def test_worker_death_controller_next_step(scheduler: Scheduler, role: str, kind: str, gate: Gate) -> None:
     job = Job(role=role, tasks=[SchedulingSpec(cpu=0)])
     controller: TrainController | RolloutController
     if kind.endswith("trainer"):
@@ -145,9 +145,7 @@ def test_worker_death_names_what_its_controller_offers(scheduler: Scheduler, rol
 
 
 @pytest.mark.parametrize("operation", ["delete_workers", "restart_worker"])
-def test_a_call_of_a_worker_that_its_scheduler_ends_says_so(
-    scheduler: Scheduler, role: str, gate: Gate, operation: str
-) -> None:
+def test_worker_ended_by_scheduler_cause(scheduler: Scheduler, role: str, gate: Gate, operation: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker, Counter)
     running = engine.begin("wait", *gate.files)
@@ -162,7 +160,7 @@ def test_a_call_of_a_worker_that_its_scheduler_ends_says_so(
     assert "SIGKILL" not in str(caught.value)
 
 
-def test_a_worker_dies_in_a_constructor(scheduler: Scheduler, role: str) -> None:
+def test_worker_death_in_constructor(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     with pytest.raises(errors.WorkerFailedError) as caught:
         Engine.create(scheduler, worker, "os._exit", None, 3)
@@ -170,7 +168,7 @@ def test_a_worker_dies_in_a_constructor(scheduler: Scheduler, role: str) -> None
     assert caught.value.running == f"{worker}.create_engine"
 
 
-def test_a_worker_dies_while_idle(scheduler: Scheduler, role: str) -> None:
+def test_worker_death_while_idle(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker, Counter)
     pid = engine.call("pid")
@@ -184,7 +182,7 @@ def test_a_worker_dies_while_idle(scheduler: Scheduler, role: str) -> None:
     assert {s.worker_id: s for s in scheduler.status()}[worker].state is WorkerState.FAILED
 
 
-def test_a_worker_that_is_stopped_is_not_dead(scheduler: Scheduler, role: str) -> None:
+def test_worker_stopped_is_not_dead(scheduler: Scheduler, role: str) -> None:
     """SIGSTOP is the shape of a machine that swaps: nothing answers, nothing died, and the same call comes back."""
     (worker,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker, Counter)
@@ -199,10 +197,9 @@ def test_a_worker_that_is_stopped_is_not_dead(scheduler: Scheduler, role: str) -
     assert engine.call("add") == 1
 
 
-def test_close_works_with_dead_and_stopped_workers(backend: str, tmp_path: Path) -> None:
-    if backend == "ray":
-        pytest.skip("ray: the shared embedded cluster stays up; close with dead workers is part of the orphan tests")
-    scheduler = make_scheduler(backend, log_dir=tmp_path, timeouts=Timeouts(shutdown_s=2.0), **OPTIONS[backend])
+@pytest.mark.not_on("ray", "the shared embedded cluster stays up; close with dead workers is part of the orphan tests")
+def test_close_with_dead_and_stopped_workers(make_own: Callable[..., Scheduler]) -> None:
+    scheduler = make_own(timeouts=Timeouts(shutdown_s=2.0))
     dead, stopped, well = scheduler.create_workers(Job(role="a", replicas=3))
     pids = {worker: Engine.create(scheduler, worker, Counter).call("pid") for worker in (dead, stopped, well)}
     os.kill(pids[dead], signal.SIGKILL)

@@ -52,7 +52,7 @@ def test_environment_strange_values(scheduler: Scheduler, role: str) -> None:
 
 
 @pytest.mark.not_on("inline", "its workers have the script's own environment")
-def test_environment_is_forwarded_by_list(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_forwarded_by_list(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_CONTRACT", "a,b=c")
     monkeypatch.setenv("CONTRACT_UNLISTED", "stays")
     monkeypatch.setenv("MASTER_ADDR", "the driver's")
@@ -90,7 +90,7 @@ def test_environment_sources(scheduler: Scheduler, backend: str, role: str, monk
         assert found["HELMSMAN_WORKER_TAG"].source == "helmsman"
 
 
-def test_environment_secrets_are_masked(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_masks_secrets(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MASK_VARIABLE, "contract_lic*, OTHER")
     pem = "-----BEGIN PRIVATE KEY-----\nhunter2\n-----END PRIVATE KEY-----\n"
     shown = {
@@ -117,14 +117,14 @@ def test_environment_secrets_are_masked(scheduler: Scheduler, role: str, monkeyp
     ],
     ids=["cpu=2", "cpu=0.5", "overridden"],
 )
-def test_environment_threads_follow_the_cpus(scheduler: Scheduler, role: str, spec: SchedulingSpec, count: int) -> None:
+def test_environment_threads_follow_cpus(scheduler: Scheduler, role: str, spec: SchedulingSpec, count: int) -> None:
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
     engine = Engine.create(scheduler, worker, Counter)
     assert engine.call("environ", *THREADS) == dict.fromkeys(THREADS, str(count))
     assert engine.call("apply", torch_threads) == count  # torch takes no more than the machine's cores by itself
 
 
-def test_search_path_of_the_script(scheduler: Scheduler, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_search_path(scheduler: Scheduler, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script extends sys.path; what it can import then, its workers can import."""
     (tmp_path / "only_the_scripts_own.py").write_text("class Here:\n    def where(self):\n        return __file__\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -46,7 +46,7 @@ def worker(shared_workers: list[str]) -> str:
         ("exiting_module.Engine", ["SystemExit"]),
     ],
 )
-def test_import_path_that_leads_nowhere(scheduler: Scheduler, worker: str, tmp_path: Path, path: str, facts: list[str]) -> None:
+def test_create_engine_bad_import_path(scheduler: Scheduler, worker: str, tmp_path: Path, path: str, facts: list[str]) -> None:
     (tmp_path / "broken_module.py").write_text("answer = 42\n1 / 0\n")
     (tmp_path / "exiting_module.py").write_text("import sys\nsys.exit(3)\n")
     helper = Engine.create(scheduler, worker, Counter, next(_names))
@@ -80,7 +80,7 @@ def _remove_from_path(path: str) -> None:
         ("PlatformError with a lock", "helmsman.api.errors.PlatformError", "no such device"),
     ],
 )
-def test_constructor_that_raises(scheduler: Scheduler, worker: str, kind: str, remote_type: str, text: str) -> None:
+def test_create_engine_constructor_raises(scheduler: Scheduler, worker: str, kind: str, remote_type: str, text: str) -> None:
     name = next(_names)
     with pytest.raises(errors.EngineCreationError) as caught:
         Engine.create(scheduler, worker, Failing, name, kind)
@@ -94,12 +94,12 @@ def test_constructor_that_raises(scheduler: Scheduler, worker: str, kind: str, r
     assert Engine.create(scheduler, worker, Counter, name).call("add") == 1, "its name is free again"
 
 
-def test_constructor_refuses_arguments(scheduler: Scheduler, worker: str) -> None:
+def test_create_engine_wrong_arguments(scheduler: Scheduler, worker: str) -> None:
     with pytest.raises(errors.EngineCreationError, match="takes from 1 to 2 positional arguments but 4 were given"):
         Engine.create(scheduler, worker, Counter, next(_names), 1, 2, 3)
 
 
-def test_engine_name_is_taken_during_construction(scheduler: Scheduler, worker: str, gate: Gate) -> None:
+def test_create_engine_name_under_construction(scheduler: Scheduler, worker: str, gate: Gate) -> None:
     name = next(_names)
 
     async def create_twice() -> None:
@@ -128,13 +128,13 @@ def test_engine_name_is_taken_during_construction(scheduler: Scheduler, worker: 
         ("", "has no public method ''"),
     ],
 )
-def test_method_that_cannot_be_called(engine: Engine, method: str, reason: str) -> None:
+def test_call_engine_method_not_callable(engine: Engine, method: str, reason: str) -> None:
     with pytest.raises(errors.MethodNotFoundError, match=reason):
         engine.call(method)
     assert engine.call("add") == 1
 
 
-def test_engine_whose_getattr_raises(scheduler: Scheduler, worker: str) -> None:
+def test_call_engine_getattr_raises(scheduler: Scheduler, worker: str) -> None:
     strange = Engine.create(scheduler, worker, Strange, next(_names))
     with pytest.raises(errors.EngineCallError, match="RuntimeError: no attribute for you"):
         strange.call("anything")
@@ -154,7 +154,7 @@ def test_engine_whose_getattr_raises(scheduler: Scheduler, worker: str) -> None:
         ("PlatformError with a lock", "cannot be pickled", "helmsman.api.errors.PlatformError", "no such device"),
     ],
 )
-def test_method_that_raises(engine: Engine, method: str, kind: str, unsent: str, remote_type: str, text: str) -> None:
+def test_call_engine_method_raises(engine: Engine, method: str, kind: str, unsent: str, remote_type: str, text: str) -> None:
     with pytest.raises(errors.EngineCallError) as caught:
         engine.call(method, kind)
     error = caught.value
@@ -175,7 +175,7 @@ def test_method_that_raises(engine: Engine, method: str, kind: str, unsent: str,
 # --- what travels -------------------------------------------------------------------------------------------------------
 
 
-def test_argument_that_cannot_be_pickled(engine: Engine) -> None:
+def test_argument_unpicklable(engine: Engine) -> None:
     lock = threading.Lock()
     with pytest.raises(errors.ArgumentNotSerializableError) as caught:
         engine.call("echo", 1, {"a": [0, lock]})
@@ -193,7 +193,7 @@ def test_argument_that_cannot_be_pickled(engine: Engine) -> None:
     assert engine.call("add") == 1
 
 
-def test_argument_that_does_not_load(engine: Engine) -> None:
+def test_argument_not_loadable(engine: Engine) -> None:
     for method in ("add", "async_add"):
         with pytest.raises(errors.ArgumentNotLoadableError) as caught:
             engine.call(method, Unloadable())
@@ -206,7 +206,7 @@ def test_argument_that_does_not_load(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("method", ["unpicklable", "async_unpicklable"])
-def test_result_that_cannot_be_pickled(engine: Engine, method: str) -> None:
+def test_result_unpicklable(engine: Engine, method: str) -> None:
     for meta in (None, {"keep": True}):
         with pytest.raises(errors.ResultNotSerializableError) as caught:
             engine.call(method, rpc_meta=meta)
@@ -216,7 +216,7 @@ def test_result_that_cannot_be_pickled(engine: Engine, method: str) -> None:
     assert engine.call("add") == 1
 
 
-def test_result_that_does_not_load(engine: Engine) -> None:
+def test_result_not_loadable(engine: Engine) -> None:
     with pytest.raises(errors.NotLoadableError, match="refused to load"):
         engine.call("apply", Unloadable)
     assert engine.call("add") == 1
@@ -226,7 +226,7 @@ def _raise_large(num_bytes: int) -> None:
     raise ValueError("x" * num_bytes)
 
 
-def test_exception_with_a_large_message_is_truncated(engine: Engine) -> None:
+def test_exception_message_truncated(engine: Engine) -> None:
     num_bytes = 8 << 20
     with pytest.raises(errors.EngineCallError) as caught:
         engine.call("apply", _raise_large, num_bytes)
@@ -241,7 +241,7 @@ def test_exception_with_a_large_message_is_truncated(engine: Engine) -> None:
     assert engine.call("add") == 1
 
 
-def test_forgotten_engine_name_is_explained(engine: Engine) -> None:
+def test_call_engine_forgotten_engine_name(engine: Engine) -> None:
     expected = (
         r"call_engine: the argument engine_name is 2 \(of type int\), expected str \| None\. Nothing was sent\. .*"
         r'call_engine\(worker, "add", "counter", 2\)'
@@ -259,7 +259,7 @@ def test_forgotten_engine_name_is_explained(engine: Engine) -> None:
 
 
 @pytest.mark.not_on("inline", "its messages are not encoded")
-def test_message_that_cannot_be_decoded_is_refused_and_later_ones_run(engine: Engine) -> None:
+def test_message_undecodable_is_refused(engine: Engine) -> None:
     client = engine.scheduler._roles.client(engine.worker_id)  # type: ignore[attr-defined]
     pid = engine.call("pid")
 
@@ -275,7 +275,7 @@ def test_message_that_cannot_be_decoded_is_refused_and_later_ones_run(engine: En
 
 
 @pytest.mark.not_on("inline", "its messages are not encoded")
-def test_message_that_cannot_be_encoded_takes_no_number(engine: Engine) -> None:
+def test_message_unencodable_takes_no_number(engine: Engine) -> None:
     for method in ("\ud800", "add\udfff"):
         with pytest.raises(errors.ProtocolError, match="cannot be encoded: .*surrogates not allowed. Nothing was sent"):
             engine.call(method)
@@ -290,11 +290,11 @@ class _Text(str):
     """As NumPy's strings are."""
 
 
-def test_names_may_be_of_a_subclass_of_str(engine: Engine) -> None:
+def test_names_of_str_subclass(engine: Engine) -> None:
     assert engine.scheduler.call_engine(_Text(engine.worker_id), _Text("add"), _Text(engine.name), 2) == 2
 
 
-def test_rpc_meta_of_wrong_types(engine: Engine) -> None:
+def test_rpc_meta_wrong_types(engine: Engine) -> None:
     call: Any = engine.call
     for meta, named in (
         (5, "rpc_meta is 5"),
@@ -310,7 +310,7 @@ def test_rpc_meta_of_wrong_types(engine: Engine) -> None:
     assert engine.call("add") == 1
 
 
-def test_environment_variables_are_strings(scheduler: Scheduler, worker: str) -> None:
+def test_set_worker_env_refuses_numbers(scheduler: Scheduler, worker: str) -> None:
     with pytest.raises(TypeError, match=f"environment of {worker}"):
         asyncio.run(scheduler.set_worker_env(worker, {"N": 1}))  # type: ignore[dict-item]
 
@@ -364,7 +364,7 @@ SPECS = [SchedulingSpec(), SchedulingSpec(ray_placement_strategy="separate")]
         (beside("nobody", type="colocation", fork=True), "no role 'nobody'"),
     ],
 )
-def test_job_that_makes_no_sense(scheduler: Scheduler, shared_workers: list[str], job: Job, message: str) -> None:
+def test_job_refuses_invalid_fields(scheduler: Scheduler, shared_workers: list[str], job: Job, message: str) -> None:
     before = [status.worker_id for status in scheduler.status()]
     with pytest.raises(errors.RoleNotFoundError if "no role" in message else errors.InvalidSpecError) as caught:
         scheduler.create_workers(job)
@@ -374,7 +374,7 @@ def test_job_that_makes_no_sense(scheduler: Scheduler, shared_workers: list[str]
     assert [status.worker_id for status in scheduler.status()] == before
 
 
-def test_errors_come_from_a_worker_that_is_busy_too(engine: Engine, gate: Gate) -> None:
+def test_errors_from_busy_worker(engine: Engine, gate: Gate) -> None:
     with held(engine, gate):
         for method in ("nothing_like_that", "_secret"):
             with pytest.raises(errors.MethodNotFoundError):

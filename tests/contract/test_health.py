@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -38,7 +39,7 @@ def _health(engine: Engine) -> WorkerHealth:
     return status.health
 
 
-def test_one_worker_is_asked_also_beside_a_long_call(engine: Engine, gate: Gate) -> None:
+def test_check_health_beside_long_call(engine: Engine, gate: Gate) -> None:
     asyncio.run(engine.scheduler.check_health(engine.worker_id))
     with held(engine, gate, "wait") as running:
         asyncio.run(engine.scheduler.check_health(engine.worker_id, LIMIT_S))
@@ -47,7 +48,7 @@ def test_one_worker_is_asked_also_beside_a_long_call(engine: Engine, gate: Gate)
         asyncio.run(engine.scheduler.check_health("nobody/0"))
 
 
-def test_health_counts_what_runs_on_the_event_loop(engine: Engine, gate: Gate) -> None:
+def test_health_counts_async_calls(engine: Engine, gate: Gate) -> None:
     with held(engine, gate, "async_wait"):
         others = [engine.begin("async_wait", *gate.files) for _ in range(3)]
         assert engine.call("add", 0) >= 1, "a synchronous call goes on beside them"
@@ -59,7 +60,7 @@ def test_health_counts_what_runs_on_the_event_loop(engine: Engine, gate: Gate) -
     wait_until(lambda: not _health(engine).async_running, "the loop is idle")
 
 
-def test_health_while_an_async_method_blocks_its_loop(engine: Engine, gate: Gate) -> None:
+def test_health_of_blocked_event_loop(engine: Engine, gate: Gate) -> None:
     with held(engine, gate, "block_loop") as running:
         health = _health(engine)
         assert health.async_running == {f"{engine.name}.block_loop": 1}
@@ -67,7 +68,7 @@ def test_health_while_an_async_method_blocks_its_loop(engine: Engine, gate: Gate
     running.result(timeout=LIMIT_S)
 
 
-def test_what_health_tells(engine: Engine, scheduler: Scheduler) -> None:
+def test_health_fields(engine: Engine, scheduler: Scheduler) -> None:
     health = _health(engine)
     assert health.worker_id == engine.worker_id
     assert health.pid == engine.call("pid")
@@ -79,7 +80,7 @@ def test_what_health_tells(engine: Engine, scheduler: Scheduler) -> None:
     assert all(status.node for status in statuses)
 
 
-def test_async_methods_run_again_after_their_thread_could_not_be_started(scheduler: Scheduler, role: str) -> None:
+def test_async_methods_after_thread_failure(scheduler: Scheduler, role: str) -> None:
     (worker_id,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker_id, Counter)
     engine.call("refuse_threads")
@@ -127,7 +128,7 @@ def _held_interpreter(engine: Engine, gate: Gate, method: str) -> Iterator[None]
 
 
 @pytest.mark.not_on("inline", SHARED_LOCK)
-def test_health_while_c_code_holds_the_interpreter(own: Engine, gate: Gate) -> None:
+def test_health_of_held_interpreter(own: Engine, gate: Gate) -> None:
     wait_until(lambda: asyncio.run(own.scheduler.check_health(own.worker_id)).answered, "it answers")
     pid = own.call("pid")
     with _held_interpreter(own, gate, "hold_interpreter"):
@@ -154,13 +155,13 @@ def _answer(engine: Engine) -> WorkerHealth | None:
 
 
 @pytest.mark.not_on("inline", SHARED_LOCK)
-def test_health_while_c_code_of_an_async_method_holds_the_interpreter(own: Engine, gate: Gate) -> None:
+def test_health_of_held_interpreter_async(own: Engine, gate: Gate) -> None:
     with _held_interpreter(own, gate, "async_hold_interpreter"):
         assert _observed(own).async_running == {f"{own.name}.async_hold_interpreter": 1}
 
 
 @pytest.mark.not_on("inline", SHARED_LOCK)
-def test_health_while_c_code_sleeps_with_the_interpreter(own: Engine) -> None:
+def test_health_of_sleeping_c_code(own: Engine) -> None:
     future = own.begin("sleep_with_interpreter", 6.0)
     wait_until(lambda: not asyncio.run(own.scheduler.check_health(own.worker_id)).answered, "the interpreter is held")
     wait_until(lambda: _observed(own).process_state == "sleeping", "threads that wait for the lock are not taken for work")
@@ -168,12 +169,13 @@ def test_health_while_c_code_sleeps_with_the_interpreter(own: Engine) -> None:
 
 
 @pytest.mark.not_on("inline", "a stopped worker would be the stopped script")
-def test_health_of_a_stopped_worker(own: Engine) -> None:
-    pid = own.call("pid")
-    stop(pid)
-    try:
-        health = _observed(own)
-        assert (health.process_state, health.pid, health.is_busy) == ("stopped", pid, False)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert wait_until(lambda: _answer(own), "it answers again").pid == pid
+def test_health_of_stopped_worker(own: Engine, engine: Engine) -> None:
+    for each in (own, engine):  # on Ray, observed by way of the network and in shared memory
+        pid = each.call("pid")
+        stop(pid)
+        try:
+            health = _observed(each)
+            assert (health.process_state, health.pid, health.is_busy) == ("stopped", pid, False)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert wait_until(functools.partial(_answer, each), "it answers again").pid == pid

@@ -48,14 +48,14 @@ def _leaving(scheduler: Scheduler, role: str) -> dict[str, Any]:
     return {id_: leaving for id_, leaving in asyncio.run(scheduler.preemption_notices()).items() if id_.startswith(f"{role}/")}
 
 
-def test_nobody_leaves_who_was_not_told_to(scheduler: Scheduler, role: str) -> None:
+def test_preemption_notices_empty(scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=role, replicas=2))
     assert _leaving(scheduler, role) == {}
 
 
 @pytest.mark.not_on("inline", "SIGTERM is for the script itself")
 @pytest.mark.not_on("ray", "Ray itself ends workers by SIGTERM")
-def test_a_worker_that_is_sent_sigterm_says_so_and_serves_on(scheduler: Scheduler, role: str) -> None:
+def test_sigterm_is_noticed(scheduler: Scheduler, role: str) -> None:
     first, second = scheduler.create_workers(Job(role=role, replicas=2))
     engine = Engine.create(scheduler, first, Counter)
     pid = engine.call("pid")
@@ -76,7 +76,7 @@ def test_a_worker_that_is_sent_sigterm_says_so_and_serves_on(scheduler: Schedule
 
 @pytest.mark.not_on("inline", "SIGTERM is for the script itself")
 @pytest.mark.not_on("ray", "Ray itself ends workers by SIGTERM")
-def test_a_worker_that_is_told_twice_ends(scheduler: Scheduler, role: str) -> None:
+def test_sigterm_twice_ends_worker(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker, Counter)
     pid = engine.call("pid")
@@ -91,7 +91,7 @@ def test_a_worker_that_is_told_twice_ends(scheduler: Scheduler, role: str) -> No
 
 @pytest.mark.not_on("inline", "SIGTERM is for the script itself")
 @pytest.mark.not_on("ray", "Ray has a handler of its own")
-def test_what_an_engine_has_forked_ends_by_sigterm_as_ever(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
+def test_sigterm_ends_forked_child(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker, Parent)
     pid = engine.call("start", str(tmp_path / "child"))

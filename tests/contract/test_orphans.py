@@ -68,7 +68,7 @@ def _wait_end(driver: Driver, facts: dict[str, Any]) -> None:
         pytest.param(CLOSE_BESIDE_A_CHILD, {0}, "", id="close"),
     ],
 )
-def test_the_driver_ends(run_driver: Callable[..., Driver], last_words: str, codes: set[int], said: str) -> None:
+def test_driver_end(run_driver: Callable[..., Driver], last_words: str, codes: set[int], said: str) -> None:
     driver = run_driver(WITH_FAMILY.replace("tell(", "facts = dict(") + last_words)
     facts = driver.facts()
     assert len(facts["pids"]) == 18
@@ -100,7 +100,7 @@ tell(pids=pids, memory=memory, child=child)
 
 
 @inline_has_no_processes
-def test_drivers_are_killed_one_after_the_other(run_driver: Callable[..., Driver], tmp_path: Path) -> None:
+def test_driver_killed_beside_another(run_driver: Callable[..., Driver], tmp_path: Path) -> None:
     """By SIGKILL with stopped workers and a forked child; then by SIGTERM another, which the first end has not touched."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -119,7 +119,7 @@ def test_drivers_are_killed_one_after_the_other(run_driver: Callable[..., Driver
 
 
 @inline_has_no_processes
-def test_the_driver_is_killed_during_a_start(run_driver: Callable[..., Driver]) -> None:
+def test_driver_killed_during_start(run_driver: Callable[..., Driver]) -> None:
     driver = run_driver(
         """
 scheduler = make()
@@ -137,7 +137,7 @@ scheduler.create_workers(Job(role="more", replicas=3))
 
 @pytest.mark.not_on("inline", "one process, whose engines' children are the script's own")
 @pytest.mark.not_on("local", "it has no cluster under it")
-def test_the_driver_and_the_head_under_it_are_killed_at_once(run_driver: Callable[..., Driver]) -> None:
+def test_driver_and_head_killed(run_driver: Callable[..., Driver]) -> None:
     """The raylet's agents would tell the head that their raylet has gone, and wait for it."""
     driver = run_driver(
         """
@@ -164,7 +164,7 @@ ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock, as the loader of a
 
 
 @inline_has_no_processes
-def test_the_driver_is_killed_while_its_forkserver_imports(run_driver: Callable[..., Driver]) -> None:
+def test_driver_killed_during_preload(run_driver: Callable[..., Driver]) -> None:
     driver = run_driver(
         f"""
 import threading
@@ -199,7 +199,7 @@ make(preload=["stuck_module"]).create_workers(Job(role="a"))
 
 
 @inline_has_no_processes
-def test_families_end_with_their_workers(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
+def test_worker_family_ends(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
     families = []
     for worker_id in scheduler.create_workers(Job(role=role, replicas=2)):
         folder = tmp_path / worker_id.rpartition("/")[2]
@@ -217,7 +217,7 @@ def test_families_end_with_their_workers(scheduler: Scheduler, role: str, tmp_pa
 
 
 @inline_has_no_processes
-def test_workers_that_drive_runs_of_their_own_end(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
+def test_worker_run_of_its_own_ends(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
     runs = []
     for worker_id in scheduler.create_workers(Job(role=role, replicas=2)):
         folder = tmp_path / worker_id.rpartition("/")[2]

@@ -19,7 +19,7 @@ from helmsman.api.scheduler import Job, ResultHandle, Scheduler
 from tests.contract.engines import Counter
 from tests.contract.helpers import Driver, Engine, wait_gone
 
-LARGE_BYTES = 64 << 20
+LARGE_BYTES = 32 << 20
 
 
 class Color(enum.Enum):
@@ -52,13 +52,13 @@ class Config(msgspec.Struct, frozen=True):
     ],
     ids=["bf16", "fp8", "0-d", "bool", "empty", "complex", "transposed", "expanded", "requires_grad"],
 )
-def test_tensors(engine: Engine, tensor: torch.Tensor) -> None:
+def test_payload_tensors(engine: Engine, tensor: torch.Tensor) -> None:
     back = engine.call("echo", tensor)
     assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(back.detach().to(torch.complex64), tensor.detach().to(torch.complex64))
 
 
-def test_values_of_every_kind(engine: Engine) -> None:
+def test_payload_kinds(engine: Engine) -> None:
     value = {
         1: (1, 2.5, None, True),
         "set": {1, 2},
@@ -79,7 +79,7 @@ def test_values_of_every_kind(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("size", [100, 200_000, LARGE_BYTES])
-def test_what_arrives_belongs_to_the_receiver(engine: Engine, size: int) -> None:
+def test_payload_belongs_to_receiver(engine: Engine, size: int) -> None:
     array = numpy.full(size, 7, dtype=numpy.uint8)
     assert engine.call("total", array) == 7 * size
     filled = engine.call("fill", array, 9)
@@ -95,7 +95,7 @@ def test_what_arrives_belongs_to_the_receiver(engine: Engine, size: int) -> None
 
 
 @pytest.mark.slow
-def test_classes_of_the_script_itself(run_driver: Callable[..., Driver]) -> None:
+def test_payload_classes_of_script(run_driver: Callable[..., Driver]) -> None:
     driver = run_driver(
         """
 import dataclasses, msgspec
@@ -144,7 +144,7 @@ with make() as scheduler:
 # --- results that stay --------------------------------------------------------------------------------------------------
 
 
-def test_a_result_that_stays_moves_from_worker_to_worker(engine: Engine, peer: Engine) -> None:
+def test_kept_result_moves_between_workers(engine: Engine, peer: Engine) -> None:
     handle = engine.call("make", LARGE_BYTES, rpc_meta={"keep": True})
     assert isinstance(handle, ResultHandle)
     assert handle.worker_id == engine.worker_id
@@ -180,7 +180,7 @@ def _resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def test_a_small_result_may_stay_too(engine: Engine, peer: Engine) -> None:
+def test_kept_result_small(engine: Engine, peer: Engine) -> None:
     handle = engine.call("echo", {"a": [1, 2]}, rpc_meta={"keep": True})
     assert peer.call("echo", handle) == {"a": [1, 2]}
     assert engine.call("echo", None, rpc_meta={"keep": True}) is None, "nothing needs no handle"
@@ -189,7 +189,7 @@ def test_a_small_result_may_stay_too(engine: Engine, peer: Engine) -> None:
 
 
 @pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
-def test_a_result_dies_with_its_worker(scheduler: Scheduler, role: str, peer: Engine) -> None:
+def test_kept_result_dies_with_worker(scheduler: Scheduler, role: str, peer: Engine) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     maker = Engine.create(scheduler, worker, Counter)
     handle = maker.call("make", 1 << 20, rpc_meta={"keep": True})
@@ -210,7 +210,7 @@ def test_a_result_dies_with_its_worker(scheduler: Scheduler, role: str, peer: En
 
 
 @pytest.mark.not_on("inline", "the random state is the script's own")
-def test_seeds_come_from_seed_role_and_rank(scheduler: Scheduler, role: str) -> None:
+def test_seeds_of_role_and_rank(scheduler: Scheduler, role: str) -> None:
     def draw(name: str, replicas: int) -> list[Any]:
         workers = scheduler.create_workers(Job(role=name, replicas=replicas))
         engines = [Engine.create(scheduler, worker, "tests.contract.drawing.Drawing") for worker in workers]
@@ -229,7 +229,7 @@ def test_seeds_come_from_seed_role_and_rank(scheduler: Scheduler, role: str) -> 
         assert len(numbers) == 3, "ranks and roles differ, for each library"
 
 
-def test_a_worker_without_file_descriptors_left(scheduler: Scheduler, role: str) -> None:
+def test_payload_without_descriptors(scheduler: Scheduler, role: str) -> None:
     """What cannot be mapped or sent for want of a descriptor fails alone; the worker lives."""
     if type(scheduler).__name__ != "LocalScheduler":
         pytest.skip("only local: elsewhere a process without descriptors fails in Ray, or is the script itself")

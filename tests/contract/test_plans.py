@@ -19,7 +19,7 @@ def _jobs(role: str, gpu: int = 1) -> list[Job]:
     ]
 
 
-def test_a_plan_is_what_a_start_does(scheduler: Scheduler, role: str) -> None:
+def test_plan_matches_start(scheduler: Scheduler, role: str) -> None:
     before = {status.worker_id for status in scheduler.status()}
     plan = scheduler.plan(_jobs(role))
     assert {status.worker_id for status in scheduler.status()} == before, "nothing was started"
@@ -36,13 +36,13 @@ def test_a_plan_is_what_a_start_does(scheduler: Scheduler, role: str) -> None:
         scheduler.get_workers(f"{role}-beside")
 
 
-def test_a_plan_says_who_holds_what_is_missing(scheduler: Scheduler, role: str) -> None:
+def test_plan_names_holder(scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cpu=0, gpu=6)]))
     with pytest.raises(errors.PlacementTimeoutError, match=f"{role}"):
         scheduler.plan(Job(role=f"{role}-more", tasks=[SchedulingSpec(cpu=0, gpu=3)]))
 
 
-def test_jobs_of_one_start_have_names_of_their_own(scheduler: Scheduler, role: str) -> None:
+def test_create_workers_refuses_same_names(scheduler: Scheduler, role: str) -> None:
     with pytest.raises(errors.InvalidSpecError, match="a name of its own among the jobs"):
         scheduler.create_workers([Job(role=role), Job(role=role)])
     assert scheduler.create_workers([]) == []

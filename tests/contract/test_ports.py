@@ -22,7 +22,7 @@ from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, wait_until
 
 FIRST, LAST = 20_200, 20_399
-NUM_WORKERS, NUM_PORTS, NUM_SQUATTERS = 16, 8, 50
+NUM_WORKERS, NUM_PORTS, NUM_SQUATTERS = 8, 16, 50
 
 
 class Owner:
@@ -81,7 +81,7 @@ def leased(scheduler: Scheduler, role: str) -> list[list[int]]:
     return [[int(port) for port in worker.engine_ports] for worker in scheduler.get_workers(role)]
 
 
-def test_many_workers_among_squatters(scheduler: Scheduler, role: str, squatted: set[int]) -> None:
+def test_ports_among_squatters(scheduler: Scheduler, role: str, squatted: set[int]) -> None:
     spec = SchedulingSpec(cpu=1, port_count=NUM_PORTS)
     workers = scheduler.create_workers(Job(role=role, replicas=NUM_WORKERS, tasks=[spec]))
     ports = leased(scheduler, role)
@@ -106,7 +106,7 @@ def test_many_workers_among_squatters(scheduler: Scheduler, role: str, squatted:
 
 @pytest.mark.not_on("inline", "its workers are not processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="leases are sockets of Linux's abstract namespace")
-def test_what_a_killed_worker_held_is_free(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_of_killed_worker_free(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RANGE_VARIABLE, "20100-20107")
     spec = SchedulingSpec(port_count=8)
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
@@ -119,7 +119,7 @@ def test_what_a_killed_worker_held_is_free(scheduler: Scheduler, role: str, monk
     assert sorted(leased(scheduler, f"{role}-heir")[0]) == list(range(20100, 20108))
 
 
-def test_a_range_that_is_none_is_said_in_a_line(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_range_invalid(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RANGE_VARIABLE, "20000")
     with pytest.raises(errors.WorkerStartError, match=r"HELMSMAN_PORT_RANGE is '20000'; expected 'FIRST-LAST'"):
         scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(port_count=1)]))
@@ -134,21 +134,16 @@ def answers(port: int) -> bool:
     return False
 
 
-def test_a_command_binds_the_ports_that_it_is_told(scheduler: Scheduler, role: str) -> None:
-    spec = SchedulingSpec(cmd="http.server --bind 127.0.0.1 {port1}", port_count=2, env_vars={"CONTRACT_CMD": "a b,c=d"})
-    (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
-    ports = leased(scheduler, role)[0]
-    wait_until(lambda: answers(ports[1]), "the server listens on its port")
+def test_command_binds_ports(scheduler: Scheduler, role: str) -> None:
+    two = SchedulingSpec(cmd="http.server --bind 127.0.0.1 {port1}", port_count=2, env_vars={"CONTRACT_CMD": "a b,c=d"})
+    one = SchedulingSpec(cmd="http.server --bind '127.0.0.1' {port}")
+    worker, _ = scheduler.create_workers(Job(role=role, replicas=2, tasks=[two, one]))
+    ports, (port,) = leased(scheduler, role)
+    wait_until(lambda: answers(ports[1]) and answers(port), "the servers listen on their ports")
     with open(f"/proc/{scheduler.call_engine(worker, 'pid')}/environ") as file:
         environment = dict(entry.split("=", 1) for entry in file.read().split("\0") if "=" in entry)
     assert environment["HELMSMAN_PORTS"] == f"{ports[0]},{ports[1]}"
     assert environment["CONTRACT_CMD"] == "a b,c=d"
-
-
-def test_a_command_without_a_count_has_one_port(scheduler: Scheduler, role: str) -> None:
-    scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cmd="http.server --bind '127.0.0.1' {port}")]))
-    ((port,),) = leased(scheduler, role)
-    wait_until(lambda: answers(port), "the server listens on its port")
 
 
 @pytest.mark.parametrize(
@@ -159,9 +154,7 @@ def test_a_command_without_a_count_has_one_port(scheduler: Scheduler, role: str)
         ("http.server 'unclosed", "No closing quotation"),
     ],
 )
-def test_a_command_that_cannot_run_fails_the_start(
-    scheduler: Scheduler, backend: str, role: str, command: str, reason: str
-) -> None:
+def test_command_fails_start(scheduler: Scheduler, backend: str, role: str, command: str, reason: str) -> None:
     with pytest.raises(errors.EngineCreationError) as caught:
         scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cmd=command)]))
     assert reason in str(caught.value)
@@ -171,7 +164,7 @@ def test_a_command_that_cannot_run_fails_the_start(
         scheduler.get_workers(role)
 
 
-def test_an_engine_is_made_knowing_its_workers_ports(scheduler: Scheduler, role: str) -> None:
+def test_worker_context_has_ports(scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=role, replicas=2, tasks=[SchedulingSpec(port_count=2)]))
     for worker in scheduler.get_workers(role):
         worker_id, node, ports, later = Engine.create(scheduler, worker.id, Asker).call("seen")

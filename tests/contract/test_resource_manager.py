@@ -14,7 +14,7 @@ from tests.contract.helpers import wait_until
 from tests.contract.test_clusters import ON_CPU, Members
 
 
-def test_destroying_it_ends_the_workers_on_its_devices(scheduler: Scheduler) -> None:
+def test_resource_manager_destroy_ends_workers(scheduler: Scheduler) -> None:
     free = sum(node.num_free_devices for node in scheduler.nodes())
     manager = ResourceManager(2, scheduler=scheduler, name="short-lived")
     group = Members("short", Member, manager, ClusterConfig(device_mapping="0-1", num_cpus=0.5, env_vars=ON_CPU))
@@ -28,7 +28,7 @@ def test_destroying_it_ends_the_workers_on_its_devices(scheduler: Scheduler) -> 
         pass
 
 
-def test_what_stays_may_be_released_after_the_scheduler_has_closed() -> None:
+def test_release_after_close() -> None:
     scheduler = make_scheduler("inline", num_gpus=1)
     group = Members("late", Member, ResourceManager(1, scheduler=scheduler), ClusterConfig(world_size=2))
     handle = scheduler.put([1])
@@ -38,7 +38,7 @@ def test_what_stays_may_be_released_after_the_scheduler_has_closed() -> None:
     group.close()
 
 
-def test_a_manager_of_cpus_alone(scheduler: Scheduler) -> None:
+def test_resource_manager_of_cpus(scheduler: Scheduler) -> None:
     with ResourceManager(0, scheduler=scheduler) as manager:
         assert manager.devices == () and manager.num_nodes >= 1
         with Members("cpus", Member, manager, ClusterConfig(world_size=2, num_cpus=0.5)) as group:
@@ -48,7 +48,7 @@ def test_a_manager_of_cpus_alone(scheduler: Scheduler) -> None:
             Members("gpus", Member, manager, ClusterConfig(device_mapping="0"))
 
 
-def test_nodes_that_the_cluster_does_not_have(scheduler: Scheduler) -> None:
+def test_resource_manager_missing_nodes(scheduler: Scheduler) -> None:
     for num_gpus, num_nodes, step in (
         (16, None, "Set num_gpus_per_node to 8"),
         (8, 4, "Set num_nodes to 1"),

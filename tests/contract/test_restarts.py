@@ -11,13 +11,13 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, SchedulingStrategy, WorkerState
 from tests.contract.engines import Counter
-from tests.contract.helpers import LIMIT_S, Engine, Gate, is_running, stop, wait_gone, wait_until
+from tests.contract.helpers import LIMIT_S, Engine, Gate, is_running, stop, wait_gone
 
 ONE_DEVICE = SchedulingSpec(cpu=0, gpu=1, port_count=1)
 
 
 @pytest.mark.not_on("inline", "one process, it cannot be stopped without the script")
-def test_a_stopped_worker_is_ended_and_its_call_says_why(scheduler: Scheduler, role: str, gate: Gate) -> None:
+def test_kill_worker_stopped(scheduler: Scheduler, role: str, gate: Gate) -> None:
     stopped, other = scheduler.create_workers(Job(role=role, replicas=2))
     engine, healthy = Engine.create(scheduler, stopped, Counter), Engine.create(scheduler, other, Counter)
     pid = engine.call("pid")
@@ -41,7 +41,7 @@ def test_a_stopped_worker_is_ended_and_its_call_says_why(scheduler: Scheduler, r
 
 
 @pytest.mark.not_on("inline", "its workers have no logs of their own")
-def test_the_log_tail_is_that_of_the_new_process(scheduler: Scheduler, role: str) -> None:
+def test_restart_worker_log_tail(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker, Counter)
     engine.call("print_lines", 20)
@@ -61,33 +61,31 @@ def test_the_log_tail_is_that_of_the_new_process(scheduler: Scheduler, role: str
     assert third.value.log_tail == "line 0\nline 1"
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_all_workers_of_a_role_are_replaced(scheduler: Scheduler, backend: str, role: str, elsewhere: bool) -> None:
+def test_restart_workers_replaces_all(scheduler: Scheduler, backend: str, role: str) -> None:
     spec = ONE_DEVICE if backend != "inline" else SchedulingSpec(cpu=0, port_count=1)
     ids = scheduler.create_workers(Job(role=role, replicas=3, tasks=[spec]))
     before = scheduler.get_workers(role)
-    engines = [Engine.create(scheduler, worker_id, Counter) for worker_id in ids]
-    pids = [engine.call("pid") for engine in engines]
-    if backend != "inline":
-        stop(pids[0])
-        os.kill(pids[1], signal.SIGKILL)
-    scheduler.restart_workers(role, elsewhere=elsewhere)
-    if backend != "inline":
-        assert not any(map(is_running, pids))
-    after = scheduler.get_workers(role)
-    assert [worker.id for worker in after] == ids
-    assert [worker.devices for worker in after] == [worker.devices for worker in before]
-    with pytest.raises(errors.EngineNotFoundError):
-        engines[2].call("add", 1)
+    for elsewhere in (False, True):
+        engines = [Engine.create(scheduler, worker_id, Counter) for worker_id in ids]
+        pids = [engine.call("pid") for engine in engines]
+        if backend != "inline":
+            stop(pids[0])
+            os.kill(pids[1], signal.SIGKILL)
+        scheduler.restart_workers(role, elsewhere=elsewhere)
+        if backend != "inline":
+            assert not any(map(is_running, pids))
+        after = scheduler.get_workers(role)
+        assert [worker.id for worker in after] == ids
+        assert [worker.devices for worker in after] == [worker.devices for worker in before]
+        with pytest.raises(errors.EngineNotFoundError):
+            engines[2].call("add", 1)
     engines = [Engine.create(scheduler, worker_id, Counter, None, rank) for rank, worker_id in enumerate(ids)]
     assert [engine.call("add", 1) for engine in engines] == [1, 2, 3]
-    scheduler.delete_workers(role)
     if backend != "inline":
-        everything = scheduler.create_workers(Job(role=f"{role}-all", replicas=8, tasks=[ONE_DEVICE]))
-        assert len(everything) == 8, "nothing is held twice"
+        assert len(scheduler.scale(role, 8)) == 5, "nothing is held twice"
 
 
-def test_roles_that_would_go_with_the_workers_are_named(scheduler: Scheduler, role: str) -> None:
+def test_restart_workers_names_dependents(scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=role))
     beside = SchedulingStrategy(type="colocation", target=role, fork=True)
     scheduler.create_workers(Job(role=f"{role}-sibling", scheduling_strategy=beside))
@@ -107,22 +105,8 @@ def test_roles_that_would_go_with_the_workers_are_named(scheduler: Scheduler, ro
     assert sibling.call("add", 1) == 2, "what is refused has ended nothing"
 
 
-@pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
-def test_workers_may_be_replaced_again_and_again(scheduler: Scheduler, role: str) -> None:
-    ids = scheduler.create_workers(Job(role=role, replicas=2))
-    for _ in range(2):
-        pids = [each.pid for each in scheduler.status() if each.worker_id in ids]
-        for pid in pids:
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-        scheduler.restart_workers(role)
-        wait_until(
-            lambda: {each.state for each in scheduler.status() if each.worker_id in ids} == {WorkerState.READY}, "all are ready"
-        )
-
-
 @pytest.mark.not_on("inline", "its workers have no process of their own")
-def test_a_role_from_which_workers_were_removed_is_restarted_whole(scheduler: Scheduler, role: str) -> None:
+def test_restart_workers_after_removal(scheduler: Scheduler, role: str) -> None:
     spec = SchedulingSpec(cpu=0, port_count=1)
     scheduler.create_workers(Job(role=role, replicas=3, tasks=[spec]))
     scheduler.remove_workers(role, [f"{role}/1"])

@@ -72,7 +72,7 @@ def pids(pool: RewardPool) -> list[int]:
 # --- what works ---------------------------------------------------------------------------------------------------------
 
 
-def test_scores_come_in_the_order_of_the_items_and_may_be_awaited_anywhere(make_pool: MakePool) -> None:
+def test_reward_pool_map_order(make_pool: MakePool) -> None:
     pool = make_pool(act)
     assert pool.map(range(100)) == [2 * number for number in range(100)]
     assert pool.map([]) == []
@@ -83,7 +83,7 @@ def test_scores_come_in_the_order_of_the_items_and_may_be_awaited_anywhere(make_
     assert asyncio.run(score()) == [0, 2, 4, 6, 8, 42]
 
 
-def test_each_of_many_is_computed_once(make_pool: MakePool, tmp_path: Path) -> None:
+def test_reward_pool_computes_once(make_pool: MakePool, tmp_path: Path) -> None:
     pool = make_pool()
 
     async def score() -> list[Any]:
@@ -94,7 +94,7 @@ def test_each_of_many_is_computed_once(make_pool: MakePool, tmp_path: Path) -> N
     assert noted == {f"n{number}": 1 for number in range(300)}
 
 
-def test_async_functions_run_many_at_once_on_a_worker(make_pool: MakePool) -> None:
+def test_reward_pool_async_concurrency(make_pool: MakePool) -> None:
     pool = make_pool(AACT, num=1, max_in_flight_per_worker=8)
 
     async def score() -> list[Any]:
@@ -103,12 +103,12 @@ def test_async_functions_run_many_at_once_on_a_worker(make_pool: MakePool) -> No
     assert len(set(asyncio.run(score()))) == 1
 
 
-def test_an_object_with_an_async_call_is_a_function_too(make_pool: MakePool) -> None:
+def test_reward_pool_async_object(make_pool: MakePool) -> None:
     pool = make_pool(Scorer(3))
     assert asyncio.run(pool.ascore(5, plus=1)) == 16
 
 
-def test_a_function_that_is_none_is_said_at_the_start(make_pool: MakePool) -> None:
+def test_reward_pool_refuses_non_function(make_pool: MakePool) -> None:
     with pytest.raises((EngineCreationError, GroupCallError), match="the reward function is 3, which cannot be called"):
         make_pool("tests.contract.reward_functions.UNCALLABLE")
     with pytest.raises((EngineCreationError, GroupCallError), match="no_such_function"):
@@ -120,7 +120,7 @@ def test_a_function_that_is_none_is_said_at_the_start(make_pool: MakePool) -> No
 # --- what fails ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_exception_is_that_scores_error_with_its_traceback(make_pool: MakePool) -> None:
+def test_reward_pool_exception(make_pool: MakePool) -> None:
     pool = make_pool()
     good, bad, other = asyncio.run(outcomes(pool(1), pool("fail", "x", 7), pool(2)))
     assert (good, other) == (2, 4)
@@ -134,7 +134,7 @@ def test_an_exception_is_that_scores_error_with_its_traceback(make_pool: MakePoo
 
 
 @pytest.mark.parametrize("function", [ACT, AACT])
-def test_a_function_that_ends_the_program_fails_alone(make_pool: MakePool, function: str) -> None:
+def test_reward_pool_sys_exit(make_pool: MakePool, function: str) -> None:
     """As code does that a model has written."""
     pool = make_pool(function, num=1)
     before = pids(pool)
@@ -150,16 +150,14 @@ def test_a_function_that_ends_the_program_fails_alone(make_pool: MakePool, funct
     assert pids(pool) == before
 
 
-def test_what_cannot_be_sent_fails_before_it_waits(make_pool: MakePool) -> None:
+def test_reward_pool_unserializable(make_pool: MakePool) -> None:
     pool = make_pool()
     with pytest.raises(ArgumentNotSerializableError, match=r"args\[0\]"):
         pool.map([threading.Lock()])
     assert pool.map([4]) == [8]
 
 
-def test_a_stuck_function_fails_alone_and_its_worker_serves_again(
-    make_pool: MakePool, gate: Gate, threads: ThreadPoolExecutor, backend: str
-) -> None:
+def test_reward_pool_stuck_function(make_pool: MakePool, gate: Gate, threads: ThreadPoolExecutor, backend: str) -> None:
     pool = make_pool(timeout_s=3.0)
     before = pids(pool)
     stuck = begin(pool, threads, "wait", *gate.files)
@@ -177,7 +175,7 @@ def test_a_stuck_function_fails_alone_and_its_worker_serves_again(
     assert [each.result(LIMIT_S) for each in again] == ["waited"] * 2
 
 
-def test_an_async_function_that_takes_too_long_is_cancelled_alone(make_pool: MakePool) -> None:
+def test_reward_pool_async_timeout(make_pool: MakePool) -> None:
     pool = make_pool(AACT, timeout_s=1.0, num=1)
     before = pids(pool)
 
@@ -193,7 +191,8 @@ def test_an_async_function_that_takes_too_long_is_cancelled_alone(make_pool: Mak
 
 
 @pytest.mark.slow
-def test_an_async_function_that_blocks_its_loop_is_ended_with_its_worker(make_pool: MakePool, gate: Gate) -> None:
+@pytest.mark.not_on("ray", "its workers are ended as for a stuck function")
+def test_reward_pool_async_blocks_loop(make_pool: MakePool, gate: Gate) -> None:
     pool = make_pool(AACT, timeout_s=1.0, num=1)
     blocking, beside = asyncio.run(outcomes(pool("block", gate.release), pool("for ever")))
     assert isinstance(blocking, RewardTimeoutError)
@@ -203,7 +202,7 @@ def test_an_async_function_that_blocks_its_loop_is_ended_with_its_worker(make_po
 
 
 @HAS_NO_PROCESS
-def test_a_worker_that_dies_fails_its_score_with_the_reason_and_comes_back(make_pool: MakePool) -> None:
+def test_reward_pool_worker_dies(make_pool: MakePool) -> None:
     pool = make_pool()
     lost, other = asyncio.run(outcomes(pool("die"), pool(1)))
     assert isinstance(lost, RewardLostError)
@@ -216,7 +215,7 @@ def test_a_worker_that_dies_fails_its_score_with_the_reason_and_comes_back(make_
 
 @HAS_NO_PROCESS
 @pytest.mark.parametrize("function", [ACT, AACT])
-def test_what_idle_workers_died_of_costs_no_score(make_pool: MakePool, function: str) -> None:
+def test_reward_pool_idle_worker_dies(make_pool: MakePool, function: str) -> None:
     pool = make_pool(function)
     assert pool.map([1, 2, 3]) == [2, 4, 6]
     before = pids(pool)
@@ -227,7 +226,7 @@ def test_what_idle_workers_died_of_costs_no_score(make_pool: MakePool, function:
 
 
 @HAS_NO_PROCESS
-def test_a_budget_that_is_spent_fails_what_waits(make_pool: MakePool) -> None:
+def test_reward_pool_restarts_spent(make_pool: MakePool) -> None:
     pool = make_pool(num=1, max_restarts=1)
     first, second, third = asyncio.run(outcomes(pool("die"), pool("die"), pool(1)))
     assert isinstance(first, RewardLostError)
@@ -241,7 +240,7 @@ def test_a_budget_that_is_spent_fails_what_waits(make_pool: MakePool) -> None:
 # --- who waits no more --------------------------------------------------------------------------------------------------
 
 
-def test_a_score_that_nobody_waits_for_keeps_its_place_until_it_ends(make_pool: MakePool, gate: Gate) -> None:
+def test_reward_pool_cancelled_score(make_pool: MakePool, gate: Gate) -> None:
     pool = make_pool(num=1)
 
     async def score() -> list[Any]:
@@ -262,7 +261,7 @@ def test_a_score_that_nobody_waits_for_keeps_its_place_until_it_ends(make_pool: 
     assert not list(Path(gate.started).parent.glob("a-*")), "it was never begun"
 
 
-def test_closing_fails_what_runs_and_what_waits(
+def test_reward_pool_close_fails_scores(
     make_pool: MakePool, gate: Gate, threads: ThreadPoolExecutor, scheduler: Scheduler
 ) -> None:
     pool = make_pool(num=1)
@@ -282,7 +281,7 @@ def test_closing_fails_what_runs_and_what_waits(
 
 
 @HAS_NO_PROCESS
-def test_closing_while_a_worker_is_started_anew_leaves_nothing(make_pool: MakePool, threads: ThreadPoolExecutor) -> None:
+def test_reward_pool_close_during_restart(make_pool: MakePool, threads: ThreadPoolExecutor) -> None:
     pool = make_pool()
     before = pids(pool)
     lost = begin(pool, threads, "die")
@@ -292,7 +291,7 @@ def test_closing_while_a_worker_is_started_anew_leaves_nothing(make_pool: MakePo
     wait_gone({str(pid): pid for pid in before})
 
 
-def test_what_makes_no_sense_is_said(scheduler: Scheduler) -> None:
+def test_reward_pool_invalid_options(scheduler: Scheduler) -> None:
     job = Job(role="reward")
     for options in ({"timeout_s": 0.0}, {"max_in_flight_per_worker": 0}, {"max_restarts": -1}):
         with pytest.raises(ValueError, match=next(iter(options))):

@@ -23,7 +23,7 @@ def _job(role: str, backend: str, replicas: int = 1) -> Job:
     return Job(role=role, replicas=replicas, tasks=[spec])
 
 
-def test_a_role_grows_and_shrinks(scheduler: Scheduler, backend: str, role: str) -> None:
+def test_scale_up_and_down(scheduler: Scheduler, backend: str, role: str) -> None:
     (first,) = scheduler.create_workers(_job(role, backend))
     kept = Engine.create(scheduler, first, Counter)
     kept.call("add", 5)
@@ -51,23 +51,8 @@ def test_a_role_grows_and_shrinks(scheduler: Scheduler, backend: str, role: str)
     assert kept.call("add", 1) == 6
 
 
-@pytest.mark.not_on("inline", "it has no devices")
-def test_what_a_smaller_role_held_is_free(scheduler: Scheduler, backend: str, role: str) -> None:
-    scheduler.create_workers(_job(role, backend, replicas=4))
-    scheduler.scale(role, 2)
-    scheduler.scale(role, 3)
-    scheduler.scale(role, 1)
-    others = scheduler.create_workers(_job(f"{role}-others", backend, replicas=7))
-    devices = [
-        device for name in (role, f"{role}-others") for worker in scheduler.get_workers(name) for device in worker.devices
-    ]
-    assert len(others) == 7
-    assert sorted(devices) == [str(index) for index in range(8)]
-    scheduler.delete_workers(f"{role}-others")
-
-
 @pytest.mark.not_on("inline", "nothing can be missing there")
-def test_a_growth_that_fails_leaves_the_role_as_it_was(scheduler: Scheduler, backend: str, role: str) -> None:
+def test_scale_failure_changes_nothing(scheduler: Scheduler, backend: str, role: str) -> None:
     (first,) = scheduler.create_workers(_job(role, backend))
     kept = Engine.create(scheduler, first, Counter)
     with pytest.raises(errors.PlacementInfeasibleError, match="GPU"):
@@ -77,7 +62,7 @@ def test_a_growth_that_fails_leaves_the_role_as_it_was(scheduler: Scheduler, bac
     assert len(scheduler.scale(role, 8)) == 7, "nothing of the failed attempt is held"
 
 
-def test_what_cannot_be_scaled_is_said(scheduler: Scheduler, role: str) -> None:
+def test_scale_refuses(scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=role, replicas=2))
     beside = SchedulingStrategy(type="colocation", target=role)
     scheduler.create_workers(Job(role=f"{role}-guest", replicas=2, scheduling_strategy=beside))
@@ -97,7 +82,7 @@ def test_what_cannot_be_scaled_is_said(scheduler: Scheduler, role: str) -> None:
     assert scheduler.scale(role, 3) == [f"{role}/2"]
 
 
-def test_any_worker_is_removed_and_the_others_keep_their_ids(scheduler: Scheduler, backend: str, role: str) -> None:
+def test_remove_workers_keeps_ids(scheduler: Scheduler, backend: str, role: str) -> None:
     scheduler.create_workers(_job(role, backend, replicas=4))
     engines = {index: Engine.create(scheduler, f"{role}/{index}", Counter) for index in range(4)}
     pids = {f"{role}/{index}": engines[index].call("pid") for index in (0, 2)}
@@ -114,7 +99,7 @@ def test_any_worker_is_removed_and_the_others_keep_their_ids(scheduler: Schedule
     assert scheduler.scale(role, 3) == [f"{role}/5"]
 
 
-def test_a_role_with_holes_is_a_role(scheduler: Scheduler, backend: str, role: str) -> None:
+def test_remove_workers_leaves_holes(scheduler: Scheduler, backend: str, role: str) -> None:
     specs = [
         SchedulingSpec(cpu=0, gpu=0 if backend == "inline" else 1, port_count=1, env_vars={f"HOLES_{index}": "there"})
         for index in range(4)
@@ -148,7 +133,7 @@ def test_a_role_with_holes_is_a_role(scheduler: Scheduler, backend: str, role: s
 
 
 @pytest.mark.not_on("inline", "it has no devices")
-def test_what_removed_workers_held_is_free(scheduler: Scheduler, backend: str, role: str) -> None:
+def test_remove_workers_frees_devices(scheduler: Scheduler, backend: str, role: str) -> None:
     scheduler.create_workers(_job(role, backend, replicas=4))
     scheduler.restart_worker(f"{role}/1")
     scheduler.remove_workers(role, [f"{role}/1", f"{role}/2"])
@@ -163,7 +148,7 @@ def test_what_removed_workers_held_is_free(scheduler: Scheduler, backend: str, r
     scheduler.delete_workers(f"{role}-others")
 
 
-def test_what_cannot_be_removed_is_said_and_nothing_ends(scheduler: Scheduler, role: str) -> None:
+def test_remove_workers_refuses(scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=role, replicas=2, tasks=[SchedulingSpec(cpu=0)]))
     guest = f"{role}-guest"
     with pytest.raises(errors.InvalidSpecError, match="one worker at least to stay"):
@@ -186,7 +171,7 @@ def test_what_cannot_be_removed_is_said_and_nothing_ends(scheduler: Scheduler, r
 
 
 @pytest.mark.not_on("inline", "its workers have no process of their own")
-def test_a_worker_is_removed_while_it_is_restarted(scheduler: Scheduler, backend: str, role: str) -> None:
+def test_remove_workers_during_restart(scheduler: Scheduler, backend: str, role: str) -> None:
     scheduler.create_workers(_job(role, backend, replicas=2))
     for index in range(3):
         doomed = f"{role}/{index + 1}"
@@ -202,7 +187,7 @@ def test_a_worker_is_removed_while_it_is_restarted(scheduler: Scheduler, backend
     scheduler.scale(role, 8)  # nothing of any of them is held
 
 
-def test_a_worker_that_two_remove_goes_once(scheduler: Scheduler, backend: str, role: str) -> None:
+def test_remove_workers_concurrently(scheduler: Scheduler, backend: str, role: str) -> None:
     scheduler.create_workers(_job(role, backend, replicas=3))
     with ThreadPoolExecutor() as pool:
         removals = [pool.submit(scheduler.remove_workers, role, [f"{role}/1"]) for _ in range(4)]
@@ -212,7 +197,7 @@ def test_a_worker_that_two_remove_goes_once(scheduler: Scheduler, backend: str, 
 
 
 @pytest.mark.not_on("inline", "nothing of it takes time to end")
-def test_a_removal_whose_caller_is_interrupted_is_finished(scheduler: Scheduler, backend: str, role: str, gate: Gate) -> None:
+def test_remove_workers_interrupted(scheduler: Scheduler, backend: str, role: str, gate: Gate) -> None:
     scheduler.create_workers(_job(role, backend, replicas=2))
     engine = Engine.create(scheduler, f"{role}/0", Counter)
     pid = engine.call("pid")
@@ -228,7 +213,7 @@ def test_a_removal_whose_caller_is_interrupted_is_finished(scheduler: Scheduler,
 
 
 @pytest.mark.parametrize("how", ["removed", "deleted"])
-def test_a_call_in_flight_ends_with_its_worker(scheduler: Scheduler, backend: str, role: str, gate: Gate, how: str) -> None:
+def test_remove_workers_fails_calls(scheduler: Scheduler, backend: str, role: str, gate: Gate, how: str) -> None:
     scheduler.create_workers(_job(role, backend, replicas=2))
     with held(Engine.create(scheduler, f"{role}/1", Counter), gate, "async_wait") as call:
         if how == "removed":
@@ -239,7 +224,7 @@ def test_a_call_in_flight_ends_with_its_worker(scheduler: Scheduler, backend: st
             call.result(30)
 
 
-def test_those_who_add_at_once_get_as_many_as_they_asked_for(scheduler: Scheduler, backend: str, role: str) -> None:
+def test_add_workers_concurrently(scheduler: Scheduler, backend: str, role: str) -> None:
     scheduler.create_workers(_job(role, backend))
     with ThreadPoolExecutor() as pool:
         asked = [pool.submit(scheduler.add_workers, role, 1) for _ in range(4)]
@@ -253,7 +238,7 @@ def test_those_who_add_at_once_get_as_many_as_they_asked_for(scheduler: Schedule
 
 
 @pytest.mark.not_on("inline", "a command needs a process of its own")
-def test_what_runs_beside_each_worker_runs_beside_new_ones_too(scheduler: Scheduler, role: str) -> None:
+def test_add_workers_starts_commands(scheduler: Scheduler, role: str) -> None:
     serve = "http.server {port} --bind 127.0.0.1"
     scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cpu=0, cmd=serve)]))
     assert scheduler.add_workers(role, 1) == [f"{role}/1"]

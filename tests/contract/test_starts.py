@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 
@@ -33,7 +32,7 @@ def _free() -> dict[str, float]:
     return {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
 
 
-def test_a_start_that_fails_half_way_leaves_nothing(
+def test_create_workers_failure_leaves_nothing(
     backend: str, scheduler: Scheduler, shared_workers: list[str], role: str
 ) -> None:
     """The second replica asks for more ports than there are, when all processes run already."""
@@ -68,7 +67,7 @@ def _workers_of_this_machine() -> set[int]:
 
 
 @pytest.mark.not_on("inline", "its workers have no log files")
-def test_a_worker_that_ends_while_it_starts(backend: str, scheduler: Scheduler, role: str) -> None:
+def test_create_workers_worker_ends(backend: str, scheduler: Scheduler, role: str) -> None:
     """Its log cannot be opened, because a folder has the name."""
     log_dir = scheduler._run.log_dir  # type: ignore[attr-defined]
     (log_dir / f"{role}-1.log").mkdir()
@@ -82,9 +81,9 @@ def test_a_worker_that_ends_while_it_starts(backend: str, scheduler: Scheduler, 
 
 
 @pytest.mark.not_on("inline", "its workers start at once")
-def test_a_start_has_one_deadline(backend: str, tmp_path: Path) -> None:
+def test_create_workers_one_deadline(backend: str, make_own: Callable[..., Scheduler]) -> None:
     options: dict[str, Any] = {"preload": ["tests.contract.slow_module"]} if backend == "local" else {}
-    scheduler = make_scheduler(backend, log_dir=tmp_path, timeouts=Timeouts(start_s=0.05), **options)
+    scheduler = make_own(timeouts=Timeouts(start_s=0.05), **options)
     workers = _workers_of_this_machine()
     with pytest.raises((errors.WorkerStartError, errors.PlacementTimeoutError)) as caught:
         scheduler.create_workers(Job(role="late", replicas=2))
@@ -97,44 +96,34 @@ def test_a_start_has_one_deadline(backend: str, tmp_path: Path) -> None:
 # --- more than there is -------------------------------------------------------------------------------------------------
 
 
-def test_more_devices_than_there_are(backend: str, scheduler: Scheduler, role: str) -> None:
-    groups = _held_by_groups() if backend == "ray" else {}
-    with pytest.raises(errors.PlacementInfeasibleError) as caught:
-        scheduler.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=3)]))
-    assert "1" in caught.value.shortfall
-    for fact in (role, "9", "8", "Set Job.replicas to 2"):
-        assert fact in str(caught.value)
-    if backend == "ray":
-        assert _held_by_groups().keys() == groups.keys()
-
-
 @pytest.mark.parametrize(
-    ("spec", "shortfall", "setting"),
+    ("replicas", "spec", "shortfall", "setting"),
     [
-        (SchedulingSpec(cpu=999), "975 CPU", "Set SchedulingSpec.cpu to 24"),
-        (SchedulingSpec(gpu=9), "1 GPU", "Set SchedulingSpec.gpu to 8"),
-        (SchedulingSpec(mem=9000), "GB memory", "Set SchedulingSpec.mem to "),
-        (SchedulingSpec(resources={"license": 1}), "1 license", "Set SchedulingSpec.resources to {'license': 0}"),
-        (SchedulingSpec(accelerator_type="H9000"), "accelerator_type:H9000", "SchedulingSpec"),
+        (1, SchedulingSpec(cpu=999), "975 CPU", "Set SchedulingSpec.cpu to 24"),
+        (1, SchedulingSpec(gpu=9, ray_placement_strategy="separate"), "1 GPU", "Set SchedulingSpec.gpu to 8"),
+        (3, SchedulingSpec(cpu=0, gpu=3), "1 GPU", "Set Job.replicas to 2"),
+        (1, SchedulingSpec(mem=9000), "GB memory", "Set SchedulingSpec.mem to "),
+        (1, SchedulingSpec(resources={"license": 1}), "1 license", "Set SchedulingSpec.resources to {'license': 0}"),
+        (1, SchedulingSpec(accelerator_type="H9000"), "accelerator_type:H9000", "SchedulingSpec"),
     ],
 )
-@pytest.mark.parametrize("strategy", ["shared", "separate"])
 def test_create_workers_infeasible(
-    backend: str, scheduler: Scheduler, role: str, spec: SchedulingSpec, shortfall: str, setting: str, strategy: Any
+    backend: str, scheduler: Scheduler, role: str, replicas: int, spec: SchedulingSpec, shortfall: str, setting: str
 ) -> None:
     if backend != "ray" and spec.accelerator_type:
         pytest.skip(f"{backend}: one machine offers no choice of nodes")
     groups = _held_by_groups() if backend == "ray" else {}
     with pytest.raises(errors.PlacementInfeasibleError) as caught:
-        scheduler.create_workers(Job(role=role, tasks=[msgspec.structs.replace(spec, ray_placement_strategy=strategy)]))
+        scheduler.create_workers(Job(role=role, replicas=replicas, tasks=[spec]))
     assert shortfall in caught.value.shortfall
+    assert role in str(caught.value)
     assert setting in str(caught.value)
     if backend == "ray":
         assert _held_by_groups().keys() == groups.keys()
 
 
 @pytest.mark.not_on("inline", "it has no devices to hand out")
-def test_what_the_run_itself_holds_is_said_with_its_holder(backend: str, scheduler: Scheduler, role: str) -> None:
+def test_create_workers_names_own_holder(backend: str, scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=f"{role}-holder", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=3)]))
     groups = _held_by_groups() if backend == "ray" else {}
     with pytest.raises(errors.PlacementTimeoutError) as caught:  # at once: nobody else would free what this run holds
@@ -147,10 +136,10 @@ def test_what_the_run_itself_holds_is_said_with_its_holder(backend: str, schedul
     assert len(scheduler.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)]))) == 3
 
 
-def test_what_others_hold_is_waited_for_until_the_deadline(backend: str, scheduler: Scheduler, role: str) -> None:
-    if backend != "ray":
-        pytest.skip(f"{backend}: its machine's devices are its own to hand out")
-    other = make_scheduler("ray", timeouts=Timeouts(start_s=0.5))  # another run in the cluster of the shared one
+@pytest.mark.not_on("inline", "it has no devices to hand out")
+@pytest.mark.not_on("local", "its machine's devices are its own to hand out")
+def test_create_workers_waits_for_others(make_own: Callable[..., Scheduler], scheduler: Scheduler, role: str) -> None:
+    other: Any = make_own(timeouts=Timeouts(start_s=0.5))
     with other:
         scheduler.create_workers(Job(role=f"{role}-holder", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=3)]))
         groups = _held_by_groups()
@@ -170,7 +159,7 @@ MASKS = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
 @pytest.mark.not_on("inline", "it has no devices to hand out")
-def test_workers_see_their_own_devices_and_no_others(scheduler: Scheduler, role: str) -> None:
+def test_devices_visible_to_worker(scheduler: Scheduler, role: str) -> None:
     assert scheduler.n_gpus_per_node == 8
     workers = scheduler.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=2)]))
     workers += scheduler.create_workers(Job(role=f"{role}-cpu", tasks=[SchedulingSpec(cpu=1)]))
@@ -183,18 +172,13 @@ def test_workers_see_their_own_devices_and_no_others(scheduler: Scheduler, role:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_a_driver_without_torch_hands_out_logical_devices(backend: str, run_driver: Callable[..., Driver], kind: str) -> None:
+@pytest.mark.not_on("inline", "it has no devices to hand out")
+def test_devices_without_torch(backend: str, run_driver: Callable[..., Driver]) -> None:
     """With a mask of its own in the environment, and where importing torch raises."""
-    if backend == "inline":
-        pytest.skip("inline: it has no devices to hand out")
-    variable = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}[kind]
-    options = {
-        ("ray", "cuda"): "num_gpus=8",
-        ("ray", "npu"): "num_gpus=0, resources={'NPU': 8}",
-        ("local", "cuda"): "num_gpus=8, accelerator='cuda', preload=()",
-        ("local", "npu"): "num_gpus=8, accelerator='npu', preload=()",
-    }[backend, kind]
+    variable, options = {
+        "ray": ("ASCEND_RT_VISIBLE_DEVICES", "num_gpus=0, resources={'NPU': 8}"),
+        "local": ("CUDA_VISIBLE_DEVICES", "num_gpus=8, accelerator='cuda'"),
+    }[backend]
     driver = run_driver(
         f"""
 sys.modules["torch"] = None  # as if it were not installed: importing it raises
@@ -205,7 +189,7 @@ with make({options}) as scheduler:
     seen = [scheduler.call_engine(f"a/{{index}}", "environ", None, {variable!r}) for index in range(2)]
     tell(seen=[each[{variable!r}] for each in seen], per_node=scheduler.n_gpus_per_node)
 """,
-        environment={"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"} if kind == "cuda" else {},
+        environment={variable: "0,1,2,3,4,5,6,7"},
     )
     facts = driver.facts()
     assert facts["per_node"] == 8
@@ -227,7 +211,7 @@ sys.meta_path.insert(0, NoRay())
 
 
 @pytest.mark.slow
-def test_where_ray_is_not_installed(backend: str, run_driver: Callable[..., Driver]) -> None:
+def test_make_scheduler_without_ray(backend: str, run_driver: Callable[..., Driver]) -> None:
     driver = run_driver(
         NO_RAY
         + """
@@ -250,18 +234,25 @@ except errors.BackendNotInstalledError as error:
     driver.wait_nothing_left()
 
 
-def test_a_scheduler_that_does_not_exist() -> None:
+def test_make_scheduler_unknown_backend() -> None:
     with pytest.raises(errors.UnknownBackendError, match="there is no scheduler 'slurm'; choose one of: ray, local, inline"):
         make_scheduler("slurm")
 
 
 # --- the forkserver of local workers ------------------------------------------------------------------------------------
 
+only_local = pytest.mark.usefixtures("local_alone")
 
-def test_a_local_run_goes_on_after_its_forkserver_died(backend: str, tmp_path: Path) -> None:
+
+@pytest.fixture
+def local_alone(backend: str) -> None:
     if backend != "local":
         pytest.skip(f"{backend}: it has no forkserver")
-    with make_scheduler("local", log_dir=tmp_path, preload=()) as scheduler:
+
+
+@only_local
+def test_local_forkserver_dies(make_own: Callable[..., Scheduler]) -> None:
+    with make_own() as scheduler:
         (worker,) = scheduler.create_workers(Job(role="a"))
         pid = Engine.create(scheduler, worker, Counter).call("pid")
         os.kill(psutil.Process(pid).ppid(), 9)
@@ -273,16 +264,17 @@ def test_a_local_run_goes_on_after_its_forkserver_died(backend: str, tmp_path: P
         assert Engine.create(scheduler, worker, Counter).call("add") == 1
 
 
-def test_a_local_run_below_a_long_temporary_folder(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@only_local
+def test_local_long_temporary_folder(
+    make_own: Callable[..., Scheduler], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The path of a Unix socket has 107 bytes at most; a user's TMPDIR is longer now and then."""
-    if backend != "local":
-        pytest.skip(f"{backend}: its workers have no sockets of ours")
     import tempfile
 
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    with make_scheduler("local", log_dir=tmp_path, preload=()) as scheduler:
+    with make_own() as scheduler:
         (worker,) = scheduler.create_workers(Job(role="a"))
         assert Engine.create(scheduler, worker, Counter).call("add") == 1
     assert [path for path in long.rglob("*") if not path.is_dir()] == [], "of the records of runs only their folder is left"

@@ -28,7 +28,7 @@ LATE_S = 0.2
 
 
 @pytest.mark.not_on("inline", "the arguments stay in this process")
-def test_a_withdrawn_call_gives_its_arguments_back(engine: Engine, gate: Gate) -> None:
+def test_timeout_frees_arguments(engine: Engine, gate: Gate) -> None:
     with held(engine, gate):
         with pytest.raises(errors.CallTimeoutError):
             engine.call("echo", bytearray(32 << 20), timeout=LATE_S)
@@ -46,7 +46,7 @@ def _segments() -> list[str]:
     return [target for target in targets if "helmsman-" in target and "memfd" in target]
 
 
-def test_a_constructor_queued_behind_a_call_is_withdrawn_and_its_name_free(
+def test_timeout_withdraws_constructor(
     scheduler: Scheduler, engine: Engine, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = next(_names)
@@ -57,7 +57,7 @@ def test_a_constructor_queued_behind_a_call_is_withdrawn_and_its_name_free(
     assert Engine.create(scheduler, engine.worker_id, Counter, name, 5).call("add") == 6
 
 
-def test_a_constructor_that_outlives_its_time_out(
+def test_timeout_of_constructor(
     scheduler: Scheduler, shared_workers: list[str], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = next(_names)
@@ -72,7 +72,7 @@ def test_a_constructor_that_outlives_its_time_out(
     assert late.call("ready"), "it was begun once, and what it made is there"
 
 
-def test_a_time_out_shorter_than_the_way_there(engine: Engine) -> None:
+def test_timeout_near_zero(engine: Engine) -> None:
     """Whatever the caller is told, a call ran once or not at all."""
     for timeout in (0.0, -1.0, 1e-6, 0.001):
         before = engine.call("add", 0)
@@ -114,9 +114,7 @@ def own(scheduler: Scheduler, role: str) -> Iterator[tuple[Engine, int]]:
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.not_on("inline", "one process, it cannot be stopped without the test")
-def test_limit_holds_for_a_stopped_worker_and_its_stack_is_logged_later(
-    own: tuple[Engine, int], gate: Gate, caplog: pytest.LogCaptureFixture, how: str
-) -> None:
+def test_timeout_of_stopped_worker(own: tuple[Engine, int], gate: Gate, caplog: pytest.LogCaptureFixture, how: str) -> None:
     engine, pid = own
     with held(engine, gate) as running:
         stop(pid)
@@ -140,7 +138,7 @@ def test_limit_holds_for_a_stopped_worker_and_its_stack_is_logged_later(
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_call_that_ends_just_before_its_limit_returns_its_result(engine: Engine, gate: Gate, how: str) -> None:
+def test_timeout_just_after_result(engine: Engine, gate: Gate, how: str) -> None:
     client = engine.scheduler._roles.client(engine.worker_id)  # type: ignore[attr-defined]
     future = _begin(engine, how, "wait", *gate.files, timeout=3.5)
     wait_until(lambda: any(each._seen is not None for each in list(client.in_flight.values())), "the worker was asked")
@@ -150,7 +148,7 @@ def test_call_that_ends_just_before_its_limit_returns_its_result(engine: Engine,
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_short_limit_has_a_stack(engine: Engine, gate: Gate, how: str) -> None:
+def test_timeout_short_has_stack(engine: Engine, gate: Gate, how: str) -> None:
     future = _begin(engine, how, "wait", *gate.files, timeout=0.3)
     with pytest.raises(errors.CallTimeoutError) as caught:
         future.result(timeout=LIMIT_S)
@@ -158,7 +156,7 @@ def test_short_limit_has_a_stack(engine: Engine, gate: Gate, how: str) -> None:
     assert "in wait" in caught.value.stack
 
 
-def test_many_late_calls_of_one_worker_are_located(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_timeout_of_many_calls_located(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     """One question and one answer serve them all: a question for each would keep the worker from answering in time."""
 
     async def late() -> list[Any]:
@@ -173,7 +171,7 @@ def test_many_late_calls_of_one_worker_are_located(engine: Engine, caplog: pytes
 
 
 @pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
-def test_worker_that_dies_at_the_limit_is_blamed_for_the_call(own: tuple[Engine, int], gate: Gate) -> None:
+def test_timeout_worker_dies_at_limit(own: tuple[Engine, int], gate: Gate) -> None:
     engine, pid = own
     client = engine.scheduler._roles.client(engine.worker_id)  # type: ignore[attr-defined]
     stop(pid)
@@ -189,7 +187,7 @@ def test_worker_that_dies_at_the_limit_is_blamed_for_the_call(own: tuple[Engine,
 
 
 @pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
-def test_worker_that_dies_before_the_limit_is_blamed_for_the_call(own: tuple[Engine, int], gate: Gate) -> None:
+def test_timeout_worker_dies_before_limit(own: tuple[Engine, int], gate: Gate) -> None:
     engine, pid = own
     client = engine.scheduler._roles.client(engine.worker_id)  # type: ignore[attr-defined]
     future = engine.begin("wait", *gate.files, timeout=3.5)
@@ -200,7 +198,7 @@ def test_worker_that_dies_before_the_limit_is_blamed_for_the_call(own: tuple[Eng
     assert (caught.value.method, caught.value.running) == ("wait", f"{engine.worker_id}.wait")
 
 
-def test_a_limit_that_is_no_number_is_refused_before_anything_is_sent(engine: Engine) -> None:
+def test_timeout_refuses_nan(engine: Engine) -> None:
     with pytest.raises(ValueError, match="timeout=nan is not a number of seconds"):
         engine.call("add", timeout=float("nan"))
     assert engine.call("add") == 1

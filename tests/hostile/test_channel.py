@@ -184,7 +184,7 @@ async def test_channel_admits_beside_held_connections(make_worker: MakeWorker, m
                 sock.close()
 
 
-async def test_channel_pending_peers_have_no_threads_and_are_few(worker: Worker) -> None:
+async def test_channel_pending_peers_are_bounded(worker: Worker) -> None:
     before = worker.num_threads
     async with peers_of_kind("silent", worker.address, tls=worker.mode == "tls") as peers:
         loop = asyncio.get_running_loop()
@@ -235,7 +235,7 @@ async def test_channel_unix_socket_of_another_user(make_worker: MakeWorker) -> N
 # --- the log --------------------------------------------------------------------------------------------------------------
 
 
-async def test_channel_refusals_are_logged_in_bounded_space(worker: Worker) -> None:
+async def test_channel_refusals_log_is_bounded(worker: Worker) -> None:
     num_refused = 1000
 
     async def be_refused(count: int) -> None:

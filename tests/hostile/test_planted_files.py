@@ -96,7 +96,7 @@ class TestAnothersDirectoryOfOurName:
         return user_dir()
 
     @pytest.mark.parametrize("command", [("clean",), ("clean", "--logs", "--run", RUN_ID), ("runs",)])
-    def test_clean_and_runs_do_not_use_it(self, command: tuple[str, ...], planted: Path) -> None:
+    def test_clean_and_runs_refuse_it(self, command: tuple[str, ...], planted: Path) -> None:
         ended = helmsman(*command)
         assert ended.returncode == 1
         assert f"{planted} is not used: it is a directory" in ended.stderr
@@ -104,21 +104,19 @@ class TestAnothersDirectoryOfOurName:
             assert fact in ended.stderr
         assert "dead" not in ended.stdout
 
-    def test_up_does_not_start(self, planted: Path) -> None:
+    def test_up_refuses_it(self, planted: Path) -> None:
         ended = helmsman(*UP_ON_ONE_NODE)
         assert ended.returncode == BootstrapExit.PREFLIGHT
         assert f"{planted} is not used: it is a directory" in ended.stderr + ended.stdout
 
-    def test_a_scheduler_does_not_write_logs_there(self, planted: Path) -> None:
+    def test_scheduler_writes_no_logs_there(self, planted: Path) -> None:
         before = sorted(os.listdir(planted))
         with make_scheduler("local", preload=()) as scheduler, pytest.raises(HelmsmanError) as caught:
             scheduler.create_workers(Job(role="a"))
         assert f"{planted} is not used: it is a directory" in str(caught.value)
         assert sorted(os.listdir(planted)) == before
 
-    def test_a_scheduler_with_a_log_dir_says_that_it_has_no_record(
-        self, planted: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_scheduler_without_record_warns(self, planted: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         with make_scheduler("local", log_dir=tmp_path / "logs", preload=()) as scheduler:
             scheduler.create_workers(Job(role="a"))
         assert f"has no record, and helmsman clean will not know it: {planted} is not used" in caplog.text
@@ -144,7 +142,7 @@ class TestRecords:
         with run_folder({}):
             assert [record.run_id for record, _ in read_runs() if record.run_id == RUN_ID] == []
 
-    def test_clean_names_the_folder_of_a_run_that_had_another_ray_tmpdir(self, tmp_path: Path) -> None:
+    def test_clean_names_folder_of_other_ray_tmpdir(self, tmp_path: Path) -> None:
         folder = tmp_path / f"hm-{RUN_ID}"
         folder.mkdir()
         plant_record(folder)
@@ -158,35 +156,35 @@ class TestRecords:
         assert not folder.exists()
 
     @pytest.mark.parametrize("run_id", ["..", "../..", "", "01234567AB", "fedcba9876"])
-    def test_a_record_must_bear_the_id_of_its_run(self, precious: Path, run_id: str) -> None:
+    def test_read_runs_wrong_run_id(self, precious: Path, run_id: str) -> None:
         plant_record(precious, run_id=run_id)
         assert read_runs() == [] or all(record.run_id != run_id for record, _ in read_runs())
 
-    def test_record_that_is_a_link_is_passed_over(self, precious: Path, tmp_path: Path) -> None:
+    def test_read_runs_ignores_link(self, precious: Path, tmp_path: Path) -> None:
         record = plant_record(precious)
         record.replace(tmp_path / "elsewhere.json")
         record.symlink_to(tmp_path / "elsewhere.json")
         assert all(found.run_id != RUN_ID for found, _ in read_runs())
 
     @as_another_user
-    def test_record_of_another_user_is_passed_over(self, precious: Path) -> None:
+    def test_read_runs_ignores_other_user(self, precious: Path) -> None:
         give_to_attacker(plant_record(precious))
         assert all(found.run_id != RUN_ID for found, _ in read_runs())
 
-    def test_a_directory_where_others_may_write_is_refused(self, precious: Path) -> None:
+    def test_run_lock_refuses_writable_directory(self, precious: Path) -> None:
         plant_record(precious)
         user_dir().chmod(0o777)
         with pytest.raises(UntrustedPathError, match="is not used: it is a directory with mode 0777"):
             RunLock("fedcba9876", "Test", precious)
         assert all(found.run_id != RUN_ID for found, _ in read_runs())
 
-    def test_a_directory_that_others_may_read_is_closed_to_them(self, precious: Path) -> None:
+    def test_run_lock_closes_readable_directory(self, precious: Path) -> None:
         plant_record(precious)
         user_dir().chmod(0o755)
         RunLock("fedcba9876", "Test", precious).release()
         assert user_dir().stat().st_mode & 0o777 == 0o700
 
-    def test_a_link_in_the_place_of_our_directory_is_refused(self, precious: Path) -> None:
+    def test_run_lock_refuses_link(self, precious: Path) -> None:
         user_dir().symlink_to(precious)
         with pytest.raises(UntrustedPathError, match="is not used: it is a symbolic link"):
             RunLock(RUN_ID, "Test", precious)
@@ -206,7 +204,7 @@ class TestFolders:
         assert name not in ended.stdout + ended.stderr
 
     @pytest.mark.parametrize("name", [f"helmsman-{RUN_ID}-x1", f"hm-{RUN_ID}"])
-    def test_clean_removes_ours_and_no_link_within(self, shared: Path, precious: Path, name: str) -> None:
+    def test_clean_removes_ours_not_links(self, shared: Path, precious: Path, name: str) -> None:
         (shared / name).mkdir()
         (shared / name / "link").symlink_to(precious)
         plant_record(shared / name)
@@ -215,14 +213,14 @@ class TestFolders:
 
     @as_another_user
     @pytest.mark.parametrize("name", [f"helmsman-{RUN_ID}-x1", f"hm-{RUN_ID}"])
-    def test_clean_leaves_another_users(self, shared: Path, name: str) -> None:
+    def test_clean_leaves_other_users(self, shared: Path, name: str) -> None:
         (shared / name).mkdir()
         plant_record(shared / name)
         give_to_attacker(shared / name)
         assert name not in helmsman("clean").stdout
         assert (shared / name).exists()
 
-    def test_clean_leaves_a_folder_of_up_whose_record_it_does_not_see(self, shared: Path) -> None:
+    def test_clean_leaves_up_folder_without_record(self, shared: Path) -> None:
         """The run may wait for its head, without a process but its own, and have its record below another TMPDIR."""
         (shared / f"hm-{RUN_ID}").mkdir()
         assert helmsman("clean").returncode == 0
@@ -232,7 +230,7 @@ class TestFolders:
 class TestLogs:
     """Workers append to their logs, and to nothing else."""
 
-    def test_a_default_log_directory_that_is_a_link_is_refused(self, shared: Path, precious: Path) -> None:
+    def test_scheduler_refuses_log_directory_link(self, shared: Path, precious: Path) -> None:
         with make_scheduler("local", preload=()) as scheduler:
             log_dir = default_log_dir(scheduler.run_id)  # type: ignore[attr-defined]
             if log_dir.exists():
@@ -245,7 +243,7 @@ class TestLogs:
         assert f"{log_dir} is not used: it is a symbolic link" in str(caught.value)
 
     @pytest.mark.parametrize("backend", OPTIONS)
-    def test_a_log_file_that_is_a_link_is_refused(self, backend: str, shared: Path, precious: Path, tmp_path: Path) -> None:
+    def test_scheduler_refuses_log_file_link(self, backend: str, shared: Path, precious: Path, tmp_path: Path) -> None:
         log_dir = tmp_path / "logs"
         log_dir.mkdir()
         log = log_dir / "a-0.log"
@@ -260,7 +258,7 @@ class TestLogs:
             assert log.stat().st_mode & 0o777 == 0o600
 
     @as_another_user
-    def test_a_log_directory_that_another_user_planted_is_refused(self, shared: Path, precious: Path) -> None:
+    def test_scheduler_refuses_planted_log_directory(self, shared: Path, precious: Path) -> None:
         (shared / "logs").symlink_to(precious)
         give_to_attacker(shared / "logs")
         with (

@@ -190,7 +190,7 @@ def test_scheduler_refuses_wrong_types(scheduler: Scheduler, method: str, argume
     assert [status.worker_id for status in scheduler.status()] == roles
 
 
-def test_wrong_types_in_random_order_leave_every_call_its_turn(scheduler: Scheduler) -> None:
+def test_scheduler_wrong_types_keep_call_order(scheduler: Scheduler) -> None:
     """Good calls are under way while others are refused, as in a script of many threads."""
     random_numbers = random.Random(0)
     choices = _methods(Scheduler, Scheduler)
@@ -268,5 +268,5 @@ def test_controllers_refuse_wrong_types(
     assert controllers[Cluster].execute_all_sync("add", 0) == [0]
 
 
-def test_spec_of_an_engine_is_no_wrong_type(scheduler: Scheduler) -> None:
+def test_create_engine_takes_engine_spec(scheduler: Scheduler) -> None:
     asyncio.run(scheduler.create_engine(WORKER, EngineSpec(target=Counter), f"spec-{random.random()}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -50,8 +51,10 @@ class Nodes:
     """A running cluster."""
 
     def __init__(self, shapes: list[dict[str, Any]]) -> None:
+        no_prestart = {"RAY_prestart_worker_first_driver": "0"}  # or the head starts a worker for each of its CPUs
+        head = {"num_cpus": 4, "num_gpus": 0, "memory": 8 * GB, "env_vars": no_prestart}
         with only_core_processes():
-            self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 0, "memory": 8 * GB})
+            self.cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             for shape in shapes:
                 self.add(**shape)
@@ -70,6 +73,18 @@ class Nodes:
         with only_core_processes():
             return self.cluster.add_node(**shape)
 
+    @contextlib.contextmanager
+    def added(self, *shapes: dict[str, Any]) -> Iterator[list[Any]]:
+        """Nodes that are gone after the block."""
+        with contextlib.ExitStack() as stack:
+            nodes = []
+            for shape in shapes:
+                nodes.append(self.add(**shape))
+                stack.callback(self.cluster.remove_node, nodes[-1])
+            yield nodes
+        left = {node.node_id for node in nodes}
+        wait_until(lambda: not left & self.free().keys(), "the head has seen them go")
+
     def free(self) -> dict[str, dict[str, float]]:
         """What is free on each node; what Ray derives from groups shows whether one is left."""
         from ray._private.state import available_resources_per_node
@@ -87,18 +102,66 @@ class Nodes:
         self.cluster.shutdown()
 
 
+Open = Callable[..., Nodes]
+
+
+@pytest.fixture(scope="package")
+def open_nodes() -> Iterator[Open]:
+    """Open a cluster of these nodes, beside its head without accelerators; the one that is open if it has this name.
+
+    A process is connected to one cluster at a time, so opening another closes it.
+    """
+    current: list[tuple[str, Nodes]] = []
+
+    def open_(name: str, *shapes: dict[str, Any]) -> Nodes:
+        if not current or current[0][0] != name:
+            close()
+            current.append((name, Nodes(list(shapes))))
+        return current[0][1]
+
+    def close() -> None:
+        while current:
+            current.pop()[1].close()
+
+    yield open_
+    close()
+
+
 @pytest.fixture(scope="module")
-def start_nodes() -> Iterator[Callable[..., Nodes]]:
-    """Start a cluster of these nodes, beside its head without accelerators."""
-    started: list[Nodes] = []
+def fleet(open_nodes: Open) -> Nodes:
+    """Two nodes of eight GPUs and one of four, in two racks; its tests leave it as it was."""
+    return open_nodes(
+        "fleet",
+        gpu_node(labels={"rack": "a", "kind": "GPU"}),
+        gpu_node(labels={"rack": "b", "kind": "GPU"}, resources={"license": 1}),
+        gpu_node(num_gpus=4, labels={"rack": "b"}),
+    )
 
-    def start(*shapes: dict[str, Any]) -> Nodes:
-        started.append(Nodes(list(shapes)))
-        return started[-1]
 
-    yield start
-    for nodes in started:
-        nodes.close()
+@pytest.fixture(scope="module")
+def nodes(fleet: Nodes) -> Nodes:
+    """The cluster of a module; the fleet unless the module has another."""
+    return fleet
+
+
+@pytest.fixture(scope="module")
+def base(open_nodes: Open) -> Nodes:
+    """A node of two GPUs that lives on; tests add those that go."""
+    return open_nodes("base", gpu_node(num_gpus=2))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that share a cluster run one after another."""
+    own = [item for item in items if item.path.parent == Path(__file__).parent]
+    if own:
+        at = items.index(own[0])
+        items[:] = [item for item in items if item.path.parent != Path(__file__).parent]
+        items[at:at] = sorted(own, key=_cluster)
+
+
+def _cluster(item: pytest.Item) -> int:
+    names = getattr(item, "fixturenames", ())
+    return next((index for index, name in enumerate(("fleet", "base")) if name in names), 2)
 
 
 @pytest.fixture

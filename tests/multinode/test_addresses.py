@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,24 +14,19 @@ from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec
 from helmsman.controller._ray_backend.cluster_state import choose_address
 from helmsman.controller._ray_backend.scheduler import RayScheduler
-from tests.multinode.conftest import Nodes, gpu_node
+from tests.multinode.conftest import Nodes
 
 
-@pytest.fixture(scope="module")
-def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
-    """A head, and a node whose workers have ports of a range."""
-    return start_nodes(gpu_node(resources={"ranged": 1}, min_worker_port=23_200, max_worker_port=23_299))
-
-
-def test_worker_of_another_machine_listens_on_a_port_of_ray_workers(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channel_port_of_ray_workers(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
-    with RayScheduler(address=nodes.address) as run:
+    ranged = {"num_cpus": 1, "resources": {"ranged": 1}, "min_worker_port": 23_200, "max_worker_port": 23_299}
+    with nodes.added(ranged), RayScheduler(address=nodes.address) as run:
         (worker,) = run.create_workers(Job(role="r", tasks=[SchedulingSpec(resources={"ranged": 1})]))
         transport: Any = run._roles.client(worker).transport
         assert 23_200 <= transport._socket.getpeername()[1] <= 23_299
 
 
-def test_the_connected_cluster_may_be_named(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_of_connected_cluster(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_address(None) is None
     assert choose_address(nodes.address) is None
     with RayScheduler(address=nodes.address) as run:
@@ -42,14 +36,14 @@ def test_the_connected_cluster_may_be_named(nodes: Nodes, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("other", ["local", "10.255.0.1:6379"])
-def test_another_than_the_connected_cluster_is_refused(nodes: Nodes, other: str) -> None:
+def test_address_of_another_cluster(nodes: Nodes, other: str) -> None:
     with pytest.raises(errors.AmbiguousAddressError) as caught:
         RayScheduler(address=other)
     for fact in (nodes.address, other, "ray.shutdown()"):
         assert fact in str(caught.value)
 
 
-def test_auto_means_the_one_cluster_of_this_machine(nodes: Nodes) -> None:
+def test_address_auto(nodes: Nodes) -> None:
     from ray._private import services
 
     if services._find_address_from_flag("--gcs-address") != {nodes.address}:
@@ -65,7 +59,7 @@ def test_auto_means_the_one_cluster_of_this_machine(nodes: Nodes) -> None:
         second.shutdown()
 
 
-def test_auto_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_auto_without_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray._private import services
 
     monkeypatch.setattr(services.psutil, "process_iter", lambda _: iter(()))  # type: ignore[attr-defined]  # a machine on which nothing runs
@@ -73,7 +67,7 @@ def test_auto_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_address("auto")
 
 
-def test_an_address_at_which_nobody_answers() -> None:
+def test_address_without_cluster() -> None:
     """In a process of its own, which is not connected to anything."""
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))  # and does not listen

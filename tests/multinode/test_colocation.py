@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from helmsman.api import errors
@@ -12,20 +13,18 @@ from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy, Work
 from helmsman.controller._ray_backend.scheduler import RayScheduler
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, wait_gone
-from tests.multinode.conftest import Nodes, gpu_node, npu_node
+from tests.multinode.conftest import Nodes, npu_node
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
 MASKS = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}
-STRATEGIES = ["shared", "separate", "deferred"]
 
 
 @pytest.fixture(scope="module")
-def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
+def nodes(fleet: Nodes) -> Iterator[Nodes]:
     """Two nodes of each kind, told apart by a label; gpu counts whatever the chosen nodes have."""
-    return start_nodes(
-        *[gpu_node(labels={"kind": "GPU"}) for _ in range(2)], *[npu_node(labels={"kind": "NPU"}) for _ in range(2)]
-    )
+    with fleet.added(*[npu_node(labels={"kind": "NPU"}) for _ in range(2)]):
+        yield fleet
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +63,17 @@ def _seen(run: RayScheduler, workers: list[Worker], kind: str, name: str) -> lis
     return found
 
 
-@pytest.mark.parametrize("kind", ["GPU", "NPU", "CPU"])
-@pytest.mark.parametrize("fork", [True, False], ids=["fork", "reuse"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_sibling_has_the_devices_of_its_target(run: RayScheduler, strategy: str, fork: bool, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "fork", "kind"),
+    [
+        ("shared", True, "GPU"),
+        ("separate", True, "NPU"),
+        ("deferred", True, "GPU"),
+        ("separate", True, "CPU"),
+        ("deferred", False, "NPU"),
+    ],
+)
+def test_fork_has_devices_of_target(run: RayScheduler, strategy: str, fork: bool, kind: str) -> None:
     run.create_workers(_target(kind, strategy, replicas=2, gpu=4))
     run.create_workers(_beside(2, fork))
     target, siblings = run.get_workers("target"), run.get_workers("sibling")
@@ -83,9 +89,8 @@ def test_a_sibling_has_the_devices_of_its_target(run: RayScheduler, strategy: st
     assert [run.call_engine(worker.id, "add", "here") for worker in target] == [1, 1], "the target lives on"
 
 
-@pytest.mark.parametrize("kind", ["GPU", "NPU", "CPU"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_fork_that_fails_midway_leaves_its_target_serving(run: RayScheduler, strategy: str, kind: str) -> None:
+@pytest.mark.parametrize(("strategy", "kind"), [("shared", "GPU"), ("separate", "CPU"), ("deferred", "NPU")])
+def test_fork_failure_leaves_target(run: RayScheduler, strategy: str, kind: str) -> None:
     run.create_workers(_target(kind, strategy, replicas=2, gpu=2))
     engines = [Engine.create(run, f"target/{index}", Counter) for index in range(2)]
     failing = Job(
@@ -101,49 +106,36 @@ def test_a_fork_that_fails_midway_leaves_its_target_serving(run: RayScheduler, s
     assert run.create_workers(_beside(2, fork=True)) == ["sibling/0", "sibling/1"], "the next one starts"
 
 
-@pytest.mark.parametrize("kind", ["GPU", "NPU"])
-def test_one_server_over_the_devices_of_four_trainers(run: RayScheduler, kind: str) -> None:
-    run.create_workers(_target(kind, "shared", replicas=16, gpu=1))
+def test_fork_one_for_two_targets(run: RayScheduler) -> None:
+    run.create_workers(_target("GPU", "shared", replicas=8, gpu=2))
     run.create_workers(_beside(4, fork=True, gpu=4))
     target, servers = run.get_workers("target"), run.get_workers("sibling")
     for index, server in enumerate(servers):
-        share = target[4 * index : 4 * index + 4]
+        share = target[2 * index : 2 * index + 2]
         assert {worker.node_id for worker in share} == {server.node_id}
-        assert server.devices == [worker.devices[0] for worker in share]
-    assert _seen(run, servers, kind, "server") == [tuple(server.devices) for server in servers]
+        assert server.devices == [device for worker in share for device in worker.devices]
+    assert _seen(run, servers, "GPU", "server") == [tuple(server.devices) for server in servers]
     run.delete_workers("sibling")
-    assert len(run.get_workers("target")) == 16
-    run.create_workers(_beside(2, fork=True))
-    assert [len(worker.devices) for worker in run.get_workers("sibling")] == [8, 8]
-    with pytest.raises(errors.InvalidSpecError, match=r"keeps each replica on one node.*target/0 to target/15"):
-        run.create_workers(
-            Job(role="over", scheduling_strategy=SchedulingStrategy(type="colocation", target="target", fork=True))
-        )
-    with pytest.raises(errors.InvalidSpecError, match="a divisor or a multiple of the 16 workers"):
-        run.create_workers(
-            Job(role="odd", replicas=3, scheduling_strategy=SchedulingStrategy(type="colocation", target="target", fork=True))
-        )
+    assert len(run.get_workers("target")) == 8
+    for replicas, message in (
+        (1, r"keeps each replica on one node.*target/0 to target/7"),
+        (3, "a divisor or a multiple of the 8 workers"),
+    ):
+        with pytest.raises(errors.InvalidSpecError, match=message):
+            run.create_workers(_beside(replicas, fork=True))
 
 
-def test_four_trainers_over_the_devices_of_one_server(run: RayScheduler) -> None:
-    run.create_workers(_target("GPU", "separate", replicas=2, gpu=4))
-    run.create_workers(_beside(8, fork=True, gpu=1))
+def test_fork_two_for_one_target(run: RayScheduler) -> None:
+    run.create_workers(_target("GPU", "separate", replicas=2, gpu=2))
+    run.create_workers(_beside(4, fork=True, gpu=1))
     target, siblings = run.get_workers("target"), run.get_workers("sibling")
     assert [worker.devices for worker in siblings] == [[device] for worker in target for device in worker.devices]
     with pytest.raises(errors.InvalidSpecError, match=r"gpu of replica 0 is 2; expected 1"):
-        run.create_workers(
-            Job(
-                role="greedy",
-                replicas=8,
-                tasks=[SchedulingSpec(gpu=2)],
-                scheduling_strategy=SchedulingStrategy(type="colocation", target="target", fork=True),
-            )
-        )
+        run.create_workers(msgspec.structs.replace(_beside(4, fork=True, gpu=2), role="greedy"))
 
 
-@pytest.mark.parametrize("kind", ["GPU", "CPU"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_module_beside_each_worker(run: RayScheduler, strategy: str, kind: str) -> None:
+@pytest.mark.parametrize(("strategy", "kind"), [("deferred", "GPU"), ("separate", "CPU")])
+def test_fork_workers_command(run: RayScheduler, strategy: str, kind: str) -> None:
     run.create_workers(_target(kind, strategy, replicas=2, gpu=2))
     ids = run.fork_workers("server", "target", command="http.server --bind 127.0.0.1 {port}")
     pids = {worker_id: run.call_engine(worker_id, "pid") for worker_id in ids}

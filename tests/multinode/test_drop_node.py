@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from helmsman.api import errors
@@ -17,9 +15,9 @@ from tests.multinode.conftest import Nodes, gpu_node
 
 
 @pytest.fixture(scope="module")
-def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
-    """A node that lives on; tests add the one that is dropped."""
-    return start_nodes(gpu_node(num_gpus=2))
+def nodes(base: Nodes) -> Nodes:
+    """A node that lives on; tests add those that go."""
+    return base
 
 
 def _drop(run: RayScheduler, node_id: str) -> tuple[list[FaultRecord], dict[str, Engine], dict[str, Engine]]:
@@ -36,7 +34,7 @@ def _drop(run: RayScheduler, node_id: str) -> tuple[list[FaultRecord], dict[str,
     return records, {id_: engines[id_] for id_ in there}, {id_: engines[id_] for id_ in engines.keys() - there}
 
 
-def test_the_node_of_another_run_stays(nodes: Nodes, run: RayScheduler) -> None:
+def test_drop_node_of_foreign_cluster(nodes: Nodes, run: RayScheduler) -> None:
     doomed = nodes.add(**gpu_node(num_gpus=2))
     raylet = doomed.all_processes["raylet"][0].process.pid
     records, there, elsewhere = _drop(run, doomed.node_id)
@@ -53,7 +51,7 @@ def test_the_node_of_another_run_stays(nodes: Nodes, run: RayScheduler) -> None:
     nodes.cluster.remove_node(doomed, allow_graceful=False)
 
 
-def test_the_raylet_of_ones_own_node_goes_with_it(nodes: Nodes, run: RayScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drop_node_of_own_cluster(nodes: Nodes, run: RayScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUN_VARIABLE, "drill")
     doomed = nodes.add(**gpu_node(num_gpus=2), labels={RUN_LABEL: "drill"})
     raylet = doomed.all_processes["raylet"][0].process.pid

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -32,9 +31,9 @@ TWO_DEVICES = SchedulingSpec(cpu=0, gpu=2, ray_placement_strategy="separate")
 
 
 @pytest.fixture(scope="module")
-def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
+def nodes(base: Nodes) -> Nodes:
     """A node that lives on; tests add those that go."""
-    return start_nodes(gpu_node(num_gpus=2))
+    return base
 
 
 def _drain(nodes: Nodes, node_id: str, deadline_s: float = 600.0) -> None:
@@ -87,7 +86,7 @@ def _all_serve(rollout: RolloutController) -> bool:
     return all(each.state is Health.HEALTHY for each in rollout.load().instances.values())
 
 
-def test_a_drained_node_is_left_with_its_requests(nodes: Nodes, run: RayScheduler) -> None:
+def test_drained_node_requests_move(nodes: Nodes, run: RayScheduler) -> None:
     doomed = nodes.add(**gpu_node(num_gpus=2))
     with _rollout(run, 2, engine_kwargs={"gated": True}) as rollout:
         assert rollout.update_weights({"weight": [1.0]}, 5) == 5
@@ -111,7 +110,7 @@ def test_a_drained_node_is_left_with_its_requests(nodes: Nodes, run: RaySchedule
     _end(nodes, spare)
 
 
-def test_where_there_is_no_room_the_others_go_on(nodes: Nodes, run: RayScheduler, caplog: pytest.LogCaptureFixture) -> None:
+def test_drained_node_without_room(nodes: Nodes, run: RayScheduler, caplog: pytest.LogCaptureFixture) -> None:
     doomed = nodes.add(**gpu_node(num_gpus=2))
     with _rollout(run, 2) as rollout, caplog.at_level(logging.WARNING):
         (leaving,) = _on(rollout, doomed)
@@ -133,7 +132,7 @@ def test_where_there_is_no_room_the_others_go_on(nodes: Nodes, run: RayScheduler
     _end(nodes, doomed)
 
 
-def test_the_instances_of_a_killed_node_come_back_on_another(nodes: Nodes, run: RayScheduler) -> None:
+def test_killed_node_instances_move(nodes: Nodes, run: RayScheduler) -> None:
     doomed = nodes.add(**gpu_node(num_gpus=2))
     with _rollout(run, 2) as rollout:
         assert rollout.update_weights({"weight": [1.0]}, 3) == 3
@@ -149,7 +148,7 @@ def test_the_instances_of_a_killed_node_come_back_on_another(nodes: Nodes, run: 
     _end(nodes, spare)
 
 
-def test_leaving_tells_of_drained_nodes_and_restarts_avoid_them(nodes: Nodes, run: RayScheduler) -> None:
+def test_preemption_notices_of_drained_node(nodes: Nodes, run: RayScheduler) -> None:
     doomed = nodes.add(**gpu_node(num_gpus=4))
     run.create_workers(Job(role="shared", replicas=4, tasks=[SchedulingSpec(cpu=0, gpu=1, nodelist=[doomed.node_id])]))
     assert asyncio.run(run.preemption_notices()) == {}
@@ -168,7 +167,7 @@ def test_leaving_tells_of_drained_nodes_and_restarts_avoid_them(nodes: Nodes, ru
     assert asyncio.run(run.preemption_notices()) == {}
 
 
-def test_a_rank_of_a_training_job_is_placed_anew_when_its_node_is_lost(nodes: Nodes, run: RayScheduler) -> None:
+def test_restart_worker_after_node_loss(nodes: Nodes, run: RayScheduler) -> None:
     doomed = nodes.add(**gpu_node(num_gpus=2))
     run.create_workers(Job(role="train", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=2, port_count=1)]))
     before = {worker.id: worker for worker in run.get_workers("train")}

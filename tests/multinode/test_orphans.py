@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.contract.helpers import WAIT, WITH_FAMILY, Driver, has_shared_memory, wait_gone, wait_until
+from tests.contract.helpers import WAIT, WITH_FAMILY, Driver, has_shared_memory, is_running, wait_gone, wait_until
 from tests.multinode.conftest import Nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("left_as_found")]
-
-
-@pytest.fixture(scope="module")
-def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
-    """One node beside the head, whose workers are the raylet's own children."""
-    return start_nodes({"num_cpus": 4})
 
 
 @pytest.fixture
@@ -30,29 +25,24 @@ def driver(nodes: Nodes, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
     made.close()
 
 
-@pytest.mark.parametrize(
-    ("driver", "number"),
-    [
-        pytest.param(WAIT, signal.SIGKILL, id="SIGKILL"),
-        pytest.param(WAIT, signal.SIGTERM, id="SIGTERM"),
-        pytest.param("1 / 0", None, id="exception"),
-        pytest.param("", None, id="end without close"),
-        pytest.param("scheduler.close()", None, id="close"),
-    ],
-    indirect=["driver"],
-)
-def test_the_driver_ends(driver: Driver, number: int | None) -> None:
-    facts = driver.facts()
-    if number is not None:
-        os.kill(driver.process.pid, number)
-    driver.wait()
-    wait_gone(facts["pids"])
-    wait_until(lambda: not has_shared_memory(facts["memory"]), "the engines' shared memory is removed", limit_s=10.0)
+def _wait_end_of(facts: dict[str, Any], name: str, memory: list[str]) -> None:
+    wait_gone({each: pid for each, pid in facts["pids"].items() if each.endswith(name)})
+    wait_until(lambda: not has_shared_memory(memory), "the engines' shared memory is removed", limit_s=10.0)
 
 
 @pytest.mark.parametrize("driver", [WAIT], indirect=True)
-def test_a_worker_is_killed(driver: Driver) -> None:
+def test_driver_killed_after_worker(driver: Driver) -> None:
     facts = driver.facts()
     os.kill(facts["pids"]["worker of 0"], signal.SIGKILL)
-    wait_gone({name: pid for name, pid in facts["pids"].items() if name.endswith("of 0")})
-    wait_until(lambda: not has_shared_memory(facts["memory"][:1]), "the engine's shared memory is removed", limit_s=10.0)
+    _wait_end_of(facts, "of 0", facts["memory"][:1])
+    assert all(is_running(pid) for name, pid in facts["pids"].items() if name.endswith("of 1"))
+    os.kill(driver.process.pid, signal.SIGKILL)
+    driver.wait()
+    _wait_end_of(facts, "of 1", facts["memory"])
+
+
+@pytest.mark.parametrize("driver", [pytest.param("1 / 0", id="exception")], indirect=True)
+def test_driver_ends_without_close(driver: Driver) -> None:
+    facts = driver.facts()
+    assert driver.wait() == 1
+    _wait_end_of(facts, "", facts["memory"])

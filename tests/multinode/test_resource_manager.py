@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import ray
@@ -17,40 +15,17 @@ from helmsman.controller._ray_backend.scheduler import RayScheduler
 from helmsman.controller._worker_groups.cluster import Cluster
 from helmsman.controller._worker_groups.resource_manager import ResourceManager
 from tests.contract.group_workers import Member
-from tests.multinode.conftest import Nodes, gpu_node, npu_node
+from tests.multinode.conftest import Nodes, npu_node
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 ON_CPU = {"HELMSMAN_PLATFORM": "cpu"}
-
-
-@pytest.fixture(scope="module")
-def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
-    """Two nodes of four GPUs and one of two, beside a head without any."""
-    return start_nodes(gpu_node(num_gpus=4), gpu_node(num_gpus=4), gpu_node(num_gpus=2))
 
 
 def _topology_order(run: RayScheduler, least: int) -> list[str]:
     return [node.node_id for node in run.nodes() if node.num_devices >= least]
 
 
-def test_a_group_for_each_node_with_a_bundle_for_each_device(run: RayScheduler) -> None:
-    with ResourceManager(4, scheduler=run) as manager:
-        assert manager.num_nodes == 2
-        assert [held.node_id for held in manager.nodes] == _topology_order(run, 4)
-        assert [(each.index, each.node_rank, each.device_rank, each.device_id) for each in manager.devices] == [
-            (index, index // 4, index % 4, str(index % 4)) for index in range(8)
-        ]
-        for node_rank, held in enumerate(manager.nodes):
-            own = [device for device in manager.devices if device.node_rank == node_rank]
-            assert {device.placement_group.id for device in own} == {held.placement_group.id}
-            assert sorted(device.bundle for device in own if device.bundle is not None) == [0, 1, 2, 3]
-            table = placement_group_table(held.placement_group)
-            assert set(table["bundles_to_node_id"].values()) == {held.node_id}
-            assert [bundle.get("GPU") for bundle in table["bundles"].values()] == [1.0] * 4
-        assert sum(node.num_free_devices for node in run.nodes()) == 2  # those of the small node
-
-
-def test_a_device_is_where_the_ledger_says(run: RayScheduler) -> None:
+def test_resource_manager_groups_and_bundles(run: RayScheduler) -> None:
     """An actor of the user's own in a device's bundle is given that very device."""
 
     @ray.remote(num_cpus=0, num_gpus=1)
@@ -58,36 +33,51 @@ def test_a_device_is_where_the_ledger_says(run: RayScheduler) -> None:
         context = ray.get_runtime_context()
         return context.get_node_id(), context.get_accelerator_ids()["GPU"]
 
-    with ResourceManager(4, 2, scheduler=run) as manager:
+    with ResourceManager(2, scheduler=run) as manager:
+        assert manager.num_nodes == 3
+        assert [held.node_id for held in manager.nodes] == _topology_order(run, 2)
+        assert [(each.index, each.node_rank, each.device_rank, each.device_id) for each in manager.devices] == [
+            (index, index // 2, index % 2, str(index % 2)) for index in range(6)
+        ]
+        for node_rank, held in enumerate(manager.nodes):
+            own = [device for device in manager.devices if device.node_rank == node_rank]
+            assert {device.placement_group.id for device in own} == {held.placement_group.id}
+            assert sorted(device.bundle for device in own if device.bundle is not None) == [0, 1]
+            table = placement_group_table(held.placement_group)
+            assert set(table["bundles_to_node_id"].values()) == {held.node_id}
+            assert [bundle.get("GPU") for bundle in table["bundles"].values()] == [1.0] * 2
+        assert sum(node.num_free_devices for node in run.nodes()) == 14
         strategies = [PlacementGroupSchedulingStrategy(each.placement_group, each.bundle) for each in manager.devices]  # type: ignore[arg-type]
         found = ray.get([where.options(scheduling_strategy=strategy).remote() for strategy in strategies])
         assert found == [(device.node_id, [device.device_id]) for device in manager.devices]
 
 
-def test_a_group_of_workers_over_two_nodes(run: RayScheduler) -> None:
-    with ResourceManager(4, scheduler=run) as manager:
-        config = ClusterConfig(device_mapping="0-7", tp_size=2, num_cpus=0.5, env_vars=ON_CPU)
+def test_cluster_over_two_nodes(run: RayScheduler) -> None:
+    with ResourceManager(2, 2, scheduler=run) as manager:
+        config = ClusterConfig(device_mapping="0-3", tp_size=2, num_cpus=0.5, env_vars=ON_CPU)
         with Cluster("train", Member, manager, config) as train:  # type: ignore[var-annotated]
-            assert train.rank_to_node == {rank: rank // 4 for rank in range(8)}
-            assert [worker.node_id for worker in train.workers] == [manager.nodes[rank // 4].node_id for rank in range(8)]
-            assert [worker.devices for worker in train.workers] == [[str(rank % 4)] for rank in range(8)]
+            assert train.rank_to_node == {rank: rank // 2 for rank in range(4)}
+            assert [worker.node_id for worker in train.workers] == [manager.nodes[rank // 2].node_id for rank in range(4)]
+            assert [worker.devices for worker in train.workers] == [[str(rank % 2)] for rank in range(4)]
             masks = train.method(Member.environment)(["CUDA_VISIBLE_DEVICES"])
-            assert masks == [{"CUDA_VISIBLE_DEVICES": str(rank % 4)} for rank in range(8)]
+            assert masks == [{"CUDA_VISIBLE_DEVICES": str(rank % 2)} for rank in range(4)]
             joined = train.method(Member.add)(Batch({"x": np.arange(8)}))
-            assert joined is not None and joined["rank"] == [0, 0, 2, 2, 4, 4, 6, 6]
-            # 16 MB of results stay where they are and go to other nodes directly; a value for all is put once.
+            assert joined is not None and joined["rank"] == [0, 0, 0, 0, 2, 2, 2, 2]
+            # Large results stay where they are and go to other nodes directly; a value for all is put once.
             with train.method(Member.make).keep(2048) as kept:
-                assert train.method(Member.rows_of)(kept[3:7]) == [(rank, rank // 2 + 3) for rank in (0, 2, 4, 6)]
+                assert train.method(Member.rows_of)(kept[2046:2050]) == [
+                    (rank, 2046 + rank + i) for rank in (0, 2) for i in (0, 1)
+                ]
             value = np.arange(1 << 18)
             assert all(np.array_equal(each, value) for each in train.method(Member.echo)(value))  # type: ignore[arg-type]
             with Cluster(  # type: ignore[var-annotated]
-                "reference", Member, manager, ClusterConfig(device_mapping="2,3,6-7", num_cpus=0.5, env_vars=ON_CPU)
+                "reference", Member, manager, ClusterConfig(device_mapping="1,2-3", num_cpus=0.5, env_vars=ON_CPU)
             ) as other:
                 assert other.colocated_with == ("train",)
-                assert other.rank_to_node == {0: 0, 1: 0, 2: 1, 3: 1}
+                assert other.rank_to_node == {0: 0, 1: 1, 2: 1}
 
 
-def test_a_worker_does_not_straddle_nodes(run: RayScheduler) -> None:
+def test_cluster_worker_on_one_node(run: RayScheduler) -> None:
     with ResourceManager(4, scheduler=run) as manager:
         config = ClusterConfig(device_mapping="2-5", num_gpus_per_worker=4)
         with pytest.raises(
@@ -96,8 +86,8 @@ def test_a_worker_does_not_straddle_nodes(run: RayScheduler) -> None:
             Cluster("straddling", Member, manager, config)
 
 
-def test_workers_without_devices_are_spread_over_the_nodes(run: RayScheduler) -> None:
-    with ResourceManager(4, scheduler=run) as manager, ResourceManager(0, 3, scheduler=run, name="cpus") as cpus:
+def test_cluster_of_cpus_spreads(run: RayScheduler) -> None:
+    with ResourceManager(4, 2, scheduler=run) as manager, ResourceManager(0, 3, scheduler=run, name="cpus") as cpus:
         with Cluster("reward", Member, manager, ClusterConfig(world_size=4)) as reward:  # type: ignore[var-annotated]
             assert sorted(reward.rank_to_node.values()) == [0, 0, 1, 1]
             assert [worker.node_id for worker in reward.workers] == [
@@ -107,32 +97,28 @@ def test_workers_without_devices_are_spread_over_the_nodes(run: RayScheduler) ->
             assert sorted(tools.rank_to_node.values()) == [0, 1, 2]
 
 
-def test_only_some_nodes_and_devices(run: RayScheduler) -> None:
+def test_resource_manager_of_some_devices(run: RayScheduler) -> None:
     with (
-        ResourceManager(2, 3, scheduler=run, name="wide") as wide,  # first: the other may take the node that has only two
+        ResourceManager(4, 3, scheduler=run, name="wide") as wide,  # first: the other may take the node that has only four
         ResourceManager(2, 1, scheduler=run, name="narrow") as narrow,
     ):
         assert narrow.num_devices == 2
         assert len({held.node_id for held in wide.nodes}) == 3
         held = [(each.node_id, each.device_id) for manager in (wide, narrow) for each in manager.devices]
-        assert len(set(held)) == 8
+        assert len(set(held)) == 14
 
 
-def test_nodes_that_are_not_there(run: RayScheduler) -> None:
+def test_resource_manager_missing_nodes(run: RayScheduler) -> None:
     with pytest.raises(errors.ResourcesNotMetError) as caught:
-        ResourceManager(4, 3, scheduler=run)
+        ResourceManager(8, 3, scheduler=run)
     text = str(caught.value)
-    assert "3 nodes with 4 devices each, 12 in all" in text
-    assert text.count(" GPU") == 3 and "Set num_gpus_per_node to 2, or set num_nodes to 2, or add nodes" in text
+    assert "3 nodes with 8 devices each, 24 in all" in text
+    assert text.count(" GPU") == 3 and "Set num_gpus_per_node to 4, or set num_nodes to 2, or add nodes" in text
 
 
-def test_npus(nodes: Nodes, run: RayScheduler) -> None:
-    node = nodes.add(**npu_node())
-    try:
-        with ResourceManager(8, scheduler=run) as manager:
-            assert [device.device_id for device in manager.devices] == [str(index) for index in range(8)]
-            with Cluster("npu", Member, manager, ClusterConfig(device_mapping="6,7", num_cpus=0.5, env_vars=ON_CPU)) as group:  # type: ignore[var-annotated]
-                masks = group.method(Member.environment)(["ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"])
-                assert masks == [{"ASCEND_RT_VISIBLE_DEVICES": name, "CUDA_VISIBLE_DEVICES": ""} for name in "67"]
-    finally:
-        nodes.cluster.remove_node(node)
+def test_resource_manager_of_npus(nodes: Nodes, run: RayScheduler) -> None:
+    with nodes.added(npu_node(resources={"NPU": 9})), ResourceManager(9, scheduler=run) as manager:
+        assert [device.device_id for device in manager.devices] == [str(index) for index in range(9)]
+        with Cluster("npu", Member, manager, ClusterConfig(device_mapping="7,8", num_cpus=0.5, env_vars=ON_CPU)) as group:  # type: ignore[var-annotated]
+            masks = group.method(Member.environment)(["ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"])
+            assert masks == [{"ASCEND_RT_VISIBLE_DEVICES": name, "CUDA_VISIBLE_DEVICES": ""} for name in "78"]

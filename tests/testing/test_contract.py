@@ -23,7 +23,7 @@ def run_suite(folder: Path, my_package: str, *options: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_documented_example_passes(tmp_path: Path) -> None:
+def test_contract_documented_example(tmp_path: Path) -> None:
     assert len(EXAMPLE.splitlines()) <= 20
     output = run_suite(tmp_path, "from helmsman import InlineScheduler as MyScheduler\n")
     assert re.search(r"\d+ passed, \d+ skipped in", output), output
@@ -39,7 +39,7 @@ class MyScheduler(InlineScheduler):
 """
 
 
-def test_suite_finds_a_call_that_is_sent_twice(tmp_path: Path) -> None:
+def test_contract_finds_call_sent_twice(tmp_path: Path) -> None:
     output = run_suite(tmp_path, BROKEN, "-k", "arguments_and_results")
     assert "1 failed" in output, output
     assert "assert 8 == 4" in output, output

@@ -50,7 +50,7 @@ def test_fault_plan_order_and_forms() -> None:
         (lambda: FaultPlan.random(1, [], 10, {"kill": 0.1}), "workers is empty; expected"),
     ],
 )
-def test_faults_and_rates_that_make_no_sense(make: Callable[[], object], message: str) -> None:
+def test_fault_plan_refuses_invalid_values(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -62,7 +62,7 @@ RATES = {"kill": 0.2, "hang": 0.1, "slow": 0.05, "drop": 0.01}
 WORKERS = [f"rollout/{index}" for index in range(8)]
 
 
-def test_random_is_the_same_for_a_seed() -> None:
+def test_fault_plan_random_same_for_seed() -> None:
     plan = FaultPlan.random(7, WORKERS, 500, RATES)
     assert plan == FaultPlan.random(7, WORKERS, 500, RATES)
     assert plan != FaultPlan.random(8, WORKERS, 500, RATES)
@@ -77,7 +77,7 @@ slow rollout/7 by 3.173x at step 10 for 34.054 s
 hang rollout/2 at step 12 for 19.255 s"""
 
 
-def test_random_rates_are_chances_of_each_step() -> None:
+def test_fault_plan_random_rates() -> None:
     plan = FaultPlan.random(1, WORKERS, 10_000, RATES, seconds=(1.0, 2.0), factor=(3.0, 4.0))
     counts = Counter(type(fault) for fault in plan.faults)
     for kind, rate in ((Kill, 0.2), (Hang, 0.1), (Slow, 0.05), (DropNode, 0.01)):
@@ -110,7 +110,7 @@ def test_injector_injects_each_fault_once() -> None:
     assert [(record.step, record.fault.at_step) for record in drill.record] == [(1, 1), (2, 2), (6, 4), (6, 5)]
 
 
-def test_injector_of_a_resumed_run_leaves_out_earlier_steps() -> None:
+def test_injector_of_resumed_run() -> None:
     scheduler, plan = _fake(1, 2, 4, 5)
     drill = plan.begin(scheduler)
     assert [record.fault.at_step for record in asyncio.run(drill.astep(4))] == [4]
@@ -118,7 +118,7 @@ def test_injector_of_a_resumed_run_leaves_out_earlier_steps() -> None:
     assert [fault.at_step for fault in scheduler.injected] == [4, 5]
 
 
-def test_injector_records_a_missing_worker() -> None:
+def test_injector_records_missing_worker() -> None:
     scheduler, _ = _fake()
     drill = FaultPlan([Kill("b/7", at_step=1), Kill("a/0", at_step=1)]).begin(scheduler)
     missed, hit = drill.step(1)
@@ -130,7 +130,7 @@ def test_injector_records_a_missing_worker() -> None:
     assert drill.record == [missed, hit]
 
 
-def test_injector_refuses_workers_in_the_script() -> None:
+def test_injector_refuses_inline_workers() -> None:
     with make_scheduler("inline") as scheduler:
         scheduler.create_workers(Job(role="a"))
         with pytest.raises(FaultsUnsupportedError, match="InlineScheduler has its workers in the script's own process"):

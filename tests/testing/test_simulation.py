@@ -56,7 +56,7 @@ STRAGGLER = msgspec.structs.replace(MODEL, slowdown=3.0)
         (MODEL, 40, 50 * 0.001 + 40 * 0.03, 40, "length"),
     ],
 )
-def test_instance_takes_time_for_prompt_and_steps(
+def test_instance_time_of_prompt_and_steps(
     model: EngineModel, limit: int, takes_s: float, num_tokens: int, stop_reason: str
 ) -> None:
     async def main() -> tuple[GenerationResult, float]:
@@ -68,7 +68,7 @@ def test_instance_takes_time_for_prompt_and_steps(
 
 
 @virtually
-async def test_instance_is_slower_with_a_larger_batch() -> None:
+async def test_instance_slower_with_larger_batch() -> None:
     instance = make_instance()
     others = [asyncio.create_task(timed(instance, sized(id_))) for id_ in ("a-10", "b-20", "c-40")]
     given_up = await waits(instance.generate(sized("d-100")))
@@ -85,7 +85,7 @@ async def test_instance_is_slower_with_a_larger_batch() -> None:
 
 
 @virtually
-async def test_prefix_cache_saves_what_it_holds() -> None:
+async def test_instance_prefix_cache() -> None:
     instance = make_instance(EngineModel(step_s=0.02, per_request_s=0.01, prefill_s=0.001, cached_tokens=256))
     shared = [5] * 128
 
@@ -103,7 +103,7 @@ async def test_prefix_cache_saves_what_it_holds() -> None:
 
 
 @virtually
-async def test_instance_counts_the_tokens_of_ten_thousand_requests() -> None:
+async def test_instance_counts_tokens() -> None:
     instance = make_instance(EngineModel(), log_normal_lengths(0, 50.0, 1.0))
     results = await asyncio.gather(*(instance.generate(make_request(f"r{n}", max_new_tokens=500)) for n in range(10_000)))
     assert instance.num_new_tokens == sum(len(result.token_ids) for result in results)
@@ -116,7 +116,7 @@ async def test_instance_counts_the_tokens_of_ten_thousand_requests() -> None:
 
 
 @virtually
-async def test_abort_gives_the_tokens_so_far() -> None:
+async def test_instance_abort_keeps_tokens() -> None:
     instance = make_instance()
     aborted = asyncio.create_task(timed(instance, sized("a-100")))
     other = asyncio.create_task(timed(instance, sized("b-100")))
@@ -133,7 +133,7 @@ async def test_abort_gives_the_tokens_so_far() -> None:
 
 
 @virtually
-async def test_abort_and_death_during_the_prompt() -> None:
+async def test_instance_abort_and_death_in_prefill() -> None:
     instance = make_instance()
     aborted, lost = [asyncio.create_task(timed(instance, sized(id_, num_prompt=1000))) for id_ in ("a-5", "b-5")]
     await asyncio.sleep(0.1)
@@ -156,7 +156,7 @@ async def test_abort_and_death_during_the_prompt() -> None:
 
 
 @virtually
-async def test_token_has_the_version_that_finished_it() -> None:
+async def test_instance_versions_of_tokens() -> None:
     instance = make_instance(version=3)
     task = asyncio.create_task(instance.generate(sized("r-100")))
     await asyncio.sleep(20.5 * 0.03)
@@ -176,7 +176,7 @@ async def test_token_has_the_version_that_finished_it() -> None:
 # --- lengths and the clock ----------------------------------------------------------------------------------------------
 
 
-def test_lengths_have_the_mean() -> None:
+def test_log_normal_lengths_mean() -> None:
     lengths = log_normal_lengths(1, mean=500.0, sigma=1.0)
     drawn = [lengths(make_request(f"r{number}")) for number in range(20_000)]
     assert drawn == [lengths(make_request(f"r{number}")) for number in range(20_000)]
@@ -185,7 +185,7 @@ def test_lengths_have_the_mean() -> None:
     assert drawn != [log_normal_lengths(2, 500.0, 1.0)(make_request(f"r{number}")) for number in range(20_000)]
 
 
-def test_clock_jumps_and_timers_keep_their_order() -> None:
+def test_virtual_loop_timers_keep_order() -> None:
     seen: list[tuple[str, float]] = []
 
     async def wait(name: str, seconds: float) -> None:
@@ -205,7 +205,7 @@ def test_clock_jumps_and_timers_keep_their_order() -> None:
     assert [at for _, at in seen] == pytest.approx([1e-3, 86_400.0, 1e8])
 
 
-def test_clock_jumps_only_when_nothing_has_come() -> None:
+def test_virtual_loop_waits_for_sockets() -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -241,7 +241,7 @@ async def makespan(
     return now() - start, cached / sum(each.num_prompt_tokens for each in instances.values())
 
 
-def test_routing_of_a_long_tail_ends_near_the_bound() -> None:
+def test_routing_long_tail_near_bound() -> None:
     """4,096 log-normal requests on 64 instances: within 5 % of what no policy can beat."""
     model, limit, num = EngineModel(), 16_384, 64
     requests = [make_request(f"r{n}", prompt=[1] * 64, max_new_tokens=limit) for n in range(num * PLACES)]
@@ -253,7 +253,7 @@ def test_routing_of_a_long_tail_ends_near_the_bound() -> None:
     assert default_s <= in_turn_s * 1.01
 
 
-def test_routing_by_prefix_finds_more_in_the_caches() -> None:
+def test_routing_by_prefix_hits_caches() -> None:
     """61 prompts of 2,048 tokens, 8 samples each in any order, on caches of which each holds a quarter of the prompts."""
     model, num = EngineModel(prefill_s=0.0002, cached_tokens=16 * 2048), 8
     cases = itertools.product(range(8), range(61))
@@ -266,7 +266,7 @@ def test_routing_by_prefix_finds_more_in_the_caches() -> None:
 
 
 @virtually
-async def test_migrated_request_has_its_whole_length_and_versions() -> None:
+async def test_routing_of_migrated_request() -> None:
     instances = {id_: SimulatedInstance(id_, MODEL, by_id, version) for version, id_ in enumerate(("i0", "i1"))}
     scheduler = GenerateScheduler(SimulatedBackend(instances))
     scheduler.add("i0", 4)

@@ -18,17 +18,17 @@ LONG = MAX_LEN - 8
 
 
 class EngineSuite:
-    async def test_greedy_tokens_and_log_probabilities_are_the_models(self, served: Served) -> None:
+    async def test_generate_greedy_matches_model(self, served: Served) -> None:
         results = await served.generate(PROMPTS)
         assert {each.stop_reason for each in results} == {"length"}
         await require_the_trainers(served, "float32")
 
-    async def test_log_probabilities_are_those_at_temperature_1_without_filters(self, served: Served) -> None:
+    async def test_generate_logprobs_unfiltered(self, served: Served) -> None:
         drawn = SamplingParams(temperature=0.5, top_k=20, top_p=0.9, seed=3, max_new_tokens=64)
         results = await served.generate(PROMPTS, drawn)
         assert differences(served.model, PROMPTS, results).max() < 1e-3
 
-    async def test_a_stop_token_ends_the_sequence_and_is_part_of_it(self, served: Served) -> None:
+    async def test_generate_stop_token(self, served: Served) -> None:
         (whole,) = await served.generate(PROMPTS[:1])
         stop = whole.token_ids[9]
         (cut,) = await served.generate(PROMPTS[:1], msgspec.structs.replace(GREEDY, stop_token_ids=(stop,)))
@@ -36,11 +36,11 @@ class EngineSuite:
         assert (cut.token_ids, cut.stop_reason) == (whole.token_ids[: first + 1], "stop")
         assert len(cut.logprobs) == len(cut.token_ids)
 
-    async def test_a_sequence_ends_at_the_longest_that_the_engine_holds(self, served: Served) -> None:
+    async def test_generate_longest_sequence(self, served: Served) -> None:
         (result,) = await served.generate([[1] * (MAX_LEN - 3)])
         assert (len(result.token_ids), result.stop_reason) == (3, "length")
 
-    async def test_a_seed_decides_the_tokens_in_any_company(self, served: Served) -> None:
+    async def test_generate_seed_decides_tokens(self, served: Served) -> None:
         drawn = SamplingParams(seed=2**64 - 1, max_new_tokens=24)
         (alone,) = await served.generate(PROMPTS[:1], drawn)
         among = await served.generate([*PROMPTS, *PROMPTS], drawn)
@@ -52,11 +52,11 @@ class EngineSuite:
         ("prompt", "message"),
         [([], "empty prompt"), ([VOCAB], "has the token 128"), ([-1], "has the token -1"), ([1] * MAX_LEN, "leaves no room")],
     )
-    async def test_a_request_that_cannot_be_served_is_refused(self, served: Served, prompt: list[int], message: str) -> None:
+    async def test_generate_refuses_request(self, served: Served, prompt: list[int], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             await served.engine.agenerate(served.request(prompt))
 
-    async def test_abort_returns_what_there_is(self, served: Served) -> None:
+    async def test_abort_returns_tokens(self, served: Served) -> None:
         long = SamplingParams(temperature=0.0, max_new_tokens=LONG)
         kept, ended = served.request([3], long), served.request([4], long)
         tasks = [await served.begun(kept), await served.begun(ended)]
@@ -73,7 +73,7 @@ class EngineSuite:
         assert (await tasks[0]).stop_reason == "abort"
         assert await served.engine.abort() == 0
 
-    async def test_weights_come_from_memory(self, served: Served) -> None:
+    async def test_update_weights_from_memory(self, served: Served) -> None:
         await served.generate([[1] * 300])  # whose keys and values must not be found again
         model = model_of(LLAMA, seed=2)
         tensors = weights_of(model)
@@ -83,14 +83,14 @@ class EngineSuite:
         served.model = model
         await require_the_trainers(served, "memory")
 
-    async def test_weights_come_from_files(self, served: Served, tmp_path: Path) -> None:
+    async def test_update_weights_from_files(self, served: Served, tmp_path: Path) -> None:
         served_before = served.engine.get_version()
         model = model_of(LLAMA, seed=3)
         assert await served.engine.update_weights(written(model, tmp_path), served_before + 1) == served_before + 1
         served.model = model
         await require_the_trainers(served, "files")
 
-    async def test_weights_that_do_not_fit_are_refused_and_serving_goes_on(self, served: Served, tmp_path: Path) -> None:
+    async def test_update_weights_refuses_unfit(self, served: Served, tmp_path: Path) -> None:
         version = served.engine.get_version()
         tensors = weights_of(model_of(LLAMA, seed=5))
         unfit: list[tuple[dict[str, torch.Tensor], str]] = [

@@ -118,7 +118,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("way", ["memory", "collective", "disk"])
-def test_a_step_of_the_trainer_reaches_vllm(world: World, way: str, tmp_path: Path) -> None:
+def test_train_step_reaches_vllm(world: World, way: str, tmp_path: Path) -> None:
     ways = {"memory": ViaMemory(), "collective": ViaCollective(timeout_s=60.0), "disk": ViaDisk(str(tmp_path))}
     world.trainer.train_batch([SAMPLE] * 4, "sft")
     form = WeightFormat(bucket_bytes=200_000, checksum=True)  # buckets that end within layers
@@ -128,7 +128,7 @@ def test_a_step_of_the_trainer_reaches_vllm(world: World, way: str, tmp_path: Pa
     world.require_the_trainers(way)
 
 
-def test_a_push_in_the_middle_of_requests_tells_their_tokens_apart(world: World) -> None:
+def test_push_during_requests(world: World) -> None:
     old = world.trainer.get_version()
     world.trainer.train_batch([SAMPLE] * 4, "sft")
     futures = _begun(world)
@@ -151,7 +151,7 @@ def _begun(world: World) -> list[Future[GenerationResult]]:
 
 
 @pytest.mark.parametrize("name", ["EngineCore", "Worker"])
-def test_the_death_of_vllms_process_is_the_instances(world: World, name: str) -> None:
+def test_vllm_death_fails_instance(world: World, name: str) -> None:
     if name == "Worker" and world.name == "server":
         pytest.skip("a server ends with any of its processes, and its engine sees its end alone")
     worker, version = world.pid("rollout/0"), world.trainer.get_version()
@@ -176,13 +176,13 @@ def _ended(family: list[psutil.Process]) -> None:
     assert not left, [command_of(each) for each in left]
 
 
-def test_destroy_ends_vllms_processes(world: World) -> None:
+def test_destroy_ends_vllm_processes(world: World) -> None:
     family = world.children("rollout/0")
     world.rollout.remove(["rollout/0"])
     _ended(family)
 
 
-def test_nothing_of_vllm_outlives_its_worker(world: World) -> None:
+def test_worker_end_ends_vllm(world: World) -> None:
     """The last test of this module: the instance is still being built anew when all is closed."""
     worker, family = world.pid("rollout/1"), world.children("rollout/1")
     assert len(family) >= 3, "EngineCore, its worker and Python's tracker of their shared memory; or guard, server, EngineCore"

@@ -14,7 +14,7 @@ from tests.examples.tiny_model import make_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_ten_steps_change_the_weights_in_vllm(tmp_path: Path) -> None:
+def test_grpo_hf_changes_vllm_weights(tmp_path: Path) -> None:
     model, data = make_model(tmp_path / "model"), write_jsonl(tmp_path / "sums.jsonl")
     math = {"use": "math", "weight": 0.5, "processes": 1}
     rewards = json.dumps([*json.loads(write_reward(tmp_path)), math])

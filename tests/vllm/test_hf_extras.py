@@ -30,7 +30,7 @@ def score_all(pairs: Sequence[tuple[str, str]], timeout_s: float = 60.0) -> list
         return asyncio.run(score(scorer))
 
 
-def test_math_verify_runs_in_processes_of_the_pool() -> None:
+def test_math_verify_in_pool() -> None:
     pairs = [
         ("1/2", r"So the answer is \boxed{\frac{1}{2}}."),
         ("0.5", r"$\frac12$"),
@@ -42,12 +42,12 @@ def test_math_verify_runs_in_processes_of_the_pool() -> None:
     assert [each.total for each in score_all(pairs)] == [1, 1, 1, 1, 0, 0]
 
 
-def test_an_expression_that_takes_for_ever_costs_its_own_answer_alone() -> None:
+def test_math_verify_endless_expression() -> None:
     found = score_all([("9^{9^{9^{9}}}", "$8^{8^{8^{8}}}$"), ("2", "$2$"), ("3", "$3$")], timeout_s=15.0)
     assert [(each.total, each.failed) for each in found] == [(0, 1), (1, 0), (1, 0)]
 
 
-def test_tensorboard_has_each_metric_and_forgets_what_is_done_again(tmp_path: Path) -> None:
+def test_tensorboard_metrics_after_resume(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = settings(("out", str(tmp_path)), ("tracking.to", '["tensorboard"]'))
@@ -62,7 +62,7 @@ def test_tensorboard_has_each_metric_and_forgets_what_is_done_again(tmp_path: Pa
     assert [each.step for each in events.Scalars("reward/mean")] == [1]
 
 
-def test_weights_and_biases_without_a_network_go_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_resumes_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

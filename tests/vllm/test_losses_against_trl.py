@@ -170,7 +170,7 @@ def assert_same(ours: Any, theirs: Any, tensors: dict[str, torch.Tensor]) -> Non
         ("cispo", "token", {"ratio_cap": 1.2}, {"loss_type": "cispo", "epsilon_high": 1.2}),
     ],
 )
-def test_policy_losses(
+def test_policy_losses_match_trl(
     name: str, aggregation: str, kwargs: dict[str, Any], settings: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> None:
     assert_same(
@@ -181,7 +181,7 @@ def test_policy_losses(
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
-def test_truncated_importance_sampling(mode: str, tensors: dict[str, torch.Tensor]) -> None:
+def test_importance_sampling_matches_trl(mode: str, tensors: dict[str, torch.Tensor]) -> None:
     """trl makes the ratios while it generates (``token_truncate``, ``token_mask``); here they are made as there, and its loss
     applies them."""
     ratios = (tensors["logprobs"] - tensors["behaviour"]).exp()[:, NUM_PROMPT:]
@@ -196,7 +196,7 @@ def test_truncated_importance_sampling(mode: str, tensors: dict[str, torch.Tenso
     )
 
 
-def test_log_probabilities_and_entropies(tensors: dict[str, torch.Tensor]) -> None:
+def test_logprobs_and_entropies_match_trl(tensors: dict[str, torch.Tensor]) -> None:
     assert_same(
         lambda logits: (token_logprobs(logits, tensors["input_ids"], chunk_numel=30) * tensors["ref_logprobs"]).sum(),
         lambda logits: (
@@ -211,7 +211,7 @@ def test_log_probabilities_and_entropies(tensors: dict[str, torch.Tensor]) -> No
     )
 
 
-def test_sft_is_the_loss_of_transformers(tensors: dict[str, torch.Tensor]) -> None:
+def test_sft_loss_matches_transformers(tensors: dict[str, torch.Tensor]) -> None:
     """SFTTrainer's default loss is the model's own."""
     labels = tensors["input_ids"].masked_fill(~tensors["loss_mask"], -100)
     num_tokens = tensors["loss_mask"].sum()
@@ -224,7 +224,7 @@ def test_sft_is_the_loss_of_transformers(tensors: dict[str, torch.Tensor]) -> No
 
 @pytest.mark.parametrize("beta", [0.1, 1.5])
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge"])
-def test_dpo(loss_type: str, beta: float, tensors: dict[str, torch.Tensor]) -> None:
+def test_dpo_matches_trl(loss_type: str, beta: float, tensors: dict[str, torch.Tensor]) -> None:
     mask = tensors["loss_mask"]
     chosen_first = [0, 2, 1, 3]  # rows 0, 1 and 2, 3 are our pairs; trl has all preferred ones first
 
@@ -272,7 +272,9 @@ def test_dpo(loss_type: str, beta: float, tensors: dict[str, torch.Tensor]) -> N
 
 @pytest.mark.parametrize("center", [None, 0.3])
 @pytest.mark.parametrize("margin", [None, (0.5, -1.0)])
-def test_reward_model(margin: tuple[float, float] | None, center: float | None, tensors: dict[str, torch.Tensor]) -> None:
+def test_reward_model_matches_trl(
+    margin: tuple[float, float] | None, center: float | None, tensors: dict[str, torch.Tensor]
+) -> None:
     last = NUM_PROMPT + torch.tensor(LENGTHS) - 1
 
     def theirs(logits: torch.Tensor) -> torch.Tensor:
@@ -303,7 +305,7 @@ def test_reward_model(margin: tuple[float, float] | None, center: float | None, 
     assert_same(ours, theirs, tensors)
 
 
-def test_soft_overlong_punishment() -> None:
+def test_soft_overlong_punishment_matches_trl() -> None:
     lengths = range(16)
     theirs = trl_rewards.get_soft_overlong_punishment(12, 5)([[0] * length for length in lengths])
     assert [soft_overlong_punishment(length, max_tokens=12, cache_tokens=5) for length in lengths] == pytest.approx(theirs)

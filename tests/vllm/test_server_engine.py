@@ -57,7 +57,7 @@ class TestSuite(EngineSuite):
     """By ServerEngine with vLLM's server."""
 
 
-async def test_samples_of_one_request_are_several(served: Served) -> None:
+async def test_generate_samples_differ(served: Served) -> None:
     requests = [served.request(PROMPTS[0], SamplingParams(max_new_tokens=24)) for _ in range(4)]
     results = await served.engine.agenerate_samples(requests)
     assert [each.request_id for each in results] == [each.request_id for each in requests]
@@ -65,7 +65,7 @@ async def test_samples_of_one_request_are_several(served: Served) -> None:
     assert differences(served.model, [PROMPTS[0]] * 4, results).max() < 1e-3
 
 
-async def test_the_server_stops_aborted_requests(served: Served) -> None:
+async def test_abort_stops_requests_in_server(served: Served) -> None:
     requests = [served.request(prompt, SamplingParams(temperature=0.0, max_new_tokens=LONG)) for prompt in PROMPTS[:2]]
     tasks = [await served.begun(each) for each in requests]
     for ids, num_left in (([requests[0].request_id], 1), (None, 0)):
@@ -75,7 +75,7 @@ async def test_the_server_stops_aborted_requests(served: Served) -> None:
     assert [(await each).stop_reason for each in tasks] == ["abort"] * 2
 
 
-async def test_an_update_in_the_middle_of_requests_has_the_server_compute_them_again(served: Served) -> None:
+async def test_update_during_requests_recomputes(served: Served) -> None:
     old, new, before = served.model, model_of(LLAMA, seed=30), served.engine.get_version()
     long = SamplingParams(temperature=0.0, max_new_tokens=200)
     tasks = [await served.begun(served.request(prompt, long)) for prompt in PROMPTS]
@@ -93,7 +93,7 @@ async def test_an_update_in_the_middle_of_requests_has_the_server_compute_them_a
     await require_the_trainers(served, "after an update in the middle of requests")
 
 
-def test_vllms_own_words_are_in_the_error_of_a_start(leases: PortLeases, tmp_path: Path) -> None:
+def test_start_error_quotes_vllm(leases: PortLeases, tmp_path: Path) -> None:
     engine = engine_of(leases, str(tmp_path), "--no-such-flag")
     with pytest.raises(ServerStartError, match="no-such-flag") as raised:
         engine.initialize()
@@ -101,7 +101,7 @@ def test_vllms_own_words_are_in_the_error_of_a_start(leases: PortLeases, tmp_pat
     engine.destroy()
 
 
-async def test_the_death_of_vllms_engine_core_is_the_servers(served: Served) -> None:
+async def test_engine_core_death_fails_server(served: Served) -> None:
     """The last test of this module: it ends what the others share."""
     family = [psutil.Process(served.engine.server_pid()), *psutil.Process(served.engine.server_pid()).children(recursive=True)]
     assert len(family) >= 2

@@ -68,7 +68,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         engine.destroy()
 
 
-async def test_requests_use_the_adapter_that_was_chosen(served: Served, tmp_path: Path) -> None:
+async def test_adapter_of_a_request(served: Served, tmp_path: Path) -> None:
     await require_the_trainers(served, "adapter of the start")
     base, merged = model_of(LLAMA, seed=1), served.model
     second = _adapter(base, 2, tmp_path / "second")
@@ -85,7 +85,7 @@ async def test_requests_use_the_adapter_that_was_chosen(served: Served, tmp_path
         await served.engine.use_lora("second")
 
 
-async def test_an_adapter_can_be_replaced_by_one_of_its_name(served: Served, tmp_path: Path) -> None:
+async def test_adapter_replaced_by_name(served: Served, tmp_path: Path) -> None:
     third = _adapter(model_of(LLAMA, seed=1), 3, tmp_path / "third")
     await served.engine.load_lora("first", third)
     served.model = _merged(LLAMA, 1, third)
@@ -96,7 +96,7 @@ async def test_an_adapter_can_be_replaced_by_one_of_its_name(served: Served, tmp
     await require_the_trainers(served, "an adapter replaced in its folder, whose keys and values are not found again")
 
 
-async def test_weights_beneath_adapters_are_updated(served: Served, tmp_path: Path) -> None:
+async def test_adapter_base_weights_updated(served: Served, tmp_path: Path) -> None:
     model = model_of(LLAMA, seed=4)
     await served.engine.update_weights(weights_of(model), 1)
     await served.engine.use_lora()
@@ -104,7 +104,7 @@ async def test_weights_beneath_adapters_are_updated(served: Served, tmp_path: Pa
     await require_the_trainers(served, "new weights beneath adapters")
 
 
-async def test_a_death_in_the_middle_of_an_update_is_no_torn_update(served: Served) -> None:
+async def test_update_death_in_the_middle(served: Served) -> None:
     """The last test of this module: it ends what the others share."""
     weights = Fatal(weights_of(model_of(LLAMA, seed=5)), at_look=3)  # as the first bucket is made, when loading has begun
     with pytest.raises(EngineDeadError, match="SIGKILL"):

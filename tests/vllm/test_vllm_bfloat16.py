@@ -27,7 +27,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
         engine.destroy()
 
 
-async def test_an_update_of_float32_weights_is_served_in_bfloat16(engine: VLLMEngine) -> None:
+async def test_bfloat16_serves_float32_update(engine: VLLMEngine) -> None:
     model = model_of(QWEN2_TIED, seed=2)
     await engine.update_weights(weights_of(model), 1)
     results = await Served(engine, model).generate(PROMPTS)
@@ -41,7 +41,7 @@ async def test_an_update_of_float32_weights_is_served_in_bfloat16(engine: VLLMEn
     assert found.max() < 3 * theirs.max()
 
 
-async def test_a_death_before_an_update_has_begun_is_told_as_one(engine: VLLMEngine) -> None:
+async def test_bfloat16_death_before_update(engine: VLLMEngine) -> None:
     """The last test of this module: it ends what the other has."""
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         await engine.update_weights(Fatal(weights_of(model_of(QWEN2_TIED, seed=3)), at_look=2), 2)

@@ -56,7 +56,7 @@ class TestSuite(EngineSuite):
 # --- requests -----------------------------------------------------------------------------------------------------------------
 
 
-async def test_the_models_own_end_token_ends_nothing_unless_it_is_named(served: Served) -> None:
+async def test_generate_ignores_end_token(served: Served) -> None:
     drawn = SamplingParams(seed=5, max_new_tokens=256)
     results = await served.generate([[each] for each in range(8)], drawn)
     assert {len(each.token_ids) for each in results} == {256}
@@ -67,7 +67,7 @@ async def test_the_models_own_end_token_ends_nothing_unless_it_is_named(served: 
             assert cut.token_ids == whole.token_ids[: whole.token_ids.index(EOS) + 1]
 
 
-async def test_a_continuation_with_a_seed_repeats_itself_and_not_what_came_before(served: Served) -> None:
+async def test_generate_seeded_continuation(served: Served) -> None:
     drawn = SamplingParams(seed=4, max_new_tokens=8)
     (first,) = await served.generate([[7]], drawn)
     request = served.request([7, *first.token_ids], drawn, num_generated=8)
@@ -77,13 +77,13 @@ async def test_a_continuation_with_a_seed_repeats_itself_and_not_what_came_befor
     assert again[0].token_ids != fresh.token_ids, "a stream of its own, or it would draw the first numbers again"
 
 
-async def test_more_prompts_with_seeds_than_a_step_computes_are_served(served: Served) -> None:
+async def test_generate_many_seeded_prompts(served: Served) -> None:
     prompts = [[each] * (MAX_LEN - 8) for each in range(16)]
     results = await served.generate(prompts, SamplingParams(seed=1, max_new_tokens=4))
     assert differences(served.model, prompts, results).max() < 1e-3
 
 
-async def test_samples_have_seeds_of_their_own_and_their_prompt_is_computed_once(served: Served) -> None:
+async def test_generate_samples_seeds_and_prefill(served: Served) -> None:
     prompt = [(7 * each) % VOCAB for each in range(300)]  # two blocks of 128 tokens, and a rest
     requests = [served.request(prompt, SamplingParams(seed=seed, max_new_tokens=16)) for seed in range(8)]
     before = served.engine.stats()
@@ -104,7 +104,7 @@ async def test_samples_have_seeds_of_their_own_and_their_prompt_is_computed_once
     assert (await served.engine.agenerate(msgspec.structs.replace(twice, sampling=GREEDY))).stop_reason == "length"
 
 
-async def test_a_cancelled_call_ends_its_request_in_vllm(served: Served) -> None:
+async def test_generate_cancelled(served: Served) -> None:
     async def usage() -> float:
         found = 0.0
         while not found:  # it may have ended before it was asked
@@ -124,7 +124,7 @@ async def test_a_cancelled_call_ends_its_request_in_vllm(served: Served) -> None
     assert (await served.engine.agenerate(msgspec.structs.replace(request, sampling=GREEDY))).stop_reason == "length"
 
 
-async def test_stats_tell_load_and_cache(served: Served) -> None:
+async def test_stats_load_and_cache(served: Served) -> None:
     task = await served.begun(served.request([3] * 200, SamplingParams(temperature=0.0, max_new_tokens=256)), num=8)
     busy = served.engine.stats()
     assert (busy["num_running"], busy["num_waiting"]) == (1, 0)
@@ -135,14 +135,14 @@ async def test_stats_tell_load_and_cache(served: Served) -> None:
     assert idle["version"] == served.engine.get_version()
 
 
-def test_calls_may_come_from_any_event_loop(served: Served) -> None:
+def test_calls_from_any_event_loop(served: Served) -> None:
     assert asyncio.run(served.generate([[1]]))[0].token_ids == asyncio.run(served.generate([[1]]))[0].token_ids
 
 
 # --- weights ------------------------------------------------------------------------------------------------------------------
 
 
-async def test_weights_come_by_broadcasts_into_vllms_own_process(served: Served) -> None:
+async def test_update_weights_by_broadcast(served: Served) -> None:
     model = model_of(LLAMA, seed=4)
     await broadcast(served, model, 20, weights_of(model))
     await require_the_trainers(served, "broadcasts")
@@ -152,9 +152,7 @@ async def test_weights_come_by_broadcasts_into_vllms_own_process(served: Served)
     await require_the_trainers(served, "after broadcasts that did not fit")
 
 
-async def test_after_an_update_that_ended_half_way_nothing_is_decoded_until_one_is_whole(
-    served: Served, tmp_path: Path
-) -> None:
+async def test_update_torn_blocks_decoding(served: Served, tmp_path: Path) -> None:
     version = served.engine.get_version()
     running = await served.begun(served.request([3], SamplingParams(temperature=0.0, max_new_tokens=LONG)))
     torn = written(model_of(LLAMA, seed=6), tmp_path, spoilt="model.norm.weight")
@@ -175,7 +173,7 @@ async def test_after_an_update_that_ended_half_way_nothing_is_decoded_until_one_
     await require_the_trainers(served, "after a torn update and a whole one")
 
 
-async def test_an_update_in_the_middle_of_requests_keeps_their_keys_and_tells_their_tokens_apart(served: Served) -> None:
+async def test_update_during_requests_keeps_cache(served: Served) -> None:
     version, old = served.engine.get_version(), served.model
     new = model_of(LLAMA, seed=8)
     long = SamplingParams(temperature=0.0, max_new_tokens=200)
@@ -205,7 +203,7 @@ def _over_old_keys(old: Any, new: Any, prompt: list[int], tokens: list[int], num
     return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-async def test_an_update_whose_caller_is_cancelled_comes_to_its_end(served: Served) -> None:
+async def test_update_of_cancelled_caller_ends(served: Served) -> None:
     model, version = model_of(LLAMA, seed=9), served.engine.get_version() + 1
     task = asyncio.ensure_future(served.engine.update_weights(weights_of(model), version))
     await asyncio.sleep(0)
@@ -220,7 +218,7 @@ async def test_an_update_whose_caller_is_cancelled_comes_to_its_end(served: Serv
 # --- sleep --------------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_sleeping_engine_takes_no_requests_and_no_weights(served: Served) -> None:
+async def test_sleep_refuses_requests_and_weights(served: Served) -> None:
     running = await served.begun(served.request([3], SamplingParams(temperature=0.0, max_new_tokens=LONG)))
     with pytest.raises(RuntimeError, match="1 requests are in flight"):
         await served.engine.sleep()
@@ -243,7 +241,7 @@ async def test_a_sleeping_engine_takes_no_requests_and_no_weights(served: Served
     await require_the_trainers(served, "after sleep")
 
 
-async def test_after_level_2_an_update_comes_before_requests(served: Served) -> None:
+async def test_sleep_level_2_needs_update(served: Served) -> None:
     version, model = served.engine.get_version() + 1, model_of(LLAMA, seed=10)
     await served.engine.sleep()
     await served.engine.sleep(2)
@@ -263,7 +261,7 @@ async def test_after_level_2_an_update_comes_before_requests(served: Served) -> 
     await require_the_trainers(served, "after level 2")
 
 
-def test_there_is_no_thread_left_of_an_engine_that_could_not_start(tmp_path: Path) -> None:
+def test_failed_start_leaves_no_thread(tmp_path: Path) -> None:
     model = folder_of(model_of(LLAMA, seed=1), tmp_path)
     before = [each for each in threading.enumerate() if each.name == "helmsman-vllm"]
     engine = VLLMEngine(model=model, engine_args={"max_num_sequences": 3}, **ENGINE)
@@ -273,7 +271,7 @@ def test_there_is_no_thread_left_of_an_engine_that_could_not_start(tmp_path: Pat
     engine.destroy()
 
 
-async def test_destroy_ends_requests_and_an_update_whose_weights_never_come(served: Served) -> None:
+async def test_destroy_ends_requests_and_update(served: Served) -> None:
     """The last test of this module: it ends what the others share."""
     store = WeightGroup(torch.device("cpu"))
     place = ByCollective(

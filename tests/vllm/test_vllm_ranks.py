@@ -33,20 +33,20 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         engine.destroy()
 
 
-async def test_random_weights_are_replaced_from_memory(served: Served) -> None:
+async def test_ranks_update_weights_from_memory(served: Served) -> None:
     before = await served.generate(PROMPTS)
     assert differences(served.model, PROMPTS, before).max() > 0.1, "they are not the folder's"
     await served.bring(model_of(QWEN2_TIED, seed=2), 1)
     await require_the_trainers(served, "two ranks, memory")
 
 
-async def test_weights_come_from_files(served: Served, tmp_path: Path) -> None:
+async def test_ranks_update_weights_from_files(served: Served, tmp_path: Path) -> None:
     served.model = model_of(QWEN2_TIED, seed=3)
     await served.engine.update_weights(written(served.model, tmp_path), 2)
     await require_the_trainers(served, "two ranks, files")
 
 
-async def test_weights_come_by_broadcasts_that_the_first_rank_passes_on(served: Served) -> None:
+async def test_ranks_update_weights_by_broadcast(served: Served) -> None:
     model = model_of(QWEN2_TIED, seed=4)
     await broadcast(served, model, 3, weights_of(model))
     await require_the_trainers(served, "two ranks, broadcasts")
@@ -55,7 +55,7 @@ async def test_weights_come_by_broadcasts_that_the_first_rank_passes_on(served: 
     await require_the_trainers(served, "two ranks, after broadcasts that did not fit")
 
 
-async def test_a_torn_update_leaves_no_rank_behind(served: Served, tmp_path: Path) -> None:
+async def test_ranks_torn_update(served: Served, tmp_path: Path) -> None:
     with pytest.raises(PartialWeightUpdateError, match="model.norm.weight"):
         await served.engine.update_weights(written(model_of(QWEN2_TIED, seed=5), tmp_path, spoilt="model.norm.weight"), 5)
     model = model_of(QWEN2_TIED, seed=6)
@@ -63,7 +63,7 @@ async def test_a_torn_update_leaves_no_rank_behind(served: Served, tmp_path: Pat
     await require_the_trainers(served, "two ranks, after a torn update and a whole one")
 
 
-async def test_keys_and_values_are_computed_anew_where_that_is_asked_for(served: Served) -> None:
+async def test_ranks_recompute_cache(served: Served) -> None:
     version, old, new = served.engine.get_version(), served.model, model_of(QWEN2_TIED, seed=7)
     tasks = [await served.begun(served.request(prompt, SamplingParams(seed=3, max_new_tokens=200))) for prompt in PROMPTS]
     await served.bring(new, version + 1)
