@@ -10,10 +10,15 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 
 pytest.register_assert_rewrite("helmsman.testing.contract")
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("any speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("any speed")
 
 SESSION_ENV_VAR = "HELMSMAN_TEST_SESSION"
 SESSION = uuid.uuid4().hex

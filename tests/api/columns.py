@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from helmsman.api.columns import Column, Ragged
 
-QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=25)
 ROWS = st.integers(0, 30)
 
 TENSOR_DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.uint16, torch.bool, torch.complex64]

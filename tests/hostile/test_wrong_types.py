@@ -177,7 +177,7 @@ def test_scheduler_refuses_wrong_types(scheduler: Scheduler, method: str, argume
     pid, before = call(WORKER, "pid", "counter"), call(WORKER, "add", "counter", 0)
     roles = [status.worker_id for status in scheduler.status()]
 
-    @settings(max_examples=8, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=8, derandomize=True, database=None)
     @given(_wrong_for(argument, method))
     def refuses(value: Any) -> None:
         nonlocal before
@@ -256,7 +256,7 @@ def test_controllers_refuse_wrong_types(
 ) -> None:
     target, good = controllers[owner], {**GOOD, "rollout": controllers[RolloutController]}
 
-    @settings(max_examples=6, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=6, derandomize=True, database=None)
     @given(_wrong_for(argument, method))
     def refuses(value: Any) -> None:
         with pytest.raises((TypeError, errors.HelmsmanError)) as caught:

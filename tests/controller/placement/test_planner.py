@@ -160,7 +160,7 @@ def outcome(seed: int) -> bool:
     return isinstance(plan, Plan)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 10**9))
 def test_plan_jobs_finds_a_plan_if_one_exists(seed: int) -> None:
     outcome(seed)

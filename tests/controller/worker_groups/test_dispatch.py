@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helmsman.api.batch import Batch
@@ -109,7 +109,6 @@ def check_shares(topology: Topology, shard: tuple[Axis, ...], replicate: tuple[A
         assert given_to[info.rank] == (None if silent else shares[number].tolist())
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(sorted(KINDS)),
     st.sampled_from(TOPOLOGIES),

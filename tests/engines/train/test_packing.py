@@ -23,7 +23,6 @@ from helmsman.engines._train.batching import (
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 
 
-@settings(deadline=None)
 @given(lengths=LENGTHS, multiple=st.integers(1, 4), packing=st.booleans())
 def test_pack_per_token_inverse(lengths: list[int], multiple: int, packing: bool) -> None:
     numbers = iter(range(1, sum(lengths) + 1))
@@ -48,7 +47,6 @@ def test_pack_per_token_inverse(lengths: list[int], multiple: int, packing: bool
         assert not before[row, length:].any()
 
 
-@settings(deadline=None)
 @given(lengths=LENGTHS, max_tokens=st.integers(1, 100), at_least=st.integers(0, 12))
 def test_group_samples_packed_budget(lengths: list[int], max_tokens: int, at_least: int) -> None:
     batching = Batching(max_tokens=max_tokens, vocab_size=50, packing=True)
@@ -79,7 +77,7 @@ def test_empty_micro_batch_counts_nothing(packing: bool) -> None:
     assert stand_in.rows.input_ids.shape[1] == 4
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(lengths=LENGTHS, window=st.none() | st.integers(1, 12), num_groups=st.sampled_from([1, 2]))
 def test_row_attention_within_samples(lengths: list[int], window: int | None, num_groups: int) -> None:
     generator = torch.Generator().manual_seed(len(lengths))

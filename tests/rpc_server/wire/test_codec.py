@@ -114,7 +114,7 @@ def views(draw: st.DrawFn) -> torch.Tensor:
     return tensor
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(views(), st.sampled_from([0, 64, 4096]))
 def test_encode_views_send_their_elements_alone(sent: torch.Tensor, inband_below: int) -> None:
     payload = encode(sent, inband_below=inband_below)
@@ -266,7 +266,7 @@ class Tagged(torch.Tensor):
 # --- arrays and containers --------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.one_of(
         st_numpy.scalar_dtypes(), st_numpy.byte_string_dtypes(), st_numpy.unicode_string_dtypes(), st_numpy.array_dtypes()
@@ -319,7 +319,7 @@ def types_of(value: Any) -> Any:
     return type(value)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(plain)
 def test_decode_plain_values(sent: Any) -> None:
     got = round_trip(sent)

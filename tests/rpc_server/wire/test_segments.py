@@ -101,7 +101,7 @@ def segment_of(wire_and_segment: tuple[WirePayload, ShmSegment | None]) -> ShmSe
 # --- segments ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.binary(min_size=1, max_size=5000), min_size=1, max_size=20))
 def test_attach_buffers_aligned(buffers: list[bytes]) -> None:
     with pack(buffers) as segment:
@@ -325,7 +325,7 @@ def test_from_wire_buffer_missing() -> None:
 # --- payloads ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 3000), max_size=12),
     st.sampled_from([64, 1024, 4096, 1 << 20]),
