@@ -59,7 +59,7 @@ def test_delete_workers_dead_and_hung(make_run: Callable[..., RayScheduler], tmp
 
 
 def test_delete_workers_rank_zero_last(run: RayScheduler) -> None:
-    ids = run.create_workers(Job(role="train", replicas=3, tasks=[SchedulingSpec(cpu=1)]))
+    ids = run.create_workers(Job(role="train", replicas=4, tasks=[SchedulingSpec(cpu=1)]))
     pids = {worker_id: Engine.create(run, worker_id, Counter).call("pid") for worker_id in ids}
     living = {os.pidfd_open(pid): worker_id for worker_id, pid in pids.items()}
     ended: list[list[str]] = []
