@@ -29,6 +29,10 @@ def lead_of(limit_s: float) -> float:
 class Member(Protocol):
     """One worker's operation."""
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the worker has said that it had not begun."""
+
     def cancel(self) -> object:
         """Await it no longer."""
 
@@ -143,6 +147,8 @@ class Fanout:
 
 class _Task:
     """An operation that is a task."""
+
+    is_waiting = False
 
     def __init__(self, task: asyncio.Future[Any]) -> None:
         self._task = task

@@ -89,17 +89,21 @@ class Nodes:
         """What is free on each node; what Ray derives from groups shows whether one is left."""
         from ray._private.state import available_resources_per_node
 
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return {
-            node_id: {name: amount for name, amount in resources.items() if "object_store" not in name}
-            for node_id, resources in available_resources_per_node().items()
-            if node_id in alive
-        }
+        available = available_resources_per_node()
+        return {node_id: _without_store(available.get(node_id, {})) for node_id in self.total()}
+
+    def total(self) -> dict[str, dict[str, float]]:
+        """What each node has."""
+        return {node["NodeID"]: _without_store(node["Resources"]) for node in ray.nodes() if node["Alive"]}
 
     def close(self) -> None:
         """End it."""
         ray.shutdown()
         self.cluster.shutdown()
+
+
+def _without_store(resources: dict[str, float]) -> dict[str, float]:
+    return {name: amount for name, amount in resources.items() if "object_store" not in name}
 
 
 Open = Callable[..., Nodes]
@@ -187,7 +191,6 @@ def run(make_run: Callable[..., RayScheduler]) -> RayScheduler:
 
 @pytest.fixture
 def left_as_found(nodes: Nodes) -> Iterator[None]:
-    """What is free after the test is what was free before it."""
-    before = nodes.free()
+    """All of the cluster is free after the test."""
     yield
-    wait_until(lambda: nodes.free() == before, f"free as before: {before}", limit_s=10.0)
+    wait_until(lambda: nodes.free() == nodes.total(), f"all is free again: {nodes.total()}", limit_s=10.0)

@@ -50,6 +50,7 @@ class WorkerClient:
     ) -> None:
         self.worker_id = worker_id
         self.place = place
+        self.node = place.node
         self.pid = pid
         self.log_path = log_path
         self.transport = transport
@@ -64,8 +65,7 @@ class WorkerClient:
         self.overdue: set[int] = set()
         """Requests that were given up and are not answered."""
         self.unanswered: dict[int, float] = {}
-        """Requests for its health that an observation has replaced, with time.monotonic() of each; they do not make the worker
-        OVERDUE."""
+        """Requests for its health that an observation has replaced: when they began; they do not make the worker OVERDUE."""
         self._to_locate: list[int] = []
         self._locating: asyncio.Task[dict[int, CallState]] | None = None
         """The question about all of ``_to_locate``, until it is sent."""
@@ -74,25 +74,17 @@ class WorkerClient:
         self._ending: Ending | None = None
         self._looking_up: asyncio.Task[Ending] | None = None
         self._is_cause_late = False
-        self._ran_at_end: tuple[str, float] | None = None
+        self._ran_at_end = ("", 0.0)
         """The oldest call in flight when the worker died, and for how many seconds."""
         self._stopped = False
         self._ends_at: float | None = None
         """When its process ends, which was told to, by time.monotonic()."""
         self._killed_because = ""
 
-    @property
-    def node(self) -> str:
-        return self.place.node
-
-    # --- engine work ------------------------------------------------------------------------------------------------
-
     async def create_engine(self, engine_name: str, payload: Payload, limit_s: float) -> None:
         """Build an engine; ``payload`` is (path or class, args, kwargs)."""
         request = Request(next(request_ids), Verb.CREATE_ENGINE, engine_name)
         await await_reply(self, Outgoing(request, payload), limit_s, "Timeouts.create_engine_s")
-
-    # --- control ----------------------------------------------------------------------------------------------------
 
     async def control(self, verb: Verb, *arguments: Any, limit_s: float | None = None) -> Any:
         """Ask a control verb and return its answer; ``Timeouts.health_s`` is the limit when none is given."""
@@ -119,12 +111,16 @@ class WorkerClient:
 
     def status(self, health: WorkerHealth | None) -> WorkerStatus:
         return WorkerStatus(
-            worker_id=self.worker_id, state=self.state, node=self.node, pid=self.pid, log_path=self.log_path, health=health
+            worker_id=self.worker_id,
+            state=self.state,
+            node=self.node,
+            pid=self.pid,
+            log_path=self.log_path,
+            health=health,
         )
 
     @property
     def state(self) -> WorkerState:
-        """READY, OVERDUE, FAILED or STOPPED."""
         if self._stopped:
             return WorkerState.STOPPED
         if self._ending is not None:
@@ -132,7 +128,7 @@ class WorkerClient:
         return WorkerState.OVERDUE if self.overdue else WorkerState.READY
 
     async def shut_down(self, limit_s: float) -> None:
-        """Ask the process to end and give it time to; whether it did is for ``transport.kill`` to make sure."""
+        """Ask the process to end and give it time to."""
         self._stopped = True
         await self.control(Verb.SHUTDOWN, limit_s=limit_s)
         await self.transport.wait_ended(limit_s)
@@ -142,10 +138,7 @@ class WorkerClient:
         self._killed_because = cause
         await self.transport.kill()
 
-    # --- the ends of requests ---------------------------------------------------------------------------------------
-
     def settled(self, request_id: int) -> None:
-        """A request is answered, or never will be."""
         self.in_flight.pop(request_id, None)
         self.overdue.discard(request_id)
         self.unanswered.pop(request_id, None)
@@ -158,8 +151,10 @@ class WorkerClient:
     def engine_of(self, request: Request) -> str | None:
         return self.worker_id if request.engine_name is None and request.verb is Verb.CALL else request.engine_name
 
+    def name_of(self, request: Request) -> str:
+        return dotted(self.engine_of(request), request.method or request.verb.value)
+
     def in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run work for which no caller has to wait."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -187,23 +182,23 @@ class WorkerClient:
         return found
 
     async def timed_out(
-        self, request: Request, elapsed_s: float, limit_s: float, source: str, seen: CallState | None
+        self, request: Request, elapsed_s: float, limit_s: float, source: str, seen: CallState | None, *, may_withdraw: bool
     ) -> errors.CallTimeoutError:
-        """The error of a call that is late by a limit, which comes from the setting ``source``. A call that has not begun is
-        withdrawn, and its error waits a moment for that.
-
-        ``seen`` is where the worker said that the call was, shortly before the limit; None when it gave no answer.
-        """
+        """The error of a call that is late by a limit, which comes from the setting ``source``. One that has not begun is
+        withdrawn if it may be, and its error waits a moment for that. ``seen`` is the answer to ``locate``."""
         state, stack = "it did not answer within the limit", ""
         if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
             if seen is None:
                 state = "it did not say in time where the call is; the log has it once it does"
-            withdrawal = self.in_background(self._withdraw(request, elapsed_s, is_seen=seen is not None))
-            if seen is not None and seen.state != "running":
-                await asyncio.wait([withdrawal], timeout=_WITHDRAWAL_S)
-                seen = withdrawal.result() or seen if withdrawal.done() else seen
+            if may_withdraw or seen is None:
+                found = self.in_background(
+                    self._follow(request, elapsed_s, is_seen=seen is not None, may_withdraw=may_withdraw)
+                )
+                if seen is not None and seen.state != "running":
+                    await asyncio.wait([found], timeout=_WITHDRAWAL_S)
+                    seen = found.result() or seen if found.done() else seen
         if seen is not None:
-            state, stack = seen.describe(), seen.stack
+            state, stack = seen.describe(may_withdraw=may_withdraw), seen.stack
         return errors.CallTimeoutError(
             worker_id=self.worker_id,
             engine_name=self.engine_of(request),
@@ -217,45 +212,42 @@ class WorkerClient:
             log_path=self.log_path,
         )
 
-    async def _withdraw(self, request: Request, elapsed_s: float, *, is_seen: bool) -> CallState | None:
-        """Withdraw a call that is late; where its error could not say where it was, the log does. None without an answer."""
-        try:
-            call: CallState = await self.control(Verb.CANCEL, request.id, limit_s=_LATE_ANSWER_S)
-        except errors.CallError:
-            return None
-        if call.state == "withdrawn":
+    async def _follow(self, request: Request, elapsed_s: float, *, is_seen: bool, may_withdraw: bool) -> CallState | None:
+        """Withdraw or find a late call; where its error could not say where it was, the log does. None without an answer."""
+        call: CallState | None = None
+        with contextlib.suppress(errors.CallError):
+            if may_withdraw:
+                call = await self.control(Verb.CANCEL, request.id, limit_s=_LATE_ANSWER_S)
+            else:
+                call = await self.locate(request.id, _LATE_ANSWER_S)
+        if call is not None and call.state == "withdrawn":
             self.overdue.discard(request.id)
-        if not is_seen:
-            name = dotted(self.engine_of(request), request.method or request.verb.value)
-            place = call.describe() + (f"; its engine thread is at:\n{call.stack}" if call.stack else "")
-            log.warning("%s: %s timed out after %.2f s: %s", self.worker_id, name, elapsed_s, place)
+        if call is not None and not is_seen:
+            place = call.describe(may_withdraw=may_withdraw)
+            stack = f"; its engine thread is at:\n{call.stack}" if call.stack else ""
+            log.warning("%s: %s timed out after %.2f s: %s%s", self.worker_id, self.name_of(request), elapsed_s, place, stack)
         return call
 
     async def failed(self, request: Request) -> errors.WorkerFailedError:
         """The error of a request whose worker has ended."""
         if self._looking_up is None:
-            oldest = min(list(self.in_flight.values()), key=lambda call: call.started, default=None)
-            self._ran_at_end = ("", 0.0) if oldest is None else (oldest.name, time.monotonic() - oldest.started)
+            if oldest := min(list(self.in_flight.values()), key=lambda call: call.started, default=None):
+                self._ran_at_end = oldest.name, time.monotonic() - oldest.started
             self._looking_up = asyncio.ensure_future(self._look_up_ending())
         await asyncio.wait([self._looking_up], timeout=_CAUSE_S)
         self._is_cause_late = not self._looking_up.done()
         self._ending = _UNKNOWN_YET if self._is_cause_late else self._looking_up.result()
-        running, running_s = self._ran_at_end or ("", 0.0)
+        running, running_s = self._ran_at_end
         return errors.WorkerFailedError(
             worker_id=self.worker_id,
             engine_name=self.engine_of(request),
             method=request.method or request.verb.value,
             node=self.node,
             pid=self.pid,
-            cause=self._ending.cause,
-            exit_code=self._ending.exit_code,
-            exit_signal=self._ending.exit_signal,
             running=running or None,
             running_s=running_s if running else None,
-            log_path=self._ending.log_path or self.log_path,
-            log_tail=self._ending.log_tail,
             next_step=self.advice.get(self.worker_id.rpartition("/")[0], ""),
-            aftermath=self._ending.aftermath,
+            **{**msgspec.structs.asdict(self._ending), "log_path": self._ending.log_path or self.log_path},
         )
 
     async def _look_up_ending(self) -> Ending:
@@ -274,12 +266,13 @@ class WorkerClient:
 class PendingCall(abc.ABC):
     """One request to one worker, from its sending to its answer; used on the event loop. No task waits for it, callbacks do."""
 
-    __slots__ = ("_client", "_given_up", "_is_lost", "_outgoing", "_seen", "started")
+    __slots__ = ("_client", "_given_up", "_is_lost", "_may_withdraw", "_outgoing", "_seen", "started")
 
     def __init__(self, client: WorkerClient, outgoing: Outgoing, started: float | None = None) -> None:
         self._client = client
         self._outgoing = outgoing
         self._given_up = False
+        self._may_withdraw = True
         self._is_lost = False
         """Whether the worker has ended while its exit status is still being looked up."""
         self._seen: CallState | None = None
@@ -300,8 +293,11 @@ class PendingCall(abc.ABC):
 
     @property
     def name(self) -> str:
-        request = self._outgoing.request
-        return dotted(self._client.engine_of(request), request.method or request.verb.value)
+        return self._client.name_of(self._outgoing.request)
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._seen is not None and self._seen.state == "waiting"
 
     @abc.abstractmethod
     def _succeeded(self, payload: Payload) -> bool:
@@ -358,7 +354,10 @@ class PendingCall(abc.ABC):
 
     async def _on_timeout(self, limit_s: float, source: str) -> None:
         elapsed_s = time.monotonic() - self.started
-        self._end(await self._client.timed_out(self._outgoing.request, elapsed_s, limit_s, source, self._seen))
+        error = await self._client.timed_out(
+            self._outgoing.request, elapsed_s, limit_s, source, self._seen, may_withdraw=self._may_withdraw
+        )
+        self._end(error)
 
     def _end(self, error: errors.CallError) -> None:
         self._client.in_flight.pop(self._outgoing.request.id, None)
@@ -440,6 +439,10 @@ class GroupPendingCall(PendingCall):
 
     def give_up(self, limit_s: float, source: str) -> None:
         if not self._is_answered:
+            # A worker that has begun its call, or may have, could wait for this one in a collective.
+            group = self._group
+            is_safe = len(group.pending) == 1 or all(call.is_waiting for call in group.pending.values())
+            self._may_withdraw = is_safe and not group.results
             super().give_up(limit_s, source)
 
     def _fail(self, error: Exception) -> None:

@@ -88,14 +88,16 @@ class CallState(msgspec.Struct, frozen=True, kw_only=True):
     """'engine.method' that occupies the engine thread, or the event loop before a call that waits for that."""
     running_s: float | None = None
 
-    def describe(self) -> str:
+    def describe(self, *, may_withdraw: bool = True) -> str:
         running = f"{self.running} (for {self.running_s or 0.0:.1f} s)" if self.running else "nothing"
+        waits = "will be withdrawn if it still has not" if may_withdraw else "will run after it, as other ranks may wait for it"
+        arrives = "will not be begun" if may_withdraw else "will still be begun"
         return {
             "running": f"the call still runs there: {running}",
-            "waiting": f"the call had not begun behind {running}, and will be withdrawn if it still has not",
+            "waiting": f"the call had not begun behind {running}, and {waits}",
             "withdrawn": f"the call had not begun behind {running} and was withdrawn",
             "ended": "the call does not run there: it ended just now and its result was dropped, or it had not arrived and "
-            "will not be begun",
+            f"{arrives}",
         }[self.state]
 
 

@@ -30,9 +30,11 @@ def tell(**facts):
 CLUSTER = """
 import json, signal
 from ray.cluster_utils import Cluster
+from helmsman.rpc_server._ray_forks.ray_patches import only_core_processes
 
 node = {"num_cpus": 2, "num_gpus": 4, "resources": {"NPU": 8}, "labels": {"helmsman-run": "run-1"}}
-cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+with only_core_processes():
+    cluster = Cluster(initialize_head=True, head_node_args=node)
 print(json.dumps(cluster.address), flush=True)
 try:
     signal.sigwait({signal.SIGTERM})

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -70,7 +71,7 @@ class MinimalBackend(Backend):
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[BackendScheduler]:
-    with BackendScheduler(MinimalBackend(), log_dir=tmp_path) as made:
+    with mock.patch.dict(os.environ), BackendScheduler(MinimalBackend(), log_dir=tmp_path) as made:  # ranks set their variables
         yield made
 
 
