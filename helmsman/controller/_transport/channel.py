@@ -45,6 +45,8 @@ RECONNECT_S = 30.0
 """How long the controller tries to reconnect to a worker that lives, before it gives the worker up."""
 
 _GREET_S = 5.0
+_EXIT_S = 1.0
+"""How long a killed process may take to exit. What it has forked may hold the connection for longer."""
 _RECONNECT_PAUSE_S = 0.05
 _READ_BYTES = 1 << 18
 _IN_THREAD_BYTES = 1 << 20
@@ -164,8 +166,17 @@ class Channel(Transport):
         await self.process.wait_ended(limit_s)
 
     async def kill(self) -> None:
+        witness = None if self._socket is None else socket.socket(fileno=os.dup(self._socket.fileno()))
         self.close()
         await self.process.kill()
+        if witness is None:
+            return
+        # Ray reports an actor dead before its process has exited; the connection ends with the process.
+        with witness, contextlib.suppress(OSError, TimeoutError):
+            witness.setblocking(False)
+            async with asyncio.timeout(_EXIT_S):
+                while await self._loop.sock_recv(witness, _READ_BYTES):
+                    pass
 
     # --- the connection ---------------------------------------------------------------------------------------------
 
