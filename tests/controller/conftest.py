@@ -19,9 +19,12 @@ def young_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def forking() -> Iterator[LocalScheduler]:
-    """A scheduler whose workers have imported real engines when they start, which costs its forkserver seconds."""
+    """A scheduler whose workers have imported real engines when they start, which costs its forkserver seconds.
+
+    Not for the session: while it is open, this process must not use an accelerator platform, as tests of engines do.
+    """
     with LocalScheduler(preload=PRELOAD) as scheduler:
         yield scheduler
 
