@@ -64,11 +64,13 @@ class Fanout:
             self._timer = asyncio.get_running_loop().call_later(limit_s - lead_s, self._almost_late, lead_s, limit_s, source)
 
     def expect_awaitable(self, worker_id: str, awaitable: Awaitable[Any]) -> None:
+        """Begin an operation."""
         task = asyncio.ensure_future(awaitable)
         self.pending[worker_id] = _Task(task)
         task.add_done_callback(lambda ended: self._task_ended(worker_id, ended))
 
     def succeeded(self, worker_id: str, value: Any) -> None:
+        """An operation has ended well."""
         self.pending.pop(worker_id, None)
         if self._observed:
             what, forget = self._observed.pop(worker_id, ("", None))
@@ -83,6 +85,7 @@ class Fanout:
             self._wake()
 
     def failed(self, worker_id: str, error: BaseException) -> None:
+        """An operation has failed, or could not even begin."""
         self.pending.pop(worker_id, None)
         what, _ = self._observed.pop(worker_id, ("", None))
         if what:

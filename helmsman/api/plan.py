@@ -143,6 +143,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table as text, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

@@ -159,6 +159,7 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
             raise self._wrong(field, _at(self, field), expected) from error
 
     def spec(self, index: int) -> SchedulingSpec:
+        """The spec of replica ``index``."""
         return self.tasks[0] if len(self.tasks) == 1 else self.tasks[index]
 
 

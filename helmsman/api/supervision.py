@@ -50,6 +50,8 @@ class Sign(Enum):
 
 
 class Report(NamedTuple):
+    """An observation of a worker."""
+
     worker_id: str
     sign: Sign
     reason: str = ""
@@ -122,6 +124,7 @@ class Monitor:
             await asyncio.sleep(pause_s)
 
     def close(self) -> None:
+        """End all watches. Idempotent."""
         for watch in tuple(self._watches):
             watch.close()
         if self._looking is not None:

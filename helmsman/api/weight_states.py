@@ -50,6 +50,7 @@ class WeightState(Enum):
 
     @property
     def serves(self) -> bool:
+        """Whether it can generate."""
         return self is WeightState.AWAKE
 
     @property

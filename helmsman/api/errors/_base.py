@@ -101,6 +101,7 @@ def indented(text: str, prefix: str = "  ") -> str:
 
 
 def few(items: Sequence[str], limit: int = 8) -> str:
+    """The first items, and how many more there are."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more or "none"
 

@@ -166,17 +166,20 @@ class Channel(Transport):
         await self.process.wait_ended(limit_s)
 
     async def kill(self) -> None:
-        witness = None if self._socket is None else socket.socket(fileno=os.dup(self._socket.fileno()))
-        self.close()
-        await self.process.kill()
-        if witness is None:
-            return
-        # Ray reports an actor dead before its process has exited; the connection ends with the process.
-        with witness, contextlib.suppress(OSError, TimeoutError):
-            witness.setblocking(False)
-            async with asyncio.timeout(_EXIT_S):
-                while await self._loop.sock_recv(witness, _READ_BYTES):
-                    pass
+        with contextlib.ExitStack() as stack:
+            witness: socket.socket | None = None
+            if self._socket is not None:
+                with contextlib.suppress(OSError):  # without a free descriptor it is killed all the same
+                    witness = stack.enter_context(socket.socket(fileno=os.dup(self._socket.fileno())))
+            self.close()
+            await self.process.kill()
+            # Ray reports an actor dead before its process has exited; the connection ends with the process.
+            if witness is not None:
+                witness.setblocking(False)
+                with contextlib.suppress(OSError, TimeoutError):
+                    async with asyncio.timeout(_EXIT_S):
+                        while await self._loop.sock_recv(witness, _READ_BYTES):
+                            pass
 
     # --- the connection ---------------------------------------------------------------------------------------------
 
