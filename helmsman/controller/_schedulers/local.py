@@ -15,7 +15,7 @@ from pathlib import Path
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Timeouts
-from helmsman.controller._aio.event_loop import await_all, in_thread
+from helmsman.controller._aio.event_loop import Deadline, await_all, in_thread
 from helmsman.controller._node.environment import as_mapping, worker_environment
 from helmsman.controller._node.run_registry import make_log_dir
 from helmsman.controller._placement.allocator import ADDRESS, OneMachine
@@ -28,7 +28,7 @@ from helmsman.controller._transport.channel import Channel
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._process.environment import absolute_search_path
-from helmsman.rpc_server._process.guardian import process_of, split_status, status_of_zombie
+from helmsman.rpc_server._process.guardian import end_members, process_of, split_status, status_of_zombie
 from helmsman.rpc_server._process.oom import oom_count, oom_kills_since
 from helmsman.rpc_server._process.pulse import find_page, observe
 from helmsman.rpc_server._process.safe_files import remove_tree
@@ -36,6 +36,9 @@ from helmsman.rpc_server._server.forkserver import Spawn, worker_tag
 from helmsman.rpc_server._wire.auth import connect
 
 _CONNECT_S = 30.0
+_END_S = 6.0
+"""Longest wait for the end of a killed worker and its family."""
+
 _REPORT_S = 0.8
 """Longest wait for the report that a process has ended."""
 
@@ -152,17 +155,21 @@ class LocalProcess:
 
     async def kill(self) -> None:
         """End it and its family. Raises ShutdownIncompleteError naming who is left."""
+        deadline = Deadline(_END_S)
         self._server.kill(self.pid)
         try:
-            survivors = await asyncio.wait_for(self._server.wait_family(self.pid), 6.0)
+            survivors = set(await asyncio.wait_for(self._server.wait_family(self.pid), deadline.remaining_s))
         except TimeoutError:
-            survivors = [self.pid]
+            survivors = {self.pid}
+        else:
+            if survivors:  # the forkserver has looked once; a process can take longer to exit, if it frees much memory
+                survivors = await in_thread(end_members, survivors, self.pid, self.tag)
         if survivors:
             raise errors.ShutdownIncompleteError(
                 operation=f"ending {self._worker_id}",
-                remaining=[f"pid {pid} of {self._worker_id}" for pid in survivors],
-                elapsed_s=6.0,
-                command="kill -9 " + " ".join(map(str, survivors)),
+                remaining=[f"pid {pid} of {self._worker_id}" for pid in sorted(survivors)],
+                elapsed_s=deadline.elapsed_s,
+                command="kill -9 " + " ".join(map(str, sorted(survivors))),
             )
 
     async def wait_ended(self, limit_s: float) -> None:

@@ -183,6 +183,11 @@ def end_family(worker_pid: int, tag: str, *, limit_s: float = 5.0) -> set[int]:
     return end_all(lambda: family(worker_pid, tag), limit_s=limit_s)
 
 
+def end_members(pids: set[int], worker_pid: int, tag: str) -> set[int]:
+    """End those of ``pids`` that are still of a worker's family; returns who is left."""
+    return end_all(lambda: pids & family(worker_pid, tag), limit_s=1.0)
+
+
 def end_all(find: Callable[[], set[int]], *, limit_s: float = 5.0) -> set[int]:
     """Kill the processes that ``find`` returns until it returns none; returns those that are left after ``limit_s`` seconds.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from helmsman.api import errors
 from helmsman.api.scheduler import Job
 from helmsman.controller._node.run_registry import make_log_dir
 from helmsman.controller._schedulers.forkserver_client import ForkServer
-from helmsman.controller._schedulers.local import LocalScheduler
+from helmsman.controller._schedulers.local import LocalProcess, LocalScheduler
 from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._server.forkserver import Spawn, Spawned
 from helmsman.rpc_server._wire.messages import WorkerIdentity
@@ -72,6 +74,32 @@ def test_forkserver_lost_ends_families_together(tmp_path: Path, monkeypatch: pyt
         assert not together.broken
         monkeypatch.undo()
         assert scheduler.create_workers(Job(role="b")) == ["b/0"]
+
+
+class _Hasty:
+    """A forkserver that has looked for survivors once, and found one."""
+
+    def __init__(self, survivor: int) -> None:
+        self._survivor = survivor
+
+    def kill(self, pid: int) -> None:
+        pass
+
+    async def wait_family(self, pid: int) -> list[int]:
+        return [self._survivor]
+
+
+def test_local_process_kill_looks_again_for_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that took long to exit must not hinder every later attempt to replace its worker."""
+    stays, worker, tag = [sys.executable, "-c", "import time; time.sleep(3600)"], 4194303, "0123456789/a/0"
+    with subprocess.Popen(stays, start_new_session=True) as stranger:
+        asyncio.run(LocalProcess(_Hasty(stranger.pid), worker, tag, "", 0).kill())  # type: ignore[arg-type]
+        assert stranger.poll() is None, "its number is another's by now"
+        stranger.kill()
+    monkeypatch.setenv(guardian.TAG_VARIABLE, tag)
+    with subprocess.Popen(stays, start_new_session=True) as member:
+        asyncio.run(LocalProcess(_Hasty(member.pid), worker, tag, "", 0).kill())  # type: ignore[arg-type]
+        assert member.wait(30.0) == -signal.SIGKILL
 
 
 async def test_forkserver_spawn_cancelled_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
