@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import ast
 from typing import Any
 
 import griffe
 
 
 class Blocking(griffe.Extension):
-    """Replaces class attributes of this form by a copy of the async method's signature and docstring, without ``async``."""
+    """Replaces such class attributes by a copy of the async method, without ``async``."""
 
     def on_class_members(self, *, node: Any, cls: griffe.Class, **kwargs: Any) -> None:
         for name, member in list(cls.members.items()):
             call = member.value if isinstance(member, griffe.Attribute) else None
-            if not isinstance(call, griffe.ExprCall) or str(call.function) != "blocking" or len(call.arguments) != 1:
+            if (
+                not isinstance(call, griffe.ExprCall)
+                or str(call.function) != "blocking"
+                or len(call.arguments) != 1
+            ):
                 continue
             core = cls.members.get(str(call.arguments[0]))
             if not isinstance(core, griffe.Function):
@@ -27,17 +30,5 @@ class Blocking(griffe.Extension):
                 returns=core.returns,
                 docstring=core.docstring,
             )
+            method.labels.add("blocking")
             cls.set_member(name, method)
-
-
-def assigned(source: str) -> dict[str, list[str]]:
-    """Class -> names of its blocking forms, read from a module's source; the test of the reference compares with it."""
-    return {
-        node.name: [
-            str(ast.unparse(each.targets[0]))
-            for each in node.body
-            if isinstance(each, ast.Assign) and isinstance(each.value, ast.Call) and ast.unparse(each.value.func) == "blocking"
-        ]
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ClassDef)
-    }

@@ -15,17 +15,23 @@ MARK = re.compile(r"<!-- names: ([\w.]+) -->")
 def source_of(module: str) -> Path | None:
     """The file of a module of ours; None where there is none."""
     path = ROOT / module.replace(".", "/")
-    return next((each for each in (path / "__init__.py", path.with_suffix(".py")) if each.exists()), None)
+    return next(
+        (each for each in (path / "__init__.py", path.with_suffix(".py")) if each.exists()), None
+    )
 
 
 def public_names(module: str) -> set[str]:
-    """Names that a module defines as classes or imports from modules of ours, read from the sources without an import."""
+    """Names that a module defines as classes or imports from ours; nothing is imported for it."""
     path = source_of(module)
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text() if path else "")):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("helmsman"):
             for alias in node.names:
-                names |= public_names(str(node.module)) if alias.name == "*" else {alias.asname or alias.name}
+                names |= (
+                    public_names(str(node.module))
+                    if alias.name == "*"
+                    else {alias.asname or alias.name}
+                )
         elif isinstance(node, ast.ClassDef):
             names.add(node.name)
     return {name for name in names if not name.startswith("_")}

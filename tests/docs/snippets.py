@@ -42,22 +42,26 @@ def snippets(page: Path) -> Iterator[Snippet]:
     text = page.read_text()
     for indent, language, title, code in FENCE.findall(text):
         line = text[: text.index(code)].count("\n") + 1
-        yield Snippet(page, line, language, title, re.sub(f"^{indent}", "", code, flags=re.MULTILINE))
+        yield Snippet(
+            page, line, language, title, re.sub(f"^{indent}", "", code, flags=re.MULTILINE)
+        )
 
 
 def python_of(page: Path) -> list[Snippet]:
     """The Python blocks of a page that are to run, in order."""
-    return [each for each in snippets(page) if each.language == "python" and each.title not in OTHERS]
+    return [
+        each for each in snippets(page) if each.language == "python" and each.title not in OTHERS
+    ]
 
 
 def compiled(snippet: Snippet, code: str) -> Any:
-    """Code whose tracebacks name the page and its line; ``await`` may stand outside of functions, as in a notebook."""
+    """Code whose tracebacks name the page and line, with ``await`` allowed as in a notebook."""
     padded = "\n" * (snippet.line - 1) + code
     return compile(padded, str(snippet.page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def run_page(page: Path) -> None:
-    """Run the blocks of a page one after another in the world of the page, as a reader would who follows it."""
+    """Run the blocks of a page one after another, with the names that the page assumes."""
     from tests.docs.worlds import world_of
 
     world = world_of(page)

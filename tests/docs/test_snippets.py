@@ -1,4 +1,4 @@
-"""Every Python snippet of the README and of the documentation runs; code of other libraries parses."""
+"""Every Python snippet of README and documentation runs; code of other libraries parses."""
 
 from __future__ import annotations
 
@@ -17,9 +17,17 @@ ELSEWHERE = {"docs/testing.md": "tests/testing/test_contract.py"}
 """Pages whose snippets another test runs."""
 
 SCRIPTS = [each for page in PAGES for each in python_of(page) if each.is_script]
-RUN = [page for page in PAGES if python_of(page) and str(page.relative_to(ROOT)) not in ELSEWHERE and page.name != "README.md"]
+RUN = [
+    page
+    for page in PAGES
+    if python_of(page) and str(page.relative_to(ROOT)) not in ELSEWHERE and page.name != "README.md"
+]
 YAML = [each for page in PAGES for each in snippets(page) if each.language == "yaml"]
-PRINTS = {"README.md": "[42, 42]\n", "docs/index.md": "[42, 42]\n", "docs/tutorial.md": "step 9  reward 0."}
+PRINTS = {
+    "README.md": "[42, 42]\n",
+    "docs/index.md": "[42, 42]\n",
+    "docs/tutorial.md": "step 9  reward 0.",
+}
 """Page -> part of the output of its script."""
 
 
@@ -27,7 +35,13 @@ def run(folder: Path, *command: str) -> str:
     path = f"{ROOT}{os.pathsep}{folder}"
     env = {**os.environ, "PYTHONPATH": path, "HELMSMAN_PLATFORM": "cpu"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, *command],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -54,7 +68,9 @@ def test_python_parses(page: Path) -> None:
     for each in snippets(page):
         if each.language == "python":
             compile(each.code, each.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    assert {each.title for each in snippets(page)} & set(OTHERS) <= (set(OTHERS) if page.name == "coming_from.md" else set())
+    assert {each.title for each in snippets(page)} & set(OTHERS) <= (
+        set(OTHERS) if page.name == "coming_from.md" else set()
+    )
 
 
 def test_elsewhere_run_by_other_tests() -> None:
@@ -67,7 +83,11 @@ def test_yaml_parses(snippet: Snippet) -> None:
     assert yaml.safe_load(snippet.code)
 
 
-@pytest.mark.parametrize("snippet", [each for each in YAML if each.title.startswith("Helmsman")], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "snippet",
+    [each for each in YAML if each.title.startswith("Helmsman")],
+    ids=lambda each: each.name,
+)
 def test_yaml_of_helmsman_has_known_settings(snippet: Snippet, tmp_path: Path) -> None:
     from examples.hf.config import load
 

@@ -1,4 +1,4 @@
-"""What the snippets of each page take for granted: a scheduler, engines with a tiny model, prompts, and smaller sizes."""
+"""Names that the snippets of each page assume, such as a scheduler, and smaller sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from helmsman import (
     Job,
     RolloutController,
     SamplingParams,
-    SchedulingSpec,
     SchedulingStrategy,
     TrainController,
     make_scheduler,
@@ -46,7 +45,7 @@ class TinyRollout(HFRolloutEngine):
     """A rollout engine that needs no arguments."""
 
     def __init__(self) -> None:
-        super().__init__(**TINY)
+        super().__init__(model=QWEN2)
 
 
 class Role(GroupWorker):
@@ -95,13 +94,19 @@ def samples_of(answers: Sequence[Any]) -> list[dict[str, Any]]:
     """Samples of results of generate(PROMPTS), or of a batch of episodes."""
     if answers and hasattr(answers[0], "value"):
         episodes = [each.value for each in answers]
-        return [training_sample(each.task.prompt_ids, each.answer, each.reward - 0.5) for each in episodes]
+        return [
+            training_sample(each.task.prompt_ids, each.answer, each.reward - 0.5)
+            for each in episodes
+        ]
     prompts = itertools.cycle(PROMPTS)
-    return [training_sample(prompt, answer, 0.5) for prompt, answer in zip(prompts, answers, strict=False)]
+    return [
+        training_sample(prompt, answer, 0.5)
+        for prompt, answer in zip(prompts, answers, strict=False)
+    ]
 
 
 class World:
-    """Names for the snippets of a page, sizes that this machine can run, and what happens between snippets.
+    """Names for the snippets of a page, sizes for this machine, and code between snippets.
 
     Args:
         setup: Makes the names, given a stack on which they are closed.
@@ -118,7 +123,12 @@ class World:
         before: dict[str, str] | None = None,
         is_notebook: bool = False,
     ) -> None:
-        self._setup, self._sizes, self._before, self.is_notebook = setup, sizes, before or {}, is_notebook
+        self._setup, self._sizes, self._before, self.is_notebook = (
+            setup,
+            sizes,
+            before or {},
+            is_notebook,
+        )
         self._stack = contextlib.ExitStack()
         self.names: dict[str, Any] = {}
 
@@ -128,7 +138,12 @@ class World:
         self.names |= self._setup(self._stack) if self._setup else {}
         return self.names
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stack.__exit__(kind, error, trace)
 
     def prepared(self, snippets: Sequence[Snippet]) -> Iterator[tuple[Snippet, str]]:
@@ -146,17 +161,27 @@ class World:
                     code = code.replace(old, new)
             yield snippet, code
         if unused:
-            raise LookupError(f"the page does not have {sorted(unused)}; expected in tests/docs/worlds.py to name its text")
+            raise LookupError(
+                f"the page does not have {sorted(unused)}, which tests/docs/worlds.py expects there"
+            )
 
 
-# --- pages ----------------------------------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------
 
 
-def roles(stack: contextlib.ExitStack, scheduler: Any, *, colocated: bool = False) -> dict[str, Any]:
+def roles(
+    stack: contextlib.ExitStack, scheduler: Any, *, colocated: bool = False
+) -> dict[str, Any]:
     """A started trainer of one rank and two rollout instances with a tiny model."""
-    strategy = SchedulingStrategy(type="colocation", target="train", fork=True) if colocated else SchedulingStrategy()
+    strategy = (
+        SchedulingStrategy(type="colocation", target="train", fork=True)
+        if colocated
+        else SchedulingStrategy()
+    )
     job = Job(role="rollout", replicas=1 if colocated else 2, scheduling_strategy=strategy)
-    train = stack.enter_context(TrainController(scheduler, TRAINER, Job(role="train"), engine_kwargs={**TINY, "lr": 1e-3}))
+    train = stack.enter_context(
+        TrainController(scheduler, TRAINER, Job(role="train"), engine_kwargs={**TINY, "lr": 1e-3})
+    )
     rollout = stack.enter_context(RolloutController(scheduler, ROLLOUT, job, engine_kwargs=TINY))
     if not colocated:
         train.initialize()
@@ -176,8 +201,11 @@ def rollouts(stack: contextlib.ExitStack) -> dict[str, Any]:
     Path("my_rewards.py").write_text("def score(answer):\n    return float(answer)\n")
     started = roles(stack, scheduler)
     started["rollout"].close()
-    answers = [GenerationResult(request_id=str(n), token_ids=[1, 2], logprobs=[-1.0, -1.0], versions=[0, 0],
-                                         stop_reason="length") for n in range(4)]  # fmt: skip
+    made = {"token_ids": [1, 2], "logprobs": [-1.0, -1.0], "versions": [0, 0]}
+    answers = [
+        GenerationResult(request_id=str(n), stop_reason="length", **made)  # type: ignore[arg-type]
+        for n in range(4)
+    ]
     return {
         **started,
         "roles": functools.partial(roles, stack, scheduler),
@@ -201,13 +229,19 @@ def rollouts(stack: contextlib.ExitStack) -> dict[str, Any]:
 
 
 def planned(stack: contextlib.ExitStack) -> dict[str, Any]:
-    return {"scheduler": stack.enter_context(PlanOnly(num_cpus=4096, num_gpus=512)), "path": "model"}
+    return {
+        "scheduler": stack.enter_context(PlanOnly(num_cpus=4096, num_gpus=512)),
+        "path": "model",
+    }
 
 
 def losses(stack: contextlib.ExitStack) -> dict[str, Any]:
     scheduler = stack.enter_context(make_scheduler("local"))
     samples = [{"input_ids": [1, 2, 3, 4, 5], "loss_mask": [0, 0, 1, 1, 1]} for _ in range(4)]
-    pair = ({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}, {"input_ids": [1, 2, 4], "loss_mask": [0, 1, 1]})
+    pair = (
+        {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]},
+        {"input_ids": [1, 2, 4], "loss_mask": [0, 1, 1]},
+    )
     return {
         "scheduler": scheduler,
         "ENGINE": TRAINER,
@@ -217,7 +251,10 @@ def losses(stack: contextlib.ExitStack) -> dict[str, Any]:
         "masks": [each["loss_mask"] for each in samples],
         "scores": [1.0, 0.0, 1.0, 0.0],
         "pairs": [pair, pair],
-        **{each.__name__: each for each in (token_rewards, gae, whiten, pair_samples, group_advantages)},
+        **{
+            each.__name__: each
+            for each in (token_rewards, gae, whiten, pair_samples, group_advantages)
+        },
         "loss_traits": loss_traits,
         "stack": stack,
     }
@@ -234,7 +271,11 @@ def others(stack: contextlib.ExitStack) -> dict[str, Any]:
     return {**roles(stack, scheduler), "scheduler": scheduler, "tasks": tasks, "PPO": Role}
 
 
-REPLICAS = [("replicas=8", "replicas=2"), ("num_processes=8", "num_processes=1"), ("batch_size=256", "batch_size=4")]
+REPLICAS = [
+    ("replicas=8", "replicas=2"),
+    ("num_processes=8", "num_processes=1"),
+    ("batch_size=256", "batch_size=4"),
+]
 START = "rollout.close(); train.close(); globals().update(roles())"
 WORLDS: dict[str, World] = {
     "docs/tutorial.md": World(tutorial),
@@ -243,18 +284,27 @@ WORLDS: dict[str, World] = {
     "docs/engines.md": World(planned),
     "docs/training.md": World(
         losses,
-        before={"logprobs, ref_logprobs": "[stack.enter_context(each).initialize() for each in (policy, critic, reference)]"},
+        before={
+            "logprobs, ref_logprobs": "for each in (policy, critic, reference):\n"
+            "    stack.enter_context(each).initialize()"
+        },
     ),
     "docs/worker_groups.md": World(groups, sizes=[("num_gpus_per_node=8", "num_gpus_per_node=24")]),
     "docs/coming_from.md": World(others, sizes=[("num_gpus_per_node=8", "num_gpus_per_node=16")]),
     "docs/rollouts.md": World(
         rollouts,
-        sizes=[*REPLICAS, ("1, 1000)", "1, 2)"), ("replicas=32", "replicas=1"), ("scale(12)", "scale(4)"), ("(1, 101)", "(1, 4)")],
+        sizes=[
+            *REPLICAS,
+            ("1, 1000)", "1, 2)"),
+            ("replicas=32", "replicas=1"),
+            ("scale(12)", "scale(4)"),
+            ("(1, 101)", "(1, 4)"),
+        ],
         before={
             "policy=PrefixAffinity()": "rollout.close()",
             "groups = rollout": START,
             "def step(number):  # draws": "shutil.rmtree('runs/a/checkpoints')",
-            "train.sleep()": "rollout.close(); train.close(); globals().update(roles(colocated=True))",
+            "train.sleep()": START.replace("roles()", "roles(colocated=True)"),
             "ViaMemory(),  # or": START,
         },
     ),
