@@ -80,7 +80,7 @@ def test_elsewhere_run_by_other_tests() -> None:
 
 @pytest.mark.parametrize("snippet", YAML, ids=lambda each: each.name)
 def test_yaml_parses(snippet: Snippet) -> None:
-    assert yaml.safe_load(snippet.code)
+    assert all(yaml.safe_load_all(snippet.code))
 
 
 @pytest.mark.parametrize(
