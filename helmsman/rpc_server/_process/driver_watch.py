@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from helmsman.rpc_server._process.guardian import Mark, bear_mark, descendants, end_all, process_table, run_members
+from helmsman.rpc_server._process.title import set_title
 
 NO_PIDFD = -1
 """Number that replaces the driver's pidfd on a system without pidfds."""
@@ -41,6 +42,7 @@ def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None
     Returns: the watcher's pid; 0 where the system has no pidfds, and therefore no watcher.
     """
     bear_mark(Mark(run_id, 0))
+    set_title(f"helmsman: forkserver (run {run_id})")
     if driver == NO_PIDFD:
         return 0
     server, starter = os.pidfd_open(os.getpid()), os.getppid()
@@ -60,6 +62,7 @@ def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None
 
 def _watch(driver: int, server: int, starter: int, run_id: str, folder: str, channel: int | None) -> None:
     os.setsid()
+    set_title(f"helmsman: watcher (run {run_id})")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     kept = {2, driver, server, channel}

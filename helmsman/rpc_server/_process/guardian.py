@@ -370,6 +370,11 @@ if __name__ == "__main__":
     _folder = os.open(os.path.dirname(_log_path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if _log_path else -1
     if os.fork():
         os._exit(0)  # an orphan from here on: a Ray worker that ends in order kills its direct children before it does
+    import runpy
+
+    _set_title = runpy.run_path(os.path.join(os.path.dirname(__file__), "title.py"))["set_title"]
+    _run_id, _, _whom = sys.argv[2].partition("/")
+    _set_title(f"helmsman: guardian of {'/'.join(_whom.split('/')[:2])} (run {_run_id})")
     _tracker_fd = os.dup(sys.stdin.fileno())
     sys.stdin.close()  # the tracker alone is to read from it
     watch(int(sys.argv[1]), _pidfd, sys.argv[2], _log_path, _folder, _tracker_fd)
