@@ -39,7 +39,7 @@ test: $(STAMP) ## the whole test suite
 unit: $(STAMP) ## the tests of single parts that take little time: no clusters, attacks or examples
 	@$(PYTEST) --quiet -m "not slow" $(patsubst %,--ignore tests/%,contract multinode hostile examples benchmarks vllm) $(PYTEST_ARGS)
 
-contract: $(if $(RAY),$(STAMP_RAY),$(STAMP)) ## what each scheduler promises, on all of them; RAY=2.50.* with that version, in a venv of its own
+contract: $(if $(RAY),$(STAMP_RAY),$(STAMP)) ## what each scheduler promises, on all of them; RAY=2.52.* with that version, in a venv of its own
 	@$(if $(RAY),$(subst $(PY),$(PY_RAY),$(PYTEST)),$(PYTEST)) tests/contract $(PYTEST_ARGS)
 
 test-vllm: $(STAMP_VLLM) ## the tests with a real vLLM, on the CPU

@@ -49,9 +49,8 @@ def test_titles_show_role_and_calls(scheduler: Scheduler, backend: str, role: st
     wait_until(lambda: _title(pid) == f"helmsman: {worker} idle{end}", "it shows that the call has ended")
     assert not _title(os.getpid()).startswith("helmsman"), "the script keeps its own"
     run_id = scheduler._run.id  # type: ignore[attr-defined]
-    helpers = {f"helmsman: forkserver (run {run_id})", f"helmsman: watcher (run {run_id})"}
-    if backend == "ray":
-        helpers |= {f"helmsman: guardian of {worker} (run {run_id})"}
+    helper = f"guardian of {worker}" if backend == "ray" else "forkserver"
+    helpers = {f"helmsman: {each} (run {run_id})" for each in (helper, "watcher")}
     wait_until(lambda: helpers <= _titles(), "its helpers have titles")
     assert "PATH" in psutil.Process(pid).environ(), "the environment behind the title is left alone"
 

@@ -120,7 +120,7 @@ def _accessor() -> Any:
     tables: Any = state
     if hasattr(tables, "_connect_and_get_accessor"):
         return tables._connect_and_get_accessor()
-    tables._check_connected()  # of Ray 2.50
+    tables._check_connected()  # of Ray 2.52
     return tables.global_state_accessor
 
 

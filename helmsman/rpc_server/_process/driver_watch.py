@@ -42,7 +42,8 @@ def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None
     Returns: the watcher's pid; 0 where the system has no pidfds, and therefore no watcher.
     """
     bear_mark(Mark(run_id, 0))
-    set_title(f"helmsman: forkserver (run {run_id})")
+    if channel is None:  # with one it forks Ray's workers: Ray would not find the arguments that it replaces by their titles
+        set_title(f"helmsman: forkserver (run {run_id})")
     if driver == NO_PIDFD:
         return 0
     server, starter = os.pidfd_open(os.getpid()), os.getppid()

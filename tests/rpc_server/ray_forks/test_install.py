@@ -50,7 +50,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def forkserver(cluster: Any) -> psutil.Process:
     """The parent of its workers."""
-    found = [child for child in psutil.Process().children() if "helmsman: forkserver" in command_of(child)]
+    found = [child for child in psutil.Process().children() if "_ray_forks.forkserver" in command_of(child)]
     assert len(found) == 1
     return found[0]
 
