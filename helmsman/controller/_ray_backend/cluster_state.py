@@ -115,17 +115,8 @@ def _neighbourhood(node: NodeState) -> tuple[str, list[Any], str]:
     return node.labels.get(_GPU_DOMAIN, ""), parts, node.node_id
 
 
-def _accessor() -> Any:
-    """Ray's client of its head's tables, which the API of placement groups shows in part only."""
-    tables: Any = state
-    if hasattr(tables, "_connect_and_get_accessor"):
-        return tables._connect_and_get_accessor()
-    tables._check_connected()  # of Ray 2.52
-    return tables.global_state_accessor
-
-
 def group_rows() -> list[GroupRow]:
-    rows = map(_GroupState.FromString, _accessor().get_placement_group_table())
+    rows = map(_GroupState.FromString, state._connect_and_get_accessor().get_placement_group_table())
     return [
         GroupRow(
             id=row.placement_group_id.hex(),
@@ -166,7 +157,7 @@ class GroupProgress(msgspec.Struct, frozen=True):
 
 def group_progress(ids: Iterable[str]) -> dict[str, GroupProgress]:
     found = dict.fromkeys(ids, GroupProgress(GroupPhase.GONE))
-    for data in _accessor().get_placement_group_table():
+    for data in state._connect_and_get_accessor().get_placement_group_table():
         row = _GroupState.FromString(data)
         if (group_id := row.placement_group_id.hex()) in found:
             found[group_id] = _progress(row)
@@ -206,7 +197,7 @@ def _pause_ms(attempts: int) -> int:
 
 def actor_state(actor_id: str) -> str:
     """State of an actor, such as PENDING_CREATION; '' when Ray does not know it."""
-    data = _accessor().get_actor_info(ray.ActorID.from_hex(actor_id))
+    data = state._connect_and_get_accessor().get_actor_info(ray.ActorID.from_hex(actor_id))
     return _ActorState.ActorState.Name(_ActorState.FromString(data).state) if data else ""
 
 
@@ -258,7 +249,7 @@ def describe_holders(prefix: str, jobs: Sequence[Job]) -> str:
             name = group.name.removeprefix(f"{prefix}/") if own else group.name or f"placement group {group.id[:12]}"
             whose = "this run itself, which delete_workers frees" if own else drivers.get(group.job_id, f"job {group.job_id}")
             found.append((_weight(part), f"{name} of {whose} ({show(part)})"))
-    for data in _accessor().get_actor_table(None, "ALIVE"):
+    for data in state._connect_and_get_accessor().get_actor_table(None, "ALIVE"):
         row = _ActorState.FromString(data)
         part = _part(row.required_resources, wanted)
         if part and not row.placement_group_id.strip(b"\xff"):
