@@ -1,13 +1,18 @@
-"""Train a Hugging Face model by GRPO, Dr. GRPO or DAPO on your prompts and answers, on one machine or many, GPU, NPU or CPU.
+"""Train a Hugging Face model by GRPO, Dr. GRPO or DAPO on your prompts and answers, on one machine
+or many, GPU, NPU or CPU.
 
-    python examples/grpo_hf.py --config examples/hf/one_machine_8gpu.yaml --model path/to/model --data.train train.jsonl
-    python examples/grpo_hf.py --config ... --plan                   # settings and places; nothing is started
-    python examples/grpo_hf.py --config ... --resume                 # go on from the last checkpoint in `out`
-    python examples/grpo_hf.py --config ... --check-weights          # compare instances and trainer after every update
-    helmsman up -- python examples/grpo_hf.py --config examples/hf/many_nodes_gpu.yaml    # on every node of a job
+    python examples/grpo_hf.py --config examples/hf/one_machine_8gpu.yaml \\
+        --model path/to/model --data.train train.jsonl
+    python examples/grpo_hf.py --config ... --plan     # settings and places; nothing is started
+    python examples/grpo_hf.py --config ... --resume   # go on from the last checkpoint in `out`
+    # compare instances and trainer after every update
+    python examples/grpo_hf.py --config ... --check-weights
+    # on every node of a job
+    helmsman up -- python examples/grpo_hf.py --config examples/hf/many_nodes_gpu.yaml
 
-Every setting is a key of the file, and a flag (`--train.lr 1e-6`); `--keys` lists them. docs/training_hf.md tells how to begin.
-The loop is `Run.train` in examples/hf/run.py, a step of it `Run.train_step`.
+Every setting is a key of the file, and a flag (`--train.lr 1e-6`); `--keys` lists them.
+docs/training_hf.md tells how to begin. The loop is `Run.train` in examples/hf/run.py, a step of it
+`Run.train_step`.
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ from pathlib import Path
 
 import msgspec
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the script is run by its path, and imports its neighbours
+# the script is run by its path, and imports its neighbours
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.common.interrupts import Interrupted, interruptible
 from examples.common.record import clear, only_run_in, write_json
@@ -57,20 +63,30 @@ def prepare(settings: Settings, *, resume: bool) -> None:
         try:
             before = msgspec.json.decode(path.read_bytes(), type=Settings)
         except msgspec.DecodeError as error:
-            raise ValueError(f"{path} is not of this version of the script ({error}); start anew without --resume") from error
+            raise ValueError(
+                f"{path} is not of this version of the script ({error}); start anew without "
+                "--resume"
+            ) from error
         for name in _FIXED:
             if getattr(before, name) != getattr(settings, name):
                 raise ValueError(
-                    f"{name} is {getattr(before, name)!r} in the run to resume and {getattr(settings, name)!r} now; "
+                    f"{name} is {getattr(before, name)!r} in the run to resume and "
+                    f"{getattr(settings, name)!r} now; "
                     "leave it as it was, or start anew without --resume"
                 )
         found = Checkpoints(out / "checkpoints", settings.checkpoints.keep).latest()
         if found is not None and found[0] > settings.steps:
-            raise ValueError(f"the run in {out} is at step {found[0]} already; expected steps of {found[0]} or more")
+            raise ValueError(
+                f"the run in {out} is at step {found[0]} already; expected steps of {found[0]} or "
+                "more"
+            )
         MetricsFile(out / "metrics.jsonl").read()
     else:
         if Path(settings.model).resolve().is_relative_to(out.resolve()):
-            raise ValueError(f"model {settings.model} lies in the output folder, which a new run replaces; give another out")
+            raise ValueError(
+                f"model {settings.model} lies in the output folder, which a new run replaces; "
+                "give another out"
+            )
         if clear(out, files=FILES, folders=FOLDERS):
             print(f"the earlier run in {out} is replaced")
     write_json(path, settings)
@@ -82,8 +98,10 @@ def show(settings: Settings, dataset: Dataset, tokenizer: ChatTokenizer) -> None
     longest = max(len(row.prompt_ids) for row in [*dataset.train, *dataset.held_out])
     both = f" ({dataset.num_in_both} trained on as well)" if dataset.num_in_both else ""
     print(
-        f"\n{len(dataset.train)} prompts to train on, {len(dataset.held_out)} held out{both}, {dataset.num_too_long} left out "
-        f"as longer than {settings.data.max_prompt_tokens} tokens; the longest has {longest} tokens; answers end with the "
+        f"\n{len(dataset.train)} prompts to train on, {len(dataset.held_out)} held out{both}, "
+        f"{dataset.num_too_long} left out "
+        f"as longer than {settings.data.max_prompt_tokens} tokens; the longest has {longest} "
+        "tokens; answers end with the "
         f"tokens {list(tokenizer.stop_ids)}\n"
     )
 
@@ -95,7 +113,8 @@ def run(settings: Settings, dataset: Dataset, tokenizer: ChatTokenizer, *, only_
     metrics = MetricsFile(out / "metrics.jsonl")
     jobs = make_jobs(settings)
     with contextlib.ExitStack() as held:
-        # What is only planned leaves nothing in the output folder, or a run would find it in the way.
+        # What is only planned leaves nothing in the output folder, or a run would find it in the
+        # way.
         log_dir = None if only_plan else out / "logs"
         scheduler = held.enter_context(start_scheduler(settings.cluster, settings.seed, log_dir))
         print(f"{scheduler.plan(jobs).table()}\n")
@@ -105,7 +124,11 @@ def run(settings: Settings, dataset: Dataset, tokenizer: ChatTokenizer, *, only_
         scorer = held.enter_context(Scorer(settings.rewards, scheduler))
         trainer = make_trainer(settings, scheduler, by_role["train"])
         rollout = make_rollout(settings, scheduler, by_role["rollout"])
-        reference = make_trainer(settings, scheduler, by_role["reference"]) if "reference" in by_role else None
+        reference = (
+            make_trainer(settings, scheduler, by_role["reference"])
+            if "reference" in by_role
+            else None
+        )
         for controller in (trainer, reference, rollout):
             if controller is not None:
                 controller.initialize()
@@ -120,15 +143,24 @@ def run(settings: Settings, dataset: Dataset, tokenizer: ChatTokenizer, *, only_
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[tuple[str, str]]]:
-    """Flags, and settings that were given as flags. Exits with code 2 and a message where one makes no sense."""
+    """Flags, and settings that were given as flags. Exits with code 2 and a message where one makes
+    no sense.
+    """
     parser = argparse.ArgumentParser(
-        description="Train a Hugging Face model by GRPO, Dr. GRPO or DAPO.", usage="%(prog)s --config FILE [--key value ...]"
+        description="Train a Hugging Face model by GRPO, Dr. GRPO or DAPO.",
+        usage="%(prog)s --config FILE [--key value ...]",
     )
     parser.add_argument("--config", help="YAML or TOML file, such as those in examples/hf")
     parser.add_argument("--plan", action="store_true", help="print settings and places, and end")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
-    parser.add_argument("--check-weights", action="store_true", help="the same as --check.weights true")
-    parser.add_argument("--keys", action="store_true", help="list all settings, with defaults and meanings")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint in the output folder"
+    )
+    parser.add_argument(
+        "--check-weights", action="store_true", help="the same as --check.weights true"
+    )
+    parser.add_argument(
+        "--keys", action="store_true", help="list all settings, with defaults and meanings"
+    )
     flags, rest = parser.parse_known_args(argv)
     given = []
     while rest:
@@ -144,7 +176,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[tuple[st
     if flags.check_weights:
         given.append(("check.weights", "true"))
     if not flags.keys and not flags.config:
-        parser.error("--config is missing; there are files in examples/hf, and --keys lists what they may have")
+        parser.error(
+            "--config is missing; there are files in examples/hf, and --keys lists what they may "
+            "have"
+        )
     return flags, given
 
 
@@ -176,19 +211,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             show(settings, dataset, tokenizer)
             run(settings, dataset, tokenizer, only_plan=flags.plan)
     except Interrupted as interrupt:
-        print(f"\nstopped by {interrupt}; everything was ended.{how_to_go_on(settings, flags.config)}", file=sys.stderr)
+        print(
+            f"\nstopped by {interrupt}; everything was "
+            f"ended.{how_to_go_on(settings, flags.config)}",
+            file=sys.stderr,
+        )
         return interrupt.exit_code
     except (HelmsmanError, WeightsDifferError, NothingToLearnError, OSError) as error:
-        print(f"{type(error).__name__}: {error}{how_to_go_on(settings, flags.config)}", file=sys.stderr)
+        print(
+            f"{type(error).__name__}: {error}{how_to_go_on(settings, flags.config)}",
+            file=sys.stderr,
+        )
         return 1
     return 0
 
 
 def how_to_go_on(settings: Settings | None, path: str) -> str:
     """What to do after a run that was cut short; nothing when it has not saved anything."""
-    if settings is None or Checkpoints(Path(settings.out) / "checkpoints", settings.checkpoints.keep).latest() is None:
+    if (
+        settings is None
+        or Checkpoints(Path(settings.out) / "checkpoints", settings.checkpoints.keep).latest()
+        is None
+    ):
         return ""
-    return f"\nGo on from the last checkpoint with the same command line and --resume (--config {path} ...)."
+    return (
+        "\nGo on from the last checkpoint with the same command line and --resume (--config "
+        f"{path} ...)."
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The distributions contain what they should, and the installed wheel runs without the source tree and without a network."""
+"""The contents of the distributions; the installed wheel runs without the source tree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ pytestmark = pytest.mark.slow
 def _run(*command: str | Path, cwd: Path) -> str:
     """Output of a command that finds no sources of ours by its environment."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ran = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    ran = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=90, check=False
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
@@ -38,7 +40,9 @@ def _build(kind: str, source: Path, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def tracked() -> set[str]:
     """Tracked files that exist."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if listed.returncode != 0:
         pytest.skip("not a git checkout, so it is not known which files are tracked")
     return {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
@@ -66,9 +70,17 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_sdist_has_tracked_files(sdist: Path, tracked: set[str]) -> None:
     with tarfile.open(sdist) as archive:
-        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-    made = {name for name in names if name in ("PKG-INFO", "setup.cfg") or name.startswith("helmsman.egg-info/")}
-    hidden = {name for name in tracked if name.startswith(".")}  # of the repository itself: CI, what git ignores
+        names = {
+            member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()
+        }
+    made = {
+        name
+        for name in names
+        if name in ("PKG-INFO", "setup.cfg") or name.startswith("helmsman.egg-info/")
+    }
+    hidden = {
+        name for name in tracked if name.startswith(".")
+    }  # of the repository itself: CI, what git ignores
     assert {"README.md", "Makefile", "tests/conftest.py", "helmsman/py.typed"} <= names
     assert names - made == tracked - hidden
 
@@ -82,7 +94,10 @@ def test_wheel_has_package_alone(wheel: Path, tracked: set[str]) -> None:
     assert "helmsman/py.typed" in names
     assert names == {name for name in tracked if name.startswith("helmsman/")}
     assert "Requires-Python: >=3.11" in metadata
-    assert set(re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE)) == {"cloudpickle", "msgspec"}
+    assert set(re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE)) == {
+        "cloudpickle",
+        "msgspec",
+    }
     assert "helmsman = helmsman.controller.cli:main" in scripts
 
 
@@ -92,14 +107,27 @@ def test_wheel_runs_readme_elsewhere(wheel: Path, tmp_path: Path) -> None:
     elsewhere.mkdir()
     _run(sys.executable, "-m", "venv", "--without-pip", home, cwd=elsewhere)
     python = home / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    pip: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--python",
+        python,
+    ]
     _run(*pip, "install", "--quiet", "--no-index", "--no-deps", wheel, cwd=elsewhere)
-    site = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=elsewhere).strip())
+    site = Path(
+        _run(
+            python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=elsewhere
+        ).strip()
+    )
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     found = _run(python, "-c", "import helmsman; print(helmsman.__file__)", cwd=elsewhere)
     assert Path(found.strip()).is_relative_to(home), "it is the installed one"
 
     example = elsewhere / "example.py"
-    example.write_text(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0])
+    example.write_text(
+        re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    )
     assert _run(python, example, cwd=elsewhere)
     assert "plan" in _run(home / "bin" / "helmsman", "--help", cwd=elsewhere)

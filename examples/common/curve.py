@@ -45,11 +45,15 @@ def draw_curve(records: Sequence[Record], path: Path, summary: Summary) -> None:
         axes.spines[side].set_visible(False)
     axes.legend(loc="upper left", bbox_to_anchor=(0.0, 0.93), frameon=False, fontsize=10)
     figure.suptitle(
-        f"{summary.task}: {summary.accuracy_after_sft:.0%} to {summary.accuracy_after_grpo:.0%} by GRPO", fontsize=14
+        f"{summary.task}: {summary.accuracy_after_sft:.0%} to {summary.accuracy_after_grpo:.0%} "
+        "by GRPO",
+        fontsize=14,
     )
     axes.set_title(
-        f"{summary.num_held_out} held-out tasks, {summary.train_workers} train and {summary.rollout_workers} rollout workers "
-        f"on {summary.scheduler}, {summary.tokens_per_s:,.0f} tokens/s, {summary.seconds:.0f} s, seed {summary.seed}",
+        f"{summary.num_held_out} held-out tasks, {summary.train_workers} train and "
+        f"{summary.rollout_workers} rollout workers "
+        f"on {summary.scheduler}, {summary.tokens_per_s:,.0f} tokens/s, {summary.seconds:.0f} s, "
+        f"seed {summary.seed}",
         fontsize=9,
         color=_GREY,
     )
@@ -65,12 +69,22 @@ def _draw_rewards(axes: Any, records: Sequence[Record]) -> None:
     if sampled:
         steps, rewards = [step for step, _ in sampled], [reward for _, reward in sampled]
         axes.plot(steps, rewards, color=_BLUE, alpha=0.2, linewidth=1)
-        axes.plot(steps, _smooth(rewards), color=_BLUE, linewidth=1.8, label="reward of sampled answers (training tasks)")
+        axes.plot(
+            steps,
+            _smooth(rewards),
+            color=_BLUE,
+            linewidth=1.8,
+            label="reward of sampled answers (training tasks)",
+        )
 
 
 def _draw_accuracies(axes: Any, records: Sequence[Record], sft_end: int) -> None:
     """The curve, with the numbers of its first, its last and the last supervised step."""
-    points = [(record.step, record.held_out_accuracy) for record in records if record.held_out_accuracy is not None]
+    points = [
+        (record.step, record.held_out_accuracy)
+        for record in records
+        if record.held_out_accuracy is not None
+    ]
     axes.plot(
         [step for step, _ in points],
         [accuracy for _, accuracy in points],
@@ -84,7 +98,11 @@ def _draw_accuracies(axes: Any, records: Sequence[Record], sft_end: int) -> None
     )
     accuracies = dict(points)
     # Where two of them are the same step, the later one has the say.
-    labels = {sft_end: ((-9, 6), "right"), points[-1][0]: ((0, 11), "center"), points[0][0]: ((6, 10), "left")}
+    labels = {
+        sft_end: ((-9, 6), "right"),
+        points[-1][0]: ((0, 11), "center"),
+        points[0][0]: ((6, 10), "left"),
+    }
     for step, (offset, alignment) in labels.items():
         axes.annotate(
             f"{accuracies[step]:.1%}",
@@ -105,7 +123,9 @@ def _draw_phases(axes: Any, sft_end: int, last: int) -> None:
         axes.axvline(sft_end, color=_GREY, linewidth=1, linestyle="--")
     for begin, end, name in ((0, sft_end, "supervised"), (sft_end, last, "GRPO: rewards alone")):
         if end > begin:
-            axes.text((begin + end) / 2, 1.075, name, ha="center", va="center", color=_GREY, fontsize=10)
+            axes.text(
+                (begin + end) / 2, 1.075, name, ha="center", va="center", color=_GREY, fontsize=10
+            )
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

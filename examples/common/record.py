@@ -36,7 +36,9 @@ class Record(msgspec.Struct, kw_only=True):
     accuracy: float | None = None
     """Share of right answers among those that were sampled for training."""
     draws: list[int] = []
-    """Numbers of the draws that a GRPO step was trained on; those of the first step begin with 0."""
+    """Numbers of the draws that a GRPO step was trained on; those of the first step begin with
+    0.
+    """
     held_out_accuracy: float | None = None
     """Share of held-out tasks solved with greedy decoding, on steps that end with an evaluation."""
     tokens: int = 0
@@ -44,7 +46,9 @@ class Record(msgspec.Struct, kw_only=True):
     tokens_per_s: float = 0.0
     """Those tokens over the step's time, without its evaluation."""
     weight_version: int = 0
-    """Version of the weights that the step made: the number of optimizer steps, and higher after a recovery."""
+    """Version of the weights that the step made: the number of optimizer steps, and higher after a
+    recovery.
+    """
     seconds: float = 0.0
     """Duration of the step, with its evaluation."""
 
@@ -79,7 +83,11 @@ class Summary(msgspec.Struct, kw_only=True):
 
 def summarize(records: Sequence[Record], settings: Settings, task: str, seconds: float) -> Summary:
     """The summary of a run from its records, which begin with step 0 and end with the last one."""
-    accuracies = {record.step: record.held_out_accuracy for record in records if record.held_out_accuracy is not None}
+    accuracies = {
+        record.step: record.held_out_accuracy
+        for record in records
+        if record.held_out_accuracy is not None
+    }
     grpo = [record for record in records if record.phase == "grpo" and record.tokens_per_s > 0]
     grpo_s = sum(record.tokens / record.tokens_per_s for record in grpo)
     return Summary(
@@ -110,18 +118,23 @@ class MetricsLog:
         append_line(self._path, record)
 
     def read(self) -> list[Record]:
-        """All records. A last line that a crash cut short is left out. Raises ValueError when it is no such file."""
+        """All records. A last line that a crash cut short is left out. Raises ValueError when it is
+        no such file.
+        """
         return read_lines(self._path, Record)
 
     def rewind(self, step: int) -> list[Record]:
-        """Drop the records after ``step``, which a resumed run does again; returns those that stay."""
+        """Drop the records after ``step``, which a resumed run does again; returns those that
+        stay.
+        """
         kept = [record for record in self.read() if record.step <= step]
         write_lines(self._path, kept)
         return kept
 
 
 def clear(out: Path, *, files: Sequence[str] = (), folders: Sequence[str] = ()) -> bool:
-    """Remove what an earlier run left in the output folder, and nothing else; returns whether there was something.
+    """Remove what an earlier run left in the output folder, and nothing else; returns whether there
+    was something.
 
     Args:
         files, folders: names of what it leaves besides those of this module.
@@ -135,20 +148,26 @@ def clear(out: Path, *, files: Sequence[str] = (), folders: Sequence[str] = ()) 
     if not mark.exists():
         if found:
             raise FileExistsError(
-                f"{out} has {', '.join(found)} but no {mark.name}, so it is not the output of an earlier run and is left as it "
+                f"{out} has {', '.join(found)} but no {mark.name}, so it is not the output of an "
+                "earlier run and is left as it "
                 "is; give another --out"
             )
         return False
     for path in all_folders:
         shutil.rmtree(path, ignore_errors=True)
-    for path in [*all_files, mark]:  # the mark last, so that a clearing that was cut short can be done again
+    for path in [
+        *all_files,
+        mark,
+    ]:
+        # the mark last, so that a clearing that was cut short can be done again
         path.unlink(missing_ok=True)
     return True
 
 
 @contextlib.contextmanager
 def only_run_in(out: Path) -> Iterator[None]:
-    """Keep every other run out of the output folder for the block, and no longer than this process lives.
+    """Keep every other run out of the output folder for the block, and no longer than this process
+    lives.
 
     Raises: BlockingIOError when there is one.
     """
@@ -156,7 +175,9 @@ def only_run_in(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise BlockingIOError(f"another run writes to {out}; end it first, or give another --out") from error
+            raise BlockingIOError(
+                f"another run writes to {out}; end it first, or give another --out"
+            ) from error
         yield
 
 
@@ -168,10 +189,15 @@ def append_line(path: Path, value: Any) -> None:
 
 
 def read_lines(path: Path, kind: type[T]) -> list[T]:
-    """All lines but one that a crash cut short; none where there is no file. Raises ValueError when they are something else."""
+    """All lines but one that a crash cut short; none where there is no file. Raises ValueError when
+    they are something else.
+    """
     data = path.read_bytes() if path.exists() else b""
     try:
-        return [msgspec.json.decode(line, type=kind) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+        return [
+            msgspec.json.decode(line, type=kind)
+            for line in data[: data.rfind(b"\n") + 1].splitlines()
+        ]
     except msgspec.DecodeError as error:
         raise ValueError(f"{path} is not the record of a run: {error}") from error
 

@@ -37,7 +37,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The mean of the steps' means."""
 
 
-def finish(settings: Settings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], *, seconds: float) -> None:
+def finish(
+    settings: Settings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], *, seconds: float
+) -> None:
     """Write summary and curve.
 
     Args:
@@ -60,7 +62,9 @@ def summarize(settings: Settings, rows: Sequence[Mapping[str, Any]], seconds: fl
     def all_of(name: str) -> list[float]:
         return [value for row in rows if (value := row.get(name)) is not None]
 
-    rewards, accuracies, speeds = (all_of(name) for name in ("reward/mean", "eval/greedy_accuracy", "tokens_per_second"))
+    rewards, accuracies, speeds = (
+        all_of(name) for name in ("reward/mean", "eval/greedy_accuracy", "tokens_per_second")
+    )
     largest, means = all_of("logprob_diff/max"), all_of("logprob_diff/mean")
     return RunSummary(
         steps=settings.steps,
@@ -75,8 +79,12 @@ def summarize(settings: Settings, rows: Sequence[Mapping[str, Any]], seconds: fl
     )
 
 
-def draw(settings: Settings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], summary: RunSummary) -> bool:
-    """Draw greedy accuracy and reward over the steps; False where the start has no accuracy, or a reward does not fit in."""
+def draw(
+    settings: Settings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], summary: RunSummary
+) -> bool:
+    """Draw greedy accuracy and reward over the steps; False where the start has no accuracy, or a
+    reward does not fit in.
+    """
     records = [
         Record(
             step=int(row["step"]),

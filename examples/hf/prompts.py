@@ -1,4 +1,6 @@
-"""Prompts: JSONL rows, the model's chat template around them, and an order that a run can be gone on from exactly."""
+"""Prompts: JSONL rows, the model's chat template around them, and an order that a run can be gone
+on from exactly.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class ChatTokenizer(FolderTokenizer):
             try:
                 self._tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
-                raise ValueError(f"data.chat_template, {data.chat_template}, is no text in UTF-8: {error}") from error
+                raise ValueError(
+                    f"data.chat_template, {data.chat_template}, is no text in UTF-8: {error}"
+                ) from error
         self._system, self._args = data.system_prompt, data.template_args
         self.stop_ids = tuple(sorted({self.eos_id, *_end_tokens(Path(folder))}))
         """Tokens that end an answer: the tokenizer's own, and those of generation_config.json."""
@@ -62,19 +66,31 @@ class ChatTokenizer(FolderTokenizer):
     def encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
         """Text and tokens of a prompt as the model is given it.
 
-        Without a chat template a text goes as it is, after the system prompt, and a chat is written out, a paragraph for each
-        message and one for the answer, which is what models that were trained on plain text go on from.
+        Without a chat template a text goes as it is, after the system prompt, and a chat is written
+        out, a paragraph for each message and one for the answer, which is what models that were
+        trained on plain text go on from.
         """
-        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
+        chat = (
+            [{"role": "user", "content": prompt}]
+            if isinstance(prompt, str)
+            else [dict(each) for each in prompt]
+        )
         if self._system is not None and chat[0].get("role") != "system":
             chat.insert(0, {"role": "system", "content": self._system})
         if self._tokenizer.chat_template:
-            text = str(self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **self._args))
+            text = str(
+                self._tokenizer.apply_chat_template(
+                    chat, tokenize=False, add_generation_prompt=True, **self._args
+                )
+            )
             return text, list(self._tokenizer.encode(text, add_special_tokens=False))
         if isinstance(prompt, str):
             text = "\n\n".join(each["content"] for each in chat)
         else:
-            text = "".join(f"{each['role'].capitalize()}: {each['content']}\n\n" for each in chat) + "Assistant:"
+            text = (
+                "".join(f"{each['role'].capitalize()}: {each['content']}\n\n" for each in chat)
+                + "Assistant:"
+            )
         return text, list(self._tokenizer.encode(text))
 
 
@@ -102,7 +118,12 @@ def load_dataset(data: Data, tokenizer: ChatTokenizer, seed: int) -> Dataset:
     if data.held_out is not None:
         held_out, num_more = _read(data.held_out, data, tokenizer)
         trained_on = {row.prompt for row in rows}
-        return Dataset(rows, held_out, num_too_long + num_more, sum(row.prompt in trained_on for row in held_out))
+        return Dataset(
+            rows,
+            held_out,
+            num_too_long + num_more,
+            sum(row.prompt in trained_on for row in held_out),
+        )
     order = list(range(len(rows)))
     random.Random(f"{seed}/held out").shuffle(order)
     held_out = [rows[index] for index in sorted(order[: data.num_held_out])]
@@ -111,7 +132,8 @@ def load_dataset(data: Data, tokenizer: ChatTokenizer, seed: int) -> Dataset:
     train = [row for row in rows if row.prompt not in reserved]
     if len(held_out) < data.num_held_out or not train:
         raise ValueError(
-            f"{data.train} has {len(rows)} prompts that can be used, which do not give {data.num_held_out} to hold out and "
+            f"{data.train} has {len(rows)} prompts that can be used, which do not give "
+            f"{data.num_held_out} to hold out and "
             "others to train on"
         )
     return Dataset(train, held_out, num_too_long)
@@ -120,7 +142,9 @@ def load_dataset(data: Data, tokenizer: ChatTokenizer, seed: int) -> Dataset:
 def _read(path: str, data: Data, tokenizer: ChatTokenizer) -> tuple[list[Row], int]:
     rows: list[Row] = []
     num_too_long = 0
-    for number, line in enumerate(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+    for number, line in enumerate(
+        Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1
+    ):
         if not line.strip():
             continue
         try:
@@ -130,26 +154,41 @@ def _read(path: str, data: Data, tokenizer: ChatTokenizer) -> tuple[list[Row], i
         prompt: Any = entry.get(data.prompt_key)
         if not _is_prompt(prompt):
             raise ValueError(
-                f"{path}, line {number}: {data.prompt_key!r} is {prompt!r:.80}; expected a text, or a list of {{role, content}}"
+                f"{path}, line {number}: {data.prompt_key!r} is {prompt!r:.80}; expected a text, "
+                "or a list of {role, content}"
             )
         try:
             text, ids = tokenizer.encode(prompt)
         except Exception as error:  # templates raise what their authors made them raise
-            raise ValueError(f"{path}, line {number}: the chat template does not take this prompt: {error}") from error
+            raise ValueError(
+                f"{path}, line {number}: the chat template does not take this prompt: {error}"
+            ) from error
         if not ids:
             raise ValueError(f"{path}, line {number}: the prompt has no tokens")
         if len(ids) > data.max_prompt_tokens:
             if data.on_long_prompt == "error":
                 raise ValueError(
-                    f"{path}, line {number}: the prompt has {len(ids)} tokens; data.max_prompt_tokens is "
+                    f"{path}, line {number}: the prompt has {len(ids)} tokens; "
+                    "data.max_prompt_tokens is "
                     f"{data.max_prompt_tokens}, and data.on_long_prompt is 'error'"
                 )
             num_too_long += 1
             continue
         source = entry.get(data.source_key)
-        rows.append(Row(ids, text, entry.get(data.answer_key), Path(path).stem if source is None else str(source), entry))
+        rows.append(
+            Row(
+                ids,
+                text,
+                entry.get(data.answer_key),
+                Path(path).stem if source is None else str(source),
+                entry,
+            )
+        )
     if not rows:
-        raise ValueError(f"{path} has no prompt that can be used; {num_too_long} are above data.max_prompt_tokens")
+        raise ValueError(
+            f"{path} has no prompt that can be used; {num_too_long} are above "
+            "data.max_prompt_tokens"
+        )
     return rows, num_too_long
 
 
@@ -182,10 +221,12 @@ class DrawState(msgspec.Struct, frozen=True):
 
 
 class Draws:
-    """All draws of a run, in order and without an end: what the n-th is depends on seed and n alone.
+    """All draws of a run, in order and without an end: what the n-th is depends on seed and n
+    alone.
 
-    What has been trained on, or filtered, is used. A run that goes on begins with the first that is not, and passes over those
-    behind it that are; so each draw is used once, whatever was generated ahead when it stopped.
+    What has been trained on, or filtered, is used. A run that goes on begins with the first that is
+    not, and passes over those behind it that are; so each draw is used once, whatever was generated
+    ahead when it stopped.
 
     Args:
         rows: to draw from, each once in an epoch.
@@ -217,7 +258,11 @@ class Draws:
             if self._shuffle:
                 random.Random(f"{self._seed}/epoch {epoch}").shuffle(self._order)
         rng = random.Random(f"{self._seed}/draw {number}")
-        return Draw(number, self._rows[self._order[index]], [rng.getrandbits(31) for _ in range(self._num_samples)])
+        return Draw(
+            number,
+            self._rows[self._order[index]],
+            [rng.getrandbits(31) for _ in range(self._num_samples)],
+        )
 
     def use(self, number: int) -> None:
         """Say that a draw was used."""
@@ -238,6 +283,8 @@ class Draws:
             return DrawState(self._below, sorted(self._used))
 
     def restore(self, state: DrawState) -> None:
-        """Go back to what was used at another time. Iterators from before are of no use any more."""
+        """Go back to what was used at another time. Iterators from before are of no use any
+        more.
+        """
         with self._lock:
             self._below, self._used = state.used_below, set(state.used)

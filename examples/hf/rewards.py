@@ -1,4 +1,5 @@
-"""Rewards by name or by a function of the user's, each in processes of its own with a limit of time that holds.
+"""Rewards by name or by a function of the user's, each in processes of its own with a limit of time
+that holds.
 
 A function of the user's is called with what it has parameters for:
 
@@ -36,9 +37,16 @@ from helmsman.api.errors import BackendNotInstalledError, RewardLostError, Rewar
 from helmsman.api.extras import install_command
 
 GIVEN = ("completion", "answer", "prompt", "source", "row", "num_tokens", "is_truncated")
-_ALIASES = {"solution_str": "completion", "ground_truth": "answer", "data_source": "source", "extra_info": "row"}
+_ALIASES = {
+    "solution_str": "completion",
+    "ground_truth": "answer",
+    "data_source": "source",
+    "extra_info": "row",
+}
 _MAX_RESTARTS = 10_000
-"""Of a pool's processes within an hour. Each answer that takes too long costs one, and a run with many goes on."""
+"""Of a pool's processes within an hour. Each answer that takes too long costs one, and a run with
+many goes on.
+"""
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -53,7 +61,7 @@ class Scored(msgspec.Struct, frozen=True):
     """Rewards that took too long or lost their process, and count as 0."""
 
 
-# --- rewards by name ------------------------------------------------------------------------------------------------------
+# --- rewards by name ------------------------------------------------------------------------------
 
 
 class ExactMatch:
@@ -100,27 +108,37 @@ class FormatMatch:
 class MathVerify:
     """1 when the text's final expression equals the answer's, by math-verify.
 
-    Its own limits of time are off: they use SIGALRM, which needs the main thread, and the process has the pool's.
+    Its own limits of time are off: they use SIGALRM, which needs the main thread, and the process
+        has the pool's.
     """
 
     def __init__(self) -> None:
         require_math_verify()
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that its limits are off
+        # it warns at each call that its limits are off
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def __call__(self, completion: str, answer: Any) -> float:
         from math_verify import parse, verify
 
-        # A bare "1/2" or "\\frac12" is LaTeX only between dollars; what has an anchor of its own is read as it is.
+        # A bare "1/2" or "\\frac12" is LaTeX only between dollars; what has an anchor of its own is
+        # read as it is.
         text = str(answer)
-        gold = parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=None)
-        return float(bool(gold) and verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+        gold = parse(
+            text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=None
+        )
+        return float(
+            bool(gold)
+            and verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None)
+        )
 
 
 def require_math_verify() -> None:
     """Raises: BackendNotInstalledError."""
     if importlib.util.find_spec("math_verify") is None:
         raise BackendNotInstalledError(
-            backend="the reward 'math'", package="math-verify", command=install_command("math_verify")
+            backend="the reward 'math'",
+            package="math-verify",
+            command=install_command("math_verify"),
         )
 
 
@@ -142,15 +160,18 @@ def _last_number(text: str) -> Decimal | None:
         return None
 
 
-# --- a function of the user's -----------------------------------------------------------------------------------------------
+# --- a function of the user's ---------------------------------------------------------------------
 
 
 def find_function(use: str) -> Callable[..., Any]:
-    """The function of ``module:function`` or ``path/to/file.py:function``. Raises: ValueError, and what importing raises."""
+    """The function of ``module:function`` or ``path/to/file.py:function``. Raises: ValueError, and
+    what importing raises.
+    """
     place, _, name = use.rpartition(":")
     if not place or not name:
         raise ValueError(
-            f"there is no reward {use!r}; expected {', '.join(_BY_NAME)}, 'module:function' or 'path/to/file.py:function'"
+            f"there is no reward {use!r}; expected {', '.join(_BY_NAME)}, 'module:function' or "
+            "'path/to/file.py:function'"
         )
     if place.endswith(".py"):
         path = Path(place)
@@ -193,7 +214,9 @@ class Caller:
                 try:
                     self._function = _BY_NAME[self._use](**self._args)
                 except (TypeError, ArithmeticError, re.error) as error:
-                    raise ValueError(f"the reward {self._use!r} does not take {self._args}: {error}") from error
+                    raise ValueError(
+                        f"the reward {self._use!r} does not take {self._args}: {error}"
+                    ) from error
             else:
                 self._function = find_function(self._use)
             self._names = _names_of(self._function)
@@ -212,7 +235,8 @@ class Caller:
             inspect.signature(self.find()).bind(**self.arguments(dict.fromkeys(GIVEN)))
         except TypeError as error:
             raise ValueError(
-                f"the reward {self._use!r} cannot be called: {error}. It is given what it has parameters for, of "
+                f"the reward {self._use!r} cannot be called: {error}. It is given what it has "
+                "parameters for, of "
                 f"{', '.join(GIVEN)}, and its args, {self._args}"
             ) from error
 
@@ -243,14 +267,15 @@ def make_caller(reward: Reward) -> Caller:
     # Its processes have folders of their own.
     use = f"{Path(place).absolute()}:{name}" if place.endswith(".py") else reward.use
     function = Caller(use, reward.args).find()
-    by_call = getattr(type(function), "__call__", None)  # noqa: B004 - of an object whose __call__ is async
+    # Of an object whose __call__ is async
+    by_call = getattr(type(function), "__call__", None)  # noqa: B004
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(by_call)
     caller = (AsyncCaller if is_async else Caller)(use, reward.args)
     caller.require_parameters()
     return caller
 
 
-# --- all of them -----------------------------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 
 class Scorer(contextlib.AbstractContextManager["Scorer"]):
@@ -271,25 +296,46 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             for reward in self._rewards:
                 caller = make_caller(reward)
                 if reward.on_cluster:
-                    job = Job(role=f"reward-{name_of(reward)}", replicas=reward.processes, tasks=[SchedulingSpec(cpu=1)])
-                    pool = RewardPool(scheduler, caller, job, reward.timeout_s, max_restarts=_MAX_RESTARTS)
+                    job = Job(
+                        role=f"reward-{name_of(reward)}",
+                        replicas=reward.processes,
+                        tasks=[SchedulingSpec(cpu=1)],
+                    )
+                    pool = RewardPool(
+                        scheduler, caller, job, reward.timeout_s, max_restarts=_MAX_RESTARTS
+                    )
                     starting.enter_context(pool).initialize()
                 else:
-                    pool = RewardPool.on_this_machine(caller, reward.processes, reward.timeout_s, max_restarts=_MAX_RESTARTS)
+                    pool = RewardPool.on_this_machine(
+                        caller, reward.processes, reward.timeout_s, max_restarts=_MAX_RESTARTS
+                    )
                     starting.enter_context(pool)
                 self._pools.append(pool)
             self._held = starting.pop_all()
 
-    async def score(self, row: Row, completion: str, *, num_tokens: int, is_truncated: bool) -> Scored:
+    async def score(
+        self, row: Row, completion: str, *, num_tokens: int, is_truncated: bool
+    ) -> Scored:
         """What an answer is worth.
 
-        Raises: EngineCallError, what a reward raised, with its traceback; ValueError for what is no finite number.
+        Raises: EngineCallError, what a reward raised, with its traceback; ValueError for what is no
+            finite number.
         """
-        values_given = (completion, row.answer, row.prompt, row.source, row.entry, num_tokens, is_truncated)
+        values_given = (
+            completion,
+            row.answer,
+            row.prompt,
+            row.source,
+            row.entry,
+            num_tokens,
+            is_truncated,
+        )
         given = dict(zip(GIVEN, values_given, strict=True))
         found = await asyncio.gather(*(self._one(pool, given) for pool in self._pools))
         names = [name_of(reward) for reward in self._rewards]
-        values = {name: _as_number(name, value) for name, (value, _) in zip(names, found, strict=True)}
+        values = {
+            name: _as_number(name, value) for name, (value, _) in zip(names, found, strict=True)
+        }
         total = sum(reward.weight * values[name_of(reward)] for reward in self._rewards)
         return Scored(values, total, sum(is_lost for _, is_lost in found))
 
@@ -309,4 +355,7 @@ def _as_number(name: str, value: Any) -> float:
         value = value["score"]
     if isinstance(value, numbers.Real) and math.isfinite(value):
         return float(value)
-    raise ValueError(f"the reward {name!r} returned {value!r}; expected a finite number, or a mapping with 'score'")
+    raise ValueError(
+        f"the reward {name!r} returned {value!r}; expected a finite number, or a mapping with "
+        "'score'"
+    )

@@ -37,7 +37,11 @@ ENGINES = {
     "server": "helmsman.engines.server_engine.ServerEngine",
 }
 """Rollout engines by name."""
-_POLICIES = {"least_tokens": LeastOutstandingTokens, "prefix": PrefixAffinity, "round_robin": RoundRobin}
+_POLICIES = {
+    "least_tokens": LeastOutstandingTokens,
+    "prefix": PrefixAffinity,
+    "round_robin": RoundRobin,
+}
 
 
 def make_jobs(settings: Settings) -> list[Job]:
@@ -47,7 +51,9 @@ def make_jobs(settings: Settings) -> list[Job]:
 
     def spec(role: str, devices: int, cpus: float, mem: float) -> SchedulingSpec:
         spans_nodes = has_devices and devices > cluster.devices_per_node
-        placement: PlacementStrategy = "shared" if role == "train" else "deferred" if spans_nodes else "separate"
+        placement: PlacementStrategy = (
+            "shared" if role == "train" else "deferred" if spans_nodes else "separate"
+        )
         return SchedulingSpec(
             cpu=cpus,
             gpu=devices if has_devices else 0,
@@ -60,26 +66,41 @@ def make_jobs(settings: Settings) -> list[Job]:
     beside = SchedulingStrategy(type="colocation", target="train", fork=True)
     is_colocated = cluster.placement == "colocated"
     jobs = [
-        Job(role="train", replicas=cluster.train_workers, tasks=[spec("train", 1, cluster.train_cpus, cluster.train_mem)]),
+        Job(
+            role="train",
+            replicas=cluster.train_workers,
+            tasks=[spec("train", 1, cluster.train_cpus, cluster.train_mem)],
+        ),
         Job(
             role="rollout",
             replicas=cluster.rollout_instances,
             tasks=[SchedulingSpec(env_vars=cluster.env_vars, port_count=1)]
             if is_colocated
-            else [spec("rollout", cluster.rollout_devices, cluster.rollout_cpus, cluster.rollout_mem)],
+            else [
+                spec("rollout", cluster.rollout_devices, cluster.rollout_cpus, cluster.rollout_mem)
+            ],
             scheduling_strategy=beside if is_colocated else SchedulingStrategy(),
         ),
     ]
     if settings.algorithm.kl_coef:
         reference = SchedulingSpec(env_vars=cluster.env_vars, port_count=1)
-        jobs.append(Job(role="reference", replicas=cluster.train_workers, tasks=[reference], scheduling_strategy=beside))
+        jobs.append(
+            Job(
+                role="reference",
+                replicas=cluster.train_workers,
+                tasks=[reference],
+                scheduling_strategy=beside,
+            )
+        )
     return jobs
 
 
 def start_scheduler(cluster: Cluster, seed: int, log_dir: Path | None) -> Scheduler:
     """The scheduler of the settings, with its nodes there."""
     timeouts = Timeouts(
-        start_s=cluster.start_timeout_s, create_engine_s=cluster.engine_timeout_s, call_s=cluster.call_timeout_s
+        start_s=cluster.start_timeout_s,
+        create_engine_s=cluster.engine_timeout_s,
+        call_s=cluster.call_timeout_s,
     )
     options: dict[str, Any] = {"seed": seed, "log_dir": log_dir, "timeouts": timeouts}
     if cluster.scheduler != "inline":
@@ -90,8 +111,15 @@ def start_scheduler(cluster: Cluster, seed: int, log_dir: Path | None) -> Schedu
 
 
 def make_trainer(settings: Settings, scheduler: Scheduler, job: Job) -> TrainController:
-    """The controller of the trainer, or of the reference, which is such an engine that takes no step."""
-    arguments = {"model": settings.model, "seed": settings.seed, "lr": settings.train.lr, **settings.train.engine}
+    """The controller of the trainer, or of the reference, which is such an engine that takes no
+    step.
+    """
+    arguments = {
+        "model": settings.model,
+        "seed": settings.seed,
+        "lr": settings.train.lr,
+        **settings.train.engine,
+    }
     return TrainController(
         scheduler,
         TRAINER,
@@ -119,16 +147,26 @@ def make_rollout(settings: Settings, scheduler: Scheduler, job: Job) -> RolloutC
 def engine_arguments(settings: Settings) -> dict[str, Any]:
     """What the rollout engine is built with; ``rollout.engine_args`` has the last word."""
     rollout, cluster = settings.rollout, settings.cluster
-    arguments: dict[str, Any] = {"model": settings.model, "max_model_len": settings.max_model_len, "seed": settings.seed}
+    arguments: dict[str, Any] = {
+        "model": settings.model,
+        "max_model_len": settings.max_model_len,
+        "seed": settings.seed,
+    }
     if rollout.engine in ("hf", "vllm"):
         arguments["max_concurrency"] = rollout.max_in_flight
     if rollout.engine in ("vllm", "server"):
-        arguments["tensor_parallel_size"] = cluster.rollout_devices if cluster.devices_per_node else 1
-        arguments["enable_sleep_mode" if rollout.engine == "vllm" else "sleep"] = cluster.takes_turns
+        arguments["tensor_parallel_size"] = (
+            cluster.rollout_devices if cluster.devices_per_node else 1
+        )
+        arguments["enable_sleep_mode" if rollout.engine == "vllm" else "sleep"] = (
+            cluster.takes_turns
+        )
     return {**arguments, **rollout.engine_args}
 
 
-def make_sync(settings: Settings, trainer: TrainController, rollout: RolloutController) -> WeightSync:
+def make_sync(
+    settings: Settings, trainer: TrainController, rollout: RolloutController
+) -> WeightSync:
     """The way of the weights."""
     sync = settings.sync
     way = (

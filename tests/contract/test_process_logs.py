@@ -1,4 +1,4 @@
-"""Processes are recognised by their titles, and a run by its logs: one per worker, and the driver's."""
+"""Titles of processes, and the lines in the logs of workers and of the driver."""
 
 from __future__ import annotations
 
@@ -39,14 +39,18 @@ def _log(scheduler: Scheduler, worker_id: str) -> str:
 
 
 @NO_PROCESSES
-def test_titles_show_role_and_calls(scheduler: Scheduler, backend: str, role: str, gate: Gate) -> None:
+def test_titles_show_role_and_calls(
+    scheduler: Scheduler, backend: str, role: str, gate: Gate
+) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker, Counter)
     pid = engine.call("pid")
     end = " (ray::RayRPCServer)" if backend == "ray" else ""
     with held(engine, gate):
         wait_until(lambda: _title(pid) == f"helmsman: {worker} wait{end}", "it shows the call")
-    wait_until(lambda: _title(pid) == f"helmsman: {worker} idle{end}", "it shows that the call has ended")
+    wait_until(
+        lambda: _title(pid) == f"helmsman: {worker} idle{end}", "it shows that the call has ended"
+    )
     assert not _title(os.getpid()).startswith("helmsman"), "the script keeps its own"
     run_id = scheduler._run.id  # type: ignore[attr-defined]
     helper = f"guardian of {worker}" if backend == "ray" else "forkserver"
@@ -56,7 +60,9 @@ def test_titles_show_role_and_calls(scheduler: Scheduler, backend: str, role: st
 
 
 @NO_PROCESSES
-def test_worker_log_has_start_and_end(make_own: Callable[..., Scheduler], backend: str, role: str) -> None:
+def test_worker_log_has_start_and_end(
+    make_own: Callable[..., Scheduler], backend: str, role: str
+) -> None:
     with make_own() as scheduler:
         (worker,) = scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(gpu=1)]))
         engine = Engine.create(scheduler, worker, Counter)
@@ -66,8 +72,8 @@ def test_worker_log_has_start_and_end(make_own: Callable[..., Scheduler], backen
     lines = [line for line in path.read_text().splitlines() if f"helmsman: {worker}" in line]
     assert all(re.match(TIME, line) for line in lines)
     start, *others = [line.partition(f"{worker} ")[2] for line in lines]
-    expected = rf"starts: pid {pid}, node [\d.]+, devices: cuda {device}, helmsman [\d.]+, python 3\.\d+\.\d+"
-    assert re.match(expected, start), start
+    facts = rf"pid {pid}, node [\d.]+, devices: cuda {device}, helmsman [\d.]+, python 3\.\d+"
+    assert re.match(f"starts: {facts}", start), start
     assert ("ray " in start) == (backend == "ray")
     assert others[0].startswith(f"engine {worker} is created: Counter")
     assert others[1:] == [f"engine {worker} is destroyed", "ends: its scheduler has asked it to"]
@@ -78,7 +84,10 @@ def test_worker_log_has_start_and_end(make_own: Callable[..., Scheduler], backen
 def test_worker_log_has_preemption_notice(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     os.kill(Engine.create(scheduler, worker, Counter).call("pid"), signal.SIGTERM)
-    wait_until(lambda: "was sent SIGTERM, a preemption notice; it ends in 25 s" in _log(scheduler, worker), "it says so")
+    wait_until(
+        lambda: "was sent SIGTERM, a preemption notice; it ends in 25 s" in _log(scheduler, worker),
+        "it says so",
+    )
 
 
 class Sleeper(CountingRollout):
@@ -107,7 +116,11 @@ def test_logs_have_states_and_versions(make_own: Callable[..., Scheduler], role:
         assert len(re.findall(rf"{TIME} helmsman: {engine} {line}\n", own)) == 1, own
     assert len(own.splitlines()) < 10, "calls have no lines"
     story = (scheduler._run.log_dir / "driver.log").read_text()  # type: ignore[attr-defined]
-    for line in (f"role {role} is asleep", f"role {role} is awake", f"role {role}: 1 of 1 instances serve weight version 7"):
+    for line in (
+        f"role {role} is asleep",
+        f"role {role} is awake",
+        f"role {role}: 1 of 1 instances serve weight version 7",
+    ):
         assert len(re.findall(rf"{TIME} INFO {line}\n", story)) == 1, story
 
 
@@ -117,7 +130,9 @@ def _stories(scheduler: Scheduler) -> list[str]:
     return [line.split(maxsplit=3)[3] for line in lines]
 
 
-def test_driver_log_tells_the_story(make_own: Callable[..., Scheduler], backend: str, role: str) -> None:
+def test_driver_log_tells_the_story(
+    make_own: Callable[..., Scheduler], backend: str, role: str
+) -> None:
     with make_own() as scheduler:
         scheduler.create_workers(Job(role=role, replicas=2))
         scheduler.scale(role, 3)
@@ -125,17 +140,19 @@ def test_driver_log_tells_the_story(make_own: Callable[..., Scheduler], backend:
         if backend != "inline":
             with pytest.raises(errors.WorkerFailedError):
                 engine.call("die", "SIGKILL")
-            wait_until(lambda: any("SIGKILL" in line for line in _stories(scheduler)), "the death is told")
+            wait_until(
+                lambda: any("SIGKILL" in line for line in _stories(scheduler)), "the death is told"
+            )
         scheduler.restart_worker(f"{role}/1")
         scheduler.scale(role, 1)
         with pytest.raises(errors.PlacementInfeasibleError):
             scheduler.create_workers(Job(role="large", tasks=[SchedulingSpec(gpu=99)]))
         logging.getLogger("helmsman.controller").warning("a warning of the library")
         scheduler.delete_workers(role)
-    told = _stories(scheduler)
+    told, place = _stories(scheduler), r"\(pid \d+, [\d.]+\)"
     expected = [
         rf"run {scheduler._run.id} begins: \w+Backend, pid {os.getpid()}, helmsman ",  # type: ignore[attr-defined]
-        rf"create_workers of {role} took \d+\.\d s: {role}/0 \(pid \d+, [\d.]+\), {role}/1 \(pid \d+, [\d.]+\)$",
+        rf"create_workers of {role} took \d+\.\d s: {role}/0 {place}, {role}/1 {place}$",
         rf"added to role {role}, now of 3: {role}/2 \(pid",
         *([] if backend == "inline" else [rf"{role}/1 was ended by SIGKILL"]),
         rf"restarted {role}/1 \(pid",
@@ -147,7 +164,9 @@ def test_driver_log_tells_the_story(make_own: Callable[..., Scheduler], backend:
     ]
     found = iter(told)
     for pattern in expected:
-        assert any(re.match(pattern, line) for line in found), f"{pattern} in its place of:\n" + "\n".join(told)
+        assert any(re.match(pattern, line) for line in found), (
+            f"{pattern} in its place of:\n" + "\n".join(told)
+        )
 
 
 SCRIPT = """

@@ -1,4 +1,4 @@
-"""driver.log, the story of a run in its log directory: roles, deaths, restarts, weight versions and what Helmsman warns of."""
+"""driver.log, the story of a run: its roles, deaths, restarts and weight versions, and warnings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helmsman.rpc_server._process.safe_files import open_log
 log = logging.getLogger(__name__)
 
 story = logging.getLogger("helmsman.run")
-"""Lines of the story. It does not propagate, so that a script's own handlers receive warnings alone."""
+"""Lines of the story. They do not propagate: a script's own handlers receive warnings alone."""
 story.setLevel(logging.INFO)
 story.propagate = False
 
@@ -26,10 +26,15 @@ _SHOWN = 8
 
 
 class DriverLog(logging.FileHandler):
-    """Writes the story and the warnings of this process to a run's driver.log; several open runs get the same lines."""
+    """Writes the story and the warnings of this process to a run's driver.log.
+
+    All runs that are open in this process get the same lines.
+    """
 
     def __init__(self, log_dir: Path, run_id: str) -> None:
-        super().__init__(log_dir / "driver.log", mode="w", delay=True)  # with "a" a late line would open it once more
+        super().__init__(
+            log_dir / "driver.log", mode="w", delay=True
+        )  # with "a" a late line would open it once more
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._run_id = run_id
         self._is_begun = False
@@ -49,7 +54,14 @@ class DriverLog(logging.FileHandler):
             logger.addHandler(self)
         versions = f"helmsman {__version__}, python {sys.version.split()[0]}"
         command = masked_command(sys.argv)[:200]
-        story.info("run %s begins: %s, pid %d, %s, %s", self._run_id, scheduler, os.getpid(), versions, command)
+        story.info(
+            "run %s begins: %s, pid %d, %s, %s",
+            self._run_id,
+            scheduler,
+            os.getpid(),
+            versions,
+            command,
+        )
 
     def end(self) -> None:
         """Close the file. Idempotent."""
@@ -61,10 +73,16 @@ class DriverLog(logging.FileHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
-        # A script that configures no logging sees warnings on its standard error, unless any logger above has a handler.
-        is_only = not logging.root.handlers and all(isinstance(each, DriverLog) for each in _PACKAGE.handlers)
+        # Without any handler, logging shows warnings on standard error; this one must not end that.
+        is_only = not logging.root.handlers and all(
+            isinstance(each, DriverLog) for each in _PACKAGE.handlers
+        )
         is_for_stderr = record.name != story.name and self is _PACKAGE.handlers[0] and is_only
-        if is_for_stderr and logging.lastResort is not None and record.levelno >= logging.lastResort.level:
+        if (
+            is_for_stderr
+            and logging.lastResort is not None
+            and record.levelno >= logging.lastResort.level
+        ):
             logging.lastResort.handle(record)
 
     def _open(self) -> io.TextIOWrapper:
@@ -74,4 +92,6 @@ class DriverLog(logging.FileHandler):
 def listed(items: Collection[str]) -> str:
     """The first items, and the number of the others."""
     shown = list(items)[:_SHOWN]
-    return ", ".join(shown) + (f" and {len(items) - len(shown)} more" if len(items) > len(shown) else "")
+    return ", ".join(shown) + (
+        f" and {len(items) - len(shown)} more" if len(items) > len(shown) else ""
+    )
