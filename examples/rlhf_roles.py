@@ -23,9 +23,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the script is run by its path, and imports its neighbours
 
-from examples.common.interrupts import Interrupted, interruptible
 from examples.rlhf_workers import LENGTH, STRIDE, VOCABULARY, ActorInfer, ActorTrain, Array, Critic, Reference, Reward, Role
 from helmsman import Batch, Cluster, ClusterConfig, HelmsmanError, ResourceManager, Scheduler, make_scheduler
+from helmsman.recipes.interrupts import Interrupted, interruptible
 
 NUM_DEVICES = 8
 NUM_PROMPTS = 63

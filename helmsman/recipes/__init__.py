@@ -1,0 +1,1 @@
+"""Ready-made training loops, built on the public API only."""
