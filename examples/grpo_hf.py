@@ -1,6 +1,6 @@
 """Train a Hugging Face model by GRPO, Dr. GRPO or DAPO on prompts and answers: the recipe as a script.
 
-    python examples/grpo_hf.py --config one_machine_8gpu.yaml --model path/to/model --data.train train.jsonl
+    python examples/grpo_hf.py --config one_machine_8gpu --model path/to/model --data train.jsonl
 
 `helmsman grpo` takes the same flags; docs/recipes.md describes them.
 """
@@ -15,4 +15,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the script is ru
 from helmsman.recipes.command import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("grpo"))

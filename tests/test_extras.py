@@ -85,7 +85,7 @@ def test_engine_names_install_command(package: str) -> None:
 
 @pytest.mark.slow
 def test_grpo_hf_names_install_command() -> None:
-    begin = "from helmsman.recipes.command import main; print(main(['--config', 'helmsman/recipes/configs/cpu_smoke.yaml']))"
+    begin = "from helmsman.recipes.command import main; print(main('grpo', ['--config', 'cpu_smoke']))"
     said = run_without(["transformers"], f"sys.stderr = sys.stdout\n{begin}")
     assert "the tokenizer of a model folder needs the package 'transformers'" in said
     assert install_command("transformers") in said

@@ -13,7 +13,7 @@ from helmsman.api.advantages import group_advantages, sequence_weights
 from helmsman.api.reward_shaping import soft_overlong_punishment
 from helmsman.recipes.prompts import Draw
 from helmsman.recipes.rewards import Scored
-from helmsman.recipes.settings import Algorithm, Settings
+from helmsman.recipes.settings import Algorithm, GRPOSettings
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ def overlong_cost(num_tokens: int, algorithm: Algorithm, max_new_tokens: int) ->
     )
 
 
-def make_samples(groups: Sequence[Group], settings: Settings) -> list[dict[str, Any]]:
+def make_samples(groups: Sequence[Group], settings: GRPOSettings) -> list[dict[str, Any]]:
     """A sample for each answer, in their order, with ``input_ids``, ``loss_mask``, ``logprobs`` and ``advantages``."""
     algorithm = settings.algorithm
     assert algorithm.normalize_std is not None
@@ -77,7 +77,7 @@ def make_samples(groups: Sequence[Group], settings: Settings) -> list[dict[str, 
     return samples
 
 
-def with_weights(samples: Sequence[dict[str, Any]], settings: Settings) -> list[dict[str, Any]]:
+def with_weights(samples: Sequence[dict[str, Any]], settings: GRPOSettings) -> list[dict[str, Any]]:
     """With ``loss_weights`` for the samples of one optimizer step, which the mean over tokens is taken with."""
     aggregation = settings.algorithm.aggregation
     assert aggregation is not None

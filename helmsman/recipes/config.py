@@ -12,37 +12,90 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from helmsman.api.errors import BackendNotInstalledError
 from helmsman.api.suggestions import did_you_mean
+from helmsman.recipes.choosing import CHOSEN, Choice, choose
 from helmsman.recipes.resolving import resolve, told
-from helmsman.recipes.settings import Settings
+from helmsman.recipes.settings import RunSettings
 
+S = TypeVar("S", bound=RunSettings)
+_SHORT = {"data": "data.train"}
+"""Flags that stand for a longer key."""
 EXTENDS = "extends"
 """Key of a file's base: another file, beside it."""
 _EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+$")
 
 
-def load(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Settings:
-    """The settings of a YAML or TOML file, with ``(dotted key, text)`` from the command line on top.
+CONFIGS = Path(__file__).parent / "configs"
+"""The configurations that come with the package; ``--config`` finds them by name."""
+
+
+def load(
+    kind: type[S],
+    path: str | Path | None = None,
+    overrides: Sequence[tuple[str, str]] = (),
+    given: Mapping[str, Any] | None = None,
+) -> S:
+    """Read settings, choose those that are not given, and check that they fit together.
+
+    Args:
+        kind: the recipe's settings.
+        path: a YAML or TOML file, or the name of a configuration of the package.
+        overrides: ``(dotted key, text)`` from a command line, over the file.
+        given: entries of a script, between the two.
 
     Raises: ValueError that names file and key; OSError; BackendNotInstalledError.
     """
-    entries = _read(Path(path))
-    _require_known(str(path), entries, Settings)
+    return read(kind, path, overrides, given)[0]
+
+
+def read(
+    kind: type[S],
+    path: str | Path | None = None,
+    overrides: Sequence[tuple[str, str]] = (),
+    given: Mapping[str, Any] | None = None,
+) -> tuple[S, list[Choice]]:
+    """As ``load``; also returns the choices with their reasons."""
+    where = "the settings" if path is None else str(path)
+    entries = {} if path is None else _read(_find(path))
+    _require_known(where, entries, kind)
+    if given:
+        _require_known("the arguments", given, kind)
+        entries = _merged(entries, given)
     for key, text in overrides:
-        _set(entries, key, text)
+        _set(entries, key, text, kind)
     try:
         # Dates, which YAML and TOML have and settings.json has not, are texts.
-        return resolve(msgspec.convert(msgspec.to_builtins(entries), Settings, strict=False))
+        plain = msgspec.to_builtins(entries)
+        settings, choices = choose(msgspec.convert(plain, kind, strict=False), flat_keys(plain))
+        return resolve(settings), choices
     except msgspec.ValidationError as error:
-        text = told(error, Settings)
-        raise ValueError(f"{_origin(text, path, overrides)}: {text}") from error
+        text = told(error, kind)
+        raise ValueError(f"{_origin(text, where, overrides)}: {text}") from error
     except ValueError as error:
-        raise ValueError(f"{_origin(str(error), path, overrides)}: {error}") from error
+        raise ValueError(f"{_origin(str(error), where, overrides)}: {error}") from error
+
+
+def flat_keys(entries: Mapping[str, Any], prefix: str = "") -> frozenset[str]:
+    """Return the dotted keys of nested entries."""
+    keys: set[str] = set()
+    for name, value in entries.items():
+        keys |= flat_keys(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name}
+    return frozenset(keys)
+
+
+def _find(path: str | Path) -> Path:
+    """Return the file; a name without a folder may be that of a configuration of the package."""
+    path = Path(path)
+    if not path.exists() and path.parent == Path("."):
+        for name in (path.name, f"{path.name}.yaml"):
+            if (CONFIGS / name).is_file():
+                return CONFIGS / name
+    return path
 
 
 def _origin(text: str, path: str | Path, overrides: Sequence[tuple[str, str]]) -> str:
@@ -55,7 +108,7 @@ def _origin(text: str, path: str | Path, overrides: Sequence[tuple[str, str]]) -
     return f"{path} with {', '.join(spoken)}" if spoken else str(path)
 
 
-def as_yaml(settings: Settings) -> str:
+def as_yaml(settings: RunSettings) -> str:
     """All settings, a section after the other, as a YAML file that would give them again."""
     lines = []
     for name, value in msgspec.to_builtins(settings).items():
@@ -67,12 +120,13 @@ def as_yaml(settings: Settings) -> str:
     return "\n".join(lines)
 
 
-def all_keys(kind: type[msgspec.Struct] = Settings, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+def all_keys(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """(dotted key, default, what it means) of every setting, the struct's own fields first."""
     docs, hints = _field_docs(kind), typing.get_type_hints(kind)
     for field in msgspec.structs.fields(kind):
         if _section(hints[field.name]) is None:
-            yield prefix + field.name, _default(field), docs[field.name]
+            key = prefix + field.name
+            yield key, "chosen" if key in CHOSEN else _default(field), docs[field.name]
     for field in msgspec.structs.fields(kind):
         section = _section(hints[field.name])
         if section is not None:
@@ -80,10 +134,10 @@ def all_keys(kind: type[msgspec.Struct] = Settings, prefix: str = "") -> Iterato
             yield from all_keys(section, f"{prefix}{field.name}{many}.")
 
 
-def key_table() -> str:
+def key_table(kind: type[msgspec.Struct]) -> str:
     """The settings as a table of Markdown for each section."""
     tables: dict[str, list[str]] = {}
-    for key, default, meaning in all_keys():
+    for key, default, meaning in all_keys(kind):
         section = key.rpartition(".")[0]
         tables.setdefault(section, []).append(f"| `{key}` | {f'`{default}`' if default else 'required'} | {meaning} |")
     return "\n\n".join("| key | default | meaning |\n|---|---|---|\n" + "\n".join(rows) for rows in tables.values())
@@ -156,9 +210,10 @@ def _unknown(key: str, name: str, known: Sequence[str]) -> str:
     return f"there is no setting {key!r}; {did_you_mean(str(name), known)}"
 
 
-def _set(entries: dict[str, Any], key: str, text: str) -> None:
+def _set(entries: dict[str, Any], key: str, text: str, kind: type[msgspec.Struct]) -> None:
     """Put a value from the command line where its key says."""
-    hint: Any = Settings
+    key = _SHORT.get(key, key)
+    hint: Any = kind
     at, parts = entries, key.split(".")
     for depth, part in enumerate(parts):
         if depth:
@@ -210,12 +265,13 @@ def _scalar(value: Any) -> str:
 
 
 def _field_docs(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """The string below each field, in a line."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    assert isinstance(body, ast.ClassDef)
+    """Return the string below each field, in a line, those of base classes included."""
     docs: dict[str, str] = {}
-    for field, below in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
-            assert isinstance(below.value, ast.Constant)
-            docs[field.target.id] = " ".join(str(below.value.value).split()).replace("``", "`")
+    for each in reversed(kind.__mro__[: kind.__mro__.index(msgspec.Struct)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, below in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+                assert isinstance(below.value, ast.Constant)
+                docs[field.target.id] = " ".join(str(below.value.value).split()).replace("``", "`")
     return docs

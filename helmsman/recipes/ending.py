@@ -12,7 +12,7 @@ import msgspec
 from helmsman.recipes.curve import draw_curve
 from helmsman.recipes.files import write_json
 from helmsman.recipes.prompts import Dataset
-from helmsman.recipes.settings import Settings
+from helmsman.recipes.settings import RunSettings
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +23,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """From start to end, workers' start included; of the last part of a run that was resumed."""
     tokens_per_second: float
     """The mean over steps."""
+    loss_first: float | None
+    """Loss of the first step."""
+    loss_last: float | None
+    """Loss of the last step."""
     reward_first: float | None
     """Mean reward of the first step."""
     reward_last: float | None
@@ -37,11 +41,14 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The mean of the steps' means."""
 
 
-def finish(settings: Settings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], *, seconds: float) -> None:
+def finish(settings: RunSettings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], *, seconds: float) -> RunSummary:
     """Write summary and curve.
 
     Args:
+        settings: of the run.
+        dataset: of the run.
         rows: of metrics.jsonl.
+        seconds: from start to end.
     """
     out = Path(settings.out)
     if settings.checkpoints.export == "last":
@@ -52,20 +59,24 @@ def finish(settings: Settings, dataset: Dataset, rows: Sequence[Mapping[str, Any
     with contextlib.suppress(ModuleNotFoundError):  # matplotlib is there with the extra `examples`
         draw(settings, dataset, rows, summary)
         print(f"curve:   {out / 'curve.png'}")
+    return summary
 
 
-def summarize(settings: Settings, rows: Sequence[Mapping[str, Any]], seconds: float) -> RunSummary:
+def summarize(settings: RunSettings, rows: Sequence[Mapping[str, Any]], seconds: float) -> RunSummary:
     """The summary of a run from its metrics."""
 
     def all_of(name: str) -> list[float]:
         return [value for row in rows if (value := row.get(name)) is not None]
 
     rewards, accuracies, speeds = (all_of(name) for name in ("reward/mean", "eval/greedy_accuracy", "tokens_per_second"))
+    losses = all_of("loss")
     largest, means = all_of("logprob_diff/max"), all_of("logprob_diff/mean")
     return RunSummary(
         steps=settings.steps,
         seconds=round(seconds, 1),
         tokens_per_second=round(sum(speeds) / max(1, len(speeds)), 1),
+        loss_first=losses[0] if losses else None,
+        loss_last=losses[-1] if losses else None,
         reward_first=rewards[0] if rewards else None,
         reward_last=rewards[-1] if rewards else None,
         accuracy_first=accuracies[0] if accuracies else None,
@@ -75,8 +86,8 @@ def summarize(settings: Settings, rows: Sequence[Mapping[str, Any]], seconds: fl
     )
 
 
-def draw(settings: Settings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], summary: RunSummary) -> None:
-    """Draw greedy accuracy and reward over the steps; needs matplotlib."""
+def draw(settings: RunSettings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], summary: RunSummary) -> None:
+    """Draw greedy accuracy and reward over the steps, or the loss where there are no rewards; needs matplotlib."""
 
     def points(name: str) -> list[tuple[int, float]]:
         return [(int(row["step"]), value) for row in rows if (value := row.get(name)) is not None]
@@ -84,13 +95,14 @@ def draw(settings: Settings, dataset: Dataset, rows: Sequence[Mapping[str, Any]]
     task = Path(settings.data.train).stem
     first, last = summary.accuracy_first, summary.accuracy_last
     cluster = settings.cluster
+    has_rewards = summary.reward_first is not None
     draw_curve(
         Path(settings.out) / "curve.png",
-        sampled=points("reward/mean"),
+        sampled=points("reward/mean" if has_rewards else "loss"),
+        sampled_label="reward of sampled answers (training prompts)" if has_rewards else "loss",
         accuracies=points("eval/greedy_accuracy"),
-        title=task if first is None or last is None else f"{task}: {first:.0%} to {last:.0%} by GRPO",
-        subtitle=f"{len(dataset.held_out)} held-out prompts, {cluster.train_workers} train and {cluster.rollout_instances} "
-        f"rollout workers on {cluster.scheduler}, {summary.tokens_per_second:,.0f} tokens/s, {summary.seconds:.0f} s, "
-        f"seed {settings.seed}",
+        title=task if first is None or last is None else f"{task}: {first:.0%} to {last:.0%}",
+        subtitle=f"{len(dataset.held_out)} held-out rows, {cluster.train_workers} train workers on {cluster.scheduler}, "
+        f"{summary.tokens_per_second:,.0f} tokens/s, {summary.seconds:.0f} s, seed {settings.seed}",
         last_step=settings.steps,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from helmsman.recipes.rows import read_rows
 from helmsman.recipes.settings import Data
 from helmsman.recipes.tokens import FolderTokenizer
 
@@ -24,7 +24,9 @@ class Row(msgspec.Struct, frozen=True):
     answer: Any
     source: str
     entry: dict[str, Any]
-    """The whole line."""
+    """The whole row."""
+    asked: Any = None
+    """The prompt as the row has it: a text, a chat or token ids."""
 
 
 class Dataset(msgspec.Struct, frozen=True):
@@ -59,20 +61,24 @@ class ChatTokenizer(FolderTokenizer):
         self.stop_ids = tuple(sorted({self.eos_id, *_end_tokens(Path(folder))}))
         """Tokens that end an answer: the tokenizer's own, and those of generation_config.json."""
 
-    def encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
-        """Text and tokens of a prompt as the model is given it.
+    def encode(self, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int]) -> tuple[str, list[int]]:
+        """Text and tokens of a prompt as the model is given it; token ids are taken as they are.
 
         Without a chat template a text goes as it is, after the system prompt, and a chat is written out, a paragraph for each
         message and one for the answer, which is what models that were trained on plain text go on from.
         """
-        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
+        if is_token_ids(prompt):
+            ids: Any = prompt
+            return str(self._tokenizer.decode(ids)), list(ids)
+        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        chat = [dict(each) for each in messages]
         if self._system is not None and chat[0].get("role") != "system":
             chat.insert(0, {"role": "system", "content": self._system})
         if self._tokenizer.chat_template:
             text = str(self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **self._args))
             return text, list(self._tokenizer.encode(text, add_special_tokens=False))
         if isinstance(prompt, str):
-            text = "\n\n".join(each["content"] for each in chat)
+            text = "\n\n".join(str(each["content"]) for each in chat)
         else:
             text = "".join(f"{each['role'].capitalize()}: {each['content']}\n\n" for each in chat) + "Assistant:"
         return text, list(self._tokenizer.encode(text))
@@ -93,74 +99,86 @@ def _end_tokens(folder: Path) -> list[int]:
     return [ids] if isinstance(ids, int) else ids or []
 
 
-def load_dataset(data: Data, tokenizer: ChatTokenizer, seed: int) -> Dataset:
+def load_dataset(data: Data, tokenizer: ChatTokenizer, seed: int, rows: list[Any] | None = None) -> Dataset:
     """Read, encode and split.
 
-    Raises: ValueError for a line that makes no sense (with its number) or too few of them; OSError.
+    Args:
+        data: where the rows are, and which keys they have.
+        tokenizer: of the model.
+        seed: of the split.
+        rows: to train on, in place of ``data.train``.
+
+    Raises: ValueError for a row that makes no sense (with its place) or too few of them; OSError.
     """
-    rows, num_too_long = _read(data.train, data, tokenizer)
+    found, num_too_long = _read(data.train, data, tokenizer, rows)
     if data.held_out is not None:
         held_out, num_more = _read(data.held_out, data, tokenizer)
-        trained_on = {row.prompt for row in rows}
-        return Dataset(rows, held_out, num_too_long + num_more, sum(row.prompt in trained_on for row in held_out))
-    order = list(range(len(rows)))
+        trained_on = {row.prompt for row in found}
+        return Dataset(found, held_out, num_too_long + num_more, sum(row.prompt in trained_on for row in held_out))
+    order = list(range(len(found)))
     random.Random(f"{seed}/held out").shuffle(order)
-    held_out = [rows[index] for index in sorted(order[: data.num_held_out])]
+    held_out = [found[index] for index in sorted(order[: data.num_held_out])]
     # A prompt that is there twice must not be on both sides.
     reserved = {row.prompt for row in held_out}
-    train = [row for row in rows if row.prompt not in reserved]
+    train = [row for row in found if row.prompt not in reserved]
     if len(held_out) < data.num_held_out or not train:
         raise ValueError(
-            f"{data.train} has {len(rows)} prompts that can be used, which do not give {data.num_held_out} to hold out and "
+            f"{data.train} has {len(found)} prompts that can be used, which do not give {data.num_held_out} to hold out and "
             "others to train on"
         )
     return Dataset(train, held_out, num_too_long)
 
 
-def _read(path: str, data: Data, tokenizer: ChatTokenizer) -> tuple[list[Row], int]:
+def _read(source: str, data: Data, tokenizer: ChatTokenizer, given: list[Any] | None = None) -> tuple[list[Row], int]:
     rows: list[Row] = []
     num_too_long = 0
-    for number, line in enumerate(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = msgspec.json.decode(line, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}, line {number}: {error}; expected a JSON object") from error
+    for place, entry in read_rows(source, given, data.prompt_key):
         prompt: Any = entry.get(data.prompt_key)
         if not _is_prompt(prompt):
             raise ValueError(
-                f"{path}, line {number}: {data.prompt_key!r} is {prompt!r:.80}; expected a text, or a list of {{role, content}}"
+                f"{place}: {data.prompt_key!r} is {prompt!r:.80}; expected a text, a list of {{role, content}}, or a list "
+                "of token ids"
             )
         try:
             text, ids = tokenizer.encode(prompt)
         except Exception as error:  # templates raise what their authors made them raise
-            raise ValueError(f"{path}, line {number}: the chat template does not take this prompt: {error}") from error
+            raise ValueError(f"{place}: the chat template does not take this prompt: {error}") from error
         if not ids:
-            raise ValueError(f"{path}, line {number}: the prompt has no tokens")
+            raise ValueError(f"{place}: the prompt has no tokens")
         if len(ids) > data.max_prompt_tokens:
             if data.on_long_prompt == "error":
                 raise ValueError(
-                    f"{path}, line {number}: the prompt has {len(ids)} tokens; data.max_prompt_tokens is "
-                    f"{data.max_prompt_tokens}, and data.on_long_prompt is 'error'"
+                    f"{place}: the prompt has {len(ids)} tokens; data.max_prompt_tokens is {data.max_prompt_tokens}, and "
+                    "data.on_long_prompt is 'error'"
                 )
             num_too_long += 1
             continue
-        source = entry.get(data.source_key)
-        rows.append(Row(ids, text, entry.get(data.answer_key), Path(path).stem if source is None else str(source), entry))
+        name = entry.get(data.source_key)
+        source_name = Path(source).stem if name is None else str(name)
+        rows.append(Row(ids, text, _answer_of(entry, data.answer_key), source_name, entry, prompt))
     if not rows:
-        raise ValueError(f"{path} has no prompt that can be used; {num_too_long} are above data.max_prompt_tokens")
+        raise ValueError(f"{source} has no prompt that can be used; {num_too_long} are above data.max_prompt_tokens")
     return rows, num_too_long
+
+
+def _answer_of(entry: Mapping[str, Any], key: str) -> Any:
+    """Return the right answer; rows made for verl have it as ``reward_model.ground_truth``."""
+    if entry.get(key) is None and isinstance(entry.get("reward_model"), Mapping):
+        return entry["reward_model"].get("ground_truth")
+    return entry.get(key)
 
 
 def _is_prompt(prompt: Any) -> bool:
     if isinstance(prompt, str):
         return bool(prompt)
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in prompt)
-    )
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return is_token_ids(prompt) or all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in prompt)
+
+
+def is_token_ids(prompt: Any) -> bool:
+    """Whether a prompt is a list of token ids."""
+    return isinstance(prompt, list) and bool(prompt) and all(type(each) is int and each >= 0 for each in prompt)
 
 
 class Draw(msgspec.Struct, frozen=True):

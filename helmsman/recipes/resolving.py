@@ -7,15 +7,16 @@ import re
 import typing
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from helmsman.api.suggestions import did_you_mean
 from helmsman.engines.train_config import TrainConfig
 from helmsman.recipes.roles import ENGINES
-from helmsman.recipes.settings import Settings, name_of
+from helmsman.recipes.settings import GRPOSettings, RunSettings, name_of
 
+S = TypeVar("S", bound=RunSettings)
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"normalize_std": True, "aggregation": "sequence", "clip_low": 0.2, "clip_high": 0.2},
     "dr_grpo": {"normalize_std": False, "aggregation": "constant", "clip_low": 0.2, "clip_high": 0.2},
@@ -44,7 +45,17 @@ _LEAST: dict[str, float] = {
     **dict.fromkeys(
         (
             *("seed", "cluster.devices_per_node", "cluster.train_cpus", "cluster.rollout_cpus"),
-            *("cluster.train_mem", "cluster.rollout_mem", "train.lr", "train.lr_end"),
+            *(
+                "cluster.train_mem",
+                "cluster.rollout_mem",
+                "cluster.train_threads",
+                "cluster.rollout_threads",
+                "cluster.device_memory_gb",
+                "tracking.samples",
+                "tracking.show_samples_every",
+                "train.lr",
+                "train.lr_end",
+            ),
             *(
                 "rollout.temperature",
                 "rollout.top_k",
@@ -64,28 +75,41 @@ _GIVEN_ELSEWHERE = {"model": "model", "lr": "train.lr", "seed": "seed"}
 """Fields of the trainer's engine that the run has settings of its own for."""
 
 
-def resolve(settings: Settings) -> Settings:
-    """Fill in what comes from the preset, and check what fits together.
+def resolve(settings: S) -> S:
+    """Fill in the values of the preset, and check that the settings fit together.
 
     Raises: ValueError that names the key.
     """
     _check_numbers(msgspec.to_builtins(settings), "")
     for path, least in _LEAST.items():
-        value = attrgetter(path)(settings)
+        value = _get(settings, path)
         if value is not None and value < least:
             raise ValueError(f"{path} is {value}; expected {least:g} or more")
     for path in _TIMES:
-        if not (value := attrgetter(path)(settings)) > 0:
+        value = _get(settings, path)
+        if value is not None and not value > 0:
             raise ValueError(f"{path} is {value:g}; expected more than 0")
-    given = msgspec.structs.asdict(settings.algorithm)
-    preset = {**_OFF, **PRESETS[settings.algorithm.preset]}
-    missing = {name: preset[name] for name, value in given.items() if value is None}
-    filled = msgspec.structs.replace(settings.algorithm, **missing)
     # Workers are given the path, and their current folder may be another.
-    settings = msgspec.structs.replace(settings, algorithm=filled, model=str(Path(settings.model).absolute()))
-    for check in (_check_train, _check_cluster, _check_rewards, _check_rest):
-        check(settings)
+    settings = msgspec.structs.replace(settings, model=str(Path(settings.model).absolute()))
+    _check_train(settings)
+    _check_data(settings)
+    if isinstance(settings, GRPOSettings):
+        given = msgspec.structs.asdict(settings.algorithm)
+        preset = {**_OFF, **PRESETS[settings.algorithm.preset]}
+        missing = {name: preset[name] for name, value in given.items() if value is None}
+        filled = msgspec.structs.replace(settings.algorithm, **missing)
+        settings = msgspec.structs.replace(settings, algorithm=filled)
+        for check in (_check_cluster, _check_rewards, _check_rest):
+            check(settings)
     return settings
+
+
+def _get(settings: RunSettings, path: str) -> Any:
+    """Return the value of a dotted key; None where these settings have no such section."""
+    try:
+        return attrgetter(path)(settings)
+    except AttributeError:
+        return None
 
 
 def told(error: msgspec.ValidationError, kind: type[msgspec.Struct], section: str = "") -> str:
@@ -124,7 +148,7 @@ def _check_numbers(value: Any, key: str) -> None:
         raise ValueError(f"{key} is {value}; expected a number of at most 64 bits")
 
 
-def _check_train(settings: Settings) -> None:
+def _check_train(settings: RunSettings) -> None:
     if taken := _GIVEN_ELSEWHERE.keys() & settings.train.engine.keys():
         name = min(taken)
         raise ValueError(f"train.engine.{name} is a setting of its own here; set {_GIVEN_ELSEWHERE[name]} instead")
@@ -134,14 +158,22 @@ def _check_train(settings: Settings) -> None:
         raise ValueError(told(error, TrainConfig, "train.engine")) from error
 
 
-def _check_cluster(settings: Settings) -> None:
-    cluster, rollout = settings.cluster, settings.rollout
+def _check_data(settings: RunSettings) -> None:
+    if settings.data.held_out is not None and settings.data.num_held_out:
+        raise ValueError("data.held_out and data.num_held_out are both given; expected one of them")
+    cluster = settings.cluster
     shared_by = settings.train.model_parallel_size
     if shared_by < 1 or cluster.train_workers % shared_by:
         raise ValueError(
             f"train.engine has tensor_parallel_size x context_parallel_size of {shared_by}, which does not divide "
             f"cluster.train_workers, {cluster.train_workers}"
         )
+    if cluster.scheduler != "ray" and cluster.num_nodes > 1:
+        raise ValueError(f"cluster.num_nodes is {cluster.num_nodes}, which takes cluster.scheduler 'ray'")
+
+
+def _check_cluster(settings: GRPOSettings) -> None:
+    cluster, rollout = settings.cluster, settings.rollout
     if cluster.placement == "colocated":
         num_devices = cluster.rollout_instances * cluster.rollout_devices
         if cluster.takes_turns and num_devices != cluster.train_workers:
@@ -163,11 +195,9 @@ def _check_cluster(settings: Settings) -> None:
             "cluster.scheduler 'inline' has one process and so one rank; expected cluster.train_workers 1, and "
             "algorithm.kl_coef 0, as the reference is another"
         )
-    if cluster.scheduler != "ray" and cluster.num_nodes > 1:
-        raise ValueError(f"cluster.num_nodes is {cluster.num_nodes}, which takes cluster.scheduler 'ray'")
 
 
-def _check_rewards(settings: Settings) -> None:
+def _check_rewards(settings: GRPOSettings) -> None:
     names = [name_of(reward) for reward in settings.rewards]
     if not names:
         raise ValueError("rewards is empty; expected one at least, such as [{use: exact}]")
@@ -181,10 +211,10 @@ def _check_rewards(settings: Settings) -> None:
         raise ValueError(f"evaluation.reward is {right!r}; the rewards are {', '.join(names)}")
 
 
-def _check_rest(settings: Settings) -> None:
+def _check_rest(settings: GRPOSettings) -> None:
     from helmsman.engines.losses import LOSSES  # which takes torch a second to import
 
-    evaluation, data, algorithm = settings.evaluation, settings.data, settings.algorithm
+    evaluation, algorithm = settings.evaluation, settings.algorithm
     for section, found in (("rollout", settings.rollout), ("evaluation", evaluation)):
         if not 0 < found.top_p <= 1:
             raise ValueError(f"{section}.top_p is {found.top_p:g}; expected more than 0 and at most 1")
@@ -195,8 +225,6 @@ def _check_rest(settings: Settings) -> None:
         raise ValueError(f"algorithm.loss is {algorithm.loss!r}; expected {', '.join(LOSSES)}, or a function's import path")
     if evaluation.samples and not all(1 <= k <= evaluation.samples for k in evaluation.k):
         raise ValueError(f"evaluation.k is {list(evaluation.k)}; each is 1 to evaluation.samples, {evaluation.samples}")
-    if data.held_out is not None and data.num_held_out:
-        raise ValueError("data.held_out and data.num_held_out are both given; expected one of them")
     if settings.prompts_per_step % settings.train.minibatches:
         raise ValueError(
             f"train.minibatches is {settings.train.minibatches}, which does not divide prompts_per_step, "

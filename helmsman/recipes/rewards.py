@@ -6,8 +6,15 @@ A function of the user's is called with what it has parameters for:
     answer (ground_truth)       of the row
     prompt                      the text that the model was given
     source (data_source)        of the row
-    row (extra_info)            the whole line of the file
+    row                         the whole row
+    extra_info                  the row's ``extra_info``; the whole row where it has none
     num_tokens, is_truncated    of the answer
+    token_ids                   of the answer
+    chat                        the prompt as the row has it: a text, a chat or token ids
+
+A function with a parameter ``completions`` is called as TRL calls its reward functions, with lists: ``prompts``,
+``completions``, ``completion_ids`` and every other key of the row; it returns a list. One that is written for verl is called
+by the names in parentheses.
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -35,8 +43,8 @@ from helmsman.api.extras import install_command
 from helmsman.recipes.prompts import Row
 from helmsman.recipes.settings import Reward, name_of
 
-GIVEN = ("completion", "answer", "prompt", "source", "row", "num_tokens", "is_truncated")
-_ALIASES = {"solution_str": "completion", "ground_truth": "answer", "data_source": "source", "extra_info": "row"}
+GIVEN = ("completion", "answer", "prompt", "source", "row", "num_tokens", "is_truncated", "token_ids", "chat")
+_ALIASES = {"solution_str": "completion", "ground_truth": "answer", "data_source": "source"}
 _MAX_RESTARTS = 10_000
 """Of a pool's processes within an hour. Each answer that takes too long costs one, and a run with many goes on."""
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -175,21 +183,24 @@ def find_function(use: str) -> Callable[..., Any]:
 
 
 class Caller:
-    """Calls a reward with what it has parameters for; found in the process that computes it.
+    """Calls a reward with the arguments that it has parameters for; found in the process that computes it.
 
     Args:
         use, args: of Reward.
+        function: the function itself, where a script gave one.
     """
 
-    def __init__(self, use: str, args: Mapping[str, Any]) -> None:
-        self._use, self._args = use, dict(args)
+    def __init__(self, use: str, args: Mapping[str, Any], function: Callable[..., Any] | None = None) -> None:
+        self._use, self._args, self._given = use, dict(args), function
         self._function: Callable[..., Any] | None = None
         self._names: frozenset[str] = frozenset()
 
     def find(self) -> Callable[..., Any]:
-        """The function itself. Raises: ValueError; BackendNotInstalledError."""
+        """Return the function itself. Raises: ValueError; BackendNotInstalledError."""
         if self._function is None:
-            if self._use in _BY_NAME:
+            if self._given is not None:
+                self._function = self._given
+            elif self._use in _BY_NAME:
                 try:
                     self._function = _BY_NAME[self._use](**self._args)
                 except (TypeError, ArithmeticError, re.error) as error:
@@ -200,14 +211,20 @@ class Caller:
         return self._function
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of ``given`` that the function has parameters for."""
-        self.find()
-        everything = {**given, **{alias: given[name] for alias, name in _ALIASES.items()}}
-        chosen = {name: value for name, value in everything.items() if name in self._names}
+        """Return those of ``given`` that the function has parameters for."""
+        function = self.find()
+        if takes_batches(function):
+            chosen = batch_arguments(function, given)
+        else:
+            everything = {**given, **{alias: given[name] for alias, name in _ALIASES.items()}}
+            everything["extra_info"] = _extra_info(given["row"])
+            chosen = {name: value for name, value in everything.items() if name in self._names}
         return {**chosen, **({} if self._use in _BY_NAME else self._args)}
 
     def require_parameters(self) -> None:
-        """Raise ValueError for a function that what rewards are given does not suffice for."""
+        """Raise ValueError for a function that needs more than rewards are given; columns of a batch come from the row."""
+        if takes_batches(self.find()):
+            return
         try:
             inspect.signature(self.find()).bind(**self.arguments(dict.fromkeys(GIVEN)))
         except TypeError as error:
@@ -217,17 +234,65 @@ class Caller:
             ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._use, self._args)
+        return type(self), (self._use, self._args, self._given)
+
+    def value(self, returned: Any) -> Any:
+        """Return the value of one answer from what the function returned."""
+        return one_of_batch(self._use, returned) if takes_batches(self.find()) else returned
 
     def __call__(self, given: Mapping[str, Any]) -> Any:
-        return self.find()(**self.arguments(given))
+        return self.value(self.find()(**self.arguments(given)))
 
 
 class AsyncCaller(Caller):
     """The same of an ``async def``."""
 
     async def __call__(self, given: Mapping[str, Any]) -> Any:
-        return await self.find()(**self.arguments(given))
+        return self.value(await self.find()(**self.arguments(given)))
+
+
+def takes_batches(function: Callable[..., Any]) -> bool:
+    """Whether a function is written as TRL's reward functions are: it has a parameter ``completions``."""
+    return "completions" in inspect.signature(function).parameters
+
+
+def batch_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a function written for TRL, for a batch of one answer.
+
+    Each is a list: ``prompts``, ``completions`` (texts, or chats where the prompt is a chat), ``completion_ids``, and every
+    other key of the row.
+    """
+    row, completion = given["row"] or {}, given["completion"]
+    prompt = given["chat"]
+    is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
+    everything: dict[str, Any] = {
+        **{name: [value] for name, value in row.items() if name != "prompt"},
+        "prompts": [prompt],
+        "completions": [[{"role": "assistant", "content": completion}] if is_chat else completion],
+        "completion_ids": [given["token_ids"]],
+    }
+    parameters = inspect.signature(function).parameters.values()
+    names = {each.name for each in parameters}
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        names |= everything.keys()
+    everything["trainer_state"] = None
+    return {name: value for name, value in everything.items() if name in names}
+
+
+def one_of_batch(use: str, returned: Any) -> Any:
+    """Return the value of a batch of one; None counts as 0, as TRL leaves such a reward out of the sum."""
+    try:
+        (value,) = returned
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"the reward {use!r} returned {returned!r} for one completion; expected a list of one number"
+        ) from None
+    return 0.0 if value is None else value
+
+
+def _extra_info(row: Any) -> Any:
+    """Return the row's own ``extra_info``, as rows made for verl have it; else the row."""
+    return row["extra_info"] if isinstance(row, Mapping) and "extra_info" in row else row
 
 
 def _names_of(function: Callable[..., Any]) -> frozenset[str]:
@@ -237,15 +302,23 @@ def _names_of(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(each.name for each in parameters) | frozenset(GIVEN if takes_any else ())
 
 
-def make_caller(reward: Reward) -> Caller:
-    """A reward that is there. Raises: ValueError; BackendNotInstalledError."""
+def make_caller(reward: Reward, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> Caller:
+    """Return a reward that was found.
+
+    Args:
+        reward: of the settings.
+        functions: that a script gave, by ``use``.
+
+    Raises: ValueError; BackendNotInstalledError.
+    """
     place, _, name = reward.use.rpartition(":")
+    given = functions.get(reward.use)
     # Its processes have folders of their own.
-    use = f"{Path(place).absolute()}:{name}" if place.endswith(".py") else reward.use
-    function = Caller(use, reward.args).find()
+    use = f"{Path(place).absolute()}:{name}" if place.endswith(".py") and given is None else reward.use
+    function = Caller(use, reward.args, given).find()
     by_call = getattr(type(function), "__call__", None)  # noqa: B004 - of an object whose __call__ is async
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(by_call)
-    caller = (AsyncCaller if is_async else Caller)(use, reward.args)
+    caller = (AsyncCaller if is_async else Caller)(use, reward.args, given)
     caller.require_parameters()
     return caller
 
@@ -259,17 +332,23 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
     Args:
         rewards: of the settings; those ``on_cluster`` run on ``scheduler``'s workers.
         scheduler: of the run.
+        functions: that a script gave, by ``Reward.use``.
 
     Raises: as make_caller, and what starting workers raises.
     """
 
-    def __init__(self, rewards: Sequence[Reward], scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        scheduler: Scheduler,
+        functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    ) -> None:
         self._rewards = tuple(rewards)
         self._held = contextlib.ExitStack()
         self._pools: list[RewardPool] = []
         with contextlib.ExitStack() as starting:
             for reward in self._rewards:
-                caller = make_caller(reward)
+                caller = make_caller(reward, functions)
                 if reward.on_cluster:
                     job = Job(role=f"reward-{name_of(reward)}", replicas=reward.processes, tasks=[SchedulingSpec(cpu=1)])
                     pool = RewardPool(scheduler, caller, job, reward.timeout_s, max_restarts=_MAX_RESTARTS)
@@ -280,18 +359,20 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
                 self._pools.append(pool)
             self._held = starting.pop_all()
 
-    async def score(self, row: Row, completion: str, *, num_tokens: int, is_truncated: bool) -> Scored:
+    async def score(
+        self, row: Row, completion: str, *, num_tokens: int, is_truncated: bool, token_ids: Sequence[int] = ()
+    ) -> Scored:
         """What an answer is worth.
 
         Raises: EngineCallError, what a reward raised, with its traceback; ValueError for what is no finite number.
         """
-        values_given = (completion, row.answer, row.prompt, row.source, row.entry, num_tokens, is_truncated)
-        given = dict(zip(GIVEN, values_given, strict=True))
+        values: tuple[Any, ...] = (completion, row.answer, row.prompt, row.source, row.entry, num_tokens, is_truncated)
+        given = dict(zip(GIVEN, (*values, list(token_ids), row.asked), strict=True))
         found = await asyncio.gather(*(self._one(pool, given) for pool in self._pools))
         names = [name_of(reward) for reward in self._rewards]
-        values = {name: _as_number(name, value) for name, (value, _) in zip(names, found, strict=True)}
-        total = sum(reward.weight * values[name_of(reward)] for reward in self._rewards)
-        return Scored(values, total, sum(is_lost for _, is_lost in found))
+        by_name = {name: _as_number(name, value) for name, (value, _) in zip(names, found, strict=True)}
+        total = sum(reward.weight * by_name[name_of(reward)] for reward in self._rewards)
+        return Scored(by_name, total, sum(is_lost for _, is_lost in found))
 
     async def _one(self, pool: RewardPool, given: Mapping[str, Any]) -> tuple[Any, bool]:
         """What it is worth, and whether it has not come to an end."""

@@ -27,7 +27,7 @@ from helmsman import (
     make_scheduler,
 )
 from helmsman.api.scheduler import PlacementStrategy
-from helmsman.recipes.settings import Cluster, Settings
+from helmsman.recipes.settings import Cluster, GRPOSettings, RunSettings
 
 ENGINE_MODULES = ("torch", "helmsman.engines.train", "helmsman.engines.rollout")
 """Workers that are forked from a process which has imported these start in a tenth of the time."""
@@ -41,12 +41,15 @@ ENGINES = {
 _POLICIES = {"least_tokens": LeastOutstandingTokens, "prefix": PrefixAffinity, "round_robin": RoundRobin}
 
 
-def make_jobs(settings: Settings) -> list[Job]:
+def make_jobs(settings: GRPOSettings) -> list[Job]:
     """Trainer, rollout, and the reference where there is a KL term, in the order of their start."""
     cluster = settings.cluster
     has_devices = bool(cluster.devices_per_node)
 
-    def spec(role: str, devices: int, cpus: float, mem: float) -> SchedulingSpec:
+    def env_vars(threads: int) -> dict[str, str]:
+        return {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **cluster.env_vars}
+
+    def spec(role: str, devices: int, cpus: float, mem: float, threads: int) -> SchedulingSpec:
         spans_nodes = has_devices and devices > cluster.devices_per_node
         placement: PlacementStrategy = "shared" if role == "train" else "deferred" if spans_nodes else "separate"
         return SchedulingSpec(
@@ -54,25 +57,26 @@ def make_jobs(settings: Settings) -> list[Job]:
             gpu=devices if has_devices else 0,
             mem=mem,
             port_count=1,  # for the ranks to meet, or for the instance's server
-            env_vars=cluster.env_vars,
+            env_vars=env_vars(threads),
             ray_placement_strategy=placement,
         )
 
+    train = spec("train", 1, cluster.train_cpus, cluster.train_mem, cluster.train_threads)
+    rollout = spec("rollout", cluster.rollout_devices, cluster.rollout_cpus, cluster.rollout_mem, cluster.rollout_threads)
     beside = SchedulingStrategy(type="colocation", target="train", fork=True)
+    forked = SchedulingSpec(env_vars=env_vars(cluster.rollout_threads), port_count=1)
     is_colocated = cluster.placement == "colocated"
     jobs = [
-        Job(role="train", replicas=cluster.train_workers, tasks=[spec("train", 1, cluster.train_cpus, cluster.train_mem)]),
+        Job(role="train", replicas=cluster.train_workers, tasks=[train]),
         Job(
             role="rollout",
             replicas=cluster.rollout_instances,
-            tasks=[SchedulingSpec(env_vars=cluster.env_vars, port_count=1)]
-            if is_colocated
-            else [spec("rollout", cluster.rollout_devices, cluster.rollout_cpus, cluster.rollout_mem)],
+            tasks=[forked if is_colocated else rollout],
             scheduling_strategy=beside if is_colocated else SchedulingStrategy(),
         ),
     ]
     if settings.algorithm.kl_coef:
-        reference = SchedulingSpec(env_vars=cluster.env_vars, port_count=1)
+        reference = SchedulingSpec(env_vars=env_vars(cluster.train_threads), port_count=1)
         jobs.append(Job(role="reference", replicas=cluster.train_workers, tasks=[reference], scheduling_strategy=beside))
     return jobs
 
@@ -90,7 +94,7 @@ def start_scheduler(cluster: Cluster, seed: int, log_dir: Path | None) -> Schedu
     return make_scheduler(cluster.scheduler, **options)
 
 
-def make_trainer(settings: Settings, scheduler: Scheduler, job: Job) -> TrainController:
+def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> TrainController:
     """The controller of the trainer, or of the reference, which is such an engine that takes no step."""
     arguments = {"model": settings.model, "seed": settings.seed, "lr": settings.train.lr, **settings.train.engine}
     return TrainController(
@@ -102,7 +106,7 @@ def make_trainer(settings: Settings, scheduler: Scheduler, job: Job) -> TrainCon
     )
 
 
-def make_rollout(settings: Settings, scheduler: Scheduler, job: Job) -> RolloutController:
+def make_rollout(settings: GRPOSettings, scheduler: Scheduler, job: Job) -> RolloutController:
     """The controller of the instances."""
     rollout = settings.rollout
     return RolloutController(
@@ -117,7 +121,7 @@ def make_rollout(settings: Settings, scheduler: Scheduler, job: Job) -> RolloutC
     )
 
 
-def engine_arguments(settings: Settings) -> dict[str, Any]:
+def engine_arguments(settings: GRPOSettings) -> dict[str, Any]:
     """What the rollout engine is built with; ``rollout.engine_args`` has the last word."""
     rollout, cluster = settings.rollout, settings.cluster
     arguments: dict[str, Any] = {"model": settings.model, "max_model_len": settings.max_model_len, "seed": settings.seed}
@@ -129,7 +133,7 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
     return {**arguments, **rollout.engine_args}
 
 
-def make_sync(settings: Settings, trainer: TrainController, rollout: RolloutController) -> WeightSync:
+def make_sync(settings: GRPOSettings, trainer: TrainController, rollout: RolloutController) -> WeightSync:
     """The way of the weights."""
     sync = settings.sync
     way = (
@@ -143,7 +147,7 @@ def make_sync(settings: Settings, trainer: TrainController, rollout: RolloutCont
     return WeightSync(trainer, rollout, way, form=form, in_flight=sync.in_flight)
 
 
-def learning_rate(settings: Settings, step: int) -> float:
+def learning_rate(settings: RunSettings, step: int) -> float:
     """That of a step, from 1; the engine's own warm-up comes on top."""
     train = settings.train
     done = (step - 1) / max(1, settings.steps - 1)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from helmsman import (
     BoundedStaleness,
-    Checkpoints,
     GenerationResult,
-    RecoverableTraining,
-    RecoveryPolicy,
+    HelmsmanError,
     RolloutController,
     SamplingParams,
     TrainController,
     Turns,
     WorkflowExecutor,
 )
-from helmsman.api.errors import CheckpointError, EngineCallError, GroupCallError, StartError, WorkerFailedError
+from helmsman.api.errors import EngineCallError, GroupCallError, StartError, WorkerFailedError
 from helmsman.recipes.batches import (
     Answer,
     Group,
@@ -38,45 +33,23 @@ from helmsman.recipes.batches import (
 )
 from helmsman.recipes.evaluation import EvaluationResult, evaluate
 from helmsman.recipes.files import append_line, write_json
-from helmsman.recipes.prompts import ChatTokenizer, Dataset, Draw, Draws, DrawState, Row
+from helmsman.recipes.loop import Loop, is_due
+from helmsman.recipes.prompts import ChatTokenizer, Dataset, Draw, Draws, Row
 from helmsman.recipes.rewards import Scored, Scorer
 from helmsman.recipes.roles import learning_rate, make_sync
-from helmsman.recipes.settings import Settings, name_of
+from helmsman.recipes.settings import GRPOSettings, name_of
 from helmsman.recipes.trackers import Trackers
 from helmsman.recipes.weight_check import Differences, WeightCheck
 
 log = logging.getLogger(__name__)
 
-DRAWS_FILE = "draws.json"
-"""In a checkpoint: which draws were used."""
 
-
-class NothingToLearnError(Exception):
+class NothingToLearnError(HelmsmanError):
     """Dynamic sampling has thrown everything away."""
 
 
-class Clock:
-    """Seconds of the phases of a step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the block's time."""
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
-
-    def metrics(self) -> dict[str, float]:
-        """``time/train`` and so on."""
-        return {f"time/{name}": seconds for name, seconds in self.seconds.items()}
-
-
-class Run:
-    """A run on workers that are ready.
+class Run(Loop):
+    """A run of GRPO on workers that are ready.
 
     Args:
         reference: the frozen model of the start, where there is a KL term.
@@ -84,7 +57,7 @@ class Run:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: GRPOSettings,
         dataset: Dataset,
         tokenizer: ChatTokenizer,
         trainer: TrainController,
@@ -93,14 +66,11 @@ class Run:
         scorer: Scorer,
         trackers: Trackers,
     ) -> None:
+        draws = Draws(dataset.train, num_samples=settings.samples_per_prompt, seed=settings.seed, shuffle=settings.data.shuffle)
+        super().__init__(settings, trainer, draws, trackers)
         self.settings, self.dataset, self.tokenizer = settings, dataset, tokenizer
-        self.trainer, self.rollout, self.reference = trainer, rollout, reference
-        self.scorer, self.trackers = scorer, trackers
-        self.out = Path(settings.out)
+        self.rollout, self.reference, self.scorer = rollout, reference, scorer
         self.sampling = msgspec.structs.replace(settings.sampling, stop_token_ids=tokenizer.stop_ids)
-        self.draws = Draws(
-            dataset.train, num_samples=settings.samples_per_prompt, seed=settings.seed, shuffle=settings.data.shuffle
-        )
         self.right = settings.evaluation.reward or name_of(settings.rewards[0])
         self.sync = make_sync(settings, trainer, rollout)
         # What over-sampled episodes still ask for when a batch is complete waits for the next turn.
@@ -111,71 +81,21 @@ class Run:
         self.executor: WorkflowExecutor | None = None
         self.num_filtered = 0
         """Prompts that dynamic sampling has thrown away since the last batch."""
-        self.clock = Clock()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
-    def train(self) -> None:
-        """Do all steps that no checkpoint has; step 0 is the evaluation before training.
-
-        When a train worker dies, the steps after the last checkpoint are done again.
-        """
-        kept = self.settings.checkpoints
-        policy = RecoveryPolicy(
-            checkpoints=self.out / "checkpoints",
-            save_every=kept.every,
-            num_kept=kept.keep,
-            save_in_background=kept.in_background,
-            max_recoveries=kept.max_recoveries,
-        )
-        training = RecoverableTraining(
-            self.trainer,
-            policy,
-            step=self.step,
-            on_begin=self.begin,
-            add_files=self.add_files,
-        )
-        training.run(0, self.settings.steps)
-        if kept.export == "last":
-            self.trainer.export_hf(str(self.out.absolute() / "model"), kept.export_dtype)
-
-    def add_files(self, folder: Path) -> None:
-        """What belongs to a checkpoint besides the trainer's own files."""
-        write_json(folder / DRAWS_FILE, self.draws.state())
-        if self.settings.checkpoints.export == "all":
-            self.trainer.export_hf(str(folder / "model"), self.settings.checkpoints.export_dtype)
-
     def begin(self, step: int) -> None:
-        """Go on with a step, whatever has been done of it and of later ones before."""
-        self.close()
-        self.trackers.rewind(step - 1)
-        self.draws.restore(self._saved_draws())
+        """Prepare the next step, and bring the trainer's weights to the instances."""
+        super().begin(step)
         self.num_filtered = 0
         if self.turns is None:
             self.sync.push()
 
-    def _saved_draws(self) -> DrawState:
-        found = Checkpoints(self.out / "checkpoints", self.settings.checkpoints.keep).latest()
-        if found is None:
-            return DrawState()
-        try:
-            return msgspec.json.decode((found[1] / DRAWS_FILE).read_bytes(), type=DrawState)
-        except (OSError, msgspec.DecodeError) as error:
-            raise CheckpointError(role=self.trainer.role, path=str(found[1]), reason=f"{DRAWS_FILE}: {error}") from error
-
-    def step(self, step: int) -> None:
-        """One step, with its metrics."""
-        self.clock = Clock()
-        metrics: dict[str, float] = {}
-        with self.clock.phase("step"):
-            if step:
-                metrics |= self.train_step(step)
-            if self._evaluation_is_due(step):
-                metrics |= self.evaluate(step)
-            if self.turns is not None:
-                with self.clock.phase("hand_over"):
-                    self.turns.to_training()
-        self.trackers.log(step, {**metrics, **self.clock.metrics(), "weight_version": float(self.trainer.get_version())})
+    def end_step(self) -> None:
+        """Give shared devices back to the trainer, for a checkpoint and the next step."""
+        if self.turns is not None:
+            with self.clock.phase("hand_over"):
+                self.turns.to_training()
 
     def train_step(self, step: int) -> dict[str, float]:
         """Answers to prompts, and the optimizer steps on them."""
@@ -319,7 +239,9 @@ class Run:
         """What an answer is worth."""
         text = self.tokenizer.decode(result.token_ids)
         cut = result.stop_reason == "length"
-        return await self.scorer.score(row, text, num_tokens=len(result.token_ids), is_truncated=cut)
+        return await self.scorer.score(
+            row, text, num_tokens=len(result.token_ids), is_truncated=cut, token_ids=result.token_ids
+        )
 
     def _keep(self, episode: Any) -> bool:
         """Whether a group is of use; asked in the thread of the episodes."""
@@ -343,11 +265,11 @@ class Run:
 
     # --- evaluation -----------------------------------------------------------------------------------------------------
 
-    def _evaluation_is_due(self, step: int) -> bool:
-        settings = self.settings.evaluation
-        if not settings.every or not self.dataset.held_out:
-            return False
-        return settings.at_start if step == 0 else step % settings.every == 0 or step == self.settings.steps
+    def evaluation_is_due(self, step: int) -> bool:
+        """Whether the settings ask for an evaluation at this step, and there are rows for it."""
+        found = self.settings.evaluation
+        has_rows = bool(self.dataset.held_out)
+        return has_rows and is_due(step, every=found.every, last=self.settings.steps, at_start=found.at_start)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Answer the held-out prompts with the weights of now, and write what came of it."""

@@ -14,20 +14,22 @@ DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the run is. One machine and many differ in this section alone."""
 
-    scheduler: Literal["ray", "local", "inline"] = "ray"
+    scheduler: Literal["ray", "local", "inline"] = "local"
     """``ray``, on this machine or a cluster; ``local``: processes of this machine, without Ray; ``inline``: in the script's own
     process, for a debugger."""
     address: str | None = None
     """Ray cluster to join; without it the one that `helmsman up` or RAY_ADDRESS names, else a new one on this machine."""
     num_nodes: int = 1
     """Nodes to wait for."""
-    devices_per_node: int = 8
+    devices_per_node: int = 0
     """Accelerators of a node, GPUs or NPUs; 0 for a run on CPUs."""
+    device_memory_gb: float = 0.0
+    """Memory of an accelerator in GB, from which sizes are derived; 0: not known."""
     placement: Literal["separated", "colocated"] = "separated"
     """``separated``: trainers and instances have devices of their own; ``colocated``: they take turns on the trainers'."""
-    train_workers: int = 4
+    train_workers: int = 1
     """Ranks of the trainer; each has one device."""
-    rollout_instances: int = 4
+    rollout_instances: int = 1
     """Instances that generate."""
     rollout_devices: int = 1
     """Devices of each instance. With vLLM they hold its tensor-parallel ranks; more than a node has are spread over nodes."""
@@ -35,6 +37,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """CPU cores of each trainer."""
     rollout_cpus: float = 4.0
     """CPU cores of each instance."""
+    train_threads: int = 0
+    """Threads of each trainer; 0: as many as ``train_cpus``."""
+    rollout_threads: int = 0
+    """Threads of each instance; 0: as many as ``rollout_cpus``."""
     train_mem: float = 0.0
     """Memory of each trainer in GB; 0 asks for none in particular."""
     rollout_mem: float = 0.0
@@ -78,7 +84,7 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What generates answers."""
 
-    engine: str = "vllm"
+    engine: str = "hf"
     """``vllm``, ``hf`` (Helmsman's own, on transformers), ``server`` (vLLM or SGLang as a server), or a class's import path."""
     engine_args: dict[str, Any] = {}
     """Further arguments of the engine."""
@@ -90,7 +96,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Of the sampling in training."""
     top_k: int = 0
     """Of the sampling in training; 0 keeps all."""
-    max_in_flight: int = 256
+    max_in_flight: int = 64
     """Requests that an instance has at once."""
     staleness: float = 0.0
     """Steps that answers may be older than the weights they train, also a fraction; 0 is synchronous."""
@@ -103,16 +109,16 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prompts and answers: JSONL files with an object per line."""
+    """Rows to train and to evaluate on: JSONL files with an object per line, or Hugging Face dataset folders."""
 
     train: str
-    """File to train on."""
+    """File or dataset folder to train on. In Python also rows: any iterable of mappings, texts, chats or token ids."""
     held_out: str | None = None
-    """File to evaluate on."""
+    """File or dataset folder to evaluate on."""
     num_held_out: int = 0
     """Lines of the training file to evaluate on instead, drawn by ``seed`` and never trained on."""
     prompt_key: str = "prompt"
-    """Key of the prompt: a text, or a list of {role, content}."""
+    """Key of the prompt: a text, a list of {role, content}, or a list of token ids."""
     answer_key: str = "answer"
     """Key of the right answer, any JSON value; it may be absent where no reward needs it."""
     source_key: str = "data_source"
@@ -247,6 +253,10 @@ class Tracking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     to: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
     """``console``, ``tensorboard``, ``wandb``; several at once."""
+    samples: int = 4
+    """Rows of each step that are written to ``samples.jsonl``; 0 for none."""
+    show_samples_every: int = 10
+    """Steps between sample tables on the console; 0 for none."""
     project: str = "helmsman"
     """Project in Weights & Biases."""
     name: str | None = None
@@ -274,30 +284,37 @@ class Checkpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Type of what is exported, such as bfloat16; null leaves it as it is."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run."""
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings that all recipes share."""
 
     model: str
     """Local Hugging Face folder to start from; every node reaches it at this path."""
     data: Data
-    rewards: tuple[Reward, ...]
     cluster: Cluster = Cluster()
     train: Train = Train()
+    tracking: Tracking = Tracking()
+    checkpoints: Checkpoints = Checkpoints()
+    steps: int = 100
+    """Training steps."""
+    seed: int = 0
+    """Of everything that is drawn."""
+    out: str = "runs/train"
+    """Output folder; every node reaches it."""
+
+
+class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run of GRPO, Dr. GRPO or DAPO."""
+
+    rewards: tuple[Reward, ...]
     rollout: Rollout = Rollout()
     algorithm: Algorithm = Algorithm()
     sync: Sync = Sync()
     check: Check = Check()
     evaluation: Evaluation = Evaluation()
-    tracking: Tracking = Tracking()
-    checkpoints: Checkpoints = Checkpoints()
-    steps: int = 100
-    """Training steps."""
     prompts_per_step: int = 64
     """Prompts of a step."""
     samples_per_prompt: int = 8
     """Answers to each, which are compared with each other."""
-    seed: int = 0
-    """Of everything that is drawn."""
     out: str = "runs/grpo"
     """Output folder; every node reaches it."""
 

@@ -14,7 +14,7 @@ import msgspec
 from helmsman.api.errors import BackendNotInstalledError
 from helmsman.api.extras import install_command
 from helmsman.recipes.files import append_line, read_lines, write_json, write_lines
-from helmsman.recipes.settings import Settings
+from helmsman.recipes.settings import RunSettings
 
 Metrics = Mapping[str, float]
 
@@ -135,7 +135,7 @@ class WeightsAndBiases:
     WANDB_MODE=offline writes to the folder ``wandb`` alone, for `wandb sync` later.
     """
 
-    def __init__(self, out: Path, settings: Settings) -> None:
+    def __init__(self, out: Path, settings: RunSettings) -> None:
         _require("wandb")
         import wandb
 
@@ -186,7 +186,7 @@ class Trackers:
 
 
 @contextlib.contextmanager
-def open_trackers(settings: Settings, metrics: MetricsFile) -> Iterator[Trackers]:
+def open_trackers(settings: RunSettings, metrics: MetricsFile) -> Iterator[Trackers]:
     """Those of the settings, and the file. Raises: BackendNotInstalledError; what wandb raises when it cannot be reached."""
     out = Path(settings.out)
     with contextlib.ExitStack() as held:
@@ -204,7 +204,7 @@ def open_trackers(settings: Settings, metrics: MetricsFile) -> Iterator[Trackers
         yield Trackers(trackers)
 
 
-def require_trackers(settings: Settings) -> None:
+def require_trackers(settings: RunSettings) -> None:
     """Raise BackendNotInstalledError for one whose package is missing, before anything is started."""
     for name in settings.tracking.to:
         if name != "console":

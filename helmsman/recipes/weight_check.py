@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from helmsman import GenerationRequest, GenerationResult, RolloutController, SamplingParams, TrainController
+from helmsman import GenerationRequest, GenerationResult, HelmsmanError, RolloutController, SamplingParams, TrainController
 from helmsman.recipes.settings import Check
 
 
@@ -26,7 +26,7 @@ class Differences(msgspec.Struct, frozen=True, kw_only=True):
     """Instance -> the log-probabilities of these tokens, as the instance tells them."""
 
 
-class WeightsDifferError(Exception):
+class WeightsDifferError(HelmsmanError):
     """An instance does not compute what the trainer does."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from helmsman.recipes import config
-from helmsman.recipes.settings import Settings
+from helmsman.recipes.settings import GRPOSettings
 
 CONFIGS = Path(__file__).parents[2] / "helmsman" / "recipes" / "configs"
 
@@ -25,6 +25,6 @@ def write_jsonl(path: Path, entries: Sequence[dict[str, Any]] = SUMS) -> Path:
     return path
 
 
-def settings(*overrides: tuple[str, str], name: str = "cpu_smoke.yaml") -> Settings:
+def settings(*overrides: tuple[str, str], name: str = "cpu_smoke.yaml") -> GRPOSettings:
     """Those of a file of the example, with values on top."""
-    return config.load(CONFIGS / name, overrides)
+    return config.load(GRPOSettings, CONFIGS / name, overrides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def write_reward(folder: Path, *, on_cluster: bool = False) -> str:
 def begin_here(model: Path, data: Path, out: Path, *flags: str) -> int:
     """Run it in this process; returns its exit code."""
     one = ("--cluster.scheduler", "inline", "--cluster.train_workers", "1", "--cluster.rollout_instances", "1")
-    return run_here(main, [*_flags(model, data, out), *one, *map(str, flags)])
+    return run_here(functools.partial(main, "grpo"), [*_flags(model, data, out), *one, *map(str, flags)])
 
 
 def _flags(model: Path, data: Path, out: Path) -> list[str]:

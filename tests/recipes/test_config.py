@@ -12,6 +12,7 @@ from helmsman.controller._placement.planner import plan_jobs
 from helmsman.controller._placement.resources import ClusterSnapshot, NodeState
 from helmsman.recipes import config
 from helmsman.recipes.roles import ENGINES, engine_arguments, make_jobs
+from helmsman.recipes.settings import GRPOSettings
 from tests.recipes.data import CONFIGS, settings
 
 FILES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
@@ -56,7 +57,7 @@ def test_load_one_machine_and_many_nodes() -> None:
 def test_load_unknown_keys(file: Path) -> None:
     file.write_text(file.read_text().replace("steps = 3", "step = 3"))
     with pytest.raises(ValueError, match=r"run.toml: there is no setting 'step'; did you mean 'steps'\?"):
-        config.load(file)
+        config.load(GRPOSettings, file)
     with pytest.raises(ValueError, match=r"--train.learning_rate: there is no setting .*; did you mean 'lr'"):
         settings(("train.learning_rate", "1"))
     with pytest.raises(ValueError, match=r"there is no setting 'rollout.temprature'; did you mean 'temperature'\?"):
@@ -66,7 +67,7 @@ def test_load_unknown_keys(file: Path) -> None:
 def test_load_unknown_key_in_list(file: Path) -> None:
     file.write_text(file.read_text().replace('use = "exact"', 'use = "exact"\nwieght = 2'))
     with pytest.raises(ValueError, match=r"there is no setting 'rewards\[0\].wieght'; did you mean 'weight'\?"):
-        config.load(file)
+        config.load(GRPOSettings, file)
 
 
 def test_load_overrides() -> None:
@@ -112,10 +113,10 @@ def test_load_origin_of_values(file: Path) -> None:
         (("rewards", '[{"use": "exact"}, {"use": "exact"}]'), "run.toml with --rewards: two rewards are called"),
     ):
         with pytest.raises(ValueError, match=message):
-            config.load(file, [("train.lr", "1e-6"), override])
+            config.load(GRPOSettings, file, [("train.lr", "1e-6"), override])
     file.write_text(file.read_text().replace("steps = 3", "steps = 0"))
     with pytest.raises(ValueError, match="run.toml: steps is 0; expected 1 or more"):
-        config.load(file, [("train.lr", "1e-6")])
+        config.load(GRPOSettings, file, [("train.lr", "1e-6")])
 
 
 @pytest.mark.parametrize(
@@ -173,12 +174,12 @@ def test_load_preset() -> None:
 def test_load_yaml_number_without_dot(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: m\ndata: {train: t}\nrewards: [{use: exact}]\ntrain: {engine: {eps: 1e-6}}\n")
-    assert config.load(path).train.engine == {"eps": 1e-6}
+    assert config.load(GRPOSettings, path).train.engine == {"eps": 1e-6}
 
 
 def test_load_toml_date(file: Path) -> None:
     file.write_text(file.read_text().replace('train = "t.jsonl"', 'train = "t.jsonl"\ntemplate_args = {today = 2026-01-31}'))
-    found = config.load(file)
+    found = config.load(GRPOSettings, file)
     assert found.data.template_args == {"today": "2026-01-31"}
     assert msgspec.json.decode(msgspec.json.encode(found), type=type(found)) == found
 
@@ -187,14 +188,14 @@ def test_load_file_extends_itself(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
     (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
     with pytest.raises(ValueError, match="extends itself"):
-        config.load(tmp_path / "a.yaml")
+        config.load(GRPOSettings, tmp_path / "a.yaml")
 
 
 def test_as_yaml_loads_again(tmp_path: Path) -> None:
     found = settings(("data.system_prompt", 'say "yes", or: no'), ("train.engine.weight_decay", "1e-6"))
     again = tmp_path / "again.yaml"
     again.write_text(config.as_yaml(found))
-    assert config.load(again) == found
+    assert config.load(GRPOSettings, again) == found
 
 
 def test_make_jobs_large_instances() -> None:
@@ -210,8 +211,8 @@ def test_make_jobs_reference() -> None:
 
 
 def test_settings_documented() -> None:
-    assert all(meaning for _, _, meaning in config.all_keys())
-    assert config.key_table() in DOCS.read_text(), (
-        "docs/recipes.md has other keys; python -c 'from helmsman.recipes.config import key_table; print(key_table())'"
+    assert all(meaning for _, _, meaning in config.all_keys(GRPOSettings))
+    assert config.key_table(GRPOSettings) in DOCS.read_text(), (
+        "docs/recipes.md has other keys; write what key_table(GRPOSettings) returns into it"
     )
-    assert all(f"`{name}`" in config.key_table() for name in ENGINES)
+    assert all(f"`{name}`" in config.key_table(GRPOSettings) for name in ENGINES)

@@ -97,7 +97,7 @@ def test_load_dataset_num_in_both(folder: Path, tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 2: "),
-        ('{"answer": 1}', "line 2: 'prompt' is None; expected a text, or a list"),
+        ('{"answer": 1}', "line 2: 'prompt' is None; expected a text, a list of"),
         ('{"prompt": [{"role": "user"}]}', "line 2: 'prompt' is "),
     ],
 )
