@@ -21,10 +21,21 @@ OUT = Path(__file__).parent / "out"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run cases and write what they gave; 1 when a case broke, 2 when a name is unknown. A missed goal is no failure."""
+    """Run cases and write what they gave; 1 when a case broke, 2 when a name is unknown. A missed
+    goal is no failure.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("cases", nargs="*", help="names, or leading parts of names; all that do not need extra time when none")
-    parser.add_argument("--out", type=Path, default=OUT, help="folder of results.json and ratios.png, which are replaced")
+    parser.add_argument(
+        "cases",
+        nargs="*",
+        help="names, or leading parts of names; all that do not need extra time when none",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=OUT,
+        help="folder of results.json and ratios.png, which are replaced",
+    )
     parser.add_argument("--list", action="store_true", help="show the cases and run none")
     options = parser.parse_args(arguments)
     try:
@@ -34,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.list:
         for each in CASES.values():
-            print(f"{each.name:<40}{each.unit:<8}{each.goal:<9}{each.floor}{'' if each.is_default else ' (only when named)'}")
+            named = "" if each.is_default else " (only when named)"
+            print(f"{each.name:<40}{each.unit:<8}{each.goal:<9}{each.floor}{named}")
         return 0
     print(f"{_machine()}\n\n{report.HEADER}", flush=True)
     results, broken = [], []
@@ -44,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for each in cases:
                 try:
                     results.append(measure(each, world))
-                except Exception:  # noqa: BLE001 - one broken case shall not cost the figures of the others
+                # One broken case shall not cost the figures of the others
+                except Exception:  # noqa: BLE001
                     traceback.print_exc()
                     broken.append(each.name)
                 else:
@@ -52,7 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:  # also when somebody has seen enough
         report.write(results, options.out)
     judged = [result.met for result in results if result.met is not None]
-    print(f"\n{sum(judged)} of {len(judged)} goals met; {time.monotonic() - started:.0f} s; results in {options.out}")
+    print(
+        f"\n{sum(judged)} of {len(judged)} goals met; {time.monotonic() - started:.0f} s; results "
+        f"in {options.out}"
+    )
     if broken:
         print(f"broken: {', '.join(broken)}", file=sys.stderr)
     return 1 if broken else 0

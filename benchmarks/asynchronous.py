@@ -1,6 +1,7 @@
-"""Whether asynchronous GRPO learns as well as synchronous, and how much faster: both by turns, over several seeds.
+"""Whether asynchronous GRPO learns as well as synchronous, and how much faster: both by turns, over
+several seeds.
 
-    python -m benchmarks.asynchronous                        # 3 seeds, the settings of make demo; about 15 minutes
+    python -m benchmarks.asynchronous    # 3 seeds, the settings of make demo; about 15 minutes
     python -m benchmarks.asynchronous --seeds 0 1 --steps 40 --sft-steps 60
 
 Every run is examples/grpo.py in a process of its own. Results in benchmarks/out/asynchronous.json.
@@ -29,7 +30,10 @@ def run(mode: str, seed: int, scheduler: str, more: list[str]) -> dict[str, Any]
         flags = ["--scheduler", scheduler, "--seed", str(seed), "--out", out, *MODES[mode], *more]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(
-            [sys.executable, str(ROOT / "examples" / "grpo.py"), *flags], check=True, env=environment, stdout=subprocess.DEVNULL
+            [sys.executable, str(ROOT / "examples" / "grpo.py"), *flags],
+            check=True,
+            env=environment,
+            stdout=subprocess.DEVNULL,
         )
         summary: dict[str, Any] = json.loads((Path(out) / "summary.json").read_text())
         return {"mode": mode, **summary}
@@ -37,23 +41,32 @@ def run(mode: str, seed: int, scheduler: str, more: list[str]) -> dict[str, Any]
 
 def compare(runs: list[dict[str, Any]]) -> str:
     """A table of runs, and what they say."""
-    lines = [f"{'seed':>4}  {'mode':<6}{'before GRPO':>12}{'after':>8}{'tokens/s':>10}{'seconds':>9}"]
+    lines = [
+        f"{'seed':>4}  {'mode':<6}{'before GRPO':>12}{'after':>8}{'tokens/s':>10}{'seconds':>9}"
+    ]
     lines += [
-        f"{each['seed']:>4}  {each['mode']:<6}{each['accuracy_after_sft']:>12.3f}{each['accuracy_after_grpo']:>8.3f}"
+        f"{each['seed']:>4}  "
+        f"{each['mode']:<6}{each['accuracy_after_sft']:>12.3f}{each['accuracy_after_grpo']:>8.3f}"
         f"{each['tokens_per_s']:>10,.0f}{each['seconds']:>9.0f}"
         for each in runs
     ]
     of = {mode: [each for each in runs if each["mode"] == mode] for mode in MODES}
-    after = {mode: [each["accuracy_after_grpo"] for each in each_of] for mode, each_of in of.items()}
+    after = {
+        mode: [each["accuracy_after_grpo"] for each in each_of] for mode, each_of in of.items()
+    }
     mean = {mode: statistics.fmean(values) for mode, values in after.items()}
     spread = max(max(values) - min(values) for values in after.values())
-    ratios = [a["tokens_per_s"] / s["tokens_per_s"] for s, a in zip(of["sync"], of["async"], strict=True)]
+    ratios = [
+        a["tokens_per_s"] / s["tokens_per_s"] for s, a in zip(of["sync"], of["async"], strict=True)
+    ]
     lines.append(
-        f"held-out accuracy after GRPO: sync {mean['sync']:.3f}, async {mean['async']:.3f}, difference "
+        f"held-out accuracy after GRPO: sync {mean['sync']:.3f}, async {mean['async']:.3f}, "
+        "difference "
         f"{mean['async'] - mean['sync']:+.3f}; seeds of one mode differ by up to {spread:.3f}"
     )
     lines.append(
-        f"tokens/s, async over sync: {', '.join(f'{ratio:.2f}' for ratio in ratios)}, median {statistics.median(ratios):.2f}"
+        f"tokens/s, async over sync: {', '.join(f'{ratio:.2f}' for ratio in ratios)}, median "
+        f"{statistics.median(ratios):.2f}"
     )
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """A process that answers at once: the far end of floors, and of workers that are only simulated.
 
-It speaks the local transport's protocol, so the controller's own code can talk to it, and serves all connections in one thread.
+It speaks the local transport's protocol, so the controller's own code can talk to it, and serves
+all connections in one thread.
 
 python -m benchmarks.echo PATH KEY
 """
@@ -42,7 +43,12 @@ from helmsman.rpc_server._wire.wire import (
 )
 
 _HEALTH = WorkerHealth(
-    worker_id="simulated/0", pid=1, node="127.0.0.1", engines={"engine": "Engine"}, cpu_s=1.5, rss_bytes=1 << 28
+    worker_id="simulated/0",
+    pid=1,
+    node="127.0.0.1",
+    engines={"engine": "Engine"},
+    cpu_s=1.5,
+    rss_bytes=1 << 28,
 )
 
 
@@ -50,12 +56,18 @@ def _wire(value: Any) -> WirePayload:
     return to_wire(encode(value))[0]
 
 
-_ANSWERS = {Verb.HEALTH: _wire(msgspec.msgpack.encode(_HEALTH)), Verb.LEASE_PORTS: _wire([20000]), Verb.DESTROY: _wire([])}
+_ANSWERS = {
+    Verb.HEALTH: _wire(msgspec.msgpack.encode(_HEALTH)),
+    Verb.LEASE_PORTS: _wire([20000]),
+    Verb.DESTROY: _wire([]),
+}
 _NOTHING = _wire(None)
 
 
 class EchoProcess:
-    """The process; a context manager. Those that want to talk to it connect at ``path`` with ``key``."""
+    """The process; a context manager. Those that want to talk to it connect at ``path`` with
+    ``key``.
+    """
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(32)

@@ -57,7 +57,9 @@ class Weights:
     def __init__(self, num_tensors: int, tensor_bytes: int) -> None:
         import torch
 
-        self._state = {f"layer.{index}": torch.rand(tensor_bytes // 4) for index in range(num_tensors)}
+        self._state = {
+            f"layer.{index}": torch.rand(tensor_bytes // 4) for index in range(num_tensors)
+        }
 
     def export(self) -> dict[str, Any]:
         """The state dict."""

@@ -1,11 +1,12 @@
-"""Cases and how they are measured: ours and its floor by turns in one run, so that a noisy machine slows both.
+"""Cases and how they are measured: ours and its floor by turns in one run, so that a noisy machine
+slows both.
 
 A case is a function that prepares both and returns them as a Pair:
 
     @case("calls.local.sync", unit="us", goal="<= 1/6", floor="ray.get(actor.ping.remote())")
     def local_sync(world: World) -> Pair:
         ...
-        return Pair(ours=lambda: scheduler.call_engine(...), floor=lambda: ray.get(...), rounds=10, repeats=50)
+        return Pair(ours=lambda: scheduler.call_engine(...), floor=lambda: ray.get(...))
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     per_run: int = 1
     """Operations in one run, over which its time is divided."""
     returns_figure: bool = False
-    """Whether ours and floor measure by themselves and return the figure (seconds for a unit of time), instead of being
-    timed."""
+    """Whether ours and floor measure by themselves and return the figure (seconds for a unit of
+    time), instead of being timed."""
     warm_up: int = 1
     """Runs of each before the first round, which do not count."""
 
@@ -101,22 +102,25 @@ def case(
     def declare(prepare: Callable[[World], Pair]) -> Callable[[World], Pair]:
         if name in CASES:
             raise ValueError(f"there are two cases called {name!r}")
-        CASES[name] = Case(name=name, unit=unit, goal=goal, floor=floor, is_default=is_default, prepare=prepare)
+        CASES[name] = Case(
+            name=name, unit=unit, goal=goal, floor=floor, is_default=is_default, prepare=prepare
+        )
         return prepare
 
     return declare
 
 
 def select(names: Sequence[str]) -> list[Case]:
-    """The cases of these names or leading parts of names, in the order of their declaration; without names, those that run by
-    default. Raises ValueError for a name that selects nothing."""
+    """The cases of these names or leading parts of names, in the order of their declaration;
+    without names, those that run by default. Raises ValueError for a name that selects nothing."""
     if not names:
         return [each for each in CASES.values() if each.is_default]
     for name in names:
         if not any(_is_under(each, name) for each in CASES):
             groups = sorted({each.partition(".")[0] for each in CASES})
             raise ValueError(
-                f"no case is called {name!r}; there are {', '.join(groups)}, and parts of them ({next(iter(CASES))})"
+                f"no case is called {name!r}; there are {', '.join(groups)}, and parts of them "
+                f"({next(iter(CASES))})"
             )
     return [each for each in CASES.values() if any(_is_under(each.name, name) for name in names)]
 
@@ -154,7 +158,11 @@ def measure(declared: Case, world: World) -> Result:
         rounds=pair.rounds,
         floor_is=declared.floor,
         took_s=round(time.monotonic() - started, 3),
-        **{f"{what}_{end}": value for what, ends in bounds.items() for end, value in zip(("p10", "p90"), ends, strict=True)},
+        **{
+            f"{what}_{end}": value
+            for what, ends in bounds.items()
+            for end, value in zip(("p10", "p90"), ends, strict=True)
+        },
     )
 
 
@@ -168,7 +176,8 @@ def _take_turns(pair: Pair, unit: str) -> tuple[list[float], list[float], list[f
     ratios = []
     for turn in range(pair.rounds):
         medians = [0.0, 0.0]
-        for index in (0, 1) if turn % 2 == 0 else (1, 0):  # neither always finds what the other has warmed
+        for index in (0, 1) if turn % 2 == 0 else (1, 0):
+            # neither always finds what the other has warmed
             taken = sides[index](pair.repeats)
             figures[index].extend(taken)
             medians[index] = statistics.median(taken)
@@ -176,7 +185,9 @@ def _take_turns(pair: Pair, unit: str) -> tuple[list[float], list[float], list[f
     return *figures, ratios
 
 
-def _figures(side: Callable[[], Any] | float, pair: Pair, unit: str) -> Callable[[int], list[float]]:
+def _figures(
+    side: Callable[[], Any] | float, pair: Pair, unit: str
+) -> Callable[[int], list[float]]:
     """What takes so many figures of one side, in the unit of the case."""
     if not callable(side):
         return lambda count: [side]

@@ -1,6 +1,7 @@
 """Workers that answer at once and do nothing, for what a controller spends on a thousand of them.
 
-Their far end is one EchoProcess; the controller's side, down to a socket for each worker, is the real one.
+Their far end is one EchoProcess; the controller's side, down to a socket for each worker, is the
+real one.
 """
 
 from __future__ import annotations
@@ -50,11 +51,20 @@ class SimulatedBackend(Backend):
     async def launch(self, start: Launch) -> list[WorkerClient]:
         async def connect(rank: int, place: Placement) -> WorkerClient:
             connecting = functools.partial(auth.connect, self._echo.path, self._echo.key, 30.0)
-            transport = Channel(f"{start.job.role}/{rank}", connecting, _Process(), shares_memory=True)
+            transport = Channel(
+                f"{start.job.role}/{rank}", connecting, _Process(), shares_memory=True
+            )
             await transport.open()
             start.resources.push_async_callback(transport.kill)
             self.transports.append(transport)
             identity = self.run.identity(start.job, rank, place.node)
-            return WorkerClient(identity.worker_id, place, os.getpid(), identity.log_path, transport, self.run.timeouts)
+            return WorkerClient(
+                identity.worker_id,
+                place,
+                os.getpid(),
+                identity.log_path,
+                transport,
+                self.run.timeouts,
+            )
 
         return await await_all(connect(*pair) for pair in start.places.items())

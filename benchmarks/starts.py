@@ -1,9 +1,11 @@
 """A start in a process of its own, with a Ray of its own: python -m benchmarks.starts KIND PATH
 
-embedded: torch-ready workers on a cluster that Helmsman starts. foreign: bare actors that import torch and torch-ready workers,
-both on one cluster that was started with Ray's defaults; foreign_ours_first: in the other order. instances: 64 instances with
-a placement group each; bare_instances: bare actors with one each. small: a few workers without torch on a cluster that Helmsman
-starts; bare_small: bare actors on one with Ray's defaults. Writes seconds by name as JSON to PATH.
+embedded: torch-ready workers on a cluster that Helmsman starts. foreign: bare actors that import
+torch and torch-ready workers, both on one cluster that was started with Ray's defaults;
+foreign_ours_first: in the other order. instances: 64 instances with a placement group each;
+bare_instances: bare actors with one each. small: a few workers without torch on a cluster that
+Helmsman starts; bare_small: bare actors on one with Ray's defaults. Writes seconds by name as JSON
+to PATH.
 """
 
 from __future__ import annotations
@@ -26,19 +28,27 @@ NUM_INSTANCES = 64
 SMALL = (1, 4, 16)
 
 
-def start_ours(scheduler: Scheduler, role: str, num_workers: int, engine: type[Any], **spec: Any) -> float:
+def start_ours(
+    scheduler: Scheduler, role: str, num_workers: int, engine: type[Any], **spec: Any
+) -> float:
     """Seconds until so many workers have an engine."""
     start = time.perf_counter()
-    workers = scheduler.create_workers(Job(role=role, replicas=num_workers, tasks=[SchedulingSpec(cpu=0.1, **spec)]))
+    workers = scheduler.create_workers(
+        Job(role=role, replicas=num_workers, tasks=[SchedulingSpec(cpu=0.1, **spec)])
+    )
 
     async def equip() -> None:
-        await asyncio.gather(*(scheduler.create_engine(worker, engine, "engine") for worker in workers))
+        await asyncio.gather(
+            *(scheduler.create_engine(worker, engine, "engine") for worker in workers)
+        )
 
     asyncio.run(equip())
     return time.perf_counter() - start
 
 
-def start_bare(num_workers: int, engine: type[Any], groups: bool = False) -> tuple[float, list[Any]]:
+def start_bare(
+    num_workers: int, engine: type[Any], groups: bool = False
+) -> tuple[float, list[Any]]:
     """Seconds until so many bare actors have answered, and the actors."""
     import ray
     from ray.util.placement_group import placement_group
@@ -49,7 +59,10 @@ def start_bare(num_workers: int, engine: type[Any], groups: bool = False) -> tup
     if groups:
         made = [placement_group([{"CPU": 0.1}]) for _ in range(num_workers)]
         ray.get([group.ready() for group in made])
-        options = [{"num_cpus": 0.1, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0)} for group in made]
+        options = [
+            {"num_cpus": 0.1, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0)}
+            for group in made
+        ]
     actors = [ray.remote(engine).options(**each).remote() for each in options]
     ray.get([actor.ping.remote() for actor in actors])
     return time.perf_counter() - start, actors
@@ -101,7 +114,11 @@ def foreign(ours_first: bool = False) -> dict[str, float]:
 def instances() -> dict[str, float]:
     """64 instances, a placement group and a worker each."""
     with make_scheduler("ray", address="local", num_cpus=_NUM_CPUS) as scheduler:
-        return {"ready": start_ours(scheduler, "w", NUM_INSTANCES, Engine, ray_placement_strategy="separate")}
+        return {
+            "ready": start_ours(
+                scheduler, "w", NUM_INSTANCES, Engine, ray_placement_strategy="separate"
+            )
+        }
 
 
 def bare_instances() -> dict[str, float]:
@@ -131,11 +148,19 @@ def bare_small() -> dict[str, float]:
 
 
 def _init() -> None:
-    """A cluster as somebody else would start it; as many logical CPUs as ours, so that nothing waits for them."""
+    """A cluster as somebody else would start it; as many logical CPUs as ours, so that nothing
+    waits for them.
+    """
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     import ray
 
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", num_cpus=_NUM_CPUS)  # type: ignore[arg-type]
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",  # type: ignore[arg-type]
+        num_cpus=_NUM_CPUS,
+    )
 
 
 _NUM_CPUS = max(8, os.cpu_count() or 1)  # 64 workers at a tenth each
@@ -151,7 +176,9 @@ _KINDS: dict[str, Callable[[], dict[str, float]]] = {
 
 
 if __name__ == "__main__":
-    # Ray answers for workers by the name of their module, which is another where this is the script.
+    # Ray answers for workers by the name of their module, which is another where this is the
+    # script.
     from benchmarks import starts
 
-    Path(sys.argv[2]).write_text(json.dumps(starts._KINDS[sys.argv[1]]()))  # Ray prints what it likes
+    # Ray prints what it likes
+    Path(sys.argv[2]).write_text(json.dumps(starts._KINDS[sys.argv[1]]()))

@@ -1,4 +1,5 @@
-"""What cases share: schedulers with workers that live as long as the run, and bare Ray actors on the same cluster.
+"""What cases share: schedulers with workers that live as long as the run, and bare Ray actors on
+the same cluster.
 
 Everything is made when it is first asked for, so that a case which needs no Ray starts none.
 """
@@ -59,16 +60,20 @@ class World:
         """A scheduler.
 
         Args:
-            backend: 'local'; 'ray', the one embedded cluster; on the same cluster 'ray_tls' and 'ray_tcp', whose workers are
-                connected as those of other machines are, with TLS and without.
+            backend: 'local'; 'ray', the one embedded cluster; on the same cluster 'ray_tls' and
+                'ray_tcp', whose workers are connected as those of other machines are, with TLS and
+                without.
         """
         if backend in self._broken:
             raise RuntimeError(f"the scheduler {backend!r} could not be made, as was said above")
         if backend not in self._schedulers:
-            self._broken.add(backend)  # unless all goes well; many cases would each wait for it in vain
+            # unless all goes well; many cases would each wait for it in vain
+            self._broken.add(backend)
             if backend in ("ray_tls", "ray_tcp"):
                 self.scheduler("ray")
-                with mock.patch.dict(os.environ, {TLS_VARIABLE: "1" if backend == "ray_tls" else "0"}):
+                with mock.patch.dict(
+                    os.environ, {TLS_VARIABLE: "1" if backend == "ray_tls" else "0"}
+                ):
                     made = make_scheduler("ray")
             elif backend == "ray":
                 made = make_scheduler("ray", address="local", num_cpus=64)
@@ -84,7 +89,9 @@ class World:
         if backend not in self._equipped:
             job = Job(role="w", replicas=NUM_WORKERS, tasks=[SchedulingSpec(cpu=0.1)])
             shares_memory = HAS_SEGMENTS and backend not in ("ray_tls", "ray_tcp")
-            with mock.patch("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", shares_memory):
+            with mock.patch(
+                "helmsman.controller._ray_backend.transport.HAS_SEGMENTS", shares_memory
+            ):
                 workers = scheduler.create_workers(job)
             self.run(_equip(scheduler, workers))
             self._equipped.add(backend)

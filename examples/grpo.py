@@ -1,15 +1,16 @@
 """Train a language model by GRPO from one script, on one machine or a cluster: `make demo`.
 
-    python examples/grpo.py                                   # a small new model, on an embedded local Ray
-    python examples/grpo.py --scheduler local                 # the same without Ray; `inline` for a debugger
+    python examples/grpo.py                            # a small new model, on an embedded local Ray
+    python examples/grpo.py --scheduler local          # without Ray; `inline` for a debugger
     python examples/grpo.py --model path/to/model --data tasks.jsonl
-    python examples/grpo.py --out runs/grpo --resume          # go on from the last checkpoint
-    python examples/grpo.py --async --staleness 1             # generate ahead while the trainer works
-    python examples/grpo.py --faults '[{"type": "Kill", "worker_id": "rollout/0", "at_step": 170}]'   # a drill: the run goes on
+    python examples/grpo.py --out runs/grpo --resume   # go on from the last checkpoint
+    python examples/grpo.py --async --staleness 1      # generate ahead while the trainer works
+    # a drill: the run goes on
+    python examples/grpo.py --faults '[{"type": "Kill", "worker_id": "rollout/0", "at_step": 170}]'
 
-The loop is `Run.train`, and a step of it `Run.grpo_step`: draw prompts, generate answers, reward them, compare each with the
-others of its prompt, take one optimizer step, bring the new weights to the rollout workers. What surrounds it is in
-examples/common/.
+The loop is `Run.train`, and a step of it `Run.grpo_step`: draw prompts, generate answers, reward
+them, compare each with the others of its prompt, take one optimizer step, bring the new weights to
+the rollout workers. What surrounds it is in examples/common/.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the script is run by its path, and imports its neighbours
+# the script is run by its path, and imports its neighbours
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.common.record import MetricsLog, Record, draw, summarize
 from examples.common.settings import Settings, parse
@@ -102,16 +104,19 @@ class Run:
         self.draws: Iterator[Draw] = iter(())
         self.metrics = MetricsLog(Path(settings.out) / "metrics.jsonl")
 
-    # --- the loop -----------------------------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     def train(self, view: View) -> None:
-        """Do all steps that no checkpoint has: 0 only evaluates, then come supervised steps, then GRPO.
+        """Do all steps that no checkpoint has: 0 only evaluates, then come supervised steps, then
+        GRPO.
 
         When a train worker dies, the steps after the last checkpoint are done again.
         """
         settings = self.settings
         policy = RecoveryPolicy(
-            checkpoints=Path(settings.out) / "checkpoints", save_every=settings.save_every, num_kept=NUM_CHECKPOINTS
+            checkpoints=Path(settings.out) / "checkpoints",
+            save_every=settings.save_every,
+            num_kept=NUM_CHECKPOINTS,
         )
 
         def begin(step: int) -> None:
@@ -136,7 +141,9 @@ class Run:
 
     def set_lr(self, step: int) -> None:
         """The learning rate of a step's phase."""
-        self.trainer.set_lr(self.settings.sft_lr if step <= self.settings.sft_steps else self.settings.lr)
+        self.trainer.set_lr(
+            self.settings.sft_lr if step <= self.settings.sft_steps else self.settings.lr
+        )
 
     def step(self, step: int) -> Record:
         """One step, with its record."""
@@ -151,7 +158,9 @@ class Run:
             record = self.supervised_step(step)
         else:
             record = self.grpo_step(step)
-        record.held_out_accuracy = self.evaluate() if self.is_due(step, settings.eval_every) else None
+        record.held_out_accuracy = (
+            self.evaluate() if self.is_due(step, settings.eval_every) else None
+        )
         record.weight_version = self.trainer.get_version()
         record.seconds = time.monotonic() - started
         self.metrics.append(record)
@@ -162,19 +171,31 @@ class Run:
         started = time.monotonic()
         samples = []
         for task in self.rng(step).choices(self.tasks.solved, k=self.settings.sft_batch):
-            prompt, answer = self.tokenizer.encode_prompt(task.prompt), self.tokenizer.encode_answer(str(task.answer))
-            samples.append({"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer)})
+            prompt, answer = (
+                self.tokenizer.encode_prompt(task.prompt),
+                self.tokenizer.encode_answer(str(task.answer)),
+            )
+            samples.append(
+                {"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer)}
+            )
         stats = self.trainer.train_batch(samples, "sft")
         num_tokens = sum(len(sample["input_ids"]) for sample in samples)
-        return Record(step=step, phase="sft", loss=stats["loss"]).with_tokens(num_tokens, time.monotonic() - started)
+        return Record(step=step, phase="sft", loss=stats["loss"]).with_tokens(
+            num_tokens, time.monotonic() - started
+        )
 
     def grpo_step(self, step: int) -> Record:
-        """One optimizer step on answers that the model itself gave, by nothing but their rewards."""
+        """One optimizer step on answers that the model itself gave, by nothing but their
+        rewards.
+        """
         started = time.monotonic()
         groups = self.next_groups(step)
         rewards = [reward for group in groups for reward in group.rewards]
-        # Not divided by the standard deviation: a group of all but equally wrong answers then says next to nothing.
-        advantages = group_advantages(rewards, group_size=self.settings.samples_per_prompt, normalize_std=False)
+        # Not divided by the standard deviation: a group of all but equally wrong answers then says
+        # next to nothing.
+        advantages = group_advantages(
+            rewards, group_size=self.settings.samples_per_prompt, normalize_std=False
+        )
         answers = [(group.prompt, answer) for group in groups for answer in group.answers]
         samples = [
             {
@@ -191,44 +212,68 @@ class Run:
             self.executor.set_version(step - self.settings.sft_steps)
 
         accuracy = statistics.fmean(reward >= 1 for reward in rewards)
-        record = Record(step=step, phase="grpo", loss=stats["loss"], reward=statistics.fmean(rewards), accuracy=accuracy)
+        record = Record(
+            step=step,
+            phase="grpo",
+            loss=stats["loss"],
+            reward=statistics.fmean(rewards),
+            accuracy=accuracy,
+        )
         record.draws = [group.draw for group in groups]
-        return record.with_tokens(sum(len(answer.token_ids) for _, answer in answers), time.monotonic() - started)
+        return record.with_tokens(
+            sum(len(answer.token_ids) for _, answer in answers), time.monotonic() - started
+        )
 
     def next_groups(self, step: int) -> list[Group]:
         """The groups of a step: generated now, or since earlier steps in an asynchronous run."""
         if self.settings.staleness is None:
             draws = self.draw(step)
-            prompts = [self.tokenizer.encode_prompt(draw.task.prompt) for draw in draws for _ in draw.seeds]
-            sampling = [self.sampling(self.settings.temperature, seed=seed) for draw in draws for seed in draw.seeds]
+            prompts = [
+                self.tokenizer.encode_prompt(draw.task.prompt) for draw in draws for _ in draw.seeds
+            ]
+            sampling = [
+                self.sampling(self.settings.temperature, seed=seed)
+                for draw in draws
+                for seed in draw.seeds
+            ]
             answers = iter(self.rollout.generate(prompts, sampling))
             return [self.scored(draw, [next(answers) for _ in draw.seeds]) for draw in draws]
         if self.executor is None:
-            self.executor = WorkflowExecutor(self.episode, sampler=BoundedStaleness(self.settings.staleness))
+            self.executor = WorkflowExecutor(
+                self.episode, sampler=BoundedStaleness(self.settings.staleness)
+            )
             self.executor.set_version(step - self.settings.sft_steps - 1)
             self.draws = (draw for later in itertools.count(step) for draw in self.draw(later))
         batch = self.executor.prepare_batch(self.draws, self.settings.prompts_per_step)
         return [episode.value for episode in batch]
 
     def draw(self, step: int) -> list[Draw]:
-        """The tasks of a step, with a seed for each answer, so that it does not matter which worker draws it, and when."""
+        """The tasks of a step, with a seed for each answer, so that it does not matter which worker
+        draws it, and when.
+        """
         rng, group_size = self.rng(step), self.settings.samples_per_prompt
         tasks = rng.choices(self.tasks.train, k=self.settings.prompts_per_step)
         first = (step - self.settings.sft_steps - 1) * len(tasks)
         return [
-            Draw(number, task, [rng.getrandbits(62) for _ in range(group_size)]) for number, task in enumerate(tasks, first)
+            Draw(number, task, [rng.getrandbits(62) for _ in range(group_size)])
+            for number, task in enumerate(tasks, first)
         ]
 
     async def episode(self, draw: Draw) -> Group:
         """All answers to a task, and what they are worth."""
         prompt = self.tokenizer.encode_prompt(draw.task.prompt)
-        generating = [self.rollout.agenerate(prompt, self.sampling(self.settings.temperature, seed)) for seed in draw.seeds]
+        generating = [
+            self.rollout.agenerate(prompt, self.sampling(self.settings.temperature, seed))
+            for seed in draw.seeds
+        ]
         return self.scored(draw, await asyncio.gather(*generating))
 
     def scored(self, draw: Draw, answers: Sequence[GenerationResult]) -> Group:
         """A group with its rewards."""
         rewards = [self.score(draw.task, answer.token_ids) for answer in answers]
-        return Group(draw.number, self.tokenizer.encode_prompt(draw.task.prompt), list(answers), rewards)
+        return Group(
+            draw.number, self.tokenizer.encode_prompt(draw.task.prompt), list(answers), rewards
+        )
 
     def close(self) -> None:
         """End what is generated ahead."""
@@ -241,19 +286,29 @@ class Run:
         self.trainer.update_rollout(self.rollout)
         prompts = [self.tokenizer.encode_prompt(task.prompt) for task in self.tasks.held_out]
         answers = self.rollout.generate(prompts, self.sampling(temperature=0.0, seed=0))
-        scores = [self.score(task, answer.token_ids) for task, answer in zip(self.tasks.held_out, answers, strict=True)]
+        scores = [
+            self.score(task, answer.token_ids)
+            for task, answer in zip(self.tasks.held_out, answers, strict=True)
+        ]
         return statistics.fmean(score >= 1 for score in scores)
 
-    # --- parts of it --------------------------------------------------------------------------------------------------
+    # --- parts of it ------------------------------------------------------------------------------
 
     def rng(self, step: int) -> random.Random:
-        """What a step draws depends on seed and step alone, so a resumed run goes on as an unbroken one."""
+        """What a step draws depends on seed and step alone, so a resumed run goes on as an unbroken
+        one.
+        """
         return random.Random(f"{self.settings.seed}/{step}")
 
     def sampling(self, temperature: float, seed: int) -> SamplingParams:
         """Parameters of one answer."""
         stop = (self.tokenizer.eos_id,)
-        return SamplingParams(max_new_tokens=self.max_new_tokens, temperature=temperature, stop_token_ids=stop, seed=seed)
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=temperature,
+            stop_token_ids=stop,
+            seed=seed,
+        )
 
     def score(self, task: Task, token_ids: Sequence[int]) -> float:
         """Reward of an answer, by the task's own verifier."""
@@ -274,20 +329,29 @@ def prepare(settings: Settings, *, resume: bool) -> None:
     out = Path(settings.out)
     found = Checkpoints(out / "checkpoints", NUM_CHECKPOINTS).latest()
     if not resume:
-        if settings.model and Path(settings.model).resolve().is_relative_to((out / "checkpoints").resolve()):
-            raise ValueError(f"--model {settings.model} lies in the run that this one would replace; give another --out")
+        if settings.model and Path(settings.model).resolve().is_relative_to(
+            (out / "checkpoints").resolve()
+        ):
+            raise ValueError(
+                f"--model {settings.model} lies in the run that this one would replace; give "
+                "another --out"
+            )
         if clear(out):
             print(f"the earlier run in {out} is replaced")
     elif found is not None:
         step, _ = found
         if step > settings.total_steps:
             raise ValueError(
-                f"the run in {out} is at step {step} already; expected --steps {step - settings.sft_steps} or more, besides "
+                f"the run in {out} is at step {step} already; expected --steps "
+                f"{step - settings.sft_steps} or more, besides "
                 f"{settings.sft_steps} supervised ones"
             )
-        if [record.step for record in MetricsLog(out / "metrics.jsonl").read()][: step + 1] != list(range(step + 1)):
+        if [record.step for record in MetricsLog(out / "metrics.jsonl").read()][: step + 1] != list(
+            range(step + 1)
+        ):
             raise ValueError(
-                f"{out / 'metrics.jsonl'} lacks steps before the checkpoint of step {step}; start anew without --resume"
+                f"{out / 'metrics.jsonl'} lacks steps before the checkpoint of step {step}; start "
+                "anew without --resume"
             )
     write_json(out / "settings.json", settings)
 
@@ -304,10 +368,15 @@ def run(settings: Settings, tasks: TaskSet, tokenizer: Tokenizer) -> None:
     spec = SchedulingSpec(cpu=settings.cpus_per_worker, gpu=settings.gpus_per_worker)
     options: dict[str, Any] = {} if settings.scheduler == "inline" else {"preload": ENGINE_MODULES}
     with (
-        make_scheduler(settings.scheduler, seed=settings.seed, log_dir=out / "logs", **options) as scheduler,
+        make_scheduler(
+            settings.scheduler, seed=settings.seed, log_dir=out / "logs", **options
+        ) as scheduler,
         open_view(settings, scheduler) as view,
     ):
-        view.note(f"{len(tasks.train)} tasks to train on, {len(tasks.held_out)} held out; starting workers")
+        view.note(
+            f"{len(tasks.train)} tasks to train on, {len(tasks.held_out)} held out; starting "
+            "workers"
+        )
         trainer = TrainController(
             scheduler,
             "helmsman.engines.train.FSDPTrainEngine",
@@ -318,7 +387,12 @@ def run(settings: Settings, tasks: TaskSet, tokenizer: Tokenizer) -> None:
             scheduler,
             "helmsman.engines.rollout.HFRolloutEngine",
             Job(role="rollout", replicas=settings.rollout_workers, tasks=[spec]),
-            engine_kwargs={"model": model, "seed": settings.seed, "max_concurrency": 128, "max_model_len": max_len},
+            engine_kwargs={
+                "model": model,
+                "seed": settings.seed,
+                "max_concurrency": 128,
+                "max_model_len": max_len,
+            },
             max_in_flight_per_worker=128,
             retries=RetryGeneration(),
             supervision=SupervisionPolicy(),
@@ -331,12 +405,16 @@ def run(settings: Settings, tasks: TaskSet, tokenizer: Tokenizer) -> None:
             this.train(view)
 
     records = this.metrics.read()
-    summary = summarize(records, settings, tasks.name, seconds=seconds_before + time.monotonic() - started)
+    summary = summarize(
+        records, settings, tasks.name, seconds=seconds_before + time.monotonic() - started
+    )
     write_json(out / "summary.json", summary)
     draw(records, out / "curve.png", summary)
     print(
-        f"held-out accuracy: {summary.accuracy_before:.1%} before training, {summary.accuracy_after_sft:.1%} after "
-        f"{settings.sft_steps} supervised steps, {summary.accuracy_after_grpo:.1%} after {settings.steps} GRPO steps "
+        f"held-out accuracy: {summary.accuracy_before:.1%} before training, "
+        f"{summary.accuracy_after_sft:.1%} after "
+        f"{settings.sft_steps} supervised steps, {summary.accuracy_after_grpo:.1%} after "
+        f"{settings.steps} GRPO steps "
         f"({summary.seconds:.0f} s)\n"
         f"summary: {out / 'summary.json'}\n"
         f"curve:   {out / 'curve.png'}"
@@ -374,7 +452,10 @@ def how_to_go_on(settings: Settings) -> str:
     """What to type after a run that was cut short; nothing when it has not saved anything."""
     if Checkpoints(Path(settings.out) / "checkpoints", NUM_CHECKPOINTS).latest() is None:
         return ""
-    return f"Go on from the last checkpoint with:\n  python {sys.argv[0]} --out {shlex.quote(settings.out)} --resume\n"
+    return (
+        f"Go on from the last checkpoint with:\n  python {sys.argv[0]} --out "
+        f"{shlex.quote(settings.out)} --resume\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Train a tiny random model by GRPO with a reward of your own, on any machine, in about a minute."""
+"""Train a tiny random model by GRPO with a reward of your own, on any machine, in about a
+minute."""
 
 from pathlib import Path
 
@@ -15,5 +16,6 @@ if __name__ == "__main__":
         model=make_model(Path("runs/tiny"), num_layers=2, width=64),
         data=[f"{n}+{n}=" for n in range(50)],
         rewards=[digits],
-        steps=12, prompts_per_step=8, train={"lr": 3e-3}, rollout={"max_new_tokens": 12}, overwrite=True,
+        steps=12, prompts_per_step=8, train={"lr": 3e-3}, rollout={"max_new_tokens": 12},
+        overwrite=True,
     ).train()  # fmt: skip

@@ -1,11 +1,13 @@
-"""PPO with five roles as worker groups, in one script: on processes of this machine, on Ray, or in a debugger.
+"""PPO with five roles as worker groups, in one script: on processes of this machine, on Ray, or in
+a debugger.
 
-    python examples/rlhf_roles.py                        # processes of this machine
-    python examples/rlhf_roles.py --scheduler ray        # the same on an embedded Ray, with the same output
-    python examples/rlhf_roles.py --scheduler inline     # the same in this process, for breakpoints
+    python examples/rlhf_roles.py                      # processes of this machine
+    python examples/rlhf_roles.py --scheduler ray      # on an embedded Ray, with the same output
+    python examples/rlhf_roles.py --scheduler inline   # the same in this process, for breakpoints
 
-It needs no accelerator: eight devices are numbers here, and the workers are told to use the CPU. A step is `Roles.step`; what
-happens to arguments and results is declared at the methods of the workers, in rlhf_workers.py.
+It needs no accelerator: eight devices are numbers here, and the workers are told to use the CPU. A
+step is `Roles.step`; what happens to arguments and results is declared at the methods of the
+workers, in rlhf_workers.py.
 """
 
 from __future__ import annotations
@@ -21,10 +23,30 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the script is run by its path, and imports its neighbours
+# the script is run by its path, and imports its neighbours
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.rlhf_workers import LENGTH, STRIDE, VOCABULARY, ActorInfer, ActorTrain, Array, Critic, Reference, Reward, Role
-from helmsman import Batch, Cluster, ClusterConfig, HelmsmanError, ResourceManager, Scheduler, make_scheduler
+from examples.rlhf_workers import (
+    LENGTH,
+    STRIDE,
+    VOCABULARY,
+    ActorInfer,
+    ActorTrain,
+    Array,
+    Critic,
+    Reference,
+    Reward,
+    Role,
+)
+from helmsman import (
+    Batch,
+    Cluster,
+    ClusterConfig,
+    HelmsmanError,
+    ResourceManager,
+    Scheduler,
+    make_scheduler,
+)
 from helmsman.recipes.interrupts import Interrupted, interruptible
 
 NUM_DEVICES = 8
@@ -66,7 +88,9 @@ class RewardCluster(Cluster[Reward]):
 
 
 class Roles:
-    """The five groups. Actors and critic take turns on devices 0 to 3, the reference has 4 to 7, and the reward needs none."""
+    """The five groups. Actors and critic take turns on devices 0 to 3, the reference has 4 to 7,
+    and the reward needs none.
+    """
 
     def __init__(self, resources: ResourceManager, seed: int, held: contextlib.ExitStack) -> None:
         config = functools.partial(ClusterConfig, env_vars={"HELMSMAN_PLATFORM": "cpu"})
@@ -78,9 +102,17 @@ class Roles:
 
         start = held.enter_context
         self.seed = seed
-        self.actor_train = start(ActorTrainCluster("actor_train", ActorTrain, resources, trains, args=(seed, LEARNING_RATE)))
-        self.actor_infer = start(ActorInferCluster("actor_infer", ActorInfer, resources, infers, args=(seed,)))
-        self.reference = start(ReferenceCluster("reference", Reference, resources, refers, args=(seed,)))
+        self.actor_train = start(
+            ActorTrainCluster(
+                "actor_train", ActorTrain, resources, trains, args=(seed, LEARNING_RATE)
+            )
+        )
+        self.actor_infer = start(
+            ActorInferCluster("actor_infer", ActorInfer, resources, infers, args=(seed,))
+        )
+        self.reference = start(
+            ReferenceCluster("reference", Reference, resources, refers, args=(seed,))
+        )
         self.critic = start(CriticCluster("critic", Critic, resources, values, args=(seed,)))
         self.reward = start(RewardCluster("reward", Reward, resources, scores, args=(seed,)))
 
@@ -95,11 +127,14 @@ class Roles:
         prompts = np.random.default_rng([self.seed, 3, step]).integers(VOCABULARY, size=NUM_PROMPTS)
         asked = Batch({"row": np.arange(NUM_PROMPTS), "prompt": prompts})
 
-        # The answers stay in the workers that gave them, and go from there to those of the next three roles.
+        # The answers stay in the workers that gave them, and go from there to those of the next
+        # three roles.
         with self.actor_infer.generate.keep(asked, step, temperature=1.0) as rollout:
             values = self.critic.values.submit(rollout)
-            with self.reference.embed.keep(rollout) as hidden:  # so do activations, from stage to stage
-                referred = self.reference.log_probs.submit(rollout, hidden)  # at the same time as the critic's values
+            with self.reference.embed.keep(rollout) as hidden:
+                # so do activations, from stage to stage
+                # at the same time as the critic's values
+                referred = self.reference.log_probs.submit(rollout, hidden)
                 rewards = self.reward.score(rollout)
                 references = referred.result()
             assert references is not None  # the last stage has answered
@@ -107,12 +142,21 @@ class Roles:
 
         fitted = self.critic.fit.submit(batch)
         for _ in range(NUM_EPOCHS):
-            self.actor_train.apply(self.actor_train.gradient(self.with_log_probs(batch)) / batch["tokens"].size)
-        parts = [part for part in self.actor_train.statistics(self.with_log_probs(batch)) if part is not None]
-        num_tokens, num_clipped, kl = (sum(part[name] for part in parts) for name in ("tokens", "clipped", "kl"))
+            self.actor_train.apply(
+                self.actor_train.gradient(self.with_log_probs(batch)) / batch["tokens"].size
+            )
+        parts = [
+            part
+            for part in self.actor_train.statistics(self.with_log_probs(batch))
+            if part is not None
+        ]
+        num_tokens, num_clipped, kl = (
+            sum(part[name] for part in parts) for name in ("tokens", "clipped", "kl")
+        )
         return (
             f"step {step:>2}  reward {batch['rewards'].mean():.4f}  kl {kl / num_tokens:.4f}  "
-            f"clipped {num_clipped / num_tokens:.4f}  critic error {fitted.result()[0]['error']:.4f}"
+            f"clipped {num_clipped / num_tokens:.4f}  critic error "
+            f"{fitted.result()[0]['error']:.4f}"
         )
 
     def with_log_probs(self, batch: Batch) -> Batch:
@@ -133,22 +177,32 @@ class Roles:
 
 
 def with_advantages(batch: Batch) -> Batch:
-    """With ``returns``, discounted and less what the distance from the reference costs, and ``advantages`` over the critic."""
-    rewards: Array = batch["rewards"] - KL_WEIGHT * (batch["old_log_probs"] - batch["reference_log_probs"])
+    """With ``returns``, discounted and less what the distance from the reference costs, and
+    ``advantages`` over the critic.
+    """
+    rewards: Array = batch["rewards"] - KL_WEIGHT * (
+        batch["old_log_probs"] - batch["reference_log_probs"]
+    )
     returns = rewards.copy()
     for position in reversed(range(LENGTH - 1)):
         returns[:, position] += DISCOUNT * returns[:, position + 1]
     advantages = returns - batch["values"]
-    return batch.with_columns(returns=returns, advantages=(advantages - advantages.mean()) / (advantages.std() + 1e-8))
+    return batch.with_columns(
+        returns=returns, advantages=(advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    )
 
 
-# --- what is shown --------------------------------------------------------------------------------------------------------
+# --- what is shown --------------------------------------------------------------------------------
 
 
 def show_placement(resources: ResourceManager, clusters: Sequence[Cluster[Any]]) -> None:
-    """Who holds each device, and where each rank stands. Addresses and times would differ from run to run."""
+    """Who holds each device, and where each rank stands. Addresses and times would differ from run
+    to run.
+    """
     for device in resources.devices:
-        holders = ", ".join(f"{each.holder}/{each.rank}" for each in resources.holders(device.index))
+        holders = ", ".join(
+            f"{each.holder}/{each.rank}" for each in resources.holders(device.index)
+        )
         print(f"device {device.index} of node {device.node_rank}: {holders}")
     for cluster in clusters:
         print(f"\n{cluster.name}")
@@ -164,7 +218,9 @@ def show_rows(clusters: Sequence[Cluster[Role]]) -> None:
         received = cluster.method(Role.rows_received)()
         for method in received[0]:
             counts = ["-" if rows[method] is None else str(rows[method]) for rows in received]
-            print(f"  {f'{cluster.name}.{method}':<24} {'  '.join(f'{count:>2}' for count in counts)}")
+            print(
+                f"  {f'{cluster.name}.{method}':<24} {'  '.join(f'{count:>2}' for count in counts)}"
+            )
 
 
 def run(scheduler: Scheduler, num_steps: int, seed: int) -> None:
@@ -189,10 +245,18 @@ def run(scheduler: Scheduler, num_steps: int, seed: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; returns the exit code."""
-    parser = argparse.ArgumentParser(description="PPO with five roles as worker groups, on any scheduler.")
-    parser.add_argument("--scheduler", help="what runs the workers (default: local)", choices=("local", "ray", "inline"))
+    parser = argparse.ArgumentParser(
+        description="PPO with five roles as worker groups, on any scheduler."
+    )
+    parser.add_argument(
+        "--scheduler",
+        help="what runs the workers (default: local)",
+        choices=("local", "ray", "inline"),
+    )
     parser.add_argument("--steps", help="PPO steps (default: %(default)s)", type=int, default=15)
-    parser.add_argument("--seed", help="of everything that is drawn (default: %(default)s)", type=int, default=0)
+    parser.add_argument(
+        "--seed", help="of everything that is drawn (default: %(default)s)", type=int, default=0
+    )
     parser.set_defaults(scheduler="local")
     given = parser.parse_args(argv)
     for name in ("steps", "seed"):
@@ -204,7 +268,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "inline": {"num_gpus": NUM_DEVICES},
     }
     try:
-        with interruptible(), make_scheduler(given.scheduler, seed=given.seed, **options[given.scheduler]) as scheduler:
+        with (
+            interruptible(),
+            make_scheduler(
+                given.scheduler, seed=given.seed, **options[given.scheduler]
+            ) as scheduler,
+        ):
             run(scheduler, given.steps, given.seed)
     except Interrupted as interrupt:
         print(f"stopped by {interrupt}; everything was ended.", file=sys.stderr)

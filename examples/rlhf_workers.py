@@ -1,8 +1,9 @@
 """The workers of `rlhf_roles.py`: five roles of PPO on a model so small that NumPy is enough.
 
-A response counts on from its prompt: after token ``p`` comes ``(p + STRIDE) % VOCABULARY``, which only the reward knows. The
-policy is an embedding of the token before, which stays as it is, and a head with a row for each token of the vocabulary, which
-is learnt. All arrays are of float64, (N, LENGTH) for N responses where nothing else is said.
+A response counts on from its prompt: after token ``p`` comes ``(p + STRIDE) % VOCABULARY``, which
+only the reward knows. The policy is an embedding of the token before, which stays as it is, and a
+head with a row for each token of the vocabulary, which is learnt. All arrays are of float64, (N,
+LENGTH) for N responses where nothing else is said.
 """
 
 from __future__ import annotations
@@ -72,10 +73,12 @@ class Role(GroupWorker):
         return self.num_rows
 
 
-# --- the actor that learns: rows over dp, the vocabulary over tp ----------------------------------------------------------
+# --- the actor that learns: rows over dp, the vocabulary over tp ----------------------------------
 
 
-def rows_over_dp(topology: Topology, batch: Batch) -> tuple[list[list[Batch]], dict[str, list[Any]]]:
+def rows_over_dp(
+    topology: Topology, batch: Batch
+) -> tuple[list[list[Batch]], dict[str, list[Any]]]:
     """Every rank gets the rows of its dp coordinate."""
     parts = batch.chunk(topology.dp_size, "uneven")
     return [[parts[info.dp_rank] for info in topology.ranks]], {}
@@ -83,11 +86,16 @@ def rows_over_dp(topology: Topology, batch: Batch) -> tuple[list[list[Batch]], d
 
 def _by_coordinates(topology: Topology, results: list[Any]) -> list[list[Any]]:
     """[dp][tp]."""
-    return [[results[topology.rank_at(dp=dp, tp=tp)] for tp in range(topology.tp_size)] for dp in range(topology.dp_size)]
+    return [
+        [results[topology.rank_at(dp=dp, tp=tp)] for tp in range(topology.tp_size)]
+        for dp in range(topology.dp_size)
+    ]
 
 
 def reduce_log_probs(topology: Topology, results: list[Any]) -> Batch:
-    """What an all-reduce over tp would do to a softmax whose vocabulary is cut; the rows of dp one after another."""
+    """What an all-reduce over tp would do to a softmax whose vocabulary is cut; the rows of dp one
+    after another.
+    """
     reduced = []
     for shares in _by_coordinates(topology, results):
         normalizer = log_sum_exp(np.stack([share["normalizer"] for share in shares], axis=-1))
@@ -98,7 +106,9 @@ def reduce_log_probs(topology: Topology, results: list[Any]) -> Batch:
 
 def reduce_gradient(topology: Topology, results: list[Any]) -> Array:
     """The sum over dp; the rows of the vocabulary that lie in tp one after another."""
-    total: Array = np.concatenate([sum(shares) for shares in zip(*_by_coordinates(topology, results), strict=True)])
+    total: Array = np.concatenate(
+        [sum(shares) for shares in zip(*_by_coordinates(topology, results), strict=True)]
+    )
     return total
 
 
@@ -117,7 +127,9 @@ class ActorTrain(Role):
         self.head = initial_head(seed)[self.first : self.first + self.num_tokens]
 
     def _logits(self, rollout: Batch) -> tuple[Array, NDArray[np.bool_], Tokens]:
-        """Of the tokens that lie here; whether a response's token lies here, and its row if it does."""
+        """Of the tokens that lie here; whether a response's token lies here, and its row if it
+        does.
+        """
         logits: Array = self.embedding[tokens_before(rollout)] @ self.head.T
         tokens: Tokens = rollout["tokens"]
         is_here = (self.first <= tokens) & (tokens < self.first + self.num_tokens)
@@ -128,11 +140,18 @@ class ActorTrain(Role):
         """``log_probs`` of the responses' tokens and the softmax's ``normalizer``."""
         self.note("log_probs", rollout)
         logits, is_here, row = self._logits(rollout)
-        return Batch({"normalizer": log_sum_exp(logits), "chosen": np.where(is_here, picked(logits, row), 0.0)})
+        return Batch(
+            {
+                "normalizer": log_sum_exp(logits),
+                "chosen": np.where(is_here, picked(logits, row), 0.0),
+            }
+        )
 
     @register({"dispatch_fn": rows_over_dp, "collect_fn": reduce_gradient})
     def gradient(self, batch: Batch) -> Array:
-        """Gradient of PPO's clipped loss, summed over tokens, for the rows of the head that lie here."""
+        """Gradient of PPO's clipped loss, summed over tokens, for the rows of the head that lie
+        here.
+        """
         self.note("gradient", batch)
         logits, is_here, row = self._logits(batch)
         ratio, advantages = np.exp(batch["log_probs"] - batch["old_log_probs"]), batch["advantages"]
@@ -145,7 +164,9 @@ class ActorTrain(Role):
 
     @register(AxisSharding(shard=("tp",), replicate=("dp",)), shard=("gradient",))
     def apply(self, gradient: Array) -> None:
-        """One step down. ``gradient`` has a row for each token, and each rank gets those that it owns."""
+        """One step down. ``gradient`` has a row for each token, and each rank gets those that it
+        owns.
+        """
         self.head = self.head - self.learning_rate * gradient
 
     @register(AxisSharding(shard=("tp",), replicate=()))
@@ -155,7 +176,9 @@ class ActorTrain(Role):
 
     @register(Dispatch.DP_MP_DISPATCH_FIRST, remainder="uneven", collect=Collect.LIST)
     def statistics(self, batch: Batch | None) -> dict[str, float] | None:
-        """Sums over the tokens of a share. One rank of each dp coordinate is enough, so the others are sent nothing."""
+        """Sums over the tokens of a share. One rank of each dp coordinate is enough, so the others
+        are sent nothing.
+        """
         self.note("statistics", batch)
         if batch is None:
             return None
@@ -167,7 +190,7 @@ class ActorTrain(Role):
         }
 
 
-# --- the others -----------------------------------------------------------------------------------------------------------
+# --- the others -----------------------------------------------------------------------------------
 
 
 class ActorInfer(Role):
@@ -185,7 +208,9 @@ class ActorInfer(Role):
 
     @register(Dispatch.DP_MP_COMPUTE, shard=("prompts",), remainder="pad")
     def generate(self, prompts: Batch, step: int, temperature: float) -> Batch:
-        """``tokens`` and their ``old_log_probs``. Each row draws from a stream of its own, so it does not matter where."""
+        """``tokens`` and their ``old_log_probs``. Each row draws from a stream of its own, so it
+        does not matter where.
+        """
         self.note("generate", prompts)
         streams = [np.random.default_rng([self.seed, step, row]) for row in prompts["row"]]
         noise = np.stack([stream.gumbel(size=(LENGTH, VOCABULARY)) for stream in streams])
@@ -196,7 +221,9 @@ class ActorInfer(Role):
             token = np.argmax(logits + temperature * noise[:, position], axis=-1)
             tokens.append(token)
             log_probs.append(picked(logits, token) - log_sum_exp(logits))
-        return prompts.with_columns(tokens=np.stack(tokens, axis=1), old_log_probs=np.stack(log_probs, axis=1))
+        return prompts.with_columns(
+            tokens=np.stack(tokens, axis=1), old_log_probs=np.stack(log_probs, axis=1)
+        )
 
     @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
     def checkpoint(self) -> Array:
@@ -209,7 +236,9 @@ class Reference(Role):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.layer = embedding(seed) if self.rank_info.is_pipeline_first_stage else initial_head(seed)
+        self.layer = (
+            embedding(seed) if self.rank_info.is_pipeline_first_stage else initial_head(seed)
+        )
 
     @register(AxisSharding(shard=("dp",), replicate=()), remainder="uneven")
     def embed(self, rollout: Batch | None) -> Batch | None:
@@ -224,7 +253,9 @@ class Reference(Role):
         if not self.rank_info.is_pipeline_last_stage:
             return None
         logits = hidden["hidden"] @ self.layer.T
-        return Batch({"reference_log_probs": picked(logits, rollout["tokens"]) - log_sum_exp(logits)})
+        return Batch(
+            {"reference_log_probs": picked(logits, rollout["tokens"]) - log_sum_exp(logits)}
+        )
 
 
 class Critic(Role):
@@ -260,4 +291,10 @@ class Reward(Role):
     def score(self, rollout: Batch) -> Batch:
         """``rewards``: 1 for each token that counts on from the one before it."""
         self.note("score", rollout)
-        return Batch({"rewards": (rollout["tokens"] == (tokens_before(rollout) + STRIDE) % VOCABULARY).astype(np.float64)})
+        return Batch(
+            {
+                "rewards": (
+                    rollout["tokens"] == (tokens_before(rollout) + STRIDE) % VOCABULARY
+                ).astype(np.float64)
+            }
+        )

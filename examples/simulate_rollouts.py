@@ -1,9 +1,11 @@
-"""Try routing policies on simulated rollout instances: how long a batch takes, what the prefix caches save, what failures cost.
+"""Try routing policies on simulated rollout instances: how long a batch takes, what the prefix
+caches save, what failures cost.
 
-    python examples/simulate_rollouts.py --instances 64 --prompts 512 --samples 8 --stragglers 0.05 --failures 3
+    python examples/simulate_rollouts.py --instances 64 --prompts 512 --samples 8 \\
+        --stragglers 0.05 --failures 3
 
-The scheduler is Helmsman's own, on a virtual clock; only the engines are simulated. It prints a table and draws what
-ran over time.
+The scheduler is Helmsman's own, on a virtual clock; only the engines are simulated. It prints a
+table and draws what ran over time.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from helmsman.api.supervision import Monitor
 from helmsman.controller._generation.health import SupervisionPolicy
 from helmsman.controller._generation.request import RequestOptions
 from helmsman.controller._generation.retries import RetryGeneration
-from helmsman.controller._generation.routing import LeastOutstandingTokens, PrefixAffinity, RoundRobin, RoutingPolicy
+from helmsman.controller._generation.routing import (
+    LeastOutstandingTokens,
+    PrefixAffinity,
+    RoundRobin,
+    RoutingPolicy,
+)
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.supervisor import Supervisor
 from helmsman.testing import EngineModel, SimulatedBackend, SimulatedInstance, run_virtually
@@ -64,31 +71,52 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 def make_workload(options: argparse.Namespace) -> Workload:
-    """Groups of samples of one prompt, whose lengths are alike; prompts begin with one of a few system prompts."""
+    """Groups of samples of one prompt, whose lengths are alike; prompts begin with one of a few
+    system prompts.
+    """
     drawn = random.Random(options.seed)
-    prefixes = [[drawn.randrange(32_000) for _ in range(options.prefix_tokens)] for _ in range(_SHARED_PREFIXES)]
+    prefixes = [
+        [drawn.randrange(32_000) for _ in range(options.prefix_tokens)]
+        for _ in range(_SHARED_PREFIXES)
+    ]
     requests, lengths = [], {}
     for prompt in range(options.prompts):
-        tokens = [*drawn.choice(prefixes), *(drawn.randrange(32_000) for _ in range(options.prompt_tokens))]
-        usual = drawn.lognormvariate(math.log(options.mean_tokens) - options.sigma**2 / 2, options.sigma)
+        tokens = [
+            *drawn.choice(prefixes),
+            *(drawn.randrange(32_000) for _ in range(options.prompt_tokens)),
+        ]
+        usual = drawn.lognormvariate(
+            math.log(options.mean_tokens) - options.sigma**2 / 2, options.sigma
+        )
         for sample in range(options.samples):
             request_id = f"{prompt}-{sample}"
-            lengths[request_id] = max(1, min(options.max_tokens, int(usual * drawn.lognormvariate(0.0, 0.25))))
+            lengths[request_id] = max(
+                1, min(options.max_tokens, int(usual * drawn.lognormvariate(0.0, 0.25)))
+            )
             sampling = SamplingParams(max_new_tokens=options.max_tokens)
-            requests.append(GenerationRequest(request_id=request_id, prompt_ids=tokens, sampling=sampling))
+            requests.append(
+                GenerationRequest(request_id=request_id, prompt_ids=tokens, sampling=sampling)
+            )
     return Workload(requests, lengths)
 
 
-async def simulate(name: str, policy: RoutingPolicy, workload: Workload, options: argparse.Namespace) -> Figures:
+async def simulate(
+    name: str, policy: RoutingPolicy, workload: Workload, options: argparse.Namespace
+) -> Figures:
     """Run the workload under a policy."""
     loop, drawn = asyncio.get_running_loop(), random.Random(options.seed)
     model = EngineModel(cached_tokens=options.cache_tokens)
     slow = msgspec.structs.replace(model, slowdown=options.slowdown)
     num_slow = round(options.stragglers * options.instances)
-    models = {f"instance-{index:04}": slow if index < num_slow else model for index in range(options.instances)}
+    models = {
+        f"instance-{index:04}": slow if index < num_slow else model
+        for index in range(options.instances)
+    }
 
     def build(instance_id: str) -> SimulatedInstance:
-        return SimulatedInstance(instance_id, models[instance_id], lambda request: _remaining(request, workload))
+        return SimulatedInstance(
+            instance_id, models[instance_id], lambda request: _remaining(request, workload)
+        )
 
     backend = SimulatedBackend({instance_id: build(instance_id) for instance_id in models})
     everyone = list(backend.instances.values())
@@ -120,7 +148,9 @@ async def simulate(name: str, policy: RoutingPolicy, workload: Workload, options
     tickets = []
     for request in workload.requests:
         expected = workload.lengths[request.request_id] if options.known_lengths else None
-        tickets += requests.put([request], RequestOptions(expected_tokens=expected, priority=expected or 0))
+        tickets += requests.put(
+            [request], RequestOptions(expected_tokens=expected, priority=expected or 0)
+        )
     async for ticket in requests.stream(tickets):
         ticket.future.result()
         ended.append(loop.time())
@@ -133,7 +163,8 @@ async def simulate(name: str, policy: RoutingPolicy, workload: Workload, options
         policy=name,
         makespan_s=ended[-1],
         bound_s=max(work / capacity, max(workload.lengths.values()) / model.rate(1)),
-        cached=sum(each.num_cached_tokens for each in everyone) / sum(each.num_prompt_tokens for each in everyone),
+        cached=sum(each.num_cached_tokens for each in everyone)
+        / sum(each.num_prompt_tokens for each in everyone),
         p95_s=ended[int(0.95 * (len(ended) - 1))],
         num_repeated_tokens=num_new - work,
         running=running,
@@ -150,7 +181,9 @@ def _remaining(request: GenerationRequest, workload: Workload) -> int:
 
 def table(found: Sequence[Figures]) -> str:
     """The figures as people read them."""
-    rows = [("policy", "makespan", "of the bound", "95 % ended", "cached prompts", "generated again")]
+    rows = [
+        ("policy", "makespan", "of the bound", "95 % ended", "cached prompts", "generated again")
+    ]
     rows += [
         (
             each.policy,
@@ -163,7 +196,10 @@ def table(found: Sequence[Figures]) -> str:
         for each in found
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def draw(found: Sequence[Figures], path: Path) -> None:
@@ -177,7 +213,12 @@ def draw(found: Sequence[Figures], path: Path) -> None:
     for each in found:
         times, counts = zip(*each.running, strict=True)
         axes.step(times, counts, where="post", label=f"{each.policy}: {each.makespan_s:.0f} s")
-    axes.axvline(found[0].bound_s, color="gray", linestyle=":", label=f"lower bound: {found[0].bound_s:.0f} s")
+    axes.axvline(
+        found[0].bound_s,
+        color="gray",
+        linestyle=":",
+        label=f"lower bound: {found[0].bound_s:.0f} s",
+    )
     axes.set(xlabel="virtual seconds", ylabel="requests in flight", ylim=(0, None), xlim=(0, None))
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,32 +229,68 @@ def draw(found: Sequence[Figures], path: Path) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--instances", type=int, default=64, help="rollout instances")
-    parser.add_argument("--capacity", type=int, default=64, help="requests that an instance takes at once")
+    parser.add_argument(
+        "--capacity", type=int, default=64, help="requests that an instance takes at once"
+    )
     parser.add_argument("--prompts", type=int, default=512, help="prompts of the batch")
     parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--mean-tokens", type=float, default=1000.0, help="mean length of a sample")
     parser.add_argument("--sigma", type=float, default=1.0, help="spread of the lengths' logarithm")
     parser.add_argument("--max-tokens", type=int, default=16_384, help="longest sample")
-    parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens that a prompt has of its own")
-    parser.add_argument("--prefix-tokens", type=int, default=1024, help="tokens of the system prompts, of which there are 16")
-    parser.add_argument("--cache-tokens", type=int, default=65_536, help="prompt tokens that an instance's cache holds")
-    parser.add_argument("--stragglers", type=float, default=0.0, help="share of instances that are slow")
-    parser.add_argument("--slowdown", type=float, default=3.0, help="how many times slower these are")
-    parser.add_argument("--failures", type=int, default=0, help="instances that are killed while they run")
-    parser.add_argument("--rebuild-s", type=float, default=30.0, help="virtual seconds until a killed one is back")
-    parser.add_argument("--known-lengths", action="store_true", help="tell the scheduler each sample's length beforehand")
-    parser.add_argument("--policy", choices=sorted(POLICIES), action="append", help="only this one (repeatable)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=256, help="tokens that a prompt has of its own"
+    )
+    parser.add_argument(
+        "--prefix-tokens",
+        type=int,
+        default=1024,
+        help="tokens of the system prompts, of which there are 16",
+    )
+    parser.add_argument(
+        "--cache-tokens",
+        type=int,
+        default=65_536,
+        help="prompt tokens that an instance's cache holds",
+    )
+    parser.add_argument(
+        "--stragglers", type=float, default=0.0, help="share of instances that are slow"
+    )
+    parser.add_argument(
+        "--slowdown", type=float, default=3.0, help="how many times slower these are"
+    )
+    parser.add_argument(
+        "--failures", type=int, default=0, help="instances that are killed while they run"
+    )
+    parser.add_argument(
+        "--rebuild-s", type=float, default=30.0, help="virtual seconds until a killed one is back"
+    )
+    parser.add_argument(
+        "--known-lengths",
+        action="store_true",
+        help="tell the scheduler each sample's length beforehand",
+    )
+    parser.add_argument(
+        "--policy", choices=sorted(POLICIES), action="append", help="only this one (repeatable)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/simulation.png"), help="where the picture goes")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/simulation.png"), help="where the picture goes"
+    )
     options = parser.parse_args(arguments)
     for name in ("instances", "capacity", "prompts", "samples", "max_tokens"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; expected 1 or more")
+            parser.error(
+                f"--{name.replace('_', '-')} is {getattr(options, name)}; expected 1 or more"
+            )
     if not 0 <= options.failures <= options.instances:
-        parser.error(f"--failures is {options.failures}; expected 0 to {options.instances}, the number of instances")
+        parser.error(
+            f"--failures is {options.failures}; expected 0 to {options.instances}, the number of "
+            "instances"
+        )
     return options
 
 
@@ -222,9 +299,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     workload = make_workload(options)
     began = time.perf_counter()
-    found = [run_virtually(simulate(name, POLICIES[name](), workload, options)) for name in options.policy or POLICIES]
+    found = [
+        run_virtually(simulate(name, POLICIES[name](), workload, options))
+        for name in options.policy or POLICIES
+    ]
     num_tokens = sum(workload.lengths.values())
-    print(f"{len(workload.requests):,} requests of {num_tokens:,} tokens on {options.instances:,} instances")
+    print(
+        f"{len(workload.requests):,} requests of {num_tokens:,} tokens on {options.instances:,} "
+        "instances"
+    )
     print(table(found))
     draw(found, options.out)
     print(f"simulated in {time.perf_counter() - began:.1f} s; {options.out}")

@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from helmsman.controller._generation.request import RequestOptions as RequestOptions
     from helmsman.controller._generation.retries import RetryGeneration as RetryGeneration
     from helmsman.controller._generation.retries import RetryUnbegun as RetryUnbegun
-    from helmsman.controller._generation.routing import LeastOutstandingTokens as LeastOutstandingTokens
+    from helmsman.controller._generation.routing import (
+        LeastOutstandingTokens as LeastOutstandingTokens,
+    )
     from helmsman.controller._generation.routing import PrefixAffinity as PrefixAffinity
     from helmsman.controller._generation.routing import RoundRobin as RoundRobin
     from helmsman.controller._generation.routing import SessionAffinity as SessionAffinity
@@ -57,7 +59,9 @@ if TYPE_CHECKING:
     from helmsman.controller._ray_backend.scheduler import (
         get_placement_group_master_ip_and_port as get_placement_group_master_ip_and_port,
     )
-    from helmsman.controller._rollout.rollout_controller import RolloutController as RolloutController
+    from helmsman.controller._rollout.rollout_controller import (
+        RolloutController as RolloutController,
+    )
     from helmsman.controller._schedulers.factory import make_scheduler as make_scheduler
     from helmsman.controller._schedulers.inline import InlineScheduler as InlineScheduler
     from helmsman.controller._schedulers.local import LocalScheduler as LocalScheduler
@@ -70,7 +74,9 @@ if TYPE_CHECKING:
     from helmsman.controller._weight_sync.sync import ViaMemory as ViaMemory
     from helmsman.controller._weight_sync.sync import WeightSync as WeightSync
     from helmsman.controller._worker_groups.cluster import Cluster as Cluster
-    from helmsman.controller._worker_groups.resource_manager import ResourceManager as ResourceManager
+    from helmsman.controller._worker_groups.resource_manager import (
+        ResourceManager as ResourceManager,
+    )
     from helmsman.controller._workflows.executor import WorkflowExecutor as WorkflowExecutor
     from helmsman.controller._workflows.reward_pool import RewardPool as RewardPool
     from helmsman.controller._workflows.staleness import BoundedStaleness as BoundedStaleness

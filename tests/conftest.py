@@ -17,21 +17,26 @@ import pytest
 pytest.register_assert_rewrite("helmsman.testing.contract")
 
 # How long an example takes depends on what else the machine does.
-hypothesis.settings.register_profile("any speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "any speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("any speed")
 
 SESSION_ENV_VAR = "HELMSMAN_TEST_SESSION"
 SESSION = uuid.uuid4().hex
 GRACE_S = 10.0
 
-# In the background of a shell that has it ignored, what the tests start would be deaf to Ctrl-C, too: only that is inherited.
+# In the background of a shell that has it ignored, what the tests start would be deaf to Ctrl-C,
+# too: only that is inherited.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Under nohup: the kernel sends SIGHUP, then SIGCONT to stopped workers whose raylet has exited, and the first must end them.
+# Under nohup: the kernel sends SIGHUP, then SIGCONT to stopped workers whose raylet has exited, and
+# the first must end them.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Inherited by every process that a test causes, also by those that left its process group or were adopted by init.
+# Inherited by every process that a test causes, also by those that left its process group or were
+# adopted by init.
 os.environ[SESSION_ENV_VAR] = SESSION
 
 # Records and logs of the tests lie below TMPDIR, and not among those of the user's own runs.
@@ -45,14 +50,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the modules that are imported by now from garbage collection: engines and tests that ask for one wait for it."""
+    """Spare the modules that are imported by now from garbage collection: engines and tests that
+    ask for one wait for it.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Processes share the tests by files, but for folders whose files share a Ray cluster: to start one costs seconds."""
+    """Processes share the tests by files, but for folders whose files share a Ray cluster: to start
+    one costs seconds.
+    """
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
     class ByCluster(LoadFileScheduling):  # type: ignore[misc]
@@ -84,7 +93,9 @@ def _environ(process: psutil.Process) -> dict[str, str]:
 def _is_left_over(process: psutil.Process) -> bool:
     try:
         # Python's own tracker of shared memory ends with this process.
-        tracker = process.ppid() == os.getpid() and "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+        tracker = process.ppid() == os.getpid() and "multiprocessing.resource_tracker" in " ".join(
+            process.cmdline()
+        )
         return process.status() != psutil.STATUS_ZOMBIE and not tracker
     except psutil.NoSuchProcess:
         return False
@@ -93,14 +104,18 @@ def _is_left_over(process: psutil.Process) -> bool:
 def _describe(process: psutil.Process) -> str:
     try:
         run = _environ(process).get("HELMSMAN_RUN", "none")
-        return f"pid {process.pid} (parent {process.ppid()}, run {run}): {' '.join(process.cmdline())[:200]}"
+        return (
+            f"pid {process.pid} (parent {process.ppid()}, run {run}): "
+            f"{' '.join(process.cmdline())[:200]}"
+        )
     except psutil.Error:
         return f"pid {process.pid}"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_outlives_the_session() -> Iterator[None]:
-    """Error at the end of the session if a process of the tests is still there after the 10 s that Helmsman promises.
+    """Error at the end of the session if a process of the tests is still there after the 10 s that
+    Helmsman promises.
 
     It is set up before every other session fixture, so it looks after the last of them is gone.
     """
@@ -112,4 +127,7 @@ def nothing_outlives_the_session() -> Iterator[None]:
     for process in left:
         process.kill()
     if described:
-        pytest.fail("processes outlived the test session (now killed):\n  " + "\n  ".join(described), pytrace=False)
+        pytest.fail(
+            "processes outlived the test session (now killed):\n  " + "\n  ".join(described),
+            pytrace=False,
+        )

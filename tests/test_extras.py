@@ -13,7 +13,9 @@ import pytest
 from helmsman.api.extras import EXTRA_OF, install_command
 
 ROOT = Path(__file__).parent.parent
-EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+    "optional-dependencies"
+]
 FOR_USERS = sorted(EXTRAS.keys() - {"dev"})
 
 
@@ -39,9 +41,18 @@ def test_readme_has_install_command(extra: str) -> None:
 
 
 def run_without(packages: list[str], code: str) -> str:
-    """Run a driver without these packages; returns its output. None in sys.modules fails an import."""
+    """Run a driver without these packages; returns its output. None in sys.modules fails an
+    import.
+    """
     script = f"import sys; sys.modules.update(dict.fromkeys({packages!r}))\n{code}"
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, cwd=ROOT, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=ROOT,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
@@ -79,13 +90,18 @@ with make_scheduler("inline") as scheduler:
 @pytest.mark.parametrize("package", ["torch", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_engine_names_install_command(package: str) -> None:
     said = run_without([package], CREATE)
-    assert f"FSDPTrainEngine needs the package {package!r}, which is not installed in this environment" in said
+    assert (
+        f"FSDPTrainEngine needs the package {package!r}, which is not installed in this environment"
+        in said
+    )
     assert install_command(package) in said
 
 
 @pytest.mark.slow
 def test_grpo_hf_names_install_command() -> None:
-    begin = "from helmsman.recipes.command import main; print(main('grpo', ['--config', 'cpu_smoke']))"
+    begin = (
+        "from helmsman.recipes.command import main; print(main('grpo', ['--config', 'cpu_smoke']))"
+    )
     said = run_without(["transformers"], f"sys.stderr = sys.stdout\n{begin}")
     assert "the tokenizer of a model folder needs the package 'transformers'" in said
     assert install_command("transformers") in said

@@ -24,7 +24,9 @@ ALLOWED = {
     "testing": {"testing", "api", ""},
     "recipes": {"recipes", "engines", "api", ""},
 }
-"""Room -> rooms that it may import. '' is the package itself, whose names are public; it imports every room but `testing`."""
+"""Room -> rooms that it may import. '' is the package itself, whose names are public; it imports
+every room but `testing`.
+"""
 
 LAYERS = {
     "controller": [
@@ -50,15 +52,29 @@ LAYERS = {
         {"rollout", "server_engine", "train", "vllm_engine"},
     ],
 }
-"""The parts of each room from the bottom up. A part may import the layers below its own, and nothing beside it."""
+"""The parts of each room from the bottom up. A part may import the layers below its own, and
+nothing beside it.
+"""
 
 LIGHT = {"msgspec", "cloudpickle"}
 """Third-party packages that the contracts may import at module level."""
 
-HEAVY = {"torch", "ray", "numpy", "transformers", "safetensors", "matplotlib", "rich", "reasoning_gym", "aiohttp"}
+HEAVY = {
+    "torch",
+    "ray",
+    "numpy",
+    "transformers",
+    "safetensors",
+    "matplotlib",
+    "rich",
+    "reasoning_gym",
+    "aiohttp",
+}
 
 NEEDS_TORCH = {"helmsman.rpc_server._wire.tensors"}
-"""Modules outside engines that import torch at module level, because they are imported only with a tensor in hand."""
+"""Modules outside engines that import torch at module level, because they are imported only with a
+tensor in hand.
+"""
 
 NEEDS_RAY = {
     "helmsman.controller._ray_backend.placement_groups",
@@ -83,7 +99,9 @@ def module_name(path: Path) -> str:
 
 
 def imported_names(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything imported; for `from a import b` it is a.b, since b may be a module."""
+    """(line, dotted name) of everything imported; for `from a import b` it is a.b, since b may be a
+    module.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -102,10 +120,14 @@ def tree_of(path: Path) -> ast.Module:
 
 @functools.cache
 def imports_of(path: Path, *, module_level: bool = False) -> list[tuple[int, str]]:
-    """(line, dotted name) of what a module imports; of its own statements alone where only the module level counts."""
+    """(line, dotted name) of what a module imports; of its own statements alone where only the
+    module level counts.
+    """
     tree = tree_of(path)
     if module_level:
-        tree = ast.Module([each for each in tree.body if isinstance(each, ast.Import | ast.ImportFrom)], [])
+        tree = ast.Module(
+            [each for each in tree.body if isinstance(each, ast.Import | ast.ImportFrom)], []
+        )
     return list(imported_names(tree, module_name(path), path.name == "__init__.py"))
 
 
@@ -141,14 +163,17 @@ def test_recipes_import_public_modules_only() -> None:
         for path in SOURCES
         if path.is_relative_to(PACKAGE / "recipes")
         for line, name in imports_of(path)
-        if room_of(name) not in (None, "recipes") and any(part.startswith("_") for part in name.split("."))
+        if room_of(name) not in (None, "recipes")
+        and any(part.startswith("_") for part in name.split("."))
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_package_loads_no_test_tools() -> None:
     files = [path for path in SOURCES if path.parent == PACKAGE]
-    assert not [name for path in files for _, name in imports_of(path) if room_of(name) == "testing"]
+    assert not [
+        name for path in files for _, name in imports_of(path) if room_of(name) == "testing"
+    ]
     assert not [home for home in helmsman._HOMES.values() if room_of(home) == "testing"]
 
 
@@ -160,7 +185,11 @@ def part_of(name: str) -> str:
 @pytest.mark.parametrize("room", LAYERS)
 def test_room_parts_import_only_layers_below(room: str) -> None:
     level = {part: number for number, layer in enumerate(LAYERS[room]) for part in layer}
-    sources = [path for path in SOURCES if path.is_relative_to(PACKAGE / room) and path.parent != PACKAGE / room]
+    sources = [
+        path
+        for path in SOURCES
+        if path.is_relative_to(PACKAGE / room) and path.parent != PACKAGE / room
+    ]
     sources += [path for path in (PACKAGE / room).glob("*.py") if path.name != "__init__.py"]
     found = {part_of(module_name(path)) for path in sources}
     assert found == set(level), "every part has its layer"
@@ -208,11 +237,15 @@ def test_contracts_import_light_packages() -> None:
     ],
 )
 def test_imported_names_of_every_form(source: str, names: list[str]) -> None:
-    assert [name for _, name in imported_names(ast.parse(source), "helmsman.api.module", False)] == names
+    assert [
+        name for _, name in imported_names(ast.parse(source), "helmsman.api.module", False)
+    ] == names
 
 
 def run_python(code: str, *args: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -257,11 +290,18 @@ for name in helmsman.__all__:
 
 
 def modules_of(*rooms: str) -> list[str]:
-    return [module_name(path) for room in rooms for path in SOURCES if path.is_relative_to(PACKAGE / room)]
+    return [
+        module_name(path)
+        for room in rooms
+        for path in SOURCES
+        if path.is_relative_to(PACKAGE / room)
+    ]
 
 
 def import_without(refused: set[str], modules: list[str]) -> list[str]:
-    """Import modules where these packages are not installed; returns the public names that are missing, and why."""
+    """Import modules where these packages are not installed; returns the public names that are
+    missing, and why.
+    """
     return run_python(IMPORT_WITHOUT, json.dumps(sorted(refused)), json.dumps(modules)).splitlines()
 
 
@@ -285,10 +325,17 @@ def test_ray_modules_import_without_torch() -> None:
 
 
 def test_ray_imported_only_where_needed() -> None:
-    """Engines import neither Ray nor the controller, so no subprocess has to load torch to show that they need no Ray."""
+    """Engines import neither Ray nor the controller, so no subprocess has to load torch to show
+    that they need no Ray.
+    """
     at_module_level = {
-        module_name(path) for path in SOURCES for _, name in imports_of(path, module_level=True) if name.split(".")[0] == "ray"
+        module_name(path)
+        for path in SOURCES
+        for _, name in imports_of(path, module_level=True)
+        if name.split(".")[0] == "ray"
     }
     assert at_module_level <= NEEDS_RAY
     in_engines = [path for path in SOURCES if path.is_relative_to(PACKAGE / "engines")]
-    assert not [name for path in in_engines for _, name in imports_of(path) if name.split(".")[0] == "ray"]
+    assert not [
+        name for path in in_engines for _, name in imports_of(path) if name.split(".")[0] == "ray"
+    ]

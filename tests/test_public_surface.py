@@ -136,10 +136,14 @@ def test_star_import() -> None:
 
 
 def test_version_written_once() -> None:
-    """pyproject.toml reads the version from the package, so an installed and a copied Helmsman agree."""
+    """pyproject.toml reads the version from the package, so an installed and a copied Helmsman
+    agree.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "helmsman.api.version.__version__"}
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "helmsman.api.version.__version__"
+    }
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", helmsman.__version__)
 
 

@@ -17,7 +17,9 @@ def test_readme_example_prints(tmp_path: Path) -> None:
     """As it stands there; that the other schedulers answer the same is part of the contract."""
     script = tmp_path / "example.py"
     script.write_text(re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[0])
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=90, check=False)
+    ran = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=90, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == "[42, 42]"
 
@@ -32,6 +34,6 @@ def test_page_links_lead_to_headings(page: Path) -> None:
         assert path.exists(), target
         if heading:
             titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-            assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, (
-                f"{target}#{heading}"
-            )
+            assert heading in {
+                re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles
+            }, f"{target}#{heading}"

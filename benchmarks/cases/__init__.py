@@ -1,3 +1,16 @@
 """All cases, declared by being imported."""
 
-from benchmarks.cases import calls, groups, imports, packing, payload, planner, simulated, start, tls, up, watching, weights  # noqa: F401
+from benchmarks.cases import (  # noqa: F401
+    calls,
+    groups,
+    imports,
+    packing,
+    payload,
+    planner,
+    simulated,
+    start,
+    tls,
+    up,
+    watching,
+    weights,
+)

@@ -24,7 +24,12 @@ THROUGHPUT_GOALS = {"ray": ">= 1", "local": ">= 1"}
 
 
 def _latency(backend: str) -> None:
-    @case(f"calls.{backend}.sync", unit="us", goal=LATENCY_GOALS[backend], floor="ray.get(actor.ping.remote())")
+    @case(
+        f"calls.{backend}.sync",
+        unit="us",
+        goal=LATENCY_GOALS[backend],
+        floor="ray.get(actor.ping.remote())",
+    )
     def sync(world: World) -> Pair:
         import ray
 
@@ -37,7 +42,12 @@ def _latency(backend: str) -> None:
             warm_up=50,
         )
 
-    @case(f"calls.{backend}.async", unit="us", goal=LATENCY_GOALS[backend], floor="await actor.ping.remote()")
+    @case(
+        f"calls.{backend}.async",
+        unit="us",
+        goal=LATENCY_GOALS[backend],
+        floor="await actor.ping.remote()",
+    )
     def awaited(world: World) -> Pair:
         scheduler, actor = world.workers(backend), world.actors[0]
 
@@ -62,16 +72,30 @@ def _latency(backend: str) -> None:
 def _each(backend: str, num_workers: int) -> None:
     goal = EACH_OF_16_GOALS[backend] if num_workers == 16 else ""
 
-    @case(f"calls.{backend}.each_of_{num_workers}", unit="us", goal=goal, floor="ray.get of a bare call to each")
+    @case(
+        f"calls.{backend}.each_of_{num_workers}",
+        unit="us",
+        goal=goal,
+        floor="ray.get of a bare call to each",
+    )
     def each(world: World) -> Pair:
         """As the controllers and worker groups call their workers."""
         scheduler = world.workers(backend)
         calls = {f"w/{index}": Call() for index in range(num_workers)}
         return _beside_bare(
-            world, num_workers, lambda: run_sync(call_all(scheduler, "w", "ping", calls, engine_name=ENGINE, timeout=60))
+            world,
+            num_workers,
+            lambda: run_sync(
+                call_all(scheduler, "w", "ping", calls, engine_name=ENGINE, timeout=60)
+            ),
         )
 
-    @case(f"calls.{backend}.gathered_{num_workers}", unit="us", goal=goal, floor="ray.get of a bare call to each")
+    @case(
+        f"calls.{backend}.gathered_{num_workers}",
+        unit="us",
+        goal=goal,
+        floor="ray.get of a bare call to each",
+    )
     def gathered(world: World) -> Pair:
         """By asyncio.gather on the script's own loop."""
         return _beside_bare(world, num_workers, _gathered(world, backend, num_workers, num_workers))
@@ -81,7 +105,13 @@ def _beside_bare(world: World, num_workers: int, ours: Callable[[], Any]) -> Pai
     import ray
 
     actors = world.actors[:num_workers]
-    return Pair(ours=ours, floor=lambda: ray.get([actor.ping.remote() for actor in actors]), rounds=12, repeats=15, warm_up=10)
+    return Pair(
+        ours=ours,
+        floor=lambda: ray.get([actor.ping.remote() for actor in actors]),
+        rounds=12,
+        repeats=15,
+        warm_up=10,
+    )
 
 
 def _pipelined(backend: str, num_workers: int) -> None:
@@ -97,7 +127,9 @@ def _pipelined(backend: str, num_workers: int) -> None:
         actors = world.actors[:num_workers]
         return Pair(
             ours=_gathered(world, backend, num_workers, IN_FLIGHT),
-            floor=lambda: ray.get([actors[index % num_workers].ping.remote() for index in range(IN_FLIGHT)]),
+            floor=lambda: ray.get(
+                [actors[index % num_workers].ping.remote() for index in range(IN_FLIGHT)]
+            ),
             rounds=6,
             per_run=IN_FLIGHT,
         )
@@ -108,7 +140,10 @@ def _gathered(world: World, backend: str, num_workers: int, num_calls: int) -> C
     scheduler = world.workers(backend)
 
     async def all_of_them() -> None:
-        calls = (scheduler.async_call_engine(f"w/{index % num_workers}", "ping", ENGINE) for index in range(num_calls))
+        calls = (
+            scheduler.async_call_engine(f"w/{index % num_workers}", "ping", ENGINE)
+            for index in range(num_calls)
+        )
         await asyncio.gather(*calls)
 
     return lambda: world.run(all_of_them())
@@ -122,7 +157,11 @@ for _backend in ("ray", "local"):
         _pipelined(_backend, _num_workers)
 
 
-@case("calls.local.socket", unit="us", floor="a round trip of the same messages over a bare Unix socket")
+@case(
+    "calls.local.socket",
+    unit="us",
+    floor="a round trip of the same messages over a bare Unix socket",
+)
 def local_socket(world: World) -> Pair:
     """How far a local call is from what the operating system and the wire format allow."""
     scheduler = world.workers("local")

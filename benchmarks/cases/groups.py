@@ -1,4 +1,6 @@
-"""Worker groups: beside the calls that they are made of, beside copying the bytes that they move; one value to many workers."""
+"""Worker groups: beside the calls that they are made of, beside copying the bytes that they move;
+one value to many workers.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Counted:
 
 def _cluster(world: World, backend: str, name: str, num_ranks: int) -> Cluster[Member]:
     """A group for the time of the case."""
-    manager = world.until_case_ends.enter_context(ResourceManager(0, scheduler=world.scheduler(backend)))
+    manager = world.until_case_ends.enter_context(
+        ResourceManager(0, scheduler=world.scheduler(backend))
+    )
     config = ClusterConfig(world_size=num_ranks, num_cpus=0.5)
     return world.until_case_ends.enter_context(Cluster(name, Member, manager, config))
 
@@ -65,24 +69,40 @@ def _declare(backend: str) -> None:
     def empty(world: World) -> Pair:
         one = _cluster(world, backend, "one", RANKS)
         return Pair(
-            ours=lambda: one.method(Member.take)(None), floor=lambda: _singly(one, None), rounds=12, repeats=20, warm_up=10
+            ours=lambda: one.method(Member.take)(None),
+            floor=lambda: _singly(one, None),
+            rounds=12,
+            repeats=20,
+            warm_up=10,
         )
 
     @case(f"groups.{backend}.replicated", unit="ms", floor="64 MB sent to each rank by itself")
     def replicated(world: World) -> Pair:
         one, value = _cluster(world, backend, "one", RANKS), value_of("torch", NUM_BYTES)
-        return Pair(ours=lambda: one.method(Member.take)(value), floor=lambda: _singly(one, value), rounds=5, warm_up=2)
+        return Pair(
+            ours=lambda: one.method(Member.take)(value),
+            floor=lambda: _singly(one, value),
+            rounds=5,
+            warm_up=2,
+        )
 
     @case(f"groups.{backend}.cut", unit="ms", floor="memcpy of the 64 MB")
     def cut(world: World) -> Pair:
         one, batch = _cluster(world, backend, "one", RANKS), _batch()
-        return Pair(ours=lambda: one.method(Member.share)(batch), floor=_copy(batch), rounds=7, warm_up=2)
+        return Pair(
+            ours=lambda: one.method(Member.share)(batch), floor=_copy(batch), rounds=7, warm_up=2
+        )
 
     @case(f"groups.{backend}.there_and_back", unit="ms", floor="memcpy of the 64 MB, twice")
     def there_and_back(world: World) -> Pair:
         one, batch = _cluster(world, backend, "one", RANKS), _batch()
         copy = _copy(batch)
-        return Pair(ours=lambda: one.method(Member.same)(batch), floor=lambda: (copy(), copy()), rounds=7, warm_up=2)
+        return Pair(
+            ours=lambda: one.method(Member.same)(batch),
+            floor=lambda: (copy(), copy()),
+            rounds=7,
+            warm_up=2,
+        )
 
     @case(f"groups.{backend}.kept", unit="ms", floor="64 MB to a second group through the script")
     def kept(world: World) -> Pair:
@@ -112,7 +132,10 @@ def _declare(backend: str) -> None:
 
     @case(f"fanout.{backend}.packed", unit="times", goal="<= 1", floor="once")
     def packed(world: World) -> Pair:
-        many, value = _cluster(world, backend, "many", FAN_OUT), Counted(value_of("numpy", NUM_BYTES))
+        many, value = (
+            _cluster(world, backend, "many", FAN_OUT),
+            Counted(value_of("numpy", NUM_BYTES)),
+        )
 
         def counted() -> int:
             before = Counted.num_packed
@@ -126,7 +149,12 @@ def _singly(group: Cluster[Member], argument: Any) -> None:
     scheduler = group.scheduler
 
     async def all_of_them() -> None:
-        await asyncio.gather(*(scheduler.async_call_engine(worker.id, "take", None, argument) for worker in group.workers))
+        await asyncio.gather(
+            *(
+                scheduler.async_call_engine(worker.id, "take", None, argument)
+                for worker in group.workers
+            )
+        )
 
     run_sync(all_of_them())
 

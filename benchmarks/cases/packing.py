@@ -27,13 +27,24 @@ MAX_TOKENS = 2048
 
 
 def _lengths(kind: str) -> list[int]:
-    """Tokens of 32 samples: all of one length, or as of chains of thought, most of them short and a few ten times as long."""
+    """Tokens of 32 samples: all of one length, or as of chains of thought, most of them short and a
+    few ten times as long.
+    """
     draw = random.Random(0)
-    return [256] * 32 if kind == "even" else [min(1024, max(16, int(draw.lognormvariate(5.0, 0.9)))) for _ in range(32)]
+    return (
+        [256] * 32
+        if kind == "even"
+        else [min(1024, max(16, int(draw.lognormvariate(5.0, 0.9)))) for _ in range(32)]
+    )
 
 
 def _declare(kind: str, goal: str) -> None:
-    @case(f"packing.{kind}", unit="tokens/s", goal=goal, floor="the same batch sorted by length and padded")
+    @case(
+        f"packing.{kind}",
+        unit="tokens/s",
+        goal=goal,
+        floor="the same batch sorted by length and padded",
+    )
     def packing(world: World) -> Pair:
         from helmsman.controller._training.train_controller import TrainController
 
@@ -47,7 +58,11 @@ def _declare(kind: str, goal: str) -> None:
                 scheduler,
                 "helmsman.engines.train.FSDPTrainEngine",
                 Job(role=role, replicas=1, tasks=[SchedulingSpec(cpu=0.1)]),
-                engine_kwargs={"model": MODEL, "max_tokens_per_micro_batch": MAX_TOKENS, "packing": packing},
+                engine_kwargs={
+                    "model": MODEL,
+                    "max_tokens_per_micro_batch": MAX_TOKENS,
+                    "packing": packing,
+                },
             )
             world.until_case_ends.enter_context(trainer)
             trainer.initialize()
@@ -59,7 +74,13 @@ def _declare(kind: str, goal: str) -> None:
 
             return step
 
-        return Pair(ours=engine("packed", True), floor=engine("padded", False), rounds=7, returns_figure=True, warm_up=1)
+        return Pair(
+            ours=engine("packed", True),
+            floor=engine("padded", False),
+            rounds=7,
+            returns_figure=True,
+            warm_up=1,
+        )
 
 
 _declare("skewed", ">= 1")

@@ -1,7 +1,8 @@
-"""One call with a tensor or an array as its argument or result: beside a bare Ray call with the same value, and beside a copy.
+"""One call with a tensor or an array as its argument or result: beside a bare Ray call with the
+same value, and beside a copy.
 
-An argument has arrived when the method has it in memory of its own that may be written to; Ray's own numpy arguments are
-read-only views.
+An argument has arrived when the method has it in memory of its own that may be written to; Ray's
+own numpy arguments are read-only views.
 """
 
 from __future__ import annotations
@@ -18,21 +19,41 @@ LARGE = {"512MB": 512 << 20}
 ROUNDS = {"1KB": (10, 40), "1MB": (10, 10), "64MB": (7, 1), "512MB": (3, 1)}
 
 
-def _declare(group: str, backend: str, kind: str, size: str, num_bytes: int, direction: str) -> None:
+def _declare(
+    group: str, backend: str, kind: str, size: str, num_bytes: int, direction: str
+) -> None:
     name = f"{group}.{backend}.{kind}.{size}.{direction}"
     is_default = group == "payload"
     rounds, repeats = ROUNDS[size]
     fast = kind == "torch" and size in ("64MB", "512MB")
 
-    @case(name, unit="ms", goal="<= 1/15" if fast and backend == "ray" else "", floor="a bare Ray call", is_default=is_default)
+    @case(
+        name,
+        unit="ms",
+        goal="<= 1/15" if fast and backend == "ray" else "",
+        floor="a bare Ray call",
+        is_default=is_default,
+    )
     def beside_ray(world: World) -> Pair:
         ours = _ours(world, backend, kind, num_bytes, direction)
-        return Pair(ours=ours, floor=_bare(world, kind, num_bytes, direction), rounds=rounds, repeats=repeats, warm_up=2)
+        return Pair(
+            ours=ours,
+            floor=_bare(world, kind, num_bytes, direction),
+            rounds=rounds,
+            repeats=repeats,
+            warm_up=2,
+        )
 
     if num_bytes < SIZES["64MB"]:
         return
 
-    @case(f"{name}.copy", unit="ms", goal="<= 2" if fast and backend == "local" else "", floor="memcpy", is_default=is_default)
+    @case(
+        f"{name}.copy",
+        unit="ms",
+        goal="<= 2" if fast and backend == "local" else "",
+        floor="memcpy",
+        is_default=is_default,
+    )
     def beside_a_copy(world: World) -> Pair:
         value = value_of("numpy", num_bytes)
         target = value.copy()
@@ -40,10 +61,18 @@ def _declare(group: str, backend: str, kind: str, size: str, num_bytes: int, dir
         def copy() -> None:
             target[:] = value
 
-        return Pair(ours=_ours(world, backend, kind, num_bytes, direction), floor=copy, rounds=rounds, repeats=3, warm_up=2)
+        return Pair(
+            ours=_ours(world, backend, kind, num_bytes, direction),
+            floor=copy,
+            rounds=rounds,
+            repeats=3,
+            warm_up=2,
+        )
 
 
-def _ours(world: World, backend: str, kind: str, num_bytes: int, direction: str) -> Callable[[], Any]:
+def _ours(
+    world: World, backend: str, kind: str, num_bytes: int, direction: str
+) -> Callable[[], Any]:
     scheduler = world.workers(backend)
     if direction == "argument":
         value = value_of(kind, num_bytes)

@@ -21,7 +21,12 @@ def cluster(num_nodes: int) -> ClusterSnapshot:
     """Nodes of eight GPUs."""
     total = {"CPU": 128.0, "GPU": float(DEVICES), "memory": 1e12}
     nodes = [
-        NodeState(node_id=f"n{index}", address=f"10.0.{index // 256}.{index % 256}", total=dict(total), available=dict(total))
+        NodeState(
+            node_id=f"n{index}",
+            address=f"10.0.{index // 256}.{index % 256}",
+            total=dict(total),
+            available=dict(total),
+        )
         for index in range(num_nodes)
     ]
     return ClusterSnapshot(nodes=tuple(nodes))
@@ -37,7 +42,11 @@ SIZES: dict[str, tuple[int, list[Job]]] = {
     "1250.instances_of_4": (1250, [job("rollout", 2000, 4)]),
     "1250.three_jobs": (
         1250,
-        [job("train", 2000, 1, "shared"), job("rollout", 1500, 4), job("server", 100, 16, "deferred")],
+        [
+            job("train", 2000, 1, "shared"),
+            job("rollout", 1500, 4),
+            job("server", 100, 16, "deferred"),
+        ],
     ),
     "12500.one_group": (12500, [job("train", 100_000, 1, "shared")]),
     "12500.instances_of_1": (12500, [job("rollout", 100_000, 1)]),
@@ -45,14 +54,20 @@ SIZES: dict[str, tuple[int, list[Job]]] = {
     "12500.spread": (12500, [job("train", 100_000, 1, node_packing="spread")]),
     "12500.three_jobs": (
         12500,
-        [job("train", 40_000, 1, "shared"), job("rollout", 10_000, 4), job("server", 1250, 16, "deferred")],
+        [
+            job("train", 40_000, 1, "shared"),
+            job("rollout", 10_000, 4),
+            job("server", 1250, 16, "deferred"),
+        ],
     ),
     "12500.one_too_many": (12500, [job("train", 100_001, 1)]),
 }
 
 
 def first_fit(num_nodes: int, jobs: list[Job]) -> list[tuple[str, int, int]]:
-    """(role, replica, node) for each device, by a loop that looks at nothing but the number of free devices."""
+    """(role, replica, node) for each device, by a loop that looks at nothing but the number of free
+    devices.
+    """
     free = [DEVICES] * num_nodes
     placed, node = [], 0  # type: ignore[var-annotated]
     for each in jobs:
@@ -68,10 +83,19 @@ def first_fit(num_nodes: int, jobs: list[Job]) -> list[tuple[str, int, int]]:
 
 
 def _declare(name: str, num_nodes: int, jobs: list[Job]) -> None:
-    @case(f"planner.{name}", unit="s", floor="a first-fit loop over free devices, which knows no other constraint")
+    @case(
+        f"planner.{name}",
+        unit="s",
+        floor="a first-fit loop over free devices, which knows no other constraint",
+    )
     def planned(world: World) -> Pair:
         snapshot = cluster(num_nodes)
-        return Pair(ours=lambda: plan_jobs(snapshot, jobs), floor=lambda: first_fit(num_nodes, jobs), rounds=3, warm_up=0)
+        return Pair(
+            ours=lambda: plan_jobs(snapshot, jobs),
+            floor=lambda: first_fit(num_nodes, jobs),
+            rounds=3,
+            warm_up=0,
+        )
 
 
 for _name, (_num_nodes, _jobs) in SIZES.items():
@@ -79,12 +103,16 @@ for _name, (_num_nodes, _jobs) in SIZES.items():
 
 
 def planted(rng: random.Random, num_nodes: int) -> tuple[ClusterSnapshot, list[Job]]:
-    """Nodes cut at random into bundles without a remainder, and the jobs that ask for just these bundles."""
+    """Nodes cut at random into bundles without a remainder, and the jobs that ask for just these
+    bundles.
+    """
     nodes, bundles = [], Counter[tuple[int, int]]()
     for index in range(num_nodes):
         gpu, cpu = rng.choice([4, 8, 8]), rng.choice([32, 64])
         total = {"GPU": float(gpu), "CPU": float(cpu)}
-        nodes.append(NodeState(node_id=f"n{index}", address=f"n{index}", total=total, available=total))
+        nodes.append(
+            NodeState(node_id=f"n{index}", address=f"n{index}", total=total, available=total)
+        )
         while gpu:
             size = rng.choice([size for size in (1, 2, 3, 4, 5, 6, 8) if size <= gpu])
             cores = rng.randint(0, cpu) // 4 * 4 if rng.random() < 0.5 else 0
@@ -102,7 +130,11 @@ def planted(rng: random.Random, num_nodes: int) -> tuple[ClusterSnapshot, list[J
 
 
 def _declare_planted(num_nodes: int) -> None:
-    @case(f"planner.found.{num_nodes}", unit="plans", floor=f"{NUM_PLANTED} plans that exist and leave nothing over")
+    @case(
+        f"planner.found.{num_nodes}",
+        unit="plans",
+        floor=f"{NUM_PLANTED} plans that exist and leave nothing over",
+    )
     def found(world: World) -> Pair:
         puzzles = [planted(random.Random(seed), num_nodes) for seed in range(NUM_PLANTED)]
         return Pair(

@@ -1,4 +1,6 @@
-"""A thousand workers that answer at once: what calls on them and their health cost the controller, in CPU and memory."""
+"""A thousand workers that answer at once: what calls on them and their health cost the controller,
+in CPU and memory.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def _fleet(world: World) -> tuple[BackendScheduler, SimulatedBackend, Cluster[Me
     backend = SimulatedBackend(echo)
     scheduler = keep(BackendScheduler(backend))
     manager = keep(ResourceManager(0, scheduler=scheduler))
-    cluster = keep(Cluster("fleet", Member, manager, ClusterConfig(world_size=NUM_WORKERS, num_cpus=0.1)))  # type: ignore[var-annotated]
+    cluster = keep(
+        Cluster("fleet", Member, manager, ClusterConfig(world_size=NUM_WORKERS, num_cpus=0.1))
+    )  # type: ignore[var-annotated]
     return scheduler, backend, cluster, echo
 
 
@@ -66,7 +70,10 @@ class _All:
 
 
 @case(
-    "simulated.group_call", unit="ms", goal="<= 1.2", floor="CPU of a bare loop of sends and receives over the same transports"
+    "simulated.group_call",
+    unit="ms",
+    goal="<= 1.2",
+    floor="CPU of a bare loop of sends and receives over the same transports",
 )
 def group_call(world: World) -> Pair:
     """One call to each of a thousand ranks."""
@@ -77,7 +84,9 @@ def group_call(world: World) -> Pair:
     async def bare() -> None:
         bare_awaited = _All(len(backend.transports))
         for transport in backend.transports:
-            transport.post(Outgoing(Request(next(ids), Verb.CALL, "fleet", "take"), payload), bare_awaited)
+            transport.post(
+                Outgoing(Request(next(ids), Verb.CALL, "fleet", "take"), payload), bare_awaited
+            )
         await bare_awaited.done
 
     return Pair(
@@ -90,7 +99,11 @@ def group_call(world: World) -> Pair:
     )
 
 
-@case("simulated.sockets", unit="ms", floor="CPU of a bare loop over bare sockets, without an event loop")
+@case(
+    "simulated.sockets",
+    unit="ms",
+    floor="CPU of a bare loop over bare sockets, without an event loop",
+)
 def group_call_beside_sockets(world: World) -> Pair:
     """The same beside what the operating system and the wire format alone cost."""
     _, _, cluster, echo = _fleet(world)
@@ -112,7 +125,12 @@ def group_call_beside_sockets(world: World) -> Pair:
     )
 
 
-@case("simulated.memory", unit="KB", goal="<= 1", floor="the limit of 20 KB for each worker in the controller")
+@case(
+    "simulated.memory",
+    unit="KB",
+    goal="<= 1",
+    floor="the limit of 20 KB for each worker in the controller",
+)
 def memory(world: World) -> Pair:
     """What Python holds in the controller for each worker of a group that was called once."""
 
@@ -132,7 +150,15 @@ def memory(world: World) -> Pair:
 
 @case("simulated.health", unit="% core", goal="<= 0.02", floor="one core")
 def health(world: World) -> Pair:
-    """The health of a thousand workers, asked for once a second: percent of a core in the controller."""
+    """The health of a thousand workers, asked for once a second: percent of a core in the
+    controller.
+    """
     scheduler, _, _, _ = _fleet(world)
     cpu_s = _cpu_s(scheduler.status)
-    return Pair(ours=lambda: 100 * POLLS_PER_S * cpu_s(), floor=100.0, rounds=8, repeats=3, returns_figure=True)
+    return Pair(
+        ours=lambda: 100 * POLLS_PER_S * cpu_s(),
+        floor=100.0,
+        rounds=8,
+        repeats=3,
+        returns_figure=True,
+    )

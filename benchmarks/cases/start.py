@@ -26,23 +26,33 @@ ROOT = Path(__file__).parent.parent.parent
 def _started(kind: str, turn: int) -> dict[str, float]:
     """What one process of benchmarks.starts tells; cases of the same turn share it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # of the cluster that this process may have embedded
+    for name in (
+        "RAY_AUTH_MODE",
+        "RAY_AUTH_TOKEN",
+    ):
+        # of the cluster that this process may have embedded
         environment.pop(name, None)
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "seconds.json"
         command = [sys.executable, "-m", "benchmarks.starts", kind, str(told)]
-        subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=True, timeout=300)
+        subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=True, timeout=300
+        )
         figures: dict[str, float] = json.loads(told.read_text())
     return figures
 
 
 def _told(kind: str, figure: str) -> Callable[[], float]:
-    """Takes a figure of kind's processes, turn by turn; those of a foreign cluster change their order."""
+    """Takes a figure of kind's processes, turn by turn; those of a foreign cluster change their
+    order.
+    """
     turns = itertools.count()
 
     def take() -> float:
         turn = next(turns)
-        return _started(f"{kind}_ours_first" if kind == "foreign" and turn % 2 else kind, turn)[figure]
+        return _started(f"{kind}_ours_first" if kind == "foreign" and turn % 2 else kind, turn)[
+            figure
+        ]
 
     return take
 
@@ -57,7 +67,11 @@ def _processes_s(code: str, number: int) -> float:
 
 
 def _local(number: int, needs_torch: bool) -> None:
-    name, code = (f"start.local.{number}_torch", "import torch") if needs_torch else (f"start.local.{number}", "pass")
+    name, code = (
+        (f"start.local.{number}_torch", "import torch")
+        if needs_torch
+        else (f"start.local.{number}", "pass")
+    )
     goal = "<= 1/4" if needs_torch and number == NUM_TORCH else ""
 
     @case(name, unit="s", goal=goal, floor=f"{number} times python -c '{code}', together")
@@ -78,7 +92,11 @@ def _local(number: int, needs_torch: bool) -> None:
 
 
 def _ray(number: int) -> None:
-    @case(f"start.ray.{number}", unit="s", floor="bare actors on an embedded Ray with its defaults; both clusters are up")
+    @case(
+        f"start.ray.{number}",
+        unit="s",
+        floor="bare actors on an embedded Ray with its defaults; both clusters are up",
+    )
     def on_ray(world: World) -> Pair:
         ours, floor = _told("small", str(number)), _told("bare_small", str(number))
         return Pair(ours=ours, floor=floor, rounds=2, returns_figure=True, warm_up=0)
@@ -100,26 +118,62 @@ for _number in SMALL:
 )
 def ray_torch(world: World) -> Pair:
     """On an embedded cluster."""
-    return Pair(ours=_told("embedded", "ready"), floor=_told("foreign", "bare"), rounds=2, returns_figure=True, warm_up=0)
+    return Pair(
+        ours=_told("embedded", "ready"),
+        floor=_told("foreign", "bare"),
+        rounds=2,
+        returns_figure=True,
+        warm_up=0,
+    )
 
 
-@case(f"start.ray.{NUM_TORCH}_torch_from_nothing", unit="s", floor="the same with the start of the clusters")
+@case(
+    f"start.ray.{NUM_TORCH}_torch_from_nothing",
+    unit="s",
+    floor="the same with the start of the clusters",
+)
 def ray_torch_from_nothing(world: World) -> Pair:
     """On an embedded cluster, with its start."""
-    return Pair(ours=_told("embedded", "whole"), floor=_told("foreign", "whole"), rounds=2, returns_figure=True, warm_up=0)
+    return Pair(
+        ours=_told("embedded", "whole"),
+        floor=_told("foreign", "whole"),
+        rounds=2,
+        returns_figure=True,
+        warm_up=0,
+    )
 
 
-@case(f"start.ray.{NUM_TORCH}_torch_joined", unit="s", goal="<= 1.1", floor="bare actors that import torch, same cluster")
+@case(
+    f"start.ray.{NUM_TORCH}_torch_joined",
+    unit="s",
+    goal="<= 1.1",
+    floor="bare actors that import torch, same cluster",
+)
 def ray_torch_joined(world: World) -> Pair:
     """On a cluster that someone else has started."""
-    return Pair(ours=_told("foreign", "ours"), floor=_told("foreign", "bare"), rounds=2, returns_figure=True, warm_up=0)
+    return Pair(
+        ours=_told("foreign", "ours"),
+        floor=_told("foreign", "bare"),
+        rounds=2,
+        returns_figure=True,
+        warm_up=0,
+    )
 
 
-@case(f"start.ray.{NUM_INSTANCES}_instances", unit="s", goal="<= 1.1", floor="bare actors, with a placement group each too")
+@case(
+    f"start.ray.{NUM_INSTANCES}_instances",
+    unit="s",
+    goal="<= 1.1",
+    floor="bare actors, with a placement group each too",
+)
 def ray_instances(world: World) -> Pair:
     """Many groups at once."""
     return Pair(
-        ours=_told("instances", "ready"), floor=_told("bare_instances", "ready"), rounds=1, returns_figure=True, warm_up=0
+        ours=_told("instances", "ready"),
+        floor=_told("bare_instances", "ready"),
+        rounds=1,
+        returns_figure=True,
+        warm_up=0,
     )
 
 
@@ -136,7 +190,10 @@ def local_teardown(world: World) -> Pair:
 
     def bare() -> float:
         command = [sys.executable, "-c", "print(flush=True); input()"]
-        started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(16)]
+        started = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            for _ in range(16)
+        ]
         for each in started:
             assert each.stdout is not None
             each.stdout.readline()  # it is up
@@ -154,7 +211,9 @@ def _end_s(processes: Sequence[subprocess.Popen[bytes]]) -> float:
     return time.perf_counter() - start
 
 
-@case("teardown.ray.16", unit="s", floor="ray.kill of 16 bare actors, until each is known to be dead")
+@case(
+    "teardown.ray.16", unit="s", floor="ray.kill of 16 bare actors, until each is known to be dead"
+)
 def ray_teardown(world: World) -> Pair:
     """The same on the embedded cluster."""
     scheduler = world.scheduler("ray")
@@ -165,4 +224,10 @@ def ray_teardown(world: World) -> Pair:
         scheduler.delete_workers("ended")
         return time.perf_counter() - start
 
-    return Pair(ours=ours, floor=lambda: end_bare(start_bare(16, Engine)[1]), rounds=2, returns_figure=True, warm_up=0)
+    return Pair(
+        ours=ours,
+        floor=lambda: end_bare(start_bare(16, Engine)[1]),
+        rounds=2,
+        returns_figure=True,
+        warm_up=0,
+    )

@@ -1,4 +1,5 @@
-"""What TLS costs small calls to workers of other machines, beside plain TCP and the Unix socket that one machine uses.
+"""What TLS costs small calls to workers of other machines, beside plain TCP and the Unix socket
+that one machine uses.
 
 All three connect to workers of this machine, so no network hides the difference.
 """
@@ -40,14 +41,18 @@ def _compare(name: str, backend: str) -> None:
 
     @case(f"tls.{name}.pipelined", unit=RATE, floor=floor)
     def pipelined(world: World) -> Pair:
-        return Pair(ours=_many(world, backend), floor=_many(world, "ray_tcp"), rounds=6, per_run=IN_FLIGHT)
+        return Pair(
+            ours=_many(world, backend), floor=_many(world, "ray_tcp"), rounds=6, per_run=IN_FLIGHT
+        )
 
 
 def _many(world: World, backend: str) -> Callable[[], None]:
     scheduler = world.workers(backend)
 
     async def calls() -> None:
-        await asyncio.gather(*(scheduler.async_call_engine("w/0", "ping", ENGINE) for _ in range(IN_FLIGHT)))
+        await asyncio.gather(
+            *(scheduler.async_call_engine("w/0", "ping", ENGINE) for _ in range(IN_FLIGHT))
+        )
 
     return lambda: world.run(calls())
 
@@ -58,5 +63,7 @@ _compare("unix", "ray")
 
 @case("tls.certificate", unit="ms", floor="none: 20 ms")
 def certificate(world: World) -> Pair:
-    """A key, a certificate and a context, once for each worker of another machine and once for a head."""
+    """A key, a certificate and a context, once for each worker of another machine and once for a
+    head.
+    """
     return Pair(ours=server_tls, floor=20.0, rounds=10)

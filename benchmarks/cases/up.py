@@ -14,7 +14,11 @@ from benchmarks.world import World
 _STARTED = b"Ray runtime started."
 
 
-@case("up.alone", unit="s", floor="ray start --head --block until it says that it has started, and its end by SIGTERM")
+@case(
+    "up.alone",
+    unit="s",
+    floor="ray start --head --block until it says that it has started, and its end by SIGTERM",
+)
 def alone(world: World) -> Pair:
     """One node: its Ray, a script that does nothing, and the end of it all."""
     folder = tempfile.mkdtemp(prefix="up-", dir="/tmp")
@@ -39,7 +43,9 @@ def alone(world: World) -> Pair:
             "--port=0",
             "--disable-usage-stats",
         ]
-        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as started:
+        with subprocess.Popen(
+            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as started:
             assert started.stdout is not None
             next(line for line in started.stdout if _STARTED in line)
             started.send_signal(signal.SIGTERM)

@@ -1,4 +1,6 @@
-"""What it costs to watch: health asked for ten times a second while workers are idle and while they work, and log lines."""
+"""What it costs to watch: health asked for ten times a second while workers are idle and while they
+work, and log lines.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,15 @@ LINES = 20_000
 
 def _workers(world: World, backend: str, number: int) -> tuple[Scheduler, list[str]]:
     scheduler = world.scheduler(backend)
-    workers = scheduler.create_workers(Job(role="watched", replicas=number, tasks=[SchedulingSpec(cpu=0.1)]))
+    workers = scheduler.create_workers(
+        Job(role="watched", replicas=number, tasks=[SchedulingSpec(cpu=0.1)])
+    )
     world.until_case_ends.callback(scheduler.delete_workers, "watched")
 
     async def equip() -> None:
-        await asyncio.gather(*(scheduler.create_engine(worker, Worker, "worker") for worker in workers))
+        await asyncio.gather(
+            *(scheduler.create_engine(worker, Worker, "worker") for worker in workers)
+        )
 
     world.run(equip())
     return scheduler, workers
@@ -55,7 +61,11 @@ def _declare(backend: str) -> None:
     def idle(world: World) -> Pair:
         """CPU of the controller and of all workers, over what they take when nobody asks."""
         scheduler, _ = _workers(world, backend, NUM_WORKERS)
-        watched = {status.worker_id for status in scheduler.status() if status.worker_id.startswith("watched/")}
+        watched = {
+            status.worker_id
+            for status in scheduler.status()
+            if status.worker_id.startswith("watched/")
+        }
 
         def used_s() -> float:
             health = [status.health for status in scheduler.status() if status.worker_id in watched]
@@ -72,13 +82,22 @@ def _declare(backend: str) -> None:
 
         return Pair(ours=percent, floor=100.0, rounds=3, returns_figure=True, warm_up=0)
 
-    @case(f"health.{backend}.load", unit="ms", floor="the same work in as many workers as there are cores, unwatched")
+    @case(
+        f"health.{backend}.load",
+        unit="ms",
+        floor="the same work in as many workers as there are cores, unwatched",
+    )
     def load(world: World) -> Pair:
         """How much longer work takes in workers that are asked."""
         scheduler, workers = _workers(world, backend, len(os.sched_getaffinity(0)))
 
         async def work() -> None:
-            await asyncio.gather(*(scheduler.async_call_engine(worker, "count", "worker", COUNT) for worker in workers))
+            await asyncio.gather(
+                *(
+                    scheduler.async_call_engine(worker, "count", "worker", COUNT)
+                    for worker in workers
+                )
+            )
 
         def watched() -> None:
             with _polling(scheduler):
@@ -86,7 +105,11 @@ def _declare(backend: str) -> None:
 
         return Pair(ours=watched, floor=lambda: world.run(work()), rounds=6)
 
-    @case(f"logging.{backend}", unit="ms", floor=f"{LINES} lines written to a file by the engine itself")
+    @case(
+        f"logging.{backend}",
+        unit="ms",
+        floor=f"{LINES} lines written to a file by the engine itself",
+    )
     def logging(world: World) -> Pair:
         """Lines that an engine prints."""
         scheduler, (worker,) = _workers(world, backend, 1)

@@ -16,15 +16,22 @@ TENSOR_BYTES = 1 << 20
 
 
 def _declare(backend: str) -> None:
-    @case(f"weights.{backend}.64MB", unit="ms", floor="copying the same state dict within one process")
+    @case(
+        f"weights.{backend}.64MB", unit="ms", floor="copying the same state dict within one process"
+    )
     def sync(world: World) -> Pair:
         scheduler = world.scheduler(backend)
-        source, target = scheduler.create_workers(Job(role="weights", replicas=2, tasks=[SchedulingSpec(cpu=0.1)]))
+        source, target = scheduler.create_workers(
+            Job(role="weights", replicas=2, tasks=[SchedulingSpec(cpu=0.1)])
+        )
         world.until_case_ends.callback(scheduler.delete_workers, "weights")
 
         async def equip() -> None:
             await asyncio.gather(
-                *(scheduler.create_engine(worker, Weights, "model", NUM_TENSORS, TENSOR_BYTES) for worker in (source, target))
+                *(
+                    scheduler.create_engine(worker, Weights, "model", NUM_TENSORS, TENSOR_BYTES)
+                    for worker in (source, target)
+                )
             )
 
         world.run(equip())
@@ -35,14 +42,16 @@ def _declare(backend: str) -> None:
             scheduler.call_engine(target, "load", "model", handle)
             scheduler.release(handle)
 
-        return Pair(ours=past_the_script, floor=lambda: theirs.load(ours.export()), rounds=9, warm_up=2)
+        return Pair(
+            ours=past_the_script, floor=lambda: theirs.load(ours.export()), rounds=9, warm_up=2
+        )
 
 
 for _backend in ("local", "ray"):
     _declare(_backend)
 
 
-# --- a trainer's weights to rollout instances ---------------------------------------------------------------------------------
+# --- a trainer's weights to rollout instances -----------------------------------------------------
 
 NUM_INSTANCES = 4
 MODEL: dict[str, Any] = {
@@ -71,7 +80,12 @@ def _declare_sync(backend: str, way: str) -> None:
 
         from helmsman.controller._rollout.rollout_controller import RolloutController
         from helmsman.controller._training.train_controller import TrainController
-        from helmsman.controller._weight_sync.sync import ViaCollective, ViaDisk, ViaMemory, WeightSync
+        from helmsman.controller._weight_sync.sync import (
+            ViaCollective,
+            ViaDisk,
+            ViaMemory,
+            WeightSync,
+        )
 
         scheduler = world.scheduler(backend)
         spec = SchedulingSpec(cpu=0.1)
@@ -90,8 +104,14 @@ def _declare_sync(backend: str, way: str) -> None:
         for each in (trainer, rollout):
             world.until_case_ends.callback(each.close)
             each.initialize()
-        folder = world.until_case_ends.enter_context(tempfile.TemporaryDirectory(prefix="helmsman-bench-"))
-        carrier = {"memory": ViaMemory, "collective": ViaCollective}[way]() if way != "disk" else ViaDisk(folder, num_kept=1)
+        folder = world.until_case_ends.enter_context(
+            tempfile.TemporaryDirectory(prefix="helmsman-bench-")
+        )
+        carrier = (
+            {"memory": ViaMemory, "collective": ViaCollective}[way]()
+            if way != "disk"
+            else ViaDisk(folder, num_kept=1)
+        )
         weights = WeightSync(trainer, rollout, carrier)
         source = torch.rand(weights.push().num_bytes // 4)
         target = torch.empty_like(source)

@@ -1,4 +1,6 @@
-"""Run every check that needs an accelerator and print a table: python -m benchmarks.gpu [--rehearse [N]] [check ...]"""
+"""Run every check that needs an accelerator and print a table: python -m benchmarks.gpu [--rehearse
+[N]] [check ...]
+"""
 
 from __future__ import annotations
 
@@ -23,28 +25,47 @@ OUT = Path(__file__).parents[1] / "out" / "gpu.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when no check failed; 1 when one did; 2 when there is no device, or no check of that name."""
+    """0 when no check failed; 1 when one did; 2 when there is no device, or no check of that
+    name.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("checks", nargs="*", help="names, or leading parts of names; all when none")
     parser.add_argument(
-        "--rehearse", type=int, nargs="?", const=2, metavar="N", help="take the CPU for N devices (2), with tiny models"
+        "--rehearse",
+        type=int,
+        nargs="?",
+        const=2,
+        metavar="N",
+        help="take the CPU for N devices (2), with tiny models",
     )
     parser.add_argument("--out", type=Path, default=OUT, help="where the table goes, in Markdown")
     options = parser.parse_args(arguments)
-    names = [name for name in CHECKS if not options.checks or name.startswith(tuple(options.checks))]
-    if unknown := [each for each in options.checks if not any(name.startswith(each) for name in CHECKS)]:
-        print(f"there is no check {', '.join(unknown)}; there are {', '.join(CHECKS)}", file=sys.stderr)
+    names = [
+        name for name in CHECKS if not options.checks or name.startswith(tuple(options.checks))
+    ]
+    if unknown := [
+        each for each in options.checks if not any(name.startswith(each) for name in CHECKS)
+    ]:
+        print(
+            f"there is no check {', '.join(unknown)}; there are {', '.join(CHECKS)}",
+            file=sys.stderr,
+        )
         return 2
     logs = Path(tempfile.mkdtemp(prefix="helmsman-gpu-check-"))
-    with LocalScheduler(log_dir=logs, num_gpus=options.rehearse, preload=ENGINE_MODULES) as scheduler:
-        return run(names, Machine(scheduler, is_rehearsal=options.rehearse is not None), options.out)
+    with LocalScheduler(
+        log_dir=logs, num_gpus=options.rehearse, preload=ENGINE_MODULES
+    ) as scheduler:
+        return run(
+            names, Machine(scheduler, is_rehearsal=options.rehearse is not None), options.out
+        )
 
 
 def run(names: Sequence[str], machine: Machine, out: Path) -> int:
     """Perform checks one after the other, print and write the table; returns the exit code."""
     if not machine.num_devices:
         print(
-            "this machine has no accelerator that Helmsman sees (`helmsman doctor` says what it looks at); "
+            "this machine has no accelerator that Helmsman sees (`helmsman doctor` says what it "
+            "looks at); "
             "--rehearse runs the checks on the CPU, with tiny models",
             file=sys.stderr,
         )
@@ -55,9 +76,14 @@ def run(names: Sequence[str], machine: Machine, out: Path) -> int:
         outcomes.append(perform(name, machine))
         print(line(outcomes[-1]), flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(f"{about(machine)}\n\n{HEADER}\n" + "".join(f"{line(each)}\n" for each in outcomes))
+    out.write_text(
+        f"{about(machine)}\n\n{HEADER}\n" + "".join(f"{line(each)}\n" for each in outcomes)
+    )
     failed = [each.name for each in outcomes if each.result == "failed"]
-    print(f"\n{sum(each.result == 'ok' for each in outcomes)} of {len(outcomes)} checks ok; the table is in {out}")
+    print(
+        f"\n{sum(each.result == 'ok' for each in outcomes)} of {len(outcomes)} checks ok; the "
+        f"table is in {out}"
+    )
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
@@ -68,7 +94,9 @@ HEADER = "| check | result | s | figures |\n|---|---|---|---|"
 
 def line(outcome: Outcome) -> str:
     """A row of the table."""
-    figures = "; ".join(f"{what} {figure}" for what, figure in outcome.figures.items()) or outcome.reason.replace("|", "/")
+    figures = "; ".join(
+        f"{what} {figure}" for what, figure in outcome.figures.items()
+    ) or outcome.reason.replace("|", "/")
     return f"| {outcome.name} | {outcome.result} | {outcome.seconds:.0f} | {figures} |"
 
 
@@ -80,7 +108,11 @@ def about(machine: Machine) -> str:
             versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    devices = "a rehearsal on the CPU" if machine.is_rehearsal else f"{machine.num_devices} devices: {_devices()}"
+    devices = (
+        "a rehearsal on the CPU"
+        if machine.is_rehearsal
+        else f"{machine.num_devices} devices: {_devices()}"
+    )
     return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {devices}; {', '.join(versions)}"
 
 
@@ -90,7 +122,9 @@ def _devices() -> str:
         ["npu-smi", "info", "-l"],
     ):
         try:
-            told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+            told = subprocess.run(
+                command, capture_output=True, text=True, timeout=30, check=True
+            ).stdout
         except (OSError, subprocess.SubprocessError):
             continue
         return " / ".join(sorted({part.strip() for part in told.splitlines() if part.strip()}))

@@ -50,7 +50,9 @@ class Machine:
     def require(self, num_devices: int, why: str) -> None:
         """Raises: DevicesMissingError with fewer devices."""
         if self.num_devices < num_devices:
-            raise DevicesMissingError(f"{why} needs {num_devices} devices; this machine has {self.num_devices}")
+            raise DevicesMissingError(
+                f"{why} needs {num_devices} devices; this machine has {self.num_devices}"
+            )
 
 
 Check = Callable[[Machine], dict[str, str]]
@@ -85,8 +87,11 @@ def perform(name: str, machine: Machine) -> Outcome:
     try:
         figures = CHECKS[name](machine)
     except DevicesMissingError as reason:
-        return Outcome(name=name, result="not run", seconds=time.monotonic() - started, reason=str(reason))
-    except Exception as error:  # noqa: BLE001 - one failed check shall not cost the figures of the others
+        return Outcome(
+            name=name, result="not run", seconds=time.monotonic() - started, reason=str(reason)
+        )
+    # One failed check shall not cost the figures of the others
+    except Exception as error:  # noqa: BLE001
         traceback.print_exc()
         told = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         return Outcome(name=name, result="failed", seconds=time.monotonic() - started, reason=told)

@@ -47,17 +47,23 @@ def sleep(machine: Machine) -> dict[str, str]:
         trainer.wake()
         woke = time.monotonic()
         assert trainer.eval_batch(batch, "sft")["loss"] == loss
-        assert machine.is_rehearsal or asleep.reserved_bytes < before.reserved_bytes / 4, (before, asleep)
+        assert machine.is_rehearsal or asleep.reserved_bytes < before.reserved_bytes / 4, (
+            before,
+            asleep,
+        )
         return {
             "allocated awake": f"{before.allocated_bytes / 2**30:.2f} GiB",
-            "asleep": f"{asleep.allocated_bytes / 2**30:.2f} GiB allocated, {asleep.reserved_bytes / 2**30:.2f} GiB reserved",
+            "asleep": f"{asleep.allocated_bytes / 2**30:.2f} GiB allocated, "
+            f"{asleep.reserved_bytes / 2**30:.2f} GiB reserved",
             "to sleep, to wake": f"{slept - started:.2f} s, {woke - slept:.2f} s",
         }
 
 
 @check("memory.turns")
 def turns(machine: Machine) -> dict[str, str]:
-    """A trainer and a rollout on the same devices, some steps in turns; each token by the weights of the step before."""
+    """A trainer and a rollout on the same devices, some steps in turns; each token by the weights
+    of the step before.
+    """
     model = machine.model
     shared = SchedulingStrategy(type="colocation", target="train", fork=True)
     scheduler = machine.scheduler
@@ -65,7 +71,12 @@ def turns(machine: Machine) -> dict[str, str]:
         rollout = RolloutController(
             scheduler,
             ROLLOUT,
-            Job(role="rollout", replicas=machine.num_devices, tasks=[machine.spec()], scheduling_strategy=shared),
+            Job(
+                role="rollout",
+                replicas=machine.num_devices,
+                tasks=[machine.spec()],
+                scheduling_strategy=shared,
+            ),
             engine_kwargs={"model": model, "max_concurrency": 8, "max_model_len": 128},
         )
         trainer.sleep()
@@ -77,12 +88,16 @@ def turns(machine: Machine) -> dict[str, str]:
                 started = time.monotonic()
                 taking.to_rollout()
                 handed = time.monotonic()
-                results = rollout.generate([[1, 2, 3]] * 8, SamplingParams(max_new_tokens=16, seed=step))
+                results = rollout.generate(
+                    [[1, 2, 3]] * 8, SamplingParams(max_new_tokens=16, seed=step)
+                )
                 assert {version for result in results for version in result.versions} == {step}
                 began = time.monotonic()
                 taking.to_training()
                 seconds.append((handed - started, time.monotonic() - began))
-                trainer.train_batch([{"input_ids": [1, 2, 3, *result.token_ids]} for result in results], "sft")
+                trainer.train_batch(
+                    [{"input_ids": [1, 2, 3, *result.token_ids]} for result in results], "sft"
+                )
             return {
                 "to the rollout": ", ".join(f"{there:.2f} s" for there, _ in seconds),
                 "to the trainer": ", ".join(f"{back:.2f} s" for _, back in seconds),

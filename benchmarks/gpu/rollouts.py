@@ -26,11 +26,22 @@ HF = "helmsman.engines.rollout.HFRolloutEngine"
 
 @contextlib.contextmanager
 def rolling(machine: Machine, **config: Any) -> Iterator[RolloutController]:
-    """A rollout instance that is ready; on the train worker's own device where there is no other."""
+    """A rollout instance that is ready; on the train worker's own device where there is no
+    other.
+    """
     beside = machine.num_devices == 1 and bool(machine.scheduler.status())
-    strategy = SchedulingStrategy(type="colocation", target="train", fork=True) if beside else SchedulingStrategy()
+    strategy = (
+        SchedulingStrategy(type="colocation", target="train", fork=True)
+        if beside
+        else SchedulingStrategy()
+    )
     job = Job(role="rollout", replicas=1, tasks=[machine.spec()], scheduling_strategy=strategy)
-    known: dict[str, Any] = {"model": machine.model, "max_model_len": 512, "max_concurrency": 64, **config}
+    known: dict[str, Any] = {
+        "model": machine.model,
+        "max_model_len": 512,
+        "max_concurrency": 64,
+        **config,
+    }
     rollout = RolloutController(machine.scheduler, HF, job, engine_kwargs=known)
     rollout.initialize()
     try:
@@ -41,13 +52,23 @@ def rolling(machine: Machine, **config: Any) -> Iterator[RolloutController]:
 
 def prompts_of(machine: Machine, count: int) -> list[list[int]]:
     """Random prompts."""
-    return [list(sample["input_ids"]) for sample in samples_of(count, 64, machine.model["vocab_size"], 1)]
+    return [
+        list(sample["input_ids"])
+        for sample in samples_of(count, 64, machine.model["vocab_size"], 1)
+    ]
 
 
-def difference(trainer: Any, rollout: RolloutController, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
-    """Largest and mean absolute difference of log-probabilities of the same sampled tokens, rollout against trainer."""
+def difference(
+    trainer: Any, rollout: RolloutController, prompts: list[list[int]], new_tokens: int
+) -> tuple[float, float]:
+    """Largest and mean absolute difference of log-probabilities of the same sampled tokens, rollout
+    against trainer.
+    """
     results = rollout.generate(prompts, SamplingParams(max_new_tokens=new_tokens, seed=1))
-    samples = [{"input_ids": prompt + result.token_ids} for prompt, result in zip(prompts, results, strict=True)]
+    samples = [
+        {"input_ids": prompt + result.token_ids}
+        for prompt, result in zip(prompts, results, strict=True)
+    ]
     differences = [
         abs(float(theirs) - ours)
         for prompt, result, row in zip(prompts, results, trainer.forward(samples), strict=True)
@@ -82,7 +103,9 @@ def logprobs(machine: Machine) -> dict[str, str]:
 
 @check("weights.three_ways")
 def three_ways(machine: Machine) -> dict[str, str]:
-    """A sync after a step by each way: the time, and that the instance then says what the trainer says."""
+    """A sync after a step by each way: the time, and that the instance then says what the trainer
+    says.
+    """
     figures = {}
     prompts, batch = prompts_of(machine, 8), samples_of(4, 64, machine.model["vocab_size"], 2)
     with (
@@ -90,7 +113,11 @@ def three_ways(machine: Machine) -> dict[str, str]:
         training(machine, 1, compute_dtype="float32") as trainer,
         rolling(machine, dtype="float32") as rollout,
     ):
-        for name, way in {"memory": ViaMemory(), "collective": ViaCollective(), "disk": ViaDisk(folder)}.items():
+        for name, way in {
+            "memory": ViaMemory(),
+            "collective": ViaCollective(),
+            "disk": ViaDisk(folder),
+        }.items():
             if name == "collective" and machine.num_devices == 1:
                 figures[name] = "needs two devices"  # NCCL takes no two ranks on one
                 continue
@@ -101,5 +128,8 @@ def three_ways(machine: Machine) -> dict[str, str]:
             report = sync.push()
             largest, _ = difference(trainer, rollout, prompts, 4)
             assert largest < 1e-3 < before, (name, largest, before)
-            figures[name] = f"{report.num_bytes / 2**20:.0f} MiB in {1e3 * report.seconds:.0f} ms, difference {largest:.1e}"
+            figures[name] = (
+                f"{report.num_bytes / 2**20:.0f} MiB in {1e3 * report.seconds:.0f} ms, difference "
+                f"{largest:.1e}"
+            )
     return figures

@@ -28,20 +28,27 @@ class Probe:
         return current_platform.memory_stats().peak_allocated_bytes
 
     def device(self) -> dict[str, Any]:
-        """Its kind, the ids it may see, its identity, and whether a product computed there is right."""
+        """Its kind, the ids it may see, its identity, and whether a product computed there is
+        right.
+        """
         import torch
 
         from helmsman.api.platforms import current_platform
 
         device = current_platform.device(0)
         current_platform.set_device(0)
-        left, right = (torch.arange(64 * 64, device=device).reshape(64, 64).float().remainder(7) for _ in range(2))
+        left, right = (
+            torch.arange(64 * 64, device=device).reshape(64, 64).float().remainder(7)
+            for _ in range(2)
+        )
         product = (left @ right).double().cpu()
         properties = torch.cuda.get_device_properties(0) if device.type == "cuda" else None
         return {
             "kind": device.type,
             "count": current_platform.device_count(),
-            "visible": os.environ.get(current_platform.visibility_env_var, "") if current_platform.visibility_env_var else "",
+            "visible": os.environ.get(current_platform.visibility_env_var, "")
+            if current_platform.visibility_env_var
+            else "",
             "identity": str(getattr(properties, "uuid", "")),
             "is_right": bool(torch.equal(product, (left.double() @ right.double()).cpu())),
         }
@@ -73,17 +80,24 @@ def binding(machine: Machine) -> dict[str, str]:
 def samples_of(count: int, longest: int, vocab: int, seed: int) -> list[dict[str, Any]]:
     """Random sequences of skewed lengths."""
     rng = random.Random(seed)
-    lengths = [max(8, min(longest, int(rng.lognormvariate(math.log(longest / 4), 0.8)))) for _ in range(count)]
+    lengths = [
+        max(8, min(longest, int(rng.lognormvariate(math.log(longest / 4), 0.8))))
+        for _ in range(count)
+    ]
     return [{"input_ids": [rng.randrange(vocab) for _ in range(length)]} for length in lengths]
 
 
 @contextlib.contextmanager
-def training(machine: Machine, ranks: int, *, on_host: bool = False, **config: Any) -> Iterator[Any]:
+def training(
+    machine: Machine, ranks: int, *, on_host: bool = False, **config: Any
+) -> Iterator[Any]:
     """A training job that is ready."""
     parallel = config.get("tensor_parallel_size", 1) * config.get("context_parallel_size", 1)
     job = Job(role="train", replicas=ranks, tasks=[machine.spec(on_host=on_host)])
     engine: dict[str, Any] = {"model": machine.model, "lr": 1e-3, **config}
-    trainer = TrainController(machine.scheduler, TRAIN, job, engine_kwargs=engine, model_parallel_size=parallel)
+    trainer = TrainController(
+        machine.scheduler, TRAIN, job, engine_kwargs=engine, model_parallel_size=parallel
+    )
     trainer.initialize()
     try:
         yield trainer
@@ -96,7 +110,11 @@ def losses_of(machine: Machine, ranks: int, *, on_host: bool = False, **config: 
     longest = 64
     with training(machine, ranks, on_host=on_host, **config) as trainer:
         return [
-            float(trainer.train_batch(samples_of(8, longest, machine.model["vocab_size"], seed), "sft")["loss"])
+            float(
+                trainer.train_batch(
+                    samples_of(8, longest, machine.model["vocab_size"], seed), "sft"
+                )["loss"]
+            )
             for seed in range(NUM_STEPS)
         ]
 
@@ -108,10 +126,16 @@ def largest_difference(left: list[float], right: list[float]) -> float:
 
 @check("training.same_losses_as_the_host")
 def same_losses(machine: Machine) -> dict[str, str]:
-    """Losses on the devices, in float32 and in bfloat16, against one rank on the host in float32."""
+    """Losses on the devices, in float32 and in bfloat16, against one rank on the host in
+    float32.
+    """
     floor = losses_of(machine, 1, on_host=True, compute_dtype="float32")
-    exact = largest_difference(losses_of(machine, machine.num_devices, compute_dtype="float32"), floor)
-    half = largest_difference(losses_of(machine, machine.num_devices, compute_dtype="bfloat16"), floor)
+    exact = largest_difference(
+        losses_of(machine, machine.num_devices, compute_dtype="float32"), floor
+    )
+    half = largest_difference(
+        losses_of(machine, machine.num_devices, compute_dtype="bfloat16"), floor
+    )
     assert exact < 1e-3, (exact, floor)
     assert half < 3e-2, (half, floor)
     return {
@@ -123,7 +147,9 @@ def same_losses(machine: Machine) -> dict[str, str]:
 
 @check("training.speed_and_memory")
 def speed(machine: Machine) -> dict[str, str]:
-    """Tokens per second and peak memory of a step in bfloat16: as it is, and with each layer recomputed."""
+    """Tokens per second and peak memory of a step in bfloat16: as it is, and with each layer
+    recomputed.
+    """
     figures = {}
     longest = 64 if machine.is_rehearsal else 2048
     batch = samples_of(8 if machine.is_rehearsal else 64, longest, machine.model["vocab_size"], 0)

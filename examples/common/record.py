@@ -34,7 +34,9 @@ class Record(msgspec.Struct, kw_only=True):
     accuracy: float | None = None
     """Share of right answers among those that were sampled for training."""
     draws: list[int] = []
-    """Numbers of the draws that a GRPO step was trained on; those of the first step begin with 0."""
+    """Numbers of the draws that a GRPO step was trained on; those of the first step begin with
+    0.
+    """
     held_out_accuracy: float | None = None
     """Share of held-out tasks solved with greedy decoding, on steps that end with an evaluation."""
     tokens: int = 0
@@ -42,7 +44,9 @@ class Record(msgspec.Struct, kw_only=True):
     tokens_per_s: float = 0.0
     """Those tokens over the step's time, without its evaluation."""
     weight_version: int = 0
-    """Version of the weights that the step made: the number of optimizer steps, and higher after a recovery."""
+    """Version of the weights that the step made: the number of optimizer steps, and higher after a
+    recovery.
+    """
     seconds: float = 0.0
     """Duration of the step, with its evaluation."""
 
@@ -77,7 +81,11 @@ class Summary(msgspec.Struct, kw_only=True):
 
 def summarize(records: Sequence[Record], settings: Settings, task: str, seconds: float) -> Summary:
     """The summary of a run from its records, which begin with step 0 and end with the last one."""
-    accuracies = {record.step: record.held_out_accuracy for record in records if record.held_out_accuracy is not None}
+    accuracies = {
+        record.step: record.held_out_accuracy
+        for record in records
+        if record.held_out_accuracy is not None
+    }
     grpo = [record for record in records if record.phase == "grpo" and record.tokens_per_s > 0]
     grpo_s = sum(record.tokens / record.tokens_per_s for record in grpo)
     return Summary(
@@ -108,11 +116,15 @@ class MetricsLog:
         append_line(self._path, record)
 
     def read(self) -> list[Record]:
-        """All records. A last line that a crash cut short is left out. Raises ValueError when it is no such file."""
+        """All records. A last line that a crash cut short is left out. Raises ValueError when it is
+        no such file.
+        """
         return read_lines(self._path, Record)
 
     def rewind(self, step: int) -> list[Record]:
-        """Drop the records after ``step``, which a resumed run does again; returns those that stay."""
+        """Drop the records after ``step``, which a resumed run does again; returns those that
+        stay.
+        """
         kept = [record for record in self.read() if record.step <= step]
         write_lines(self._path, kept)
         return kept
@@ -123,10 +135,17 @@ def draw(records: Sequence[Record], path: Path, summary: Summary) -> None:
     draw_curve(
         path,
         sampled=[(record.step, record.reward) for record in records if record.reward is not None],
-        accuracies=[(record.step, record.held_out_accuracy) for record in records if record.held_out_accuracy is not None],
-        title=f"{summary.task}: {summary.accuracy_after_sft:.0%} to {summary.accuracy_after_grpo:.0%} by GRPO",
-        subtitle=f"{summary.num_held_out} held-out tasks, {summary.train_workers} train and {summary.rollout_workers} rollout "
-        f"workers on {summary.scheduler}, {summary.tokens_per_s:,.0f} tokens/s, {summary.seconds:.0f} s, seed {summary.seed}",
+        accuracies=[
+            (record.step, record.held_out_accuracy)
+            for record in records
+            if record.held_out_accuracy is not None
+        ],
+        title=f"{summary.task}: {summary.accuracy_after_sft:.0%} to "
+        f"{summary.accuracy_after_grpo:.0%} by GRPO",
+        subtitle=f"{summary.num_held_out} held-out tasks, {summary.train_workers} train and "
+        f"{summary.rollout_workers} rollout "
+        f"workers on {summary.scheduler}, {summary.tokens_per_s:,.0f} tokens/s, "
+        f"{summary.seconds:.0f} s, seed {summary.seed}",
         supervised_until=summary.sft_steps,
         last_step=records[-1].step,
     )

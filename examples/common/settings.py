@@ -34,7 +34,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     lr: float = 2e-4
     temperature: float = 1.0
     staleness: float | None = None
-    """Weight versions that answers may be older than the weights they train; None for a synchronous run."""
+    """Weight versions that answers may be older than the weights they train; None for a synchronous
+    run.
+    """
     faults: list[dict[str, Any]] = []
     """Of a drill, as JSON has them, by the numbers of the steps."""
     max_new_tokens: int | None = None
@@ -56,8 +58,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.sft_steps + self.steps
 
 
-TASK_PARAMS: dict[str, dict[str, Any]] = {"palindrome_generation": {"min_length": 5, "max_length": 8}}
-"""Parameters of tasks that a small model learns in minutes; other tasks have the defaults of reasoning-gym."""
+TASK_PARAMS: dict[str, dict[str, Any]] = {
+    "palindrome_generation": {"min_length": 5, "max_length": 8}
+}
+"""Parameters of tasks that a small model learns in minutes; other tasks have the defaults of
+reasoning-gym.
+"""
 
 _FOR_A_PRETRAINED_MODEL = {"sft_steps": 0, "sft_lr": 1e-5, "lr": 1e-6, "max_new_tokens": 256}
 _FREE_ON_RESUME = {
@@ -73,12 +79,28 @@ _FREE_ON_RESUME = {
     "faults",
     "out",
 }
-"""What may differ from the run that is resumed; everything else decides what the steps before were."""
+"""What may differ from the run that is resumed; everything else decides what the steps before
+were.
+"""
 _LEAST = {
-    **dict.fromkeys(("train_workers", "rollout_workers", "prompts_per_step", "samples_per_prompt", "sft_batch"), 1),
+    **dict.fromkeys(
+        ("train_workers", "rollout_workers", "prompts_per_step", "samples_per_prompt", "sft_batch"),
+        1,
+    ),
     **dict.fromkeys(("num_tasks", "num_held_out", "eval_every", "save_every", "max_new_tokens"), 1),
     **dict.fromkeys(
-        ("sft_steps", "steps", "sft_lr", "lr", "temperature", "cpus_per_worker", "gpus_per_worker", "seed", "staleness"), 0
+        (
+            "sft_steps",
+            "steps",
+            "sft_lr",
+            "lr",
+            "temperature",
+            "cpus_per_worker",
+            "gpus_per_worker",
+            "seed",
+            "staleness",
+        ),
+        0,
     ),
 }
 
@@ -105,7 +127,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, bool]:
         for name in sorted(given.keys() - _FREE_ON_RESUME):
             if given[name] != layers[name]:
                 parser.error(
-                    f"{_flag(name)} is {layers[name]!r} in the run to resume; leave it out, or start anew without --resume"
+                    f"{_flag(name)} is {layers[name]!r} in the run to resume; leave it out, or "
+                    "start anew without --resume"
                 )
     settings = msgspec.convert({**layers, **given}, Settings)
     if not resume and "task_params" not in given:
@@ -117,13 +140,19 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, bool]:
     if settings.seed >= 2**32:
         parser.error(f"--seed is {settings.seed}; expected less than 2**32")
     if settings.scheduler == "inline" and settings.train_workers > 1:
-        parser.error("--scheduler inline has one process and so one rank; leave --train-workers out, or use --scheduler local")
+        parser.error(
+            "--scheduler inline has one process and so one rank; leave --train-workers out, or "
+            "use --scheduler local"
+        )
     try:
         _ = settings.fault_plan
     except ValueError as error:
         parser.error(f"--faults: {error}")
     if settings.faults and settings.scheduler == "inline":
-        parser.error("--scheduler inline has the workers in this process, which --faults would end; use --scheduler local")
+        parser.error(
+            "--scheduler inline has the workers in this process, which --faults would end; use "
+            "--scheduler local"
+        )
     if settings.data is not None and "task" in given:
         parser.error("--data takes the place of --task; give one of them")
     return settings, resume
@@ -137,7 +166,9 @@ def _json_objects(text: str) -> list[dict[str, Any]]:
     try:
         return msgspec.json.decode(text, type=list[dict[str, Any]])
     except msgspec.DecodeError as error:
-        raise argparse.ArgumentTypeError(f"not a JSON array of objects: {text!r} ({error})") from error
+        raise argparse.ArgumentTypeError(
+            f"not a JSON array of objects: {text!r} ({error})"
+        ) from error
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -149,7 +180,8 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Train a language model by GRPO on tasks with verifiers: a short supervised phase, then reinforcement "
+        description="Train a language model by GRPO on tasks with verifiers: a short supervised "
+        "phase, then reinforcement "
         "learning, with trainers and rollout workers driven from this one script.",
         argument_default=argparse.SUPPRESS,
         usage="%(prog)s [flags]; --help lists them",
@@ -178,19 +210,34 @@ def _parser() -> argparse.ArgumentParser:
     add("--sft-lr", "learning rate of the supervised phase (with --model: 1e-5)", type=float)
     add("--lr", "learning rate of GRPO (with --model: 1e-6)", type=float)
     add("--temperature", "of the sampling in training; evaluation is greedy", type=float)
-    parser.add_argument("--async", action="store_true", help="generate the answers of later steps while the trainer works")
-    add("--staleness", "weight versions that answers may be behind, also a fraction (with --async: 1)", type=float)
+    parser.add_argument(
+        "--async",
+        action="store_true",
+        help="generate the answers of later steps while the trainer works",
+    )
+    add(
+        "--staleness",
+        "weight versions that answers may be behind, also a fraction (with --async: 1)",
+        type=float,
+    )
     add(
         "--faults",
-        'what to do to workers at which steps, as JSON: [{"type": "Kill", "worker_id": "rollout/0", "at_step": 170}]',
+        'what to do to workers at which steps, as JSON: [{"type": "Kill", "worker_id": '
+        '"rollout/0", "at_step": 170}]',
         type=_json_objects,
     )
-    add("--max-new-tokens", "longest answer; what the known answers need when not given (with --model: 256)", type=int)
+    add(
+        "--max-new-tokens",
+        "longest answer; what the known answers need when not given (with --model: 256)",
+        type=int,
+    )
     add("--num-tasks", "tasks to generate", type=int)
     add("--num-held-out", "tasks to evaluate on, never trained on", type=int)
     add("--eval-every", "steps between evaluations", type=int)
     add("--save-every", "steps between checkpoints", type=int)
     add("--seed", "of everything that is drawn", type=int)
     add("--out", "output folder")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint in the output folder"
+    )
     return parser

@@ -59,7 +59,9 @@ class _Line(msgspec.Struct, frozen=True):
     answer: str
 
 
-def reasoning_gym_tasks(name: str, params: Mapping[str, Any], *, num_tasks: int, num_held_out: int, seed: int) -> TaskSet:
+def reasoning_gym_tasks(
+    name: str, params: Mapping[str, Any], *, num_tasks: int, num_held_out: int, seed: int
+) -> TaskSet:
     """Generate tasks of a reasoning-gym dataset; rewards are those of its own verifier.
 
     Args:
@@ -70,23 +72,37 @@ def reasoning_gym_tasks(name: str, params: Mapping[str, Any], *, num_tasks: int,
         seed: Seed of generation and split.
 
     Raises:
-        ValueError: There is no such dataset, or it does not take these parameters or give enough tasks.
+        ValueError: There is no such dataset, or it does not take these parameters or give enough
+            tasks.
     """
     import reasoning_gym
 
     if taken := params.keys() & {"seed", "size"}:
-        raise ValueError(f"the task parameters have {', '.join(sorted(taken))}; these come from --seed and --num-tasks")
+        raise ValueError(
+            f"the task parameters have {', '.join(sorted(taken))}; these come from --seed and "
+            "--num-tasks"
+        )
     try:
-        # Spread seeds: the dataset draws task i from seed + i, so neighbouring seeds would share nearly all their tasks.
-        dataset = reasoning_gym.create_dataset(name, seed=seed * 1_000_003 + 1, size=num_tasks, **params)
+        # Spread seeds: the dataset draws task i from seed + i, so neighbouring seeds would share
+        # nearly all their tasks.
+        dataset = reasoning_gym.create_dataset(
+            name, seed=seed * 1_000_003 + 1, size=num_tasks, **params
+        )
     except (ValueError, TypeError, AssertionError) as exc:
         known = (
-            "" if name in reasoning_gym.factory.DATASETS else f"; known: {', '.join(sorted(reasoning_gym.factory.DATASETS))}"
+            ""
+            if name in reasoning_gym.factory.DATASETS
+            else f"; known: {', '.join(sorted(reasoning_gym.factory.DATASETS))}"
         )
-        raise ValueError(f"reasoning-gym cannot make the task {name!r} with {dict(params)}: {exc}{known}") from exc
+        raise ValueError(
+            f"reasoning-gym cannot make the task {name!r} with {dict(params)}: {exc}{known}"
+        ) from exc
     entries = [dataset[index] for index in range(num_tasks)]
     answers = [None if entry["answer"] is None else str(entry["answer"]) for entry in entries]
-    tasks = [Task(entry["question"], answer, entry) for entry, answer in zip(entries, answers, strict=True)]
+    tasks = [
+        Task(entry["question"], answer, entry)
+        for entry, answer in zip(entries, answers, strict=True)
+    ]
     train, held_out = split(tasks, num_held_out, seed)
 
     def score(task: Task, text: str) -> float:
@@ -96,7 +112,8 @@ def reasoning_gym_tasks(name: str, params: Mapping[str, Any], *, num_tasks: int,
 
 
 def jsonl_tasks(path: str | Path, *, num_held_out: int, seed: int) -> TaskSet:
-    """Read tasks from a file with one ``{"prompt": ..., "answer": ...}`` per line; an answer is right when it is the same text.
+    """Read tasks from a file with one ``{"prompt": ..., "answer": ...}`` per line; an answer is
+    right when it is the same text.
 
     Args:
         path: The file; blank lines are passed over.
@@ -104,16 +121,21 @@ def jsonl_tasks(path: str | Path, *, num_held_out: int, seed: int) -> TaskSet:
         seed: Seed of the split.
 
     Raises:
-        ValueError: A line is not of this form (the message has its number), or there are too few tasks.
+        ValueError: A line is not of this form (the message has its number), or there are too few
+            tasks.
         OSError: The file cannot be read.
     """
     tasks = []
-    for number, line in enumerate(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+    for number, line in enumerate(
+        Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1
+    ):
         if line.strip():
             try:
                 pair = msgspec.json.decode(line, type=_Line)
             except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-                raise ValueError(f'{path}, line {number}: {exc}; expected {{"prompt": "...", "answer": "..."}}') from exc
+                raise ValueError(
+                    f'{path}, line {number}: {exc}; expected {{"prompt": "...", "answer": "..."}}'
+                ) from exc
             tasks.append(Task(pair.prompt, pair.answer))
     train, held_out = split(tasks, num_held_out, seed)
     return TaskSet(Path(path).stem, train, held_out, exact_match)
@@ -127,8 +149,8 @@ def exact_match(task: Task, text: str) -> float:
 def split(tasks: Sequence[Task], num_held_out: int, seed: int) -> tuple[list[Task], list[Task]]:
     """Tasks to train on and tasks to hold out, drawn by ``seed``.
 
-    No held-out prompt is trained on, not even with its characters in another order: "3 + 14" held out keeps "14 + 3" from
-    training, and one shuffle of some letters keeps all their shuffles.
+    No held-out prompt is trained on, not even with its characters in another order: "3 + 14" held
+    out keeps "14 + 3" from training, and one shuffle of some letters keeps all their shuffles.
 
     Raises:
         ValueError: There are too few different tasks to have both kinds.
@@ -140,7 +162,8 @@ def split(tasks: Sequence[Task], num_held_out: int, seed: int) -> tuple[list[Tas
     train = [task for task in unique[num_held_out:] if _signature(task) not in reserved]
     if len(held_out) < num_held_out or not train:
         raise ValueError(
-            f"{len(unique)} different tasks do not give {num_held_out} to hold out and others to train on ({len(train)} are "
+            f"{len(unique)} different tasks do not give {num_held_out} to hold out and others to "
+            f"train on ({len(train)} are "
             "left); give more tasks, harder ones, or hold out fewer"
         )
     return train, held_out

@@ -1,4 +1,6 @@
-"""Tokenizers: a small one made for the tasks at hand, and any that lies in a local Hugging Face folder."""
+"""Tokenizers: a small one made for the tasks at hand, and any that lies in a local Hugging Face
+folder.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def make_tokenizer(model: str | None, tasks: TaskSet) -> Tokenizer:
     """The tokenizer of a model folder, or a new one for the tasks."""
     if model is not None:
         return FolderTokenizer(model)
-    return CharTokenizer([task.prompt for task in tasks.train], [task.answer or "" for task in tasks.train])
+    return CharTokenizer(
+        [task.prompt for task in tasks.train], [task.answer or "" for task in tasks.train]
+    )
 
 
 def longest(tasks: TaskSet, tokenizer: Tokenizer) -> tuple[int, int]:
@@ -50,10 +54,11 @@ def longest(tasks: TaskSet, tokenizer: Tokenizer) -> tuple[int, int]:
 
 
 def small_model(tokenizer: Tokenizer, max_len: int) -> dict[str, Any]:
-    """Configuration of a new model that learns short tasks within minutes on a processor core: 0.6 million parameters.
+    """Configuration of a new model that learns short tasks within minutes on a processor core: 0.6
+    million parameters.
 
-    It is a llama because transformers reads such a folder with the tokenizer that lies there; with others, qwen2 among them, it
-    takes the one of the family in any case.
+    It is a llama because transformers reads such a folder with the tokenizer that lies there; with
+    others, qwen2 among them, it takes the one of the family in any case.
     """
     assert isinstance(tokenizer, CharTokenizer)
     return {
@@ -76,8 +81,9 @@ def small_model(tokenizer: Tokenizer, max_len: int) -> dict[str, Any]:
 class CharTokenizer:
     """One token per character, and one for each phrase that (nearly) all prompts share.
 
-    The phrases keep sequences short: a task's wording is the same every time, and what differs is spelled out. It is a
-    ``tokenizers`` tokenizer; what ``save`` writes is loaded by ``transformers.AutoTokenizer``.
+    The phrases keep sequences short: a task's wording is the same every time, and what differs is
+    spelled out. It is a ``tokenizers`` tokenizer; what ``save`` writes is loaded by
+    ``transformers.AutoTokenizer``.
     """
 
     def __init__(self, prompts: Sequence[str], answers: Sequence[str]) -> None:
@@ -87,7 +93,9 @@ class CharTokenizer:
 
         phrases = _shared_phrases(prompts)
         characters = sorted(set("".join(prompts)) | set("".join(answers)))
-        vocabulary = {token: index for index, token in enumerate([*_SPECIAL, *phrases, *characters])}
+        vocabulary = {
+            token: index for index, token in enumerate([*_SPECIAL, *phrases, *characters])
+        }
         tokenizer = FastTokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         pattern = "|".join([*map(re.escape, phrases), r"[\s\S]"])
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -125,15 +133,30 @@ class CharTokenizer:
 
 
 def _shared_phrases(prompts: Sequence[str]) -> list[str]:
-    """How all prompts begin and end, and words that at least half of them have; the longest first, as matching needs it."""
+    """How all prompts begin and end, and words that at least half of them have; the longest first,
+    as matching needs it.
+    """
     start = _common_start(prompts)
     end = _common_start([prompt[len(start) :][::-1] for prompt in prompts])[::-1]
-    counts = Counter(piece for prompt in prompts for piece in set(_PIECES.findall(prompt[len(start) :])))
-    words = [piece for piece, count in counts.items() if len(piece) > 1 and 2 * count >= len(prompts)]
-    return sorted({phrase for phrase in [start, end, *words] if len(phrase) > 1}, key=lambda phrase: (-len(phrase), phrase))
+    counts = Counter(
+        piece for prompt in prompts for piece in set(_PIECES.findall(prompt[len(start) :]))
+    )
+    words = [
+        piece for piece, count in counts.items() if len(piece) > 1 and 2 * count >= len(prompts)
+    ]
+    return sorted(
+        {phrase for phrase in [start, end, *words] if len(phrase) > 1},
+        key=lambda phrase: (-len(phrase), phrase),
+    )
 
 
 def _common_start(texts: Sequence[str]) -> str:
-    first, last = min(texts), max(texts)  # what these two share, all that sort between them share too
+    # what these two share, all that sort between them share too
+    first, last = (
+        min(texts),
+        max(texts),
+    )
     same = (a == b for a, b in zip(first, last, strict=False))
-    return first[: next((index for index, equal in enumerate(same) if not equal), min(len(first), len(last)))]
+    return first[
+        : next((index for index, equal in enumerate(same) if not equal), min(len(first), len(last)))
+    ]

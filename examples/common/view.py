@@ -23,7 +23,11 @@ from helmsman.api.scheduler import WorkerState, WorkerStatus
 _POLL_S = 1.0
 _LINE_EVERY = 10
 _BARS = "▁▂▃▄▅▆▇█"
-_STATE_STYLES = {WorkerState.READY: "green", WorkerState.FAILED: "bold red", WorkerState.OVERDUE: "yellow"}
+_STATE_STYLES = {
+    WorkerState.READY: "green",
+    WorkerState.FAILED: "bold red",
+    WorkerState.OVERDUE: "yellow",
+}
 
 
 class View:
@@ -47,12 +51,16 @@ class View:
 
 
 class LiveView(View):
-    """A page that is redrawn in place: progress, the latest figures, and what each worker does right now.
+    """A page that is redrawn in place: progress, the latest figures, and what each worker does
+    right now.
 
-    A thread asks the scheduler for the workers' state once a second; nothing of the run waits for it.
+    A thread asks the scheduler for the workers' state once a second; nothing of the run waits for
+    it.
     """
 
-    def __init__(self, total_steps: int, title: str, scheduler: Scheduler, console: Console) -> None:
+    def __init__(
+        self, total_steps: int, title: str, scheduler: Scheduler, console: Console
+    ) -> None:
         super().__init__(total_steps)
         self._title = title
         self._scheduler = scheduler
@@ -63,7 +71,9 @@ class LiveView(View):
         self._started = time.monotonic()
         self._closing = threading.Event()
         self._poller = threading.Thread(target=self._keep_polling, name="view-status", daemon=True)
-        self._live = Live(console=console, get_renderable=self._page, refresh_per_second=4, transient=False)
+        self._live = Live(
+            console=console, get_renderable=self._page, refresh_per_second=4, transient=False
+        )
 
     def open(self) -> None:
         """Begin to draw and to ask."""
@@ -87,7 +97,8 @@ class LiveView(View):
 
     def poll(self) -> None:
         """Ask the scheduler what every worker does."""
-        with contextlib.suppress(HelmsmanError):  # a scheduler that closes; the page keeps what it knew
+        with contextlib.suppress(HelmsmanError):
+            # a scheduler that closes; the page keeps what it knew
             self._status = self._scheduler.status()
 
     def _keep_polling(self) -> None:
@@ -96,7 +107,11 @@ class LiveView(View):
         self.poll()  # the page that stays tells how it ended
 
     def _page(self) -> RenderableType:
-        return Panel(Group(self._progress(), self._figures(), self._workers()), title=self._title, border_style="blue")
+        return Panel(
+            Group(self._progress(), self._figures(), self._workers()),
+            title=self._title,
+            border_style="blue",
+        )
 
     def _progress(self) -> RenderableType:
         step = self._record.step if self._record else 0
@@ -111,12 +126,24 @@ class LiveView(View):
     def _figures(self) -> RenderableType:
         record = self._record
         table = Table.grid(expand=True, padding=(0, 2))
-        names = ("phase", "loss", "reward", "accuracy", "held-out accuracy", "tokens/s", "weight version")
+        names = (
+            "phase",
+            "loss",
+            "reward",
+            "accuracy",
+            "held-out accuracy",
+            "tokens/s",
+            "weight version",
+        )
         for _ in names:
             table.add_column(justify="center")
         table.add_row(*(Text(name, style="dim") for name in names))
         if record is not None:
-            held_out = f"{_percent(self._held_out[-1])} {_sparkline(self._held_out)}" if self._held_out else "-"
+            held_out = (
+                f"{_percent(self._held_out[-1])} {_sparkline(self._held_out)}"
+                if self._held_out
+                else "-"
+            )
             table.add_row(
                 {"eval": "before training", "sft": "supervised", "grpo": "GRPO"}[record.phase],
                 _number(record.loss),
@@ -131,12 +158,18 @@ class LiveView(View):
     def _workers(self) -> RenderableType:
         table = Table(expand=True, box=None, header_style="dim", pad_edge=False)
         for name in ("worker", "state", "doing", "calls", "pid", "CPU s", "memory", "node"):
-            table.add_column(name, justify="right" if name in ("calls", "pid", "CPU s", "memory") else "left", no_wrap=True)
+            table.add_column(
+                name,
+                justify="right" if name in ("calls", "pid", "CPU s", "memory") else "left",
+                no_wrap=True,
+            )
         for status in self._status:
             health = status.health
             state = Text(status.state.value, style=_STATE_STYLES.get(status.state, ""))
             if health is None:
-                table.add_row(status.worker_id, state, "-", "-", str(status.pid or "-"), "-", "-", status.node)
+                table.add_row(
+                    status.worker_id, state, "-", "-", str(status.pid or "-"), "-", "-", status.node
+                )
                 continue
             table.add_row(
                 status.worker_id,
@@ -170,8 +203,14 @@ def open_view(settings: Settings, scheduler: Scheduler) -> Iterator[View]:
 def _doing(status: WorkerStatus) -> str:
     assert status.health is not None
     if status.health.running:
-        return f"{status.health.running.rpartition('.')[2]} for {status.health.running_s or 0.0:.1f} s"
-    waiting = {name.rpartition(".")[2]: count for name, count in status.health.async_running.items() if count}
+        return (
+            f"{status.health.running.rpartition('.')[2]} for {status.health.running_s or 0.0:.1f} s"
+        )
+    waiting = {
+        name.rpartition(".")[2]: count
+        for name, count in status.health.async_running.items()
+        if count
+    }
     return ", ".join(f"{name} x{count}" for name, count in waiting.items()) or "idle"
 
 

@@ -1,4 +1,6 @@
-"""Advantages and loss weights of groups of samples, in plain Python: the driver computes them, and it may lack torch."""
+"""Advantages and loss weights of groups of samples, in plain Python: the driver computes them, and
+it may lack torch.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ def group_advantages(
     normalize_std: bool = True,
     epsilon: float = 1e-6,
 ) -> list[float]:
-    """Advantage of each sample relative to the samples of the same prompt: ``(r - mean) / (std + epsilon)``.
+    """Advantage of each sample relative to the samples of the same prompt: ``(r - mean) / (std +
+    epsilon)``.
 
-    Source: GRPO, DeepSeekMath, arXiv:2402.03300 section 4.1.2. Dr. GRPO, arXiv:2503.20783, leaves the division out
-    (``normalize_std=False``), since it favours prompts that are almost always or almost never solved.
+    Source: GRPO, DeepSeekMath, arXiv:2402.03300 section 4.1.2. Dr. GRPO, arXiv:2503.20783, leaves
+    the division out (``normalize_std=False``), since it favours prompts that are almost always or
+    almost never solved.
 
     Args:
         rewards: One per sample.
@@ -44,7 +48,9 @@ def group_advantages(
             raise ValueError(f"{len(rewards)} rewards do not make groups of {group_size}")
         group_ids = [index // group_size for index in range(len(rewards))]
     if group_ids is None or len(group_ids) != len(rewards):
-        raise ValueError(f"{len(group_ids or ())} group ids for {len(rewards)} rewards; expected one for each")
+        raise ValueError(
+            f"{len(group_ids or ())} group ids for {len(rewards)} rewards; expected one for each"
+        )
     members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(group_ids):
         members.setdefault(group, []).append(index)
@@ -60,18 +66,24 @@ def group_advantages(
     return advantages
 
 
-def sequence_weights(num_tokens: Sequence[int], aggregation: Aggregation, *, max_tokens: int | None = None) -> list[float]:
-    """Weight of every token of each sequence, so that a mean over all tokens of the batch becomes another mean.
+def sequence_weights(
+    num_tokens: Sequence[int], aggregation: Aggregation, *, max_tokens: int | None = None
+) -> list[float]:
+    """Weight of every token of each sequence, so that a mean over all tokens of the batch becomes
+    another mean.
 
     Args:
-        num_tokens: Tokens that count in the loss, for each sequence of the *global* batch of one optimizer step.
-        aggregation: ``token``: each token alike (DAPO, arXiv:2503.14476). ``sequence``: the mean over each sequence, then over
-            sequences (GRPO, arXiv:2402.03300 eq. 3). ``constant``: each sequence's sum over ``max_tokens``, then the mean over
-            sequences, which does not favour long wrong answers (Dr. GRPO, arXiv:2503.20783).
+        num_tokens: Tokens that count in the loss, for each sequence of the *global* batch of one
+            optimizer step.
+        aggregation: ``token``: each token alike (DAPO, arXiv:2503.14476). ``sequence``: the mean
+            over each sequence, then over sequences (GRPO, arXiv:2402.03300 eq. 3). ``constant``:
+            each sequence's sum over ``max_tokens``, then the mean over sequences, which does not
+            favour long wrong answers (Dr. GRPO, arXiv:2503.20783).
         max_tokens: The constant; the most tokens that a sequence can generate.
 
     Returns:
-        One weight per sequence, for the samples' ``loss_weights``; of no meaning for a sequence without tokens.
+        One weight per sequence, for the samples' ``loss_weights``; of no meaning for a sequence
+        without tokens.
 
     Raises:
         ValueError: An unknown aggregation, or ``constant`` without max_tokens.
@@ -83,7 +95,10 @@ def sequence_weights(num_tokens: Sequence[int], aggregation: Aggregation, *, max
         return [total / (num_sequences * count) if count else 0.0 for count in num_tokens]
     if aggregation == "constant":
         if max_tokens is None or max_tokens < 1:
-            raise ValueError("aggregation 'constant' needs max_tokens, the most tokens that a sequence can generate")
+            raise ValueError(
+                "aggregation 'constant' needs max_tokens, the most tokens that a sequence can "
+                "generate"
+            )
         return [total / (num_sequences * max_tokens)] * num_sequences
     raise ValueError(f"aggregation is {aggregation!r}; expected 'token', 'sequence' or 'constant'")
 
@@ -99,35 +114,47 @@ def gae(
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Generalised advantage estimation over a batch: arXiv:1506.02438 section 3.
 
-    The steps of an episode are the tokens of its mask, one after another, however many others (of a tool, of the next turn's
-    prompt) stand between them. The state before the token t is all tokens up to t - 1, so its value is ``values[t - 1]``.
+    The steps of an episode are the tokens of its mask, one after another, however many others (of a
+    tool, of the next turn's prompt) stand between them. The state before the token t is all tokens
+    up to t - 1, so its value is ``values[t - 1]``.
 
     Args:
-        rewards: Of each sample, (T,), aligned with its tokens; helmsman.api.reward_shaping.token_rewards makes them.
+        rewards: Of each sample, (T,), aligned with its tokens;
+            helmsman.api.reward_shaping.token_rewards makes them.
         values: Of each sample, (T,), as ``forward`` of a train engine with a value head gives them.
         masks: ``loss_mask`` of each sample, (T,). Entry 0 is left out.
         gamma: Discount per step.
         lam: Weight of longer estimates: 1 is the return less the value, 0 the error of one step.
-        truncated: Whether each episode was cut off, so that it ends in a state whose value counts (that of its last token)
-            instead of 0; None: none was.
+        truncated: Whether each episode was cut off, so that it ends in a state whose value counts
+            (that of its last token) instead of 0; None: none was.
 
     Returns:
-        Advantages and returns (advantage + value, what the critic learns) of each sample, (T,), 0 outside of its mask.
+        Advantages and returns (advantage + value, what the critic learns) of each sample, (T,), 0
+        outside of its mask.
 
     Raises:
         ValueError: The lengths do not fit.
     """
     count = len(masks)
-    if not len(rewards) == len(values) == count or (truncated is not None and len(truncated) != count):
-        raise ValueError(f"{len(rewards)} rows of rewards, {len(values)} of values, {count} masks; expected one per sample")
+    if not len(rewards) == len(values) == count or (
+        truncated is not None and len(truncated) != count
+    ):
+        raise ValueError(
+            f"{len(rewards)} rows of rewards, {len(values)} of values, {count} masks; expected "
+            "one per sample"
+        )
     all_advantages, all_returns = [], []
     for index in range(count):
         row, value, mask = plain(rewards[index]), plain(values[index]), plain(masks[index])
         if not len(row) == len(value) == len(mask):
-            raise ValueError(f"sample {index}: {len(row)} rewards and {len(value)} values for {len(mask)} tokens")
+            raise ValueError(
+                f"sample {index}: {len(row)} rewards and {len(value)} values for {len(mask)} tokens"
+            )
         advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
         chosen = chosen_tokens(mask)
-        next_value = value[chosen[-1]] if chosen and truncated is not None and truncated[index] else 0.0
+        next_value = (
+            value[chosen[-1]] if chosen and truncated is not None and truncated[index] else 0.0
+        )
         advantage = 0.0
         for token in reversed(chosen):
             before = value[token - 1]
@@ -140,12 +167,16 @@ def gae(
 
 
 def whiten(
-    rows: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]], *, shift_mean: bool = True, epsilon: float = 1e-8
+    rows: Sequence[Sequence[float]],
+    masks: Sequence[Sequence[bool]],
+    *,
+    shift_mean: bool = True,
+    epsilon: float = 1e-8,
 ) -> list[list[float]]:
     """Advantages of a batch with the mean 0 and the standard deviation 1 over its masked tokens.
 
-    Source: arXiv:2006.05990, choice C67, which is per mini-batch there; here it is of the whole batch, and does not depend on
-    how that is split afterwards.
+    Source: arXiv:2006.05990, choice C67, which is per mini-batch there; here it is of the whole
+    batch, and does not depend on how that is split afterwards.
 
     Args:
         rows: Of each sample, (T,).
@@ -167,7 +198,9 @@ def whiten(
     rows, places = [plain(row) for row in rows], [chosen_tokens(plain(mask)) for mask in masks]
     numbers = [row[token] for row, chosen in zip(rows, places, strict=True) for token in chosen]
     if len(numbers) < 2:
-        raise ValueError(f"the masks have {len(numbers)} token(s); a standard deviation needs 2 or more")
+        raise ValueError(
+            f"the masks have {len(numbers)} token(s); a standard deviation needs 2 or more"
+        )
     mean = statistics.fmean(numbers)
     scale = (statistics.variance(numbers, mean) + epsilon) ** -0.5
     offset = 0.0 if shift_mean else mean

@@ -28,12 +28,14 @@ from helmsman.api.columns import (
 from helmsman.api.errors import UnevenBatchError
 
 Remainder: TypeAlias = Literal["error", "pad", "uneven"]
-"""What becomes of rows that do not divide evenly. error: UnevenBatchError; pad: the last row is repeated and masked; uneven:
-the first parts get one row more."""
+"""What becomes of rows that do not divide evenly. error: UnevenBatchError; pad: the last row is
+repeated and masked; uneven: the first parts get one row more."""
 
 
 class PerPart(tuple[Any, ...]):
-    """A meta entry that differed between the batches that were joined: its value in each of them, None where it had none."""
+    """A meta entry that differed between the batches that were joined: its value in each of them,
+    None where it had none.
+    """
 
     __slots__ = ()
 
@@ -41,8 +43,9 @@ class PerPart(tuple[Any, ...]):
 class Batch(Frozen):
     """Columns of equal length, and ``meta``, which belongs to all rows.
 
-    It is frozen: no column or entry is added, replaced or removed; operations return new batches, which share memory with the
-    old one wherever they can. Slices and chunks are views. Do not change a column in place, a list least of all.
+    It is frozen: no column or entry is added, replaced or removed; operations return new batches,
+    which share memory with the old one wherever they can. Slices and chunks are views. Do not
+    change a column in place, a list least of all.
     """
 
     __slots__ = ("__weakref__", "_num_rows", "columns", "meta", "num_padding")
@@ -65,11 +68,12 @@ class Batch(Frozen):
         """Describe a batch; no data is copied, and of lists only the references.
 
         Args:
-            columns: name -> tensor (N, ...) of any dtype and device, array (N, ...), list of N objects, or Ragged of N rows.
-                A tensor is strided; of a nested one make a Ragged.
+            columns: name -> tensor (N, ...) of any dtype and device, array (N, ...), list of N
+                objects, or Ragged of N rows. A tensor is strided; of a nested one make a Ragged.
             meta: entries that hold for all rows.
             num_rows: N; needed only without columns.
-        Raises: TypeError for a column that has no rows; ValueError for columns of different lengths.
+        Raises: TypeError for a column that has no rows; ValueError for columns of different
+            lengths.
         """
         kept: dict[str, Column] = {}
         for name, column in columns.items():
@@ -89,18 +93,27 @@ class Batch(Frozen):
             raise ValueError(f"columns of one batch have as many rows; got {found}")
         self._freeze(kept, meta or {}, next(iter(lengths.values()), 0), 0)
 
-    def _freeze(self, columns: Mapping[str, Column], meta: Mapping[str, Any], num_rows: int, num_padding: int) -> None:
+    def _freeze(
+        self,
+        columns: Mapping[str, Column],
+        meta: Mapping[str, Any],
+        num_rows: int,
+        num_padding: int,
+    ) -> None:
         frozen = {"columns": MappingProxyType(dict(columns)), "meta": MappingProxyType(dict(meta))}
         self._fill(**frozen, _num_rows=num_rows, num_padding=num_padding)
 
-    # --- what is in it ----------------------------------------------------------------------------------------------
+    # --- what is in it ----------------------------------------------------------------------------
 
     @property
     def mask(self) -> Column:
-        """(N,) bool, False for padding: a tensor where the batch has tensors (on the device of the first), else an array where
-        it has arrays, else a list."""
+        """(N,) bool, False for padding: a tensor where the batch has tensors (on the device of the
+        first), else an array where it has arrays, else a list."""
         flags = [row < len(self) - self.num_padding for row in range(len(self))]
-        dense: list[Any] = [column.values if isinstance(column, Ragged) else column for column in self.columns.values()]
+        dense: list[Any] = [
+            column.values if isinstance(column, Ragged) else column
+            for column in self.columns.values()
+        ]
         for kind in ("tensor", "array"):
             for values in dense:
                 if kind_of(values) == kind:
@@ -129,19 +142,27 @@ class Batch(Frozen):
     @overload
     def __getitem__(self, key: slice) -> Batch: ...
     def __getitem__(self, key: str | int | slice) -> Any:
-        """A column by its name; a row as a dict; rows of a slice, as a view where it has no step (see take)."""
+        """A column by its name; a row as a dict; rows of a slice, as a view where it has no step
+        (see take).
+        """
         if isinstance(key, str):
             if key not in self.columns:
                 raise KeyError(f"no column {key!r}; there are {', '.join(self.columns) or 'none'}")
             return self.columns[key]
         if isinstance(key, slice):
             start, stop, step = key.indices(len(self))
-            return self._slice(start, max(start, stop)) if step == 1 else self._take(range(start, stop, step), "take")
+            return (
+                self._slice(start, max(start, stop))
+                if step == 1
+                else self._take(range(start, stop, step), "take")
+            )
         row = row_number(key, len(self))
         return {name: column[row] for name, column in self.columns.items()}
 
     def equals(self, other: object) -> bool:
-        """Whether rows, columns, meta and padding are the same, element for element; NaN equals NaN."""
+        """Whether rows, columns, meta and padding are the same, element for element; NaN equals
+        NaN.
+        """
         return (
             isinstance(other, Batch)
             and (len(self), self.num_padding) == (len(other), other.num_padding)
@@ -152,7 +173,13 @@ class Batch(Frozen):
     def __repr__(self) -> str:
         def shape(column: Any) -> str:
             kind = kind_of(column)
-            return kind if kind == "list" else repr(column) if kind == "ragged" else f"{tuple(column.shape)} {column.dtype}"
+            return (
+                kind
+                if kind == "list"
+                else repr(column)
+                if kind == "ragged"
+                else f"{tuple(column.shape)} {column.dtype}"
+            )
 
         parts = [f"{name}: {shape(column)}" for name, column in self.columns.items()]
         padding = f" ({self.num_padding} of them padding)" if self.num_padding else ""
@@ -162,11 +189,13 @@ class Batch(Frozen):
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (dict(self.columns), dict(self.meta), len(self), self.num_padding)
 
-    # --- columns and meta -------------------------------------------------------------------------------------------
+    # --- columns and meta -------------------------------------------------------------------------
 
     def select(self, *names: str) -> Batch:
         """These columns only, in this order."""
-        return _restore({name: self[name] for name in names}, self.meta, len(self), self.num_padding)
+        return _restore(
+            {name: self[name] for name in names}, self.meta, len(self), self.num_padding
+        )
 
     def with_columns(self, **columns: Column | tuple[Any, ...]) -> Batch:
         """With these columns added, or in place of those of the same name."""
@@ -176,28 +205,43 @@ class Batch(Frozen):
     def union(self, other: Batch) -> Batch:
         """The columns and meta of both, row by row.
 
-        Raises: ValueError for different numbers of rows, or a name under which they have different values.
+        Raises: ValueError for different numbers of rows, or a name under which they have different
+            values.
         """
         if (len(self), self.num_padding) != (len(other), other.num_padding):
             raise ValueError(
-                f"a union is made row by row; got {len(self)} rows ({self.num_padding} padding) and {len(other)} rows "
+                f"a union is made row by row; got {len(self)} rows ({self.num_padding} padding) "
+                f"and {len(other)} rows "
                 f"({other.num_padding} padding)"
             )
-        for what, held, others in (("column", self.columns, other.columns), ("meta entry", self.meta, other.meta)):
+        for what, held, others in (
+            ("column", self.columns, other.columns),
+            ("meta entry", self.meta, other.meta),
+        ):
             for name in held:
                 if name in others and not same(held[name], others[name]):
-                    raise ValueError(f"both batches have the {what} {name!r}, with different values; drop or rename one")
-        return _restore({**self.columns, **other.columns}, {**self.meta, **other.meta}, len(self), self.num_padding)
+                    raise ValueError(
+                        f"both batches have the {what} {name!r}, with different values; drop or "
+                        "rename one"
+                    )
+        return _restore(
+            {**self.columns, **other.columns},
+            {**self.meta, **other.meta},
+            len(self),
+            self.num_padding,
+        )
 
-    # --- rows -------------------------------------------------------------------------------------------------------
+    # --- rows -------------------------------------------------------------------------------------
 
     def take(self, rows: GivenRows) -> Batch:
-        """These rows, copied, in their order; a row may be taken again. Only a batch without padding.
+        """These rows, copied, in their order; a row may be taken again. Only a batch without
+        padding.
 
         Args:
-            rows: integers, negative ones from the end, in a sequence, array or tensor of one dimension; or a mask: N booleans.
-        Raises: IndexError for rows that are not there and masks of another length; TypeError for other indices; ValueError for
-            a batch with padding.
+            rows: integers, negative ones from the end, in a sequence, array or tensor of one
+                dimension; or a mask: N booleans.
+        Raises: IndexError for rows that are not there and masks of another length; TypeError for
+            other indices; ValueError for a batch with padding.
         """
         return self._take(row_numbers(rows, len(self)), "take")
 
@@ -206,33 +250,45 @@ class Batch(Frozen):
         return self._copied(rows)
 
     def reorder(self, permutation: GivenRows) -> Batch:
-        """The same rows in another order: row i of the result is row ``permutation[i]`` of this one.
+        """The same rows in another order: row i of the result is row ``permutation[i]`` of this
+        one.
 
         Raises: ValueError where it is not a permutation of all rows.
         """
         try:
             rows = row_numbers(permutation, len(self))
         except IndexError as error:
-            raise ValueError(f"a permutation of {len(self)} rows has each of them once: {error}") from error
+            raise ValueError(
+                f"a permutation of {len(self)} rows has each of them once: {error}"
+            ) from error
         if sorted(rows) != list(range(len(self))):
-            raise ValueError(f"a permutation of {len(self)} rows has each of them once; got {len(rows)} indices: {shown(rows)}")
+            raise ValueError(
+                f"a permutation of {len(self)} rows has each of them once; got {len(rows)} "
+                f"indices: {shown(rows)}"
+            )
         return self._take(rows, "reorder")
 
     def repeat(self, times: int, *, interleave: bool = True) -> Batch:
-        """Each row ``times`` times: one after another (aabb), or the whole batch again (abab) without ``interleave``."""
+        """Each row ``times`` times: one after another (aabb), or the whole batch again (abab)
+        without ``interleave``.
+        """
         count = operator.index(times)
         if count < 0:
             raise ValueError(f"times is {count}; it is 0 or more")
         rows = range(len(self))
-        return self._take([row for row in rows for _ in range(count)] if interleave else [*rows] * count, "repeat")
+        return self._take(
+            [row for row in rows for _ in range(count)] if interleave else [*rows] * count, "repeat"
+        )
 
     def group_by(self, key: str | Callable[[dict[str, Any]], Hashable]) -> dict[Any, Batch]:
-        """Rows by the value of a column, or by what a function makes of each row; groups in the order of their first rows.
+        """Rows by the value of a column, or by what a function makes of each row; groups in the
+        order of their first rows.
 
-        Groups are views: of this batch where the rows of each lie together, else of one copy. All NaN are one value.
+        Groups are views: of this batch where the rows of each lie together, else of one copy. All
+            NaN are one value.
 
-        Raises: KeyError, TypeError for a column that has not one hashable value for each row; ValueError for a batch with
-            padding.
+        Raises: KeyError, TypeError for a column that has not one hashable value for each row;
+            ValueError for a batch with padding.
         """
         self._require_no_padding("group_by")
         if callable(key):
@@ -240,17 +296,26 @@ class Batch(Frozen):
         else:
             column = self[key]
             if isinstance(column, Ragged) or len(getattr(column, "shape", (1,))) > 1:
-                raise TypeError(f"column {key!r} has more than one value for a row; give group_by a function of the row")
+                raise TypeError(
+                    f"column {key!r} has more than one value for a row; give group_by a function "
+                    "of the row"
+                )
             values = column.tolist() if hasattr(column, "tolist") else column
         groups: dict[Any, list[int]] = {}
         try:
             for row, value in enumerate(values):
-                groups.setdefault(math.nan if isinstance(value, float) and value != value else value, []).append(row)
+                groups.setdefault(
+                    math.nan if isinstance(value, float) and value != value else value, []
+                ).append(row)
         except TypeError as error:
-            raise TypeError(f"rows are grouped by hashable values: {error}; give group_by a function of the row") from error
+            raise TypeError(
+                f"rows are grouped by hashable values: {error}; give group_by a function of the row"
+            ) from error
         order = [row for rows in groups.values() for row in rows]
         together = self if order == list(range(len(self))) else self._take(order, "group_by")
-        return dict(zip(groups, together.split([len(rows) for rows in groups.values()]), strict=True))
+        return dict(
+            zip(groups, together.split([len(rows) for rows in groups.values()]), strict=True)
+        )
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
         """Views of so many rows each, which are all rows together. Raises: ValueError."""
@@ -258,12 +323,15 @@ class Batch(Frozen):
         if min(counts, default=0) < 0:
             raise ValueError(f"a part has {min(counts)} rows; it has 0 or more")
         if sum(counts) != len(self):
-            raise ValueError(f"sizes [{shown(counts)}] add up to {sum(counts)}, and there are {len(self)} rows")
+            raise ValueError(
+                f"sizes [{shown(counts)}] add up to {sum(counts)}, and there are {len(self)} rows"
+            )
         bounds = itertools.accumulate(counts, initial=0)
         return [self._slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
     def chunk(self, num_chunks: int, remainder: Remainder = "error") -> list[Batch]:
-        """Views of equal numbers of rows, as far as ``remainder`` asks for it; always ``num_chunks`` of them.
+        """Views of equal numbers of rows, as far as ``remainder`` asks for it; always
+        ``num_chunks`` of them.
 
         With 'pad' only those that have padding are copies.
 
@@ -273,10 +341,14 @@ class Batch(Frozen):
             return self.split(part_sizes(len(self), num_chunks, remainder))
         size = -(-len(self) // _positive(num_chunks, "num_chunks"))
         bounds = [min(len(self), size * index) for index in range(num_chunks + 1)]
-        return [self._extended(self._slice(start, stop), size - (stop - start)) for start, stop in itertools.pairwise(bounds)]
+        return [
+            self._extended(self._slice(start, stop), size - (stop - start))
+            for start, stop in itertools.pairwise(bounds)
+        ]
 
     def pad(self, multiple: int) -> Batch:
-        """Rows added until their number is a multiple: copies of the last one, which ``mask`` shows and ``unpad`` removes.
+        """Rows added until their number is a multiple: copies of the last one, which ``mask`` shows
+        and ``unpad`` removes.
 
         No rows are a multiple of everything.
         """
@@ -286,7 +358,9 @@ class Batch(Frozen):
         """A part followed by ``num_missing`` copies of this batch's last row, which are padding."""
         if not num_missing:
             return part
-        return self._joined([part, self._copied([len(self) - 1] * num_missing)], part.num_padding + num_missing)
+        return self._joined(
+            [part, self._copied([len(self) - 1] * num_missing)], part.num_padding + num_missing
+        )
 
     def unpad(self) -> Batch:
         """Without the padding."""
@@ -296,17 +370,21 @@ class Batch(Frozen):
     def concat(batches: Sequence[Batch]) -> Batch:
         """The rows of all of them, one batch after another.
 
-        Entries of meta that are not the same in all become a PerPart. Only the last rows may be padding.
+        Entries of meta that are not the same in all become a PerPart. Only the last rows may be
+        padding.
 
-        Raises: ValueError for no batches, different columns, or columns whose rows have different shapes or devices; TypeError
-            for what is no batch, and columns of different kinds or dtypes.
+        Raises: ValueError for no batches, different columns, or columns whose rows have different
+            shapes or devices; TypeError for what is no batch, and columns of different kinds or
+            dtypes.
         """
         batches = list(batches)
         if not batches:
             raise ValueError("concat needs at least one batch")
         for index, batch in enumerate(batches):
             if not isinstance(batch, Batch):
-                raise TypeError(f"concat joins batches, and entry {index} is a {type(batch).__qualname__}")
+                raise TypeError(
+                    f"concat joins batches, and entry {index} is a {type(batch).__qualname__}"
+                )
         if len(batches) == 1:
             return batches[0]
         return Batch._joined(batches, padding_of(batches))
@@ -317,13 +395,22 @@ class Batch(Frozen):
         for index, batch in enumerate(batches):
             if set(batch.columns) != set(names):
                 raise ValueError(
-                    f"batch {index} has the columns {', '.join(batch.columns) or 'none'}; the first has "
+                    f"batch {index} has the columns {', '.join(batch.columns) or 'none'}; the "
+                    "first has "
                     f"{', '.join(names) or 'none'}"
                 )
-        columns = {name: concat_columns([batch.columns[name] for batch in batches], f"column {name!r}: ") for name in names}
-        return _restore(columns, join_meta([batch.meta for batch in batches]), sum(map(len, batches)), num_padding)
+        columns = {
+            name: concat_columns([batch.columns[name] for batch in batches], f"column {name!r}: ")
+            for name in names
+        }
+        return _restore(
+            columns,
+            join_meta([batch.meta for batch in batches]),
+            sum(map(len, batches)),
+            num_padding,
+        )
 
-    # --- to and from others -----------------------------------------------------------------------------------------
+    # --- to and from others -----------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """Name -> column, without meta and padding."""
@@ -332,54 +419,71 @@ class Batch(Frozen):
     def to_tensordict(self) -> Any:
         """A TensorDict of batch size (N,), without padding.
 
-        Tensors and arrays of numbers share memory, where torch can use it as it is; ragged columns of numbers are jagged nested
-        tensors; all other columns are stacks of non-tensor data; meta lies under 'meta'.
+        Tensors and arrays of numbers share memory, where torch can use it as it is; ragged columns
+        of numbers are jagged nested tensors; all other columns are stacks of non-tensor data; meta
+        lies under 'meta'.
 
-        Raises: BackendNotInstalledError without the package tensordict; ValueError for a column 'meta' beside meta.
+        Raises: BackendNotInstalledError without the package tensordict; ValueError for a column
+            'meta' beside meta.
         """
         batch = self.unpad()
         return to_tensordict(batch.columns, batch.meta, len(batch))
 
     @classmethod
     def from_tensordict(cls, tensordict: Any) -> Batch:
-        """The batch of a TensorDict with one batch dimension. Tensors share memory, nested ones become Ragged, stacks of
-        non-tensor data become lists, and non-tensor data that belongs to all rows becomes meta.
+        """The batch of a TensorDict with one batch dimension. Tensors share memory, nested ones
+        become Ragged, stacks of non-tensor data become lists, and non-tensor data that belongs to
+        all rows becomes meta.
 
-        Raises: BackendNotInstalledError without the package tensordict; ValueError for other batch sizes; TypeError for a
-            TensorDict that holds others.
+        Raises: BackendNotInstalledError without the package tensordict; ValueError for other batch
+            sizes; TypeError for a TensorDict that holds others.
         """
         columns, meta = from_tensordict(tensordict)
         return cls(columns, meta, num_rows=int(tensordict.batch_size[0]))
 
-    # --- helpers ----------------------------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     def _slice(self, start: int, stop: int) -> Batch:
         columns = {name: column[start:stop] for name, column in self.columns.items()}
         return _restore(columns, self.meta, stop - start, self._padding_within(start, stop))
 
     def _copied(self, rows: Sequence[int]) -> Batch:
-        return _restore({name: take(column, rows) for name, column in self.columns.items()}, self.meta, len(rows), 0)
+        return _restore(
+            {name: take(column, rows) for name, column in self.columns.items()},
+            self.meta,
+            len(rows),
+            0,
+        )
 
     def _padding_within(self, start: int, stop: int) -> int:
         return max(0, min(stop - start, stop - (len(self) - self.num_padding)))
 
     def _require_no_padding(self, operation: str) -> None:
         if self.num_padding:
-            raise ValueError(f"{operation} of a batch whose last {self.num_padding} rows are padding; unpad() first")
+            raise ValueError(
+                f"{operation} of a batch whose last {self.num_padding} rows are padding; unpad() "
+                "first"
+            )
 
 
-def _restore(columns: Mapping[str, Column], meta: Mapping[str, Any], num_rows: int, num_padding: int) -> Batch:
+def _restore(
+    columns: Mapping[str, Column], meta: Mapping[str, Any], num_rows: int, num_padding: int
+) -> Batch:
     batch = Batch.__new__(Batch)
     batch._freeze(columns, meta, num_rows, num_padding)
     return batch
 
 
 def padding_of(batches: Sequence[Batch]) -> int:
-    """Padding of the batches once they are joined. Raises: ValueError where rows would lie behind the padding of others."""
+    """Padding of the batches once they are joined. Raises: ValueError where rows would lie behind
+    the padding of others.
+    """
     padding = 0
     for index, batch in enumerate(batches):
         if padding and batch.num_padding < len(batch):
-            raise ValueError(f"batch {index} has rows behind the padding of one before it; unpad first")
+            raise ValueError(
+                f"batch {index} has rows behind the padding of one before it; unpad first"
+            )
         padding += batch.num_padding
     return padding
 
@@ -400,7 +504,9 @@ def part_sizes(num_rows: int, num_parts: int, remainder: Remainder) -> list[int]
     Raises: UnevenBatchError; ValueError for fewer than one part, or another remainder.
     """
     if remainder not in get_args(Remainder):
-        raise ValueError(f"remainder is {remainder!r}; it is one of {', '.join(get_args(Remainder))}")
+        raise ValueError(
+            f"remainder is {remainder!r}; it is one of {', '.join(get_args(Remainder))}"
+        )
     size, rest = divmod(num_rows, _positive(num_parts, "num_parts"))
     if rest and remainder != "uneven":
         raise UnevenBatchError(num_rows=num_rows, divisor=num_parts)
@@ -416,8 +522,13 @@ def _positive(number: int, name: str) -> int:
 def _no_column(name: str, value: Any) -> str:
     if getattr(value, "is_nested", False):
         return f"column {name!r} is a nested tensor; make a Ragged of its values() and offsets()"
-    kind = "tensor or array without dimensions" if getattr(value, "shape", None) == () else type(value).__qualname__
+    kind = (
+        "tensor or array without dimensions"
+        if getattr(value, "shape", None) == ()
+        else type(value).__qualname__
+    )
     return (
-        f"column {name!r} is a {kind}; a column is a tensor or array with at least one dimension, neither sparse nor masked, a "
+        f"column {name!r} is a {kind}; a column is a tensor or array with at least one dimension, "
+        "neither sparse nor masked, a "
         "list, a tuple or a Ragged. Put what belongs to all rows in meta"
     )

@@ -1,4 +1,5 @@
-"""Columns of a Batch: tensors, NumPy arrays, lists, and ragged rows. torch and NumPy are loaded only where a value needs them.
+"""Columns of a Batch: tensors, NumPy arrays, lists, and ragged rows. torch and NumPy are loaded
+only where a value needs them.
 
 Slices of tensors, arrays and ragged columns are views of the same memory.
 """
@@ -22,12 +23,14 @@ Dense: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 Column: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | list[Any] | Ragged"
 """The values of a batch under one name, one for each row."""
 GivenRows: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
-"""Integers in a sequence, array or tensor of one dimension, negative ones from the end; or as many booleans as there are rows,
-which are a mask."""
+"""Integers in a sequence, array or tensor of one dimension, negative ones from the end; or as many
+booleans as there are rows, which are a mask."""
 
 
 class Frozen:
-    """Base of values whose attributes are set once. A plain pickle of one has no memory but its own."""
+    """Base of values whose attributes are set once. A plain pickle of one has no memory but its
+    own.
+    """
 
     __slots__ = ()
 
@@ -42,15 +45,17 @@ class Frozen:
         raise AttributeError(f"a {type(self).__name__} is frozen; {name!r} cannot be deleted")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        reduced: Any = self.__reduce__()  # which the codec calls itself, because it sends a view without its storage
+        # which the codec calls itself, because it sends a view without its storage
+        reduced: Any = self.__reduce__()
         return reduced[0], tuple(map(own, reduced[1]))
 
 
 class Ragged(Frozen):
     """Rows of different lengths in one piece of memory.
 
-    Row i is ``values[offsets[i]:offsets[i + 1]]``, as in torch's jagged nested tensors. It is frozen, as a Batch is.
-    ``torch.nn.utils.rnn.pad_sequence(list(column), batch_first=True)`` makes a padded tensor of one.
+    Row i is ``values[offsets[i]:offsets[i + 1]]``, as in torch's jagged nested tensors. It is
+    frozen, as a Batch is. ``torch.nn.utils.rnn.pad_sequence(list(column), batch_first=True)`` makes
+    a padded tensor of one.
     """
 
     __slots__ = ("offsets", "values")
@@ -63,17 +68,23 @@ class Ragged(Frozen):
     def __init__(self, values: Dense, offsets: Dense | Sequence[int]) -> None:
         """Takes over ``values`` and copies ``offsets``.
 
-        Raises: ValueError for offsets that do not describe the values; TypeError for values that are neither a tensor nor an
-        array, and offsets that are not integers.
+        Raises: ValueError for offsets that do not describe the values; TypeError for values that
+        are neither a tensor nor an array, and offsets that are not integers.
         """
         _require_dense(values, "the values of a ragged column are")
         try:
             found = _integers(offsets)
         except TypeError as error:
             raise TypeError(f"offsets of a ragged column: {error}") from error
-        if not found or found[0] != 0 or found[-1] != len(values) or any(map(operator.gt, found, found[1:])):
+        if (
+            not found
+            or found[0] != 0
+            or found[-1] != len(values)
+            or any(map(operator.gt, found, found[1:]))
+        ):
             raise ValueError(
-                f"offsets go from 0 to the {len(values)} values without falling, one more than there are rows; got "
+                f"offsets go from 0 to the {len(values)} values without falling, one more than "
+                "there are rows; got "
                 f"[{shown(found)}]"
             )
         self._fill(values=values, offsets=vector(values, found, "int64"))
@@ -86,10 +97,16 @@ class Ragged(Frozen):
         """
         found = list(rows)
         if not found:
-            raise ValueError("a ragged column is made of at least one row; without any, give empty values and offsets [0]")
+            raise ValueError(
+                "a ragged column is made of at least one row; without any, give empty values and "
+                "offsets [0]"
+            )
         for index, row in enumerate(found):
             _require_dense(row, f"row {index} of a ragged column is")
-        return cls(_joined(found, "rows of a ragged column: "), list(itertools.accumulate(map(len, found), initial=0)))
+        return cls(
+            _joined(found, "rows of a ragged column: "),
+            list(itertools.accumulate(map(len, found), initial=0)),
+        )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -112,7 +129,9 @@ class Ragged(Frozen):
         return _ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
 
     def __iter__(self) -> Iterator[Dense]:
-        return (self.values[start:stop] for start, stop in itertools.pairwise(self.offsets.tolist()))
+        return (
+            self.values[start:stop] for start, stop in itertools.pairwise(self.offsets.tolist())
+        )
 
     def __repr__(self) -> str:
         return f"Ragged({len(self)} rows, values {tuple(self.values.shape)} {self.values.dtype})"
@@ -142,34 +161,44 @@ def vector(like: Dense, values: list[Any], dtype: str) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """'tensor', 'array', 'list' or 'ragged'; '' for what cannot be a column. Nothing is imported to find out."""
+    """'tensor', 'array', 'list' or 'ragged'; '' for what cannot be a column. Nothing is imported to
+    find out.
+    """
     if isinstance(value, list):
         return "list"
     if isinstance(value, Ragged):
         return "ragged"
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(value, torch.Tensor):
-        return "tensor" if value.layout is torch.strided and not value.is_nested and value.dim() else ""
+        return (
+            "tensor"
+            if value.layout is torch.strided and not value.is_nested and value.dim()
+            else ""
+        )
     if numpy is not None and isinstance(value, numpy.ndarray):
         # NumPy's function that joins arrays drops the mask of masked ones.
         return "array" if value.ndim and not isinstance(value, numpy.ma.MaskedArray) else ""
     return ""
 
 
-# --- rows ---------------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 def row_numbers(given: Any, num_rows: int) -> list[int]:
     """The rows that an operation takes, as GivenRows, counted from the start.
 
-    Raises: TypeError for what is not one dimension of integers or booleans; IndexError for rows that are not there, or a mask
-        of another length.
+    Raises: TypeError for what is not one dimension of integers or booleans; IndexError for rows
+        that are not there, or a mask of another length.
     """
     try:
         found = list(_plain(given))
     except TypeError as error:
-        raise TypeError(f"rows are told by integers or a mask, not by {_described(given)} {given!r}"[:120]) from error
-    if "bool" in str(getattr(given, "dtype", "")) or (found and all(isinstance(each, bool) for each in found)):
+        raise TypeError(
+            f"rows are told by integers or a mask, not by {_described(given)} {given!r}"[:120]
+        ) from error
+    if "bool" in str(getattr(given, "dtype", "")) or (
+        found and all(isinstance(each, bool) for each in found)
+    ):
         if len(found) != num_rows:
             raise IndexError(f"a mask of {len(found)} rows for {num_rows} rows")
         return [number for number, flag in enumerate(found) if flag]
@@ -215,23 +244,32 @@ def take(column: Column, rows: Sequence[int]) -> Any:
         return [column[row] for row in rows]
     if not isinstance(column, Ragged):
         return column[vector(column, list(rows), "int64")]
-    values, offsets, index = column.values, column.offsets, vector(column.values, list(rows), "int64")
+    values, offsets, index = (
+        column.values,
+        column.offsets,
+        vector(column.values, list(rows), "int64"),
+    )
     is_tensor = kind_of(values) == "tensor"
     module = sys.modules["torch" if is_tensor else "numpy"]
     starts: Any = offsets[index]
     lengths = offsets[index + 1] - starts
     ends = lengths.cumsum(0)
-    moved = starts - (ends - lengths)  # distance of each row's values from their place in the result
+    # distance of each row's values from their place in the result
+    moved = starts - (ends - lengths)
     each = module.repeat_interleave(moved, lengths) if is_tensor else module.repeat(moved, lengths)
     at = module.arange(int(ends[-1]) if len(ends) else 0) + each
     return _ragged(values[at], module.concatenate([offsets[:1], ends]))
 
 
 def concat_columns(columns: Sequence[Column], where: str = "") -> Column:
-    """One column of all rows. ``where`` begins the message of an error, a TypeError or ValueError."""
+    """One column of all rows. ``where`` begins the message of an error, a TypeError or
+    ValueError.
+    """
     kinds = {kind_of(column) for column in columns}
     if len(kinds) > 1 or "" in kinds:
-        raise TypeError(f"{where}parts of different kinds: {', '.join(dict.fromkeys(map(_described, columns)))}")
+        raise TypeError(
+            f"{where}parts of different kinds: {', '.join(dict.fromkeys(map(_described, columns)))}"
+        )
     if len(columns) == 1:
         return columns[0]
     kind = kinds.pop()
@@ -242,7 +280,10 @@ def concat_columns(columns: Sequence[Column], where: str = "") -> Column:
     ragged = [column for column in columns if isinstance(column, Ragged)]
     values = concat_columns([column.values for column in ragged], where)
     ends = itertools.accumulate((len(column.values) for column in ragged[:-1]), initial=0)
-    offsets = [ragged[0].offsets[:1], *(column.offsets[1:] + end for column, end in zip(ragged, ends, strict=True))]
+    offsets = [
+        ragged[0].offsets[:1],
+        *(column.offsets[1:] + end for column, end in zip(ragged, ends, strict=True)),
+    ]
     return _ragged(values, _joined(offsets, where))
 
 
@@ -255,30 +296,41 @@ def _joined(parts: Sequence[Any], where: str) -> Dense:
     ]
     for error, what, found in facts:
         # Texts of different lengths have different dtypes in NumPy, which joins them all the same.
-        if len(found) > 1 and not (what == "dtypes" and {getattr(dtype, "kind", "") for dtype in found} in ({"U"}, {"S"})):
+        if len(found) > 1 and not (
+            what == "dtypes" and {getattr(dtype, "kind", "") for dtype in found} in ({"U"}, {"S"})
+        ):
             raise error(f"{where}parts of different {what}: {', '.join(sorted(map(str, found)))}")
     if kind_of(parts[0]) == "tensor":
         tensor: Dense = sys.modules["torch"].cat(list(parts))
         return tensor
     dtypes = facts[1][2]  # without the dtype NumPy makes the byte order native
-    array: Dense = sys.modules["numpy"].concatenate(parts, dtype=dtypes.pop() if len(dtypes) == 1 else None)
+    array: Dense = sys.modules["numpy"].concatenate(
+        parts, dtype=dtypes.pop() if len(dtypes) == 1 else None
+    )
     return array
 
 
-# --- values -------------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 def own(value: Any) -> Any:
-    """The value; a tensor that is a view of something larger, which torch would pickle whole, is copied, in a dict too."""
+    """The value; a tensor that is a view of something larger, which torch would pickle whole, is
+    copied, in a dict too.
+    """
     if isinstance(value, dict):
         return {name: own(each) for name, each in value.items()}
-    if kind_of(value) == "tensor" and value.untyped_storage().nbytes() > value.numel() * value.element_size():
+    if (
+        kind_of(value) == "tensor"
+        and value.untyped_storage().nbytes() > value.numel() * value.element_size()
+    ):
         return value.clone()
     return value
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two values are equal in every element, type, dtype, shape and device; NaN equals NaN."""
+    """Whether two values are equal in every element, type, dtype, shape and device; NaN equals
+    NaN.
+    """
     if first is second:
         return True
     if type(first) is not type(second):
@@ -294,22 +346,27 @@ def same(first: Any, second: Any) -> bool:
             return bool(first.equals(second))
         if not (hasattr(first, "dtype") and hasattr(first, "shape")):
             return bool(first == second) or bool(first != first and second != second)
-        facts = [(each.dtype, each.shape, getattr(each, "device", None)) for each in (first, second)]
+        facts = [
+            (each.dtype, each.shape, getattr(each, "device", None)) for each in (first, second)
+        ]
         if facts[0] != facts[1]:
             return False
         if first.dtype == object:
             return same(first.tolist(), second.tolist())
         equal = (first == second) | ((first != first) & (second != second))
-        return bool(equal.all() if hasattr(equal, "all") else equal)  # NumPy's texts compare as Python's
+        # NumPy's texts compare as Python's
+        return bool(equal.all() if hasattr(equal, "all") else equal)
     except Exception:  # noqa: BLE001 - the values' own __eq__ runs here, and may raise anything
         return False
 
 
 def _described(value: Any) -> str:
-    return kind_of(value) or f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return kind_of(value) or f"{type(value).__module__}.{type(value).__qualname__}".removeprefix(
+        "builtins."
+    )
 
 
-# --- TensorDict ---------------------------------------------------------------------------------------------------------
+# --- TensorDict -----------------------------------------------------------------------------------
 
 _META = "meta"
 
@@ -318,31 +375,47 @@ def to_tensordict(columns: Mapping[str, Column], meta: Mapping[str, Any], num_ro
     """See Batch.to_tensordict."""
     library = _library()
     if _META in columns and meta:
-        raise ValueError(f"a column is called {_META!r}, which is where a TensorDict would have the batch's meta; rename it")
+        raise ValueError(
+            f"a column is called {_META!r}, which is where a TensorDict would have the batch's "
+            "meta; rename it"
+        )
     made = library.TensorDict({}, batch_size=[num_rows])
     for name, column in columns.items():
         entry = _as_tensor(column)
-        made[name] = library.NonTensorStack(*map(library.NonTensorData, _as_items(column))) if entry is None else entry
+        made[name] = (
+            library.NonTensorStack(*map(library.NonTensorData, _as_items(column)))
+            if entry is None
+            else entry
+        )
     if meta:
         made.set_non_tensor(_META, dict(meta))
     return made
 
 
 def _as_items(column: Any) -> Any:
-    return column.tolist() if getattr(getattr(column, "dtype", None), "kind", "") in ("U", "S", "O") else column
+    return (
+        column.tolist()
+        if getattr(getattr(column, "dtype", None), "kind", "") in ("U", "S", "O")
+        else column
+    )
 
 
 def _as_tensor(column: Any) -> Any:
-    """A tensor in the same memory, if torch can use it; a tensor of its own for arrays that are read-only, reversed or of the
-    other byte order; None for what cannot be a tensor."""
+    """A tensor in the same memory, if torch can use it; a tensor of its own for arrays that are
+    read-only, reversed or of the other byte order; None for what cannot be a tensor."""
     import torch
 
     kind = kind_of(column)
     if kind == "ragged":
         values = _as_tensor(column.values)
         offsets = _as_tensor(column.offsets)
-        return None if values is None else torch.nested.nested_tensor_from_jagged(values, offsets.to(values.device))
-    if kind == "array" and column.dtype.kind in "biufc" and column.dtype.char not in "gG":  # long doubles
+        return (
+            None
+            if values is None
+            else torch.nested.nested_tensor_from_jagged(values, offsets.to(values.device))
+        )
+    if kind == "array" and column.dtype.kind in "biufc" and column.dtype.char not in "gG":
+        # long doubles
         if not column.dtype.isnative or not column.flags.writeable or min(column.strides) < 0:
             column = column.astype(column.dtype.newbyteorder("="), order="C")
         return torch.from_numpy(column)
@@ -353,9 +426,15 @@ def from_tensordict(tensordict: Any) -> tuple[dict[str, Column], dict[str, Any]]
     """See Batch.from_tensordict."""
     library = _library()
     if not library.is_tensor_collection(tensordict):
-        raise TypeError(f"a TensorDict is needed, not a {type(tensordict).__qualname__}; of a plain dict make a Batch")
+        raise TypeError(
+            f"a TensorDict is needed, not a {type(tensordict).__qualname__}; of a plain dict make "
+            "a Batch"
+        )
     if len(tensordict.batch_size) != 1:
-        raise ValueError(f"the TensorDict has the batch size {tuple(tensordict.batch_size)}; rows are one dimension")
+        raise ValueError(
+            f"the TensorDict has the batch size {tuple(tensordict.batch_size)}; rows are one "
+            "dimension"
+        )
     columns: dict[str, Column] = {}
     meta: dict[str, Any] = {}
     for name in tensordict.keys():  # noqa: SIM118 - iterating over a TensorDict gives its rows
@@ -363,13 +442,22 @@ def from_tensordict(tensordict: Any) -> tuple[dict[str, Column], dict[str, Any]]
         if isinstance(value, library.NonTensorStack):
             columns[name] = value.tolist()
         elif isinstance(value, library.NonTensorData):
-            meta |= value.data if name == _META and isinstance(value.data, dict) else {name: value.data}
+            meta |= (
+                value.data if name == _META and isinstance(value.data, dict) else {name: value.data}
+            )
         elif library.is_tensor_collection(value):
-            raise TypeError(f"entry {name!r} is a TensorDict itself; flatten it first (flatten_keys)")
+            raise TypeError(
+                f"entry {name!r} is a TensorDict itself; flatten it first (flatten_keys)"
+            )
         elif getattr(value, "is_nested", False):
-            # One that is a view (narrowed, transposed) has values between its rows, or the other way round.
+            # One that is a view (narrowed, transposed) has values between its rows, or the other
+            # way round.
             is_plain = "jagged" in str(value.layout) and value.is_contiguous()
-            columns[name] = Ragged(value.values(), value.offsets()) if is_plain else Ragged.from_rows(value.unbind())
+            columns[name] = (
+                Ragged(value.values(), value.offsets())
+                if is_plain
+                else Ragged.from_rows(value.unbind())
+            )
         else:
             columns[name] = value
     return columns, meta

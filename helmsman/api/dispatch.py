@@ -1,7 +1,9 @@
-"""Dispatch modes: how a method of a worker group spreads its arguments over the ranks and joins their results.
+"""Dispatch modes: how a method of a worker group spreads its arguments over the ranks and joins
+their results.
 
-A method is declared with ``helmsman.register``: the replicated and the cut arguments, the axes, the ranks that run it and those
-whose results count. Nothing is guessed from a value: a list as long as the world stays what its declaration says.
+A method is declared with ``helmsman.register``: the replicated and the cut arguments, the axes, the
+ranks that run it and those whose results count. Nothing is guessed from a value: a list as long as
+the world stays what its declaration says.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ class Dispatch(Enum):
     ONE_TO_ALL_ONE = "one_to_all_one"
     """Every rank gets the same arguments; the result of rank 0."""
     ALL_TO_ALL = "all_to_all"
-    """Every argument is a sequence with one entry for each rank; the results of all ranks, in rank order."""
+    """Every argument is a sequence with one entry for each rank; the results of all ranks, in rank
+    order.
+    """
     DP_MP_COMPUTE = "dp_mp_compute"
-    """Rows are cut over dp, and all ranks of one dp coordinate get the same share; the results of tp 0, cp 0 and the last
-    pipeline stage, joined in dp order."""
+    """Rows are cut over dp, and all ranks of one dp coordinate get the same share; the results of
+    tp 0, cp 0 and the last pipeline stage, joined in dp order."""
     DP_MP_DISPATCH_FIRST = "dp_mp_dispatch_first"
-    """As DP_MP_COMPUTE, but of each dp coordinate only the rank at tp 0, cp 0 and pp 0 gets its share; the others get None in
-    place of what is cut, and are called all the same."""
+    """As DP_MP_COMPUTE, but of each dp coordinate only the rank at tp 0, cp 0 and pp 0 gets its
+    share; the others get None in place of what is cut, and are called all the same."""
     DP_MP_DISPATCH_FIRST_COLLECT_ALL = "dp_mp_dispatch_first_collect_all"
     """Rows go as with DP_MP_DISPATCH_FIRST; the results of all ranks, in rank order."""
 
@@ -59,15 +63,19 @@ class AxisSharding(msgspec.Struct, frozen=True):
     """Rows cut along named axes: a dispatch mode of one's own."""
 
     shard: tuple[Axis, ...] = ("dp",)
-    """Rows are cut over these axes together, the first of them outermost. None: everything is replicated."""
+    """Rows are cut over these axes together, the first of them outermost. None: everything is
+    replicated.
+    """
     replicate: tuple[Axis, ...] | None = None
-    """All ranks along these axes get the same share; None: along all that are not cut. Along the rest one coordinate gets it,
-    and the others None."""
+    """All ranks along these axes get the same share; None: along all that are not cut. Along the
+    rest one coordinate gets it, and the others None."""
     take: dict[Axis, int] = {}
-    """Coordinate from which results are taken along an axis that is not cut: 0 where nothing is said, -1 for the last."""
+    """Coordinate from which results are taken along an axis that is not cut: 0 where nothing is
+    said, -1 for the last.
+    """
     give: dict[Axis, int] = {}
-    """Coordinate that gets a share along an axis that is neither cut nor replicated: 0 where nothing is said, -1 for the
-    last."""
+    """Coordinate that gets a share along an axis that is neither cut nor replicated: 0 where
+    nothing is said, -1 for the last."""
 
     def __post_init__(self) -> None:
         named = [*self.shard, *(self.replicate or ())]
@@ -75,23 +83,38 @@ class AxisSharding(msgspec.Struct, frozen=True):
             if axis not in AXES:
                 raise ValueError(f"there is no axis {axis!r}; the axes are {', '.join(AXES)}")
         if len(set(named)) < len(named):
-            raise ValueError(f"an axis is either cut or replicated, once; got shard={self.shard}, replicate={self.replicate}")
+            raise ValueError(
+                f"an axis is either cut or replicated, once; got shard={self.shard}, "
+                f"replicate={self.replicate}"
+            )
         if cut := set(self.take) & set(self.shard):
-            raise ValueError(f"results come from every coordinate of an axis that is cut; take names {', '.join(sorted(cut))}")
+            raise ValueError(
+                "results come from every coordinate of an axis that is cut; take names "
+                f"{', '.join(sorted(cut))}"
+            )
         if useless := set(self.give) - set(self.alone):
-            raise ValueError(f"give is for axes that are neither cut nor replicated; it names {', '.join(sorted(useless))}")
+            raise ValueError(
+                "give is for axes that are neither cut nor replicated; it names "
+                f"{', '.join(sorted(useless))}"
+            )
 
     @property
     def alone(self) -> tuple[Axis, ...]:
         """The axes that are neither cut nor replicated."""
-        return () if self.replicate is None else tuple(axis for axis in AXES if axis not in (*self.shard, *self.replicate))
+        return (
+            ()
+            if self.replicate is None
+            else tuple(axis for axis in AXES if axis not in (*self.shard, *self.replicate))
+        )
 
 
 class CustomDispatch(msgspec.Struct, frozen=True):
     """Functions of one's own; also written as ``{"dispatch_fn": ..., "collect_fn": ...}``."""
 
     dispatch_fn: Callable[..., tuple[Sequence[Sequence[Any]], Mapping[str, Sequence[Any]]]]
-    """``dispatch_fn(topology, *args, **kwargs) -> (args, kwargs)``, each entry a sequence with one value for each rank."""
+    """``dispatch_fn(topology, *args, **kwargs) -> (args, kwargs)``, each entry a sequence with one
+    value for each rank.
+    """
     collect_fn: Callable[[Topology, list[Any]], Any]
     """``collect_fn(topology, results)``; the results of all ranks that ran, in rank order."""
 
@@ -107,7 +130,8 @@ CUTS = {
 
 
 class Shard(Generic[T]):
-    """In a call that no declaration describes: cut this argument along these axes, all ranks along the others get the same.
+    """In a call that no declaration describes: cut this argument along these axes, all ranks along
+    the others get the same.
 
     Args:
         value: a batch, tensor, array, Ragged, list or tuple.
@@ -122,7 +146,9 @@ class Shard(Generic[T]):
 
 
 class Replicate(Generic[T]):
-    """In a call that no declaration describes: every rank gets the same, which is also what a bare argument means there."""
+    """In a call that no declaration describes: every rank gets the same, which is also what a bare
+    argument means there.
+    """
 
     def __init__(self, value: T) -> None:
         self.value = value

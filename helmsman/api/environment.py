@@ -13,7 +13,9 @@ import msgspec
 MASK = "***"
 
 MASK_VARIABLE = "HELMSMAN_MASK"
-"""Environment variable with more names whose values are secret: shell patterns, separated by commas ("MY_*,LICENSE")."""
+"""Environment variable with more names whose values are secret: shell patterns, separated by commas
+("MY_*,LICENSE").
+"""
 
 
 class EnvironmentVariable(msgspec.Struct, frozen=True):
@@ -22,20 +24,30 @@ class EnvironmentVariable(msgspec.Struct, frozen=True):
     name: str
     value: str
     source: str
-    """'driver' (forwarded from the script's shell), 'spec.env_vars', 'devices' (the worker's masks), 'cpu count' (thread
-    counts), 'set_worker_env', 'node' (the worker's node had it by itself), 'helmsman' (its own marks) or 'engine' (changed in
-    the worker since)."""
+    """'driver' (forwarded from the script's shell), 'spec.env_vars', 'devices' (the worker's
+    masks), 'cpu count' (thread counts), 'set_worker_env', 'node' (the worker's node had it by
+    itself), 'helmsman' (its own marks) or 'engine' (changed in the worker since)."""
 
 
 _SECRET_NAME = re.compile(
-    # TOKENIZERS_PARALLELISM is no secret; nor is PWD, the working folder, nor SSH_AUTH_SOCK, a path.
+    # TOKENIZERS_PARALLELISM is no secret; nor is PWD, the working folder, nor SSH_AUTH_SOCK, a
+    # path.
     r"TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|WEBHOOK|APIKEY|ACCESSKEY|ACCOUNTKEY|AUTHORIZATION"
     r"|(^|[_.-])(KEYS?|CREDS?|PASS|JWT)([_.-]|$)|(^|[_.-])(AUTH|PAT)$|_PWD$",
     re.IGNORECASE,
 )
 _SECRET_PARTS = (
-    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), MASK),
-    (re.compile(r"(://)[^/\s?#]*@"), rf"\1{MASK}@"),  # user and password of a URL; a token may also stand there alone
+    (
+        re.compile(
+            r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL
+        ),
+        MASK,
+    ),
+    # user and password of a URL; a token may also stand there alone
+    (
+        re.compile(r"(://)[^/\s?#]*@"),
+        rf"\1{MASK}@",
+    ),
     (re.compile(r"\b(bearer|basic)(\s+|%20)[^\s,;]+", re.IGNORECASE), rf"\1 {MASK}"),
     # A secret key of AWS: of this length, with all three kinds of characters, and no path.
     (
@@ -54,25 +66,30 @@ _SECRET_PARTS = (
     ),
 )
 _ASSIGNED = re.compile(
-    r"""(?<![\w.-])(-*[A-Za-z][\w.-]*)(["']?\s*(?:=|:(?!/))\s*["']?)(?!(?:bearer|basic)\b)([^\s;&,"'}]+)""", re.IGNORECASE
+    r"""(?<![\w.-])(-*[A-Za-z][\w.-]*)(["']?\s*(?:=|:(?!/))\s*["']?)(?!(?:bearer|basic)\b)([^\s;&,"'}]+)""",
+    re.IGNORECASE,
 )
-"""name=value or "name": "value" within a value; a colon before a slash parts the folders of a search path."""
+"""name=value or "name": "value" within a value; a colon before a slash parts the folders of a
+search path.
+"""
 _WORD = re.compile(r"[A-Za-z0-9+/_-]{24,}={0,2}")
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]*")
 _FEWEST_RANDOM = 20
 """Fewest characters of a word that counts as random."""
 _CHANGES = 0.45
-"""Least share of neighbouring characters that differ in kind (capital, small, digit) in a word that counts as random. It is
-0.62 in random words on average, and below 0.4 in names that people chose."""
+"""Least share of neighbouring characters that differ in kind (capital, small, digit) in a word that
+counts as random. It is 0.62 in random words on average, and below 0.4 in names that people
+chose."""
 
 
 def masked(name: str, value: str) -> str:
     """The value of a variable without its secrets, which are found by name and by shape.
 
-    A value whose name is that of a secret, or is on the list in HELMSMAN_MASK, is masked as a whole. In others only the parts
-    that look like a secret are masked: tokens with the prefixes of known services, JSON web tokens, private keys, passwords in
-    URLs, 'name=value' with such a name, and long random words. Hexadecimal words stay, since commits and digests look so. An
-    empty value stays, since an empty token may be the fault that the user looks for.
+    A value whose name is that of a secret, or is on the list in HELMSMAN_MASK, is masked as a
+    whole. In others only the parts that look like a secret are masked: tokens with the prefixes of
+    known services, JSON web tokens, private keys, passwords in URLs, 'name=value' with such a name,
+    and long random words. Hexadecimal words stay, since commits and digests look so. An empty value
+    stays, since an empty token may be the fault that the user looks for.
 
     Args:
         name: of the variable; '' for a text without one.
@@ -84,13 +101,20 @@ def masked(name: str, value: str) -> str:
         return MASK
     for pattern, replacement in _SECRET_PARTS:
         value = pattern.sub(replacement, value)
-    value = _ASSIGNED.sub(lambda found: f"{found[1]}{found[2]}{MASK}" if _is_secret(found[1]) else found[0], value)
+    value = _ASSIGNED.sub(
+        lambda found: f"{found[1]}{found[2]}{MASK}" if _is_secret(found[1]) else found[0], value
+    )
     return _WORD.sub(lambda found: MASK if _is_random(found[0]) else found[0], value)
 
 
 def masked_command(arguments: Sequence[str]) -> str:
-    """A command line without its secrets: ``--api-key VALUE`` and ``--api-key=VALUE`` are masked as variables are."""
-    options = ["", *(each if each.startswith("-") and "=" not in each else "" for each in arguments)]
+    """A command line without its secrets: ``--api-key VALUE`` and ``--api-key=VALUE`` are masked as
+    variables are.
+    """
+    options = [
+        "",
+        *(each if each.startswith("-") and "=" not in each else "" for each in arguments),
+    ]
     return " ".join(masked(option, each) for option, each in zip(options, arguments, strict=False))
 
 
@@ -99,11 +123,17 @@ def _is_secret(name: str) -> bool:
     if _SECRET_NAME.search(name):
         return True
     patterns = os.environ.get(MASK_VARIABLE, "").upper().split(",")
-    return any(fnmatch.fnmatchcase(name.upper(), pattern.strip()) for pattern in patterns if pattern.strip())
+    return any(
+        fnmatch.fnmatchcase(name.upper(), pattern.strip())
+        for pattern in patterns
+        if pattern.strip()
+    )
 
 
 def _is_random(word: str) -> bool:
-    """Whether a word looks like a key: long, of all three kinds of characters, which alternate more often than in names."""
+    """Whether a word looks like a key: long, of all three kinds of characters, which alternate more
+    often than in names.
+    """
     parts = [part for part in re.split(r"[+/_=-]+", word) if not _HEXADECIMAL.fullmatch(part)]
     kinds = [[_kind(character) for character in part] for part in parts]
     if sum(map(len, kinds)) < _FEWEST_RANDOM or len(set().union(*kinds)) < 3:

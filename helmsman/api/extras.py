@@ -17,8 +17,12 @@ _PACKAGES = {
     "math": ("math_verify",),
     "tracking": ("tensorboard", "wandb"),
 }
-EXTRA_OF: Mapping[str, str] = {package: extra for extra, packages in _PACKAGES.items() for package in packages}
-"""Name by which a package is imported -> the extra of Helmsman that brings it; pyproject.toml says the same."""
+EXTRA_OF: Mapping[str, str] = {
+    package: extra for extra, packages in _PACKAGES.items() for package in packages
+}
+"""Name by which a package is imported -> the extra of Helmsman that brings it; pyproject.toml says
+the same.
+"""
 
 
 def install_command(package: str) -> str:
@@ -30,8 +34,8 @@ def install_command(package: str) -> str:
 def needed_by(what: str, *packages: str) -> Iterator[None]:
     """A block that imports optional packages for ``what``.
 
-    Raises: BackendNotInstalledError where one of ``packages`` (none given: any of EXTRA_OF) is missing; other errors as they
-    are.
+    Raises: BackendNotInstalledError where one of ``packages`` (none given: any of EXTRA_OF) is
+    missing; other errors as they are.
     """
     try:
         yield
@@ -39,4 +43,6 @@ def needed_by(what: str, *packages: str) -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package not in (packages or EXTRA_OF) or isinstance(error, BackendNotInstalledError):
             raise
-        raise BackendNotInstalledError(backend=what, package=package, command=install_command(package)) from error
+        raise BackendNotInstalledError(
+            backend=what, package=package, command=install_command(package)
+        ) from error

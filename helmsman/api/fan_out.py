@@ -19,9 +19,11 @@ _LEAD_SHARE = 0.75
 
 
 def lead_of(limit_s: float) -> float:
-    """How many seconds before a limit the worker is asked where the call is, so that its answer is there at the limit.
+    """How many seconds before a limit the worker is asked where the call is, so that its answer is
+    there at the limit.
 
-    It is most of a short limit: a worker whose engine computes in Python needs some hundred milliseconds to answer.
+    It is most of a short limit: a worker whose engine computes in Python needs some hundred
+        milliseconds to answer.
     """
     return min(_LEAD_SHARE * max(limit_s, 0.0), _LEAD_S)
 
@@ -37,22 +39,27 @@ class Member(Protocol):
         """Await it no longer."""
 
     def inquire(self, lead_s: float) -> None:
-        """Ask the worker for the state of the operation, which will be late in ``lead_s`` seconds."""
+        """Ask the worker for the state of the operation, which will be late in ``lead_s``
+        seconds.
+        """
 
     def give_up(self, limit_s: float, source: str) -> None:
         """It is late."""
 
 
 class Fanout:
-    """Operations that were begun on several workers. Made and used on the event loop. Those that have not ended are late after
-    ``limit_s`` seconds, which ``source`` says; None for operations that have deadlines of their own."""
+    """Operations that were begun on several workers. Made and used on the event loop. Those that
+    have not ended are late after ``limit_s`` seconds, which ``source`` says; None for operations
+    that have deadlines of their own."""
 
     def __init__(self, limit_s: float | None = None, source: str = "") -> None:
         self.results: dict[str, Any] = {}
         self.failures: dict[str, BaseException] = {}
         """In the order in which they came."""
         self.pending: dict[str, Member] = {}
-        """What has begun, and will be told by ``succeeded`` or ``failed``; who begins it puts it here."""
+        """What has begun, and will be told by ``succeeded`` or ``failed``; who begins it puts it
+        here.
+        """
         self.started = time.monotonic()
         self._observed: dict[str, tuple[str, Callable[[Any], None] | None]] = {}
         """By worker: what is logged of its end, and what is given its result."""
@@ -61,7 +68,9 @@ class Fanout:
         self._timer: asyncio.TimerHandle | None = None
         if limit_s is not None:
             lead_s = lead_of(limit_s)
-            self._timer = asyncio.get_running_loop().call_later(limit_s - lead_s, self._almost_late, lead_s, limit_s, source)
+            self._timer = asyncio.get_running_loop().call_later(
+                limit_s - lead_s, self._almost_late, lead_s, limit_s, source
+            )
 
     def expect_awaitable(self, worker_id: str, awaitable: Awaitable[Any]) -> None:
         """Begin an operation."""
@@ -107,7 +116,9 @@ class Fanout:
             self._stop_timer()
 
     def observe(self, worker_id: str, what: str, forget: Callable[[Any], None] | None) -> None:
-        """Let an operation run on unawaited: how it ends is logged, and its result is for ``forget``."""
+        """Let an operation run on unawaited: how it ends is logged, and its result is for
+        ``forget``.
+        """
         self._observed[worker_id] = what, forget
         _observed.add(self)
 

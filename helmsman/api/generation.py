@@ -1,4 +1,6 @@
-"""Sampling parameters, generation requests and their results. No torch: these travel between controller and workers."""
+"""Sampling parameters, generation requests and their results. No torch: these travel between
+controller and workers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from helmsman.api.suggestions import Suggesting
 
 StopReason = Literal["stop", "length", "abort"]
 InFlight = Literal["continue", "finish", "recall"]
-"""What becomes of the requests that workers have, when nothing more is to start; see RolloutController.pause."""
+"""What becomes of the requests that workers have, when nothing more is to start; see
+RolloutController.pause.
+"""
 
 
 class SamplingParams(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
@@ -23,11 +27,15 @@ class SamplingParams(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
     top_k: int = 0
     """Keep only the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens whose probability reaches top_p (nucleus sampling, arXiv:1904.09751); 1 keeps all."""
+    """Keep the smallest set of tokens whose probability reaches top_p (nucleus sampling,
+    arXiv:1904.09751); 1 keeps all.
+    """
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the sequence; the stop token is part of the result."""
     seed: int | None = None
-    """Seed of this request alone, so that its tokens do not depend on what it is batched with; None draws one."""
+    """Seed of this request alone, so that its tokens do not depend on what it is batched with; None
+    draws one.
+    """
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -49,14 +57,16 @@ class GenerationRequest(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_on
     """Token ids of the prompt, at least one."""
     sampling: SamplingParams = SamplingParams()
     num_generated: int = 0
-    """How many of the last ``prompt_ids`` were generated before, when the request goes on from an earlier attempt. An engine
-    that numbers what it draws from the first generated token goes on from there, so that a seed draws as if nothing had been
-    cut; ``max_new_tokens`` counts without them."""
+    """How many of the last ``prompt_ids`` were generated before, when the request goes on from an
+    earlier attempt. An engine that numbers what it draws from the first generated token goes on
+    from there, so that a seed draws as if nothing had been cut; ``max_new_tokens`` counts without
+    them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_generated <= len(self.prompt_ids):
             raise ValueError(
-                f"request {self.request_id!r}: num_generated is {self.num_generated}; expected 0 to {len(self.prompt_ids)}, "
+                f"request {self.request_id!r}: num_generated is {self.num_generated}; expected 0 "
+                f"to {len(self.prompt_ids)}, "
                 "since those tokens are the last of prompt_ids"
             )
 
@@ -68,7 +78,9 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     """Generated tokens without the prompt; ends with the stop token when stop_reason is 'stop'."""
     logprobs: list[float]
-    """Natural log-probability of each generated token under the model as it is at temperature 1 without top-k or top-p."""
+    """Natural log-probability of each generated token under the model as it is at temperature 1
+    without top-k or top-p.
+    """
     versions: list[int]
     """Weight version that produced each token."""
     stop_reason: StopReason

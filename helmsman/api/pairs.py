@@ -1,8 +1,8 @@
 """Pairs of samples for losses that compare two answers to one prompt: DPO and the reward model.
 
-The scalar entry ``pair`` of a sample, any integer, names its pair. Exactly two samples of a batch have the same; the one that
-stands first in the batch is the preferred one. They stay together wherever a batch is cut: over data-parallel ranks and into
-micro-batches.
+The scalar entry ``pair`` of a sample, any integer, names its pair. Exactly two samples of a batch
+have the same; the one that stands first in the batch is the preferred one. They stay together
+wherever a batch is cut: over data-parallel ranks and into micro-batches.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ PAIR = "pair"
 """The entry of a sample that names its pair."""
 
 
-def pair_samples(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Samples of a batch from (preferred, rejected) pairs of them: neighbours, with ``pair`` numbered from 0."""
+def pair_samples(
+    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
+) -> list[dict[str, Any]]:
+    """Samples of a batch from (preferred, rejected) pairs of them: neighbours, with ``pair``
+    numbered from 0.
+    """
     return [{**sample, PAIR: number} for number, pair in enumerate(pairs) for sample in pair]
 
 
 def sample_units(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, ...]]:
-    """The indices of samples that must stay together, in the order of the batch: pairs, or each sample alone.
+    """The indices of samples that must stay together, in the order of the batch: pairs, or each
+    sample alone.
 
     Args:
         samples: All with ``pair``, or all without.
@@ -39,13 +44,15 @@ def sample_units(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, ...]]:
             number = int(sample[PAIR])
         except (TypeError, ValueError, RuntimeError) as exc:
             raise ValueError(
-                f"sample {numbers[index]}: {PAIR!r} is {sample[PAIR]!r}; expected one integer, that of its pair"
+                f"sample {numbers[index]}: {PAIR!r} is {sample[PAIR]!r}; expected one integer, "
+                "that of its pair"
             ) from exc
         members.setdefault(number, []).append(index)
     for number, indices in members.items():
         if len(indices) != 2:
             shown = ", ".join(str(numbers[index]) for index in indices[:6])
             raise ValueError(
-                f"pair {number} has {len(indices)} sample(s) ({shown}); give {PAIR!r} to two samples, the preferred one first"
+                f"pair {number} has {len(indices)} sample(s) ({shown}); give {PAIR!r} to two "
+                "samples, the preferred one first"
             )
     return [tuple(indices) for indices in members.values()]

@@ -1,4 +1,6 @@
-"""Where jobs would go, or have gone: role -> instance -> bundles -> node and devices -> ranks; and why one cannot."""
+"""Where jobs would go, or have gone: role -> instance -> bundles -> node and devices -> ranks; and
+why one cannot.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ class PlannedBundle(msgspec.Struct, frozen=True, kw_only=True):
     resources: dict[str, float]
     """By Ray's names; memory in bytes."""
     devices: tuple[str, ...] = ()
-    """Ids of its accelerators, in order. Expected ones in a plan; empty where it asks for some and others hold a part of the
-    node, so that nobody can tell which are free."""
+    """Ids of its accelerators, in order. Expected ones in a plan; empty where it asks for some and
+    others hold a part of the node, so that nobody can tell which are free."""
 
 
 class PlannedWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,11 +70,15 @@ class PlannedWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """One placement group: all workers of a shared job, or one worker of a separate or deferred one."""
+    """One placement group: all workers of a shared job, or one worker of a separate or deferred
+    one.
+    """
 
     index: int
     bundles: tuple[PlannedBundle, ...]
-    """In the order of nodes and devices; a shared instance has one for each worker, in rank order."""
+    """In the order of nodes and devices; a shared instance has one for each worker, in rank
+    order.
+    """
     workers: tuple[PlannedWorker, ...]
 
 
@@ -98,25 +104,36 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     roles: tuple[PlannedRole, ...]
 
     def table(self) -> str:
-        """A line for each instance, or for the ranks of a shared role on one node: role, ranks, node, devices, ports."""
+        """A line for each instance, or for the ranks of a shared role on one node: role, ranks,
+        node, devices, ports.
+        """
         rows = [("role", "ranks", "node", "devices", "ports")]
         for role in self.roles:
             beside = f" (beside {role.target})" if role.target else ""
             for instance in role.instances:
-                rows += [(role.role + beside, *_row(role, instance, run)) for run in _runs(instance)]
+                rows += [
+                    (role.role + beside, *_row(role, instance, run)) for run in _runs(instance)
+                ]
         return aligned(rows)
 
 
 def _runs(instance: PlannedInstance) -> list[list[PlannedWorker]]:
-    return [list(run) for _, run in itertools.groupby(instance.workers, lambda worker: worker.node_id)]
+    return [
+        list(run) for _, run in itertools.groupby(instance.workers, lambda worker: worker.node_id)
+    ]
 
 
-def _row(role: PlannedRole, instance: PlannedInstance, run: list[PlannedWorker]) -> tuple[str, str, str, str]:
+def _row(
+    role: PlannedRole, instance: PlannedInstance, run: list[PlannedWorker]
+) -> tuple[str, str, str, str]:
     first, last = (run[index].worker_id.rpartition("/")[2] for index in (0, -1))
     ranks = first if len(run) == 1 else f"{first}-{last}"
     ports = sum(worker.num_ports for worker in run)
     if len(instance.bundles) > 1 and len(instance.workers) == 1:  # an instance that spans nodes
-        devices = " + ".join(_ids(bundle.devices, bundle.resources.get(role.accelerator, 0)) for bundle in instance.bundles)
+        devices = " + ".join(
+            _ids(bundle.devices, bundle.resources.get(role.accelerator, 0))
+            for bundle in instance.bundles
+        )
         return ranks, " + ".join(bundle.node for bundle in instance.bundles), devices, _count(ports)
     ids = tuple(device for worker in run for device in worker.devices)
     return ranks, run[0].node, _ids(ids, sum(worker.num_devices for worker in run)), _count(ports)
@@ -161,8 +178,8 @@ class Shortfall(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     """The role, or 'a and b' where jobs fit only without each other."""
     kind: ShortfallKind
-    """selector: no node is allowed; bundle: one worker is larger than what any node has; together: all are more than there is;
-    pieces: it would do in sum, but not as it lies."""
+    """selector: no node is allowed; bundle: one worker is larger than what any node has; together:
+    all are more than there is; pieces: it would do in sum, but not as it lies."""
     requested: str
     observed: str
     best_node: str = ""
@@ -171,8 +188,13 @@ class Shortfall(msgspec.Struct, frozen=True, kw_only=True):
     """By Ray's names; memory in bytes."""
     missing_text: str
     change: str = ""
-    """The smallest change that would fit, verified by planning with it; empty as long as nobody has looked for it."""
+    """The smallest change that would fit, verified by planning with it; empty as long as nobody has
+    looked for it.
+    """
 
     def __str__(self) -> str:
         change = f" {self.change}." if self.change else ""
-        return f"{self.role}: requested {self.requested}; observed {self.observed}; short of {self.missing_text}.{change}"
+        return (
+            f"{self.role}: requested {self.requested}; observed {self.observed}; short of "
+            f"{self.missing_text}.{change}"
+        )

@@ -1,10 +1,13 @@
-"""The accelerator of this process, behind one object that finds out on first use, and the kinds of platform as plain data.
+"""The accelerator of this process, behind one object that finds out on first use, and the kinds of
+platform as plain data.
 
-``current_platform`` belongs to the process that uses it, which is a worker. A driver needs no accelerator and never asks for
-one: it reads ``PLATFORMS``, and its scheduler forbids the rest (``current_platform.forbid``).
+``current_platform`` belongs to the process that uses it, which is a worker. A driver needs no
+accelerator and never asks for one: it reads ``PLATFORMS``, and its scheduler forbids the rest
+(``current_platform.forbid``).
 
-``HELMSMAN_PLATFORM`` (cpu, cuda or npu) is obeyed or refused with an error. Without it: CUDA if torch counts a device, then NPU
-if torch_npu counts one, else CPU. A mask that names devices of which torch counts none is logged.
+``HELMSMAN_PLATFORM`` (cpu, cuda or npu) is obeyed or refused with an error. Without it: CUDA if
+torch counts a device, then NPU if torch_npu counts one, else CPU. A mask that names devices of
+which torch counts none is logged.
 """
 
 from __future__ import annotations
@@ -54,7 +57,11 @@ class PlatformInfo(msgspec.Struct, frozen=True, kw_only=True):
 PLATFORMS: Mapping[str, PlatformInfo] = MappingProxyType(
     {
         name: PlatformInfo(
-            name=name, device_type=name, visibility_env_var=mask, ray_resource=resource, communication_backend=backend
+            name=name,
+            device_type=name,
+            visibility_env_var=mask,
+            ray_resource=resource,
+            communication_backend=backend,
         )
         for name, mask, resource, backend in (
             ("cpu", "", "CPU", "gloo"),
@@ -88,7 +95,8 @@ def _import_torch(what: str) -> Any:
         return importlib.import_module("torch")
     except (ImportError, OSError) as exc:  # OSError: a shared library of torch is missing
         raise PlatformError(
-            f"{what} needs the package 'torch', which cannot be imported here: {exc}. Install it with: {TORCH_COMMAND}"
+            f"{what} needs the package 'torch', which cannot be imported here: {exc}. Install it "
+            f"with: {TORCH_COMMAND}"
         ) from exc
 
 
@@ -100,7 +108,8 @@ def _runtime_of(info: PlatformInfo) -> Any:
             importlib.import_module("torch_npu")
         except (ImportError, OSError) as exc:
             raise PlatformError(
-                f"the platform npu needs the package 'torch_npu', which cannot be imported here: {exc}. Install it with: "
+                "the platform npu needs the package 'torch_npu', which cannot be imported here: "
+                f"{exc}. Install it with: "
                 f"{TORCH_NPU_COMMAND}"
             ) from exc
     return getattr(torch_module, info.device_type)
@@ -112,15 +121,18 @@ def _count_devices(info: PlatformInfo) -> int:
 
 
 def _find_platform(grant: DeviceGrant | None = None) -> PlatformInfo:
-    """Look at HELMSMAN_PLATFORM and at this machine through torch; raises PlatformError when they disagree.
+    """Look at HELMSMAN_PLATFORM and at this machine through torch; raises PlatformError when they
+    disagree.
 
-    With a grant the process must see just what it was granted, or DeviceMismatchError is raised: a worker on the wrong device,
-    or on a CPU where an accelerator was asked for, must not go on. HELMSMAN_PLATFORM=cpu, set on purpose, lifts that.
+    With a grant the process must see just what it was granted, or DeviceMismatchError is raised: a
+    worker on the wrong device, or on a CPU where an accelerator was asked for, must not go on.
+    HELMSMAN_PLATFORM=cpu, set on purpose, lifts that.
     """
     forced = os.environ.get(PLATFORM_ENV_VAR, "").strip().lower()
     if forced:
         found = _forced_platform(forced)
-    elif grant is not None and grant.kind:  # it is not passed over because torch lacks support for it
+    elif grant is not None and grant.kind:
+        # it is not passed over because torch lacks support for it
         found = PLATFORMS[grant.kind if _count_devices(PLATFORMS[grant.kind]) else "cpu"]
     else:
         found = _counted_platform()
@@ -131,14 +143,19 @@ def _find_platform(grant: DeviceGrant | None = None) -> PlatformInfo:
 
 def _forced_platform(name: str) -> PlatformInfo:
     if name not in PLATFORMS:
-        raise PlatformError(f"{PLATFORM_ENV_VAR} is {name!r}; set it to one of: {', '.join(PLATFORMS)}.")
+        raise PlatformError(
+            f"{PLATFORM_ENV_VAR} is {name!r}; set it to one of: {', '.join(PLATFORMS)}."
+        )
     info = PLATFORMS[name]
     if name != "cpu" and not _count_devices(info):
         version = _import_torch("it").__version__
         raise PlatformError(
-            f"{PLATFORM_ENV_VAR} asks for {name}, but torch {version} counts 0 usable {name} devices in "
-            f"this process (pid {os.getpid()}), under {_mask_of(info)}. Check that torch is a build for {name}, that the "
-            f"device's driver works and that the mask names a device; or set {PLATFORM_ENV_VAR}=cpu to run without."
+            f"{PLATFORM_ENV_VAR} asks for {name}, but torch {version} counts 0 usable {name} "
+            "devices in "
+            f"this process (pid {os.getpid()}), under {_mask_of(info)}. Check that torch is a "
+            f"build for {name}, that the "
+            "device's driver works and that the mask names a device; or set "
+            f"{PLATFORM_ENV_VAR}=cpu to run without."
         )
     return info
 
@@ -148,10 +165,15 @@ def _counted_platform() -> PlatformInfo:
         if all(map(_installed, packages)) and _count_devices(PLATFORMS[name]):
             return PLATFORMS[name]
     for info in PLATFORMS.values():
-        if info.visibility_env_var and os.environ.get(info.visibility_env_var, "").strip().lower() not in EMPTY_MASKS:
+        if (
+            info.visibility_env_var
+            and os.environ.get(info.visibility_env_var, "").strip().lower() not in EMPTY_MASKS
+        ):
             mask, name = _mask_of(info), info.name
             advice = f"set {PLATFORM_ENV_VAR}={name} to make this an error"
-            log.warning("running on cpu although %s: torch counts no %s device here; %s", mask, name, advice)
+            log.warning(
+                "running on cpu although %s: torch counts no %s device here; %s", mask, name, advice
+            )
     return PLATFORMS["cpu"]
 
 
@@ -166,15 +188,22 @@ def _require_granted(grant: DeviceGrant, found: PlatformInfo) -> None:
         counted += ", which would run on the CPU"
     if found.name != granted.name:
         step = (
-            f"Check that torch is a build for {granted.name} and that its driver works on this node; set "
+            f"Check that torch is a build for {granted.name} and that its driver works on this "
+            "node; set "
             f"{PLATFORM_ENV_VAR}=cpu in SchedulingSpec.env_vars to run on the CPU on purpose"
             if grant.kind
             else "Ask for the devices in SchedulingSpec(gpu=...)"
         )
     elif grant.kind and mask != ",".join(grant.ids):
-        step = f"Do not set {granted.visibility_env_var} in env_vars, set_worker_env or the engine: the scheduler sets it"
+        step = (
+            f"Do not set {granted.visibility_env_var} in env_vars, set_worker_env or the "
+            "engine: the scheduler sets it"
+        )
     elif grant.kind and num_devices != len(grant.ids):
-        step = "Check that these devices exist on the node and that none of them has failed (nvidia-smi or npu-smi)"
+        step = (
+            "Check that these devices exist on the node and that none of them has failed "
+            "(nvidia-smi or npu-smi)"
+        )
     else:
         return
     raise DeviceMismatchError(
@@ -189,14 +218,20 @@ def _require_granted(grant: DeviceGrant, found: PlatformInfo) -> None:
 def _mask_of(info: PlatformInfo) -> str:
     """The visibility variable as it stands, for a message."""
     value = os.environ.get(info.visibility_env_var)
-    return f"{info.visibility_env_var} unset" if value is None else f"{info.visibility_env_var}={value!r}"
+    return (
+        f"{info.visibility_env_var} unset"
+        if value is None
+        else f"{info.visibility_env_var}={value!r}"
+    )
 
 
 _GIB = float(1 << 30)
 
 
 class MemoryStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of a process in bytes: on its current device, all zero on CPU, where torch does not count, and on its host."""
+    """Memory of a process in bytes: on its current device, all zero on CPU, where torch does not
+    count, and on its host.
+    """
 
     device: str = ""
     """Kind of the device; '' where the process has not used one, as on CPU."""
@@ -217,15 +252,22 @@ class MemoryStats(msgspec.Struct, frozen=True, kw_only=True):
         host = f"{self.host_bytes / _GIB:.2f} GiB on the host"
         if not self.device:
             return f"no device, {host}"
-        held = f"{self.allocated_bytes / _GIB:.2f} GiB allocated and {self.reserved_bytes / _GIB:.2f} GiB reserved"
-        return f"{held} on {self.device} with {self.free_bytes / _GIB:.2f} of {self.total_bytes / _GIB:.2f} GiB free, {host}"
+        held = (
+            f"{self.allocated_bytes / _GIB:.2f} GiB allocated and "
+            f"{self.reserved_bytes / _GIB:.2f} GiB reserved"
+        )
+        return (
+            f"{held} on {self.device} with {self.free_bytes / _GIB:.2f} of "
+            f"{self.total_bytes / _GIB:.2f} GiB free, {host}"
+        )
 
 
 class CurrentPlatform:
     """The platform of this process, resolved by the first attribute that needs it and then fixed.
 
-    Only ``is_resolved``, ``expect``, ``seed``, ``forbid``, ``allow`` and ``repr`` leave it unresolved. A forked child starts
-    unresolved: neither the parent's device context nor its masks are the child's.
+    Only ``is_resolved``, ``expect``, ``seed``, ``forbid``, ``allow`` and ``repr`` leave it
+    unresolved. A forked child starts unresolved: neither the parent's device context nor its masks
+    are the child's.
     """
 
     def __init__(self) -> None:
@@ -240,29 +282,34 @@ class CurrentPlatform:
         self._num_allowed = 0
         self._grant: DeviceGrant | None = None
 
-    # --- what it is ---------------------------------------------------------------------------------------------------
+    # --- what it is -------------------------------------------------------------------------------
 
     @property
     def info(self) -> PlatformInfo:
         """The row of PLATFORMS that this process runs on.
 
-        Raises: PlatformError where it is forbidden, or what HELMSMAN_PLATFORM asks for is not there; DeviceMismatchError where
-        a worker does not see what it was granted.
+        Raises: PlatformError where it is forbidden, or what HELMSMAN_PLATFORM asks for is not
+        there; DeviceMismatchError where a worker does not see what it was granted.
         """
         with self._lock:
             if self._info is None:
                 if self._forbidden and not self._num_allowed:
                     raise PlatformError(
-                        f"the accelerator was asked for in a process that must not use one (pid {os.getpid()}): "
-                        f"{self._forbidden[-1]}. Use current_platform inside an engine, which runs in a worker; for static "
-                        "facts, such as a kind's visibility variable, read helmsman.api.platforms.PLATFORMS."
+                        "the accelerator was asked for in a process that must not use one (pid "
+                        f"{os.getpid()}): "
+                        f"{self._forbidden[-1]}. Use current_platform inside an engine, which "
+                        "runs in a worker; for static "
+                        "facts, such as a kind's visibility variable, read "
+                        "helmsman.api.platforms.PLATFORMS."
                     )
                 self._info = _find_platform(self._grant)
                 self._seed_what_is_loaded()
             return self._info
 
     def expect(self, grant: DeviceGrant) -> None:
-        """Have the first use verify that the process sees just these devices. Touches nothing by itself."""
+        """Have the first use verify that the process sees just these devices. Touches nothing by
+        itself.
+        """
         with self._lock:
             self._grant = grant
 
@@ -295,14 +342,15 @@ class CurrentPlatform:
         """Backend for torch.distributed: gloo, nccl or hccl."""
         return self.info.communication_backend
 
-    # --- devices ------------------------------------------------------------------------------------------------------
+    # --- devices ----------------------------------------------------------------------------------
 
     def device_count(self) -> int:
         """Devices that this process can use under its mask; 1 on CPU."""
         return 1 if self.name == "cpu" else int(self._runtime().device_count())
 
     def device(self, local_rank: int = 0) -> torch.device:
-        """The torch.device at an index into the visible devices, whatever their physical ids; on CPU the one there is.
+        """The torch.device at an index into the visible devices, whatever their physical ids; on
+        CPU the one there is.
 
         Raises: PlatformError when torch is missing, or counts fewer devices.
         """
@@ -312,8 +360,10 @@ class CurrentPlatform:
         num_devices = self.device_count()
         if not 0 <= local_rank < num_devices:
             raise PlatformError(
-                f"there is no {self.name} device {local_rank} in this process: torch counts {num_devices}, under "
-                f"{_mask_of(self.info)}. Use an index below {num_devices}, or ask for more devices in the job's "
+                f"there is no {self.name} device {local_rank} in this process: torch counts "
+                f"{num_devices}, under "
+                f"{_mask_of(self.info)}. Use an index below {num_devices}, or ask for more "
+                "devices in the job's "
                 "SchedulingSpec(gpu=...)."
             )
         return make_device(self.device_type, local_rank)
@@ -332,7 +382,7 @@ class CurrentPlatform:
         if self.name != "cpu":
             self._runtime().synchronize()
 
-    # --- memory and seeds ---------------------------------------------------------------------------------------------
+    # --- memory and seeds -------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
         """Collect garbage, then give the memory that torch caches back to the device."""
@@ -358,8 +408,9 @@ class CurrentPlatform:
     def seed(self, seed: int) -> None:
         """Seed random, and numpy and torch with all its devices where this process has loaded them.
 
-        Does not resolve the platform, import a library or touch a device, so it may run before the masks are set. What
-        resolving loads is seeded then; a process that imports numpy or torch by itself later calls this once more.
+        Does not resolve the platform, import a library or touch a device, so it may run before the
+        masks are set. What resolving loads is seeded then; a process that imports numpy or torch by
+        itself later calls this once more.
         """
         with self._lock:
             self._seed = seed
@@ -376,17 +427,21 @@ class CurrentPlatform:
                 seed_it(module, self._seed)
                 self._seeded.add(library)
 
-    # --- who may use it -----------------------------------------------------------------------------------------------
+    # --- who may use it ---------------------------------------------------------------------------
 
     def forbid(self, reason: str) -> contextlib.ExitStack:
-        """From now until the returned stack is closed, resolving raises PlatformError with this reason."""
+        """From now until the returned stack is closed, resolving raises PlatformError with this
+        reason.
+        """
         self._forbidden.append(reason)
         stack = contextlib.ExitStack()
         stack.callback(self._lift, reason)
         return stack
 
     def allow(self) -> contextlib.ExitStack:
-        """From now until the returned stack is closed, whatever forbids does not count: engines run in this process."""
+        """From now until the returned stack is closed, whatever forbids does not count: engines run
+        in this process.
+        """
         self._num_allowed += 1
         stack = contextlib.ExitStack()
         stack.callback(self._end_allowance)
@@ -418,5 +473,6 @@ _SEEDERS: Mapping[str, Callable[[Any, int], object]] = {
 current_platform = CurrentPlatform()
 """The platform of the process that reads it. Cannot be pickled; import it where it is used."""
 
-# A driver that forks a worker must hand it neither its resolution nor its prohibition, nor a lock that another thread held.
+# A driver that forks a worker must hand it neither its resolution nor its prohibition, nor a lock
+# that another thread held.
 os.register_at_fork(after_in_child=current_platform._reset)

@@ -1,10 +1,23 @@
-"""The decorator ``register``, by which a worker's class declares how a group of its workers calls a method."""
+"""The decorator ``register``, by which a worker's class declares how a group of its workers calls a
+method.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from helmsman.api.batch import Batch, Remainder
 from helmsman.api.columns import Ragged
@@ -41,7 +54,9 @@ class _AsList(Protocol):
         self, function: Callable[Concatenate[W, P], Coroutine[Any, Any, T]]
     ) -> RegisteredMethod[W, P, Coroutine[Any, Any, T], list[T]]: ...
     @overload
-    def __call__(self, function: Callable[Concatenate[W, P], R]) -> RegisteredMethod[W, P, R, list[R]]: ...
+    def __call__(
+        self, function: Callable[Concatenate[W, P], R]
+    ) -> RegisteredMethod[W, P, R, list[R]]: ...
 
 
 class _AsOne(Protocol):
@@ -52,11 +67,15 @@ class _AsOne(Protocol):
         self, function: Callable[Concatenate[W, P], Coroutine[Any, Any, T]]
     ) -> RegisteredMethod[W, P, Coroutine[Any, Any, T], T]: ...
     @overload
-    def __call__(self, function: Callable[Concatenate[W, P], R]) -> RegisteredMethod[W, P, R, R]: ...
+    def __call__(
+        self, function: Callable[Concatenate[W, P], R]
+    ) -> RegisteredMethod[W, P, R, R]: ...
 
 
 class _Joined(Protocol):
-    """Where the results of all parts are joined. Ranks whose results do not count may return None."""
+    """Where the results of all parts are joined. Ranks whose results do not count may return
+    None.
+    """
 
     @overload
     def __call__(  # type: ignore[overload-overlap]  # what returns nothing anywhere is not joined
@@ -67,7 +86,9 @@ class _Joined(Protocol):
         self, function: Callable[Concatenate[W, P], Coroutine[Any, Any, J | None]]
     ) -> RegisteredMethod[W, P, Coroutine[Any, Any, J | None], J]: ...
     @overload
-    def __call__(self, function: Callable[Concatenate[W, P], J | None]) -> RegisteredMethod[W, P, J | None, J]: ...
+    def __call__(
+        self, function: Callable[Concatenate[W, P], J | None]
+    ) -> RegisteredMethod[W, P, J | None, J]: ...
 
 
 class _PerRank(Protocol):
@@ -78,19 +99,25 @@ class _PerRank(Protocol):
         self, function: Callable[Concatenate[W, P], Coroutine[Any, Any, T]]
     ) -> RegisteredMethod[W, ..., Coroutine[Any, Any, T], list[T]]: ...
     @overload
-    def __call__(self, function: Callable[Concatenate[W, P], R]) -> RegisteredMethod[W, ..., R, list[R]]: ...
+    def __call__(
+        self, function: Callable[Concatenate[W, P], R]
+    ) -> RegisteredMethod[W, ..., R, list[R]]: ...
 
 
 class _Reduced(Protocol[T]):
     """Where a function makes one value of the results of all parts."""
 
-    def __call__(self, function: Callable[Concatenate[W, P], R]) -> RegisteredMethod[W, P, R, T]: ...
+    def __call__(
+        self, function: Callable[Concatenate[W, P], R]
+    ) -> RegisteredMethod[W, P, R, T]: ...
 
 
 class _Custom(Protocol):
     """Where functions of the user's own decide."""
 
-    def __call__(self, function: Callable[Concatenate[W, P], R]) -> RegisteredMethod[W, ..., R, Any]: ...
+    def __call__(
+        self, function: Callable[Concatenate[W, P], R]
+    ) -> RegisteredMethod[W, ..., R, Any]: ...
 
 
 _Cutting = Literal[Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST] | AxisSharding
@@ -108,11 +135,17 @@ class _Cut(TypedDict, total=False):
 @overload
 def register(dispatch_mode: _Same, execute_mode: Literal[Execute.RANK_ZERO]) -> _AsOne: ...
 @overload
-def register(dispatch_mode: Literal[Dispatch.ONE_TO_ALL], execute_mode: _All = Execute.ALL) -> _AsList: ...
+def register(
+    dispatch_mode: Literal[Dispatch.ONE_TO_ALL], execute_mode: _All = Execute.ALL
+) -> _AsList: ...
 @overload
-def register(dispatch_mode: Literal[Dispatch.ONE_TO_ALL_ONE], execute_mode: _All = Execute.ALL) -> _AsOne: ...
+def register(
+    dispatch_mode: Literal[Dispatch.ONE_TO_ALL_ONE], execute_mode: _All = Execute.ALL
+) -> _AsOne: ...
 @overload
-def register(dispatch_mode: Literal[Dispatch.ALL_TO_ALL], execute_mode: _All = Execute.ALL) -> _PerRank: ...
+def register(
+    dispatch_mode: Literal[Dispatch.ALL_TO_ALL], execute_mode: _All = Execute.ALL
+) -> _PerRank: ...
 @overload
 def register(
     dispatch_mode: _Cutting,
@@ -123,19 +156,30 @@ def register(
 ) -> _Joined: ...
 @overload
 def register(
-    dispatch_mode: _Cutting, execute_mode: _All = Execute.ALL, *, collect: Literal[Collect.LIST], **cut: Unpack[_Cut]
+    dispatch_mode: _Cutting,
+    execute_mode: _All = Execute.ALL,
+    *,
+    collect: Literal[Collect.LIST],
+    **cut: Unpack[_Cut],
 ) -> _AsList: ...
 @overload
 def register(
-    dispatch_mode: _Cutting, execute_mode: _All = Execute.ALL, *, collect: Callable[[list[Any]], T], **cut: Unpack[_Cut]
+    dispatch_mode: _Cutting,
+    execute_mode: _All = Execute.ALL,
+    *,
+    collect: Callable[[list[Any]], T],
+    **cut: Unpack[_Cut],
 ) -> _Reduced[T]: ...
 @overload
 def register(
-    dispatch_mode: Literal[Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL], execute_mode: _All = Execute.ALL, **cut: Unpack[_Cut]
+    dispatch_mode: Literal[Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL],
+    execute_mode: _All = Execute.ALL,
+    **cut: Unpack[_Cut],
 ) -> _AsList: ...
 @overload
 def register(
-    dispatch_mode: CustomDispatch | Mapping[str, Callable[..., Any]], execute_mode: Execute = Execute.ALL
+    dispatch_mode: CustomDispatch | Mapping[str, Callable[..., Any]],
+    execute_mode: Execute = Execute.ALL,
 ) -> _Custom: ...
 def register(
     dispatch_mode: DispatchMode | Mapping[str, Callable[..., Any]],
@@ -149,19 +193,24 @@ def register(
 
     Args:
         dispatch_mode: a Dispatch; an AxisSharding; or functions of one's own (CustomDispatch).
-        execute_mode: which ranks run it. RANK_ZERO goes with modes that give every rank the same, and with own functions.
-        shard: names of the parameters that are cut, in modes that cut; None: all of them. The others are given to all ranks as
-            they are. Arguments that are None are never cut.
-        remainder: what becomes of rows that do not divide evenly, in modes that cut; 'pad' needs Batch arguments, which carry
-            the mask, and results with a row for each row. A part may have no rows at all.
-        collect: what becomes of the results, in modes that cut and do not collect from all ranks: a Collect, or a function that
-            is given the list of them, in the order of the parts, and returns what the call returns.
+        execute_mode: which ranks run it. RANK_ZERO goes with modes that give every rank the same,
+            and with own functions.
+        shard: names of the parameters that are cut, in modes that cut; None: all of them. The
+            others are given to all ranks as they are. Arguments that are None are never cut.
+        remainder: what becomes of rows that do not divide evenly, in modes that cut; 'pad' needs
+            Batch arguments, which carry the mask, and results with a row for each row. A part may
+            have no rows at all.
+        collect: what becomes of the results, in modes that cut and do not collect from all ranks: a
+            Collect, or a function that is given the list of them, in the order of the parts, and
+            returns what the call returns.
 
     Raises: DispatchError where these do not go together.
     """
 
     def declare(function: Callable[..., Any]) -> RegisteredMethod[Any, ..., Any, Any]:
-        return RegisteredMethod(function, _spec_of(function, dispatch_mode, execute_mode, shard, remainder, collect))
+        return RegisteredMethod(
+            function, _spec_of(function, dispatch_mode, execute_mode, shard, remainder, collect)
+        )
 
     return declare
 
@@ -182,43 +231,65 @@ def _spec_of(
     if not inspect.isfunction(function):
         raise refuse(
             f"register was given a {type(function).__name__}",
-            "Use it as a decorator with arguments on a plain method, @register(Dispatch.ONE_TO_ALL), nearest to the function",
+            "Use it as a decorator with arguments on a plain method, "
+            "@register(Dispatch.ONE_TO_ALL), nearest to the function",
         )
     if isinstance(dispatch_mode, Mapping):
-        if set(dispatch_mode) != {"dispatch_fn", "collect_fn"} or not all(map(callable, dispatch_mode.values())):
+        if set(dispatch_mode) != {"dispatch_fn", "collect_fn"} or not all(
+            map(callable, dispatch_mode.values())
+        ):
             raise refuse(
-                f"a dispatch mode of one's own has the functions 'dispatch_fn' and 'collect_fn'; got {sorted(dispatch_mode)}",
+                "a dispatch mode of one's own has the functions 'dispatch_fn' and 'collect_fn'; "
+                f"got {sorted(dispatch_mode)}",
                 "Give both, or one of Dispatch",
             )
         mode: Any = CustomDispatch(**dispatch_mode)
     else:
         mode = dispatch_mode
     if not isinstance(mode, (Dispatch, AxisSharding, CustomDispatch)):
-        raise refuse(f"{mode!r} is no dispatch mode", "Give one of Dispatch, an AxisSharding or a CustomDispatch")
+        raise refuse(
+            f"{mode!r} is no dispatch mode",
+            "Give one of Dispatch, an AxisSharding or a CustomDispatch",
+        )
     if not isinstance(execute_mode, Execute):
-        raise refuse(f"{execute_mode!r} is no execute mode", f"Give one of {', '.join(map(str, Execute))}")
+        raise refuse(
+            f"{execute_mode!r} is no execute mode", f"Give one of {', '.join(map(str, Execute))}"
+        )
     if shard is not None and isinstance(shard, str):
-        raise refuse(f"shard={shard!r} is one string", f"Give the names of parameters: shard=({shard!r},)")
+        raise refuse(
+            f"shard={shard!r} is one string", f"Give the names of parameters: shard=({shard!r},)"
+        )
     cuts = isinstance(mode, AxisSharding) or mode in CUTS
     shown = mode_name(mode)
     if execute_mode is Execute.RANK_ZERO and (cuts or mode is Dispatch.ALL_TO_ALL):
         raise refuse(
-            f"{shown} gives different ranks different things, and RANK_ZERO would drop all but the first",
-            "Use ONE_TO_ALL, ONE_TO_ALL_ONE or functions of your own with RANK_ZERO, or Execute.ALL",
+            f"{shown} gives different ranks different things, and RANK_ZERO would drop all but "
+            "the first",
+            "Use ONE_TO_ALL, ONE_TO_ALL_ONE or functions of your own with RANK_ZERO, or "
+            "Execute.ALL",
         )
     if not cuts and (shard is not None or remainder != "error"):
-        raise refuse(f"{shown} cuts nothing, so shard and remainder mean nothing", "Leave them out, or choose a mode that cuts")
+        raise refuse(
+            f"{shown} cuts nothing, so shard and remainder mean nothing",
+            "Leave them out, or choose a mode that cuts",
+        )
     if remainder not in ("error", "pad", "uneven"):
         raise refuse(f"remainder={remainder!r}", "Give 'error', 'pad' or 'uneven'")
     joins = cuts and mode is not Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL
-    if collect is not None and (not joins or not (isinstance(collect, Collect) or callable(collect))):
-        raise refuse(f"collect={collect} does not go with {shown}", "Leave it out, or choose a mode that cuts and joins")
+    if collect is not None and (
+        not joins or not (isinstance(collect, Collect) or callable(collect))
+    ):
+        raise refuse(
+            f"collect={collect} does not go with {shown}",
+            "Leave it out, or choose a mode that cuts and joins",
+        )
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())[1:]
     named = {each.name for each in parameters}
     if unknown := [each for each in shard or () if each not in named]:
         raise refuse(
-            f"shard names {', '.join(map(repr, unknown))}; its parameters are {', '.join(map(repr, sorted(named))) or 'none'}",
+            f"shard names {', '.join(map(repr, unknown))}; its parameters are "
+            f"{', '.join(map(repr, sorted(named))) or 'none'}",
             "Name parameters of the method",
         )
     return MethodSpec(

@@ -23,9 +23,10 @@ class Piece(NamedTuple):
 class RemoteBatch(Batch):
     """Rows that lie in workers, as one batch.
 
-    As an argument of a call they move from worker to worker, each rank's share to that rank; slices and chunks move nothing.
-    Reading columns or meta in the script fetches all of it, once. ``release()``, or the end of a with statement, lets the
-    workers forget the rows; until then they keep their memory.
+    As an argument of a call they move from worker to worker, each rank's share to that rank; slices
+    and chunks move nothing. Reading columns or meta in the script fetches all of it, once.
+    ``release()``, or the end of a with statement, lets the workers forget the rows; until then they
+    keep their memory.
     """
 
     __slots__ = ("_fetched", "_handles", "_pieces", "_scheduler")
@@ -38,7 +39,9 @@ class RemoteBatch(Batch):
 
     def __init__(self, scheduler: Scheduler, pieces: Sequence[Piece], num_padding: int = 0) -> None:
         handles = {piece.handle.id: piece.handle for piece in pieces}  # also of no rows
-        self._fill(_scheduler=scheduler, _pieces=_with_rows(pieces), _handles=handles, _fetched=None)
+        self._fill(
+            _scheduler=scheduler, _pieces=_with_rows(pieces), _handles=handles, _fetched=None
+        )
         self._fill(_num_rows=sum(map(_num_rows, pieces)), num_padding=num_padding)
 
     def __getattr__(self, name: str) -> Any:
@@ -57,7 +60,9 @@ class RemoteBatch(Batch):
         return self._fetched
 
     def release(self) -> None:
-        """Let the workers forget the values that its rows are part of, also for slices. Idempotent."""
+        """Let the workers forget the values that its rows are part of, also for slices.
+        Idempotent.
+        """
         with contextlib.ExitStack() as releases:  # all of them, also when one fails
             for handle in self._handles.values():
                 releases.callback(self._scheduler.release, handle)
@@ -72,7 +77,9 @@ class RemoteBatch(Batch):
         cut: list[Piece] = []
         first = 0
         for piece in self._pieces:
-            low, high = (piece.start + min(max(at - first, 0), _num_rows(piece)) for at in (start, stop))
+            low, high = (
+                piece.start + min(max(at - first, 0), _num_rows(piece)) for at in (start, stop)
+            )
             cut.append(Piece(piece.handle, low, high))
             first += _num_rows(piece)
         return RemoteBatch(self._scheduler, _with_rows(cut), self._padding_within(start, stop))
@@ -85,7 +92,9 @@ class RemoteBatch(Batch):
     def _joined(batches: Sequence[Batch], num_padding: int) -> RemoteBatch:
         found = [batch for batch in batches if isinstance(batch, RemoteBatch)]
         assert len(found) == len(batches)
-        return RemoteBatch(found[0]._scheduler, [piece for batch in found for piece in batch._pieces], num_padding)
+        return RemoteBatch(
+            found[0]._scheduler, [piece for batch in found for piece in batch._pieces], num_padding
+        )
 
     @staticmethod
     def join(batches: Sequence[Batch]) -> RemoteBatch:
@@ -105,7 +114,8 @@ def _join(pieces: Sequence[tuple[Any, int, int]], num_padding: int) -> Batch:
     for value, _, _ in pieces:
         if not isinstance(value, Batch):
             raise TypeError(
-                f"rows that stay in workers travel as arguments of calls only; this found a {type(value).__qualname__} in "
+                "rows that stay in workers travel as arguments of calls only; this found a "
+                f"{type(value).__qualname__} in "
                 "place of a Batch. fetch() them first"
             )
     return Batch._joined([value[start:stop] for value, start, stop in pieces], num_padding)

@@ -1,7 +1,8 @@
 """The contract between a controller script and whatever runs its workers.
 
-A script describes a Job, a Scheduler starts its workers, and engines in those workers are created and called by worker id.
-Names follow the field's existing Scheduler API, so that scripts written to it carry over.
+A script describes a Job, a Scheduler starts its workers, and engines in those workers are created
+and called by worker id. Names follow the field's existing Scheduler API, so that scripts written to
+it carry over.
 """
 
 from __future__ import annotations
@@ -50,21 +51,23 @@ class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
     mem: float = 0
     """Memory in GB (10^9 bytes); 0 asks for none in particular."""
     port_count: int = 0
-    """Ports leased to the worker for its engine, below the ephemeral range or in HELMSMAN_PORT_RANGE ('20000-20200'). No other
-    worker of any run on the node is given them until this one ends. A worker with a ``cmd`` has one at least."""
+    """Ports leased to the worker for its engine, below the ephemeral range or in
+    HELMSMAN_PORT_RANGE ('20000-20200'). No other worker of any run on the node is given them until
+    this one ends. A worker with a ``cmd`` has one at least."""
     env_vars: dict[str, str] = {}
     """Environment variables of the worker; they win over everything that is forwarded."""
     cmd: str | None = None
-    """Module and arguments to run (``python -m``) as the worker's child, which ends with it; None for engines alone. Quoted as
-    for a shell; ``{port0}``, ``{port1}``, ... are the worker's leased ports, ``{port}`` the first; HELMSMAN_PORTS has all."""
+    """Module and arguments to run (``python -m``) as the worker's child, which ends with it; None
+    for engines alone. Quoted as for a shell; ``{port0}``, ``{port1}``, ... are the worker's leased
+    ports, ``{port}`` the first; HELMSMAN_PORTS has all."""
     ray_placement_strategy: PlacementStrategy = "shared"
-    """shared: one placement group, a bundle per worker; separate: a group per worker; deferred: a group per instance whose
-    devices are left to the server that the worker launches."""
+    """shared: one placement group, a bundle per worker; separate: a group per worker; deferred: a
+    group per instance whose devices are left to the server that the worker launches."""
     resources: dict[str, float] = {}
     """Extra custom resources by name."""
     node_labels: dict[str, str] = {}
-    """Labels that the worker's node must carry. A value may also be '!x', 'in(x, y)' or '!in(x, y)', as Ray's selectors have
-    it."""
+    """Labels that the worker's node must carry. A value may also be '!x', 'in(x, y)' or '!in(x,
+    y)', as Ray's selectors have it."""
     accelerator_type: str | None = None
     """Accelerator model that the worker's node must have, as Ray names it."""
     nodelist: Sequence[str] = ()
@@ -72,8 +75,8 @@ class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
     exclude: Sequence[str] = ()
     """Addresses, host names or ids of nodes that must not be used."""
     node_packing: NodePacking = "pack"
-    """pack: on as few nodes as possible, leaving whole nodes free; spread: over as many as possible; strict_spread: never two
-    of the job's bundles on one node."""
+    """pack: on as few nodes as possible, leaving whole nodes free; spread: over as many as
+    possible; strict_spread: never two of the job's bundles on one node."""
 
 
 class SchedulingStrategy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
@@ -84,11 +87,12 @@ class SchedulingStrategy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_o
     target: str | None = None
     """Role to colocate with."""
     fork: bool = False
-    """With colocation: False reuses the target's workers (engines are told apart by name), True gives each a sibling
-    process."""
+    """With colocation: False reuses the target's workers (engines are told apart by name), True
+    gives each a sibling process."""
     device_mapping: Sequence[Sequence[int]] = ()
-    """With fork: for each replica the devices of the target that it gets, counted over the target's workers in rank order, on
-    one node. Several replicas may get the same device. Empty: neighbours share evenly."""
+    """With fork: for each replica the devices of the target that it gets, counted over the target's
+    workers in rank order, on one node. Several replicas may get the same device. Empty: neighbours
+    share evenly."""
 
 
 class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
@@ -118,16 +122,22 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
                 if not (0 <= amount < math.inf):
                     raise self._wrong(field, amount, "0 or more")
             if spec.gpu != int(spec.gpu):
-                raise self._wrong("gpu", spec.gpu, "a whole number; colocate roles to share a device")
+                raise self._wrong(
+                    "gpu", spec.gpu, "a whole number; colocate roles to share a device"
+                )
         for field in ("ray_placement_strategy", "node_packing"):
             values = sorted({getattr(spec, field) for spec in self.tasks})
             if len(values) > 1:
                 raise self._wrong(field, values, "the same for all tasks of a job")
         strategy = self.scheduling_strategy
         if strategy.type == "colocation" and not strategy.target:
-            raise self._wrong("scheduling_strategy.target", strategy.target, "the role to colocate with")
+            raise self._wrong(
+                "scheduling_strategy.target", strategy.target, "the role to colocate with"
+            )
         if strategy.type == "separation" and (strategy.target or strategy.fork):
-            raise self._wrong("scheduling_strategy", strategy, "target and fork only with colocation")
+            raise self._wrong(
+                "scheduling_strategy", strategy, "target and fork only with colocation"
+            )
         if strategy.device_mapping:
             self._require_mapping(strategy)
 
@@ -140,13 +150,17 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
             raise self._wrong(field, mapping, f"an entry for each of the {self.replicas} replicas")
         for index, devices in enumerate(mapping):
             if not devices or min(devices) < 0 or len(set(devices)) < len(devices):
-                raise self._wrong(f"{field}[{index}]", devices, "devices from 0 on, each once, at least one")
+                raise self._wrong(
+                    f"{field}[{index}]", devices, "devices from 0 on, each once, at least one"
+                )
 
     def _wrong(self, field: str, value: Any, expected: str) -> InvalidSpecError:
         return InvalidSpecError(role=str(self.role), field=field, value=value, expected=expected)
 
     def _require_types(self) -> None:
-        """Structs made in Python are not checked by msgspec; a misspelt strategy would otherwise be taken for another one."""
+        """Structs made in Python are not checked by msgspec; a misspelt strategy would otherwise be
+        taken for another one.
+        """
         try:
             msgspec.convert(msgspec.to_builtins(self, enc_hook=_as_number), type=Job)
         except (msgspec.ValidationError, TypeError, NotImplementedError) as error:
@@ -154,7 +168,9 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
             field = where.rstrip("`") or "job"
             choices = _CHOICES.get(field.rpartition(".")[2])
             expected = (
-                f"one of {', '.join(map(repr, choices))}" if choices else reason.removeprefix("Expected ").replace("`", "")
+                f"one of {', '.join(map(repr, choices))}"
+                if choices
+                else reason.removeprefix("Expected ").replace("`", "")
             )
             raise self._wrong(field, _at(self, field), expected) from error
 
@@ -191,25 +207,31 @@ def _at(job: Job, path: str) -> Any:
 class Scheduler(Closing):
     """Starts workers and calls the engines in them.
 
-    Use it as a context manager, or call ``close()``. All methods may be called from any thread; the ``async`` ones from any
-    event loop.
+    Use it as a context manager, or call ``close()``. All methods may be called from any thread; the
+    ``async`` ones from any event loop.
     """
 
     timeouts: Timeouts
 
     @property
     def n_gpus_per_node(self) -> int:
-        """Accelerators on each node of the cluster (the most that any node has); 0 without accelerators."""
+        """Accelerators on each node of the cluster (the most that any node has); 0 without
+        accelerators.
+        """
         return max((node.num_devices for node in self.nodes()), default=0)
 
     @property
     def shares_process(self) -> bool:
-        """Whether the workers live in the script's own process, and so have one environment and no devices of their own."""
+        """Whether the workers live in the script's own process, and so have one environment and no
+        devices of their own.
+        """
         return False
 
     @functools.cached_property
     def monitor(self) -> Monitor:
-        """Watches the workers by ``check_health`` and ``preemption_notices`` for all controllers of this scheduler."""
+        """Watches the workers by ``check_health`` and ``preemption_notices`` for all controllers of
+        this scheduler.
+        """
         return Monitor(self.check_health, self.preemption_notices)
 
     @abc.abstractmethod
@@ -218,29 +240,33 @@ class Scheduler(Closing):
 
     @abc.abstractmethod
     def create_workers(self, job: Job | Collection[Job]) -> list[str]:
-        """Start the workers of a job, or of several jobs together, and return their ids in the order of the jobs.
+        """Start the workers of a job, or of several jobs together, and return their ids in the
+        order of the jobs.
 
-        Several jobs start together or not at all; on an error nothing of any of them remains. They are placed together, so two
-        controllers that each need what the other has half of cannot starve each other. A colocated job may name another of them
-        as its target.
+        Several jobs start together or not at all; on an error nothing of any of them remains. They
+        are placed together, so two controllers that each need what the other has half of cannot
+        starve each other. A colocated job may name another of them as its target.
 
-        Raises: JobError (a job makes no sense, or its role exists), StartError (it could not start).
+        Raises: JobError (a job makes no sense, or its role exists), StartError (it could not
+            start).
         """
 
     @abc.abstractmethod
     def plan(self, jobs: Job | Collection[Job]) -> Plan:
-        """Where ``create_workers(jobs)`` would put every rank now; starts nothing. ``print(plan.table())`` shows it.
+        """Where ``create_workers(jobs)`` would put every rank now; starts nothing.
+        ``print(plan.table())`` shows it.
 
-        Raises: JobError; PlacementInfeasibleError (never on this cluster, with the smallest change that would fit);
-        PlacementTimeoutError (not now, with who holds what is missing).
+        Raises: JobError; PlacementInfeasibleError (never on this cluster, with the smallest change
+        that would fit); PlacementTimeoutError (not now, with who holds what is missing).
         """
 
     @abc.abstractmethod
     def reserve(self, job: Job) -> list[Reservation]:
-        """Hold what the replicas of a job need without starting a process for any, until delete_workers(role).
+        """Hold what the replicas of a job need without starting a process for any, until
+        delete_workers(role).
 
-        Jobs that are colocated with it with fork run there, and go with it. On Ray every device is a bundle of its own, in a
-        placement group for each replica of a 'separate' job.
+        Jobs that are colocated with it with fork run there, and go with it. On Ray every device is
+        a bundle of its own, in a placement group for each replica of a 'separate' job.
 
         Raises: as create_workers; nothing is held then.
         """
@@ -249,74 +275,87 @@ class Scheduler(Closing):
     def restart_worker(self, worker_id: str) -> None:
         """End a worker's process, if it lives, and start another in its place.
 
-        It has the same id, but new ports and no engines. It is on the same node and devices unless that node is gone, or is
-        about to go, as Ray tells: then it is placed anew, as a job of one. One that shares the devices of another role's worker
-        cannot be placed anew.
+        It has the same id, but new ports and no engines. It is on the same node and devices unless
+        that node is gone, or is about to go, as Ray tells: then it is placed anew, as a job of one.
+        One that shares the devices of another role's worker cannot be placed anew.
 
-        Raises: WorkerNotFoundError, also when it is removed meanwhile; InvalidSpecError for a worker that belongs to another
-        role; StartError, after which the worker counts as failed and may be restarted again.
+        Raises: WorkerNotFoundError, also when it is removed meanwhile; InvalidSpecError for a
+        worker that belongs to another role; StartError, after which the worker counts as failed and
+        may be restarted again.
         """
 
     @abc.abstractmethod
     def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
-        """End all processes of a role, and start as many anew once the last of them has ended: ranks of one process group.
+        """End all processes of a role, and start as many anew once the last of them has ended:
+        ranks of one process group.
 
-        They are on the same nodes and devices or, with ``elsewhere``, wherever the job fits now, as after delete_workers and
-        create_workers. They have the same ids, new ports and no engines; ``elsewhere`` numbers them anew where some were
-        removed.
+        They are on the same nodes and devices or, with ``elsewhere``, wherever the job fits now, as
+        after delete_workers and create_workers. They have the same ids, new ports and no engines;
+        ``elsewhere`` numbers them anew where some were removed.
 
-        Raises: RoleNotFoundError; InvalidSpecError for a role whose workers are another's, or are used by a role that is
-            colocated without fork, or with ``elsewhere`` by any other role; StartError, after which the workers count as failed
-            and may be restarted again or, with ``elsewhere``, the role is gone.
+        Raises: RoleNotFoundError; InvalidSpecError for a role whose workers are another's, or are
+            used by a role that is colocated without fork, or with ``elsewhere`` by any other role;
+            StartError, after which the workers count as failed and may be restarted again or, with
+            ``elsewhere``, the role is gone.
         """
 
     @abc.abstractmethod
     def scale(self, role: str, replicas: int) -> list[str]:
-        """Let a role have so many workers that live: more at its end, placed as a job of one each, or fewer, the last ones
-        ended as by remove_workers.
+        """Let a role have so many workers that live: more at its end, placed as a job of one each,
+        or fewer, the last ones ended as by remove_workers.
 
-        New workers are ready and have no engines; their ids go on after the highest that the role ever had. Workers that stay
-        are not touched.
+        New workers are ready and have no engines; their ids go on after the highest that the role
+        ever had. Workers that stay are not touched.
 
         Returns: ids of the workers that are new.
-        Raises: as create_workers, and then the role is as it was; RoleNotFoundError; InvalidSpecError for a role whose workers
-            are another's, whose replicas have specs of their own, or on whose last workers another role stands.
+        Raises: as create_workers, and then the role is as it was; RoleNotFoundError;
+            InvalidSpecError for a role whose workers are another's, whose replicas have specs of
+            their own, or on whose last workers another role stands.
         """
 
     @abc.abstractmethod
     def add_workers(self, role: str, count: int) -> list[str]:
-        """Let a role have so many workers more than it has, as ``scale`` does; returns their ids."""
+        """Let a role have so many workers more than it has, as ``scale`` does; returns their
+        ids.
+        """
 
     @abc.abstractmethod
     def remove_workers(self, role: str, worker_ids: Sequence[str]) -> None:
-        """End these workers of a role, whichever they are; the others keep their ids, and these are never given again.
+        """End these workers of a role, whichever they are; the others keep their ids, and these are
+        never given again.
 
-        Their engines are destroyed first. What they held is free again, but for a worker of a 'shared' job, whose placement
-        group goes with the last of those that it was made for. Whether the others can go on without them is the caller's to
-        know: ranks of one process group cannot. A removal that has begun is finished, also when its caller is interrupted.
+        Their engines are destroyed first. What they held is free again, but for a worker of a
+        'shared' job, whose placement group goes with the last of those that it was made for.
+        Whether the others can go on without them is the caller's to know: ranks of one process
+        group cannot. A removal that has begun is finished, also when its caller is interrupted.
 
-        Raises: RoleNotFoundError, WorkerNotFoundError, and then nothing has been ended; InvalidSpecError for all workers of a
-            role (delete_workers), for workers that are another's, or on which another role stands; ShutdownIncompleteError.
+        Raises: RoleNotFoundError, WorkerNotFoundError, and then nothing has been ended;
+            InvalidSpecError for all workers of a role (delete_workers), for workers that are
+            another's, or on which another role stands; ShutdownIncompleteError.
         """
 
     @abc.abstractmethod
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
-        """The role's workers in rank order, each having answered within ``timeout`` seconds; 0 asks nobody.
+        """The role's workers in rank order, each having answered within ``timeout`` seconds; 0 asks
+        nobody.
 
         Raises: RoleNotFoundError, WorkerFailedError, CallTimeoutError.
         """
 
     @abc.abstractmethod
     def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
-        """Destroy the role's engines and end its workers (None: all roles); ``reverse_order`` ends rank 0 last.
+        """Destroy the role's engines and end its workers (None: all roles); ``reverse_order`` ends
+        rank 0 last.
 
-        Deleting what is not there is an error for a named role (RoleNotFoundError) and nothing for None.
-        Raises: ShutdownIncompleteError.
+        Deleting what is not there is an error for a named role (RoleNotFoundError) and nothing for
+        None. Raises: ShutdownIncompleteError.
         """
 
     @abc.abstractmethod
     def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
-        """Give each worker of ``target_role`` a sibling process in ``role``, on the same node and devices."""
+        """Give each worker of ``target_role`` a sibling process in ``role``, on the same node and
+        devices.
+        """
 
     @abc.abstractmethod
     async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
@@ -326,49 +365,57 @@ class Scheduler(Closing):
     async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
         """Ask a worker whether it is there; it answers beside a call that runs.
 
-        A worker that does not answer within half a second is observed from outside, so that its health is known within a
-        second. This needs Linux. Inline workers share the script's interpreter, so a lock that is held there holds up the
-        script, too.
+        A worker that does not answer within half a second is observed from outside, so that its
+        health is known within a second. This needs Linux. Inline workers share the script's
+        interpreter, so a lock that is held there holds up the script, too.
 
         Args:
             timeout: seconds for a worker that cannot be observed; ``timeouts.health_s`` when None.
         Returns: its answer, or the observation (``WorkerHealth.answered`` is False).
-        Raises: WorkerFailedError when it has died, CallTimeoutError when it neither answers nor can be observed,
-            WorkerNotFoundError.
+        Raises: WorkerFailedError when it has died, CallTimeoutError when it neither answers nor can
+            be observed, WorkerNotFoundError.
         """
 
     @abc.abstractmethod
     async def inject(self, fault: Fault) -> list[Injection]:
-        """Have a worker do this to itself now, whatever the fault's step, to see that the run survives it; see FaultPlan.
+        """Have a worker do this to itself now, whatever the fault's step, to see that the run
+        survives it; see FaultPlan.
 
-        It costs other calls nothing. A worker that does not answer cannot be told, and nothing is inflicted on it later.
+        It costs other calls nothing. A worker that does not answer cannot be told, and nothing is
+        inflicted on it later.
 
-        Returns: what became of it at each worker that it concerns; a DropNode concerns all workers of this run on the node.
-        Raises: WorkerNotFoundError; FaultsUnsupportedError where workers are no processes of their own.
+        Returns: what became of it at each worker that it concerns; a DropNode concerns all workers
+            of this run on the node.
+        Raises: WorkerNotFoundError; FaultsUnsupportedError where workers are no processes of their
+            own.
         """
 
     @abc.abstractmethod
     async def preemption_notices(self) -> dict[str, PreemptionNotice]:
         """Workers that are about to go, by id.
 
-        On Ray these are the workers of nodes that are being drained: before a preemption, by an autoscaler or by
-        ``ray drain-node``, and where ``ray start --block`` was sent SIGTERM. A worker of the local scheduler is one once it was
-        sent SIGTERM, which it says with its next answer to check_health or status; it ends 25 s later, or at a second one. On
-        Ray, SIGTERM ends a worker at once, since it is how Ray itself ends them.
+        On Ray these are the workers of nodes that are being drained: before a preemption, by an
+        autoscaler or by ``ray drain-node``, and where ``ray start --block`` was sent SIGTERM. A
+        worker of the local scheduler is one once it was sent SIGTERM, which it says with its next
+        answer to check_health or status; it ends 25 s later, or at a second one. On Ray, SIGTERM
+        ends a worker at once, since it is how Ray itself ends them.
         """
 
     @abc.abstractmethod
     async def kill_worker(self, worker_id: str, cause: str) -> None:
-        """End a worker's process at once, whatever it does, such as one that is stopped. Calls that wait for it fail.
+        """End a worker's process at once, whatever it does, such as one that is stopped. Calls that
+        wait for it fail.
 
         Args:
-            cause: why, for the WorkerFailedError of its calls, as part of a sentence: 'was ended because it ...'.
+            cause: why, for the WorkerFailedError of its calls, as part of a sentence: 'was ended
+                because it ...'.
         Raises: WorkerNotFoundError; ShutdownIncompleteError.
         """
 
     @abc.abstractmethod
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
-        """Try whether a process group of the role can meet: rank 0 listens on ``port``, every rank connects to ``address``.
+        """Try whether a process group of the role can meet: rank 0 listens on ``port``, every rank
+        connects to ``address``.
 
         TrainController does so before it sets MASTER_ADDR and MASTER_PORT.
         Raises: RendezvousError, RoleNotFoundError, WorkerFailedError.
@@ -386,11 +433,12 @@ class Scheduler(Closing):
         """Build ``engine(*args, **kwargs)`` in the worker.
 
         Args:
-            engine: import path 'package.module.Class', or a class or another callable that returns the engine (sent by
-                cloudpickle when it is not importable), or an EngineSpec that says more.
+            engine: import path 'package.module.Class', or a class or another callable that returns
+                the engine (sent by cloudpickle when it is not importable), or an EngineSpec that
+                says more.
             engine_name: its name in the worker; the worker's id when None.
-        Raises: WorkerNotFoundError, EngineImportError, EngineCreationError, EngineExistsError, CallTimeoutError,
-        WorkerFailedError.
+        Raises: WorkerNotFoundError, EngineImportError, EngineCreationError, EngineExistsError,
+        CallTimeoutError, WorkerFailedError.
         """
 
     @abc.abstractmethod
@@ -408,10 +456,11 @@ class Scheduler(Closing):
 
         Args:
             timeout: seconds; ``timeouts.call_s`` when None.
-            rpc_meta: {"broadcast": bool} whether arguments given to the data-parallel head reach its model-parallel group;
-                {"keep": True} leaves the result in the worker and returns a ResultHandle, which may be an argument of any
-                other call; {"discard": True} drops the result there and returns None; {"kwargs": {...}} are named arguments
-                beside ``kwargs``, for a method whose names, such as 'timeout', this call takes itself.
+            rpc_meta: {"broadcast": bool} whether arguments given to the data-parallel head reach
+                its model-parallel group; {"keep": True} leaves the result in the worker and returns
+                a ResultHandle, which may be an argument of any other call; {"discard": True} drops
+                the result there and returns None; {"kwargs": {...}} are named arguments beside
+                ``kwargs``, for a method whose names, such as 'timeout', this call takes itself.
         Raises: a CallError that says what happened; see helmsman.api.errors.
         """
 
@@ -426,16 +475,21 @@ class Scheduler(Closing):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As call_engine, awaited. Tensors among the arguments must not be written to before it is done. Cancelling the await
-        does not undo a call that has begun."""
+        """As call_engine, awaited. Tensors among the arguments must not be written to before it is
+        done. Cancelling the await does not undo a call that has begun."""
 
     def call_many(
-        self, calls: Mapping[str, Call], method: str, engine_name: str | None = None, timeout: float | None = None
+        self,
+        calls: Mapping[str, Call],
+        method: str,
+        engine_name: str | None = None,
+        timeout: float | None = None,
     ) -> Fanout:
-        """Begin a call of ``method`` on each of these workers; it is used on Helmsman's own event loop.
+        """Begin a call of ``method`` on each of these workers; it is used on Helmsman's own event
+        loop.
 
-        A call that cannot be begun is a failure of its worker in the fan-out and does not affect the others. This default
-        makes them by async_call_engine.
+        A call that cannot be begun is a failure of its worker in the fan-out and does not affect
+        the others. This default makes them by async_call_engine.
 
         Args:
             calls: worker id -> the arguments of its call.
@@ -443,14 +497,18 @@ class Scheduler(Closing):
         """
         fanout = Fanout()
         for worker_id, (args, kwargs, rpc_meta, _) in calls.items():
-            meta = {**(rpc_meta or {}), "kwargs": kwargs} if kwargs else rpc_meta  # a 'timeout' among them is the method's
-            call = self.async_call_engine(worker_id, method, engine_name, *args, rpc_meta=meta, timeout=timeout)
+            # a 'timeout' among them is the method's
+            meta = {**(rpc_meta or {}), "kwargs": kwargs} if kwargs else rpc_meta
+            call = self.async_call_engine(
+                worker_id, method, engine_name, *args, rpc_meta=meta, timeout=timeout
+            )
             fanout.expect_awaitable(worker_id, call)
         return fanout
 
     @abc.abstractmethod
     def put(self, value: Any) -> ResultHandle:
-        """Pack a value once, for arguments of many calls, until ``release``. It moves to each node once, whoever asks for it.
+        """Pack a value once, for arguments of many calls, until ``release``. It moves to each node
+        once, whoever asks for it.
 
         Raises: NotSerializableError.
         """
@@ -461,31 +519,41 @@ class Scheduler(Closing):
 
     @abc.abstractmethod
     def release(self, handle: ResultHandle) -> None:
-        """Let the worker that keeps the value of ``handle`` forget it. Idempotent; nothing happens when that worker, or
-        this scheduler, is gone."""
+        """Let the worker that keeps the value of ``handle`` forget it. Idempotent; nothing happens
+        when that worker, or this scheduler, is gone."""
 
     def advise(self, role: str, next_step: str) -> None:
-        """Set the next step that WorkerFailedErrors of a role suggest; '' restores the scheduler's own. For controllers."""
+        """Set the next step that WorkerFailedErrors of a role suggest; '' restores the scheduler's
+        own. For controllers.
+        """
 
     @abc.abstractmethod
     def status(self) -> list[WorkerStatus]:
-        """Every worker of every role, asked for its health under one short deadline. Never raises for a dead worker."""
+        """Every worker of every role, asked for its health under one short deadline. Never raises
+        for a dead worker.
+        """
 
     @abc.abstractmethod
     def stacks(self, role: str) -> dict[str, str]:
-        """The Python stacks of all threads of each of the role's workers; a line saying why for one that does not answer."""
+        """The Python stacks of all threads of each of the role's workers; a line saying why for one
+        that does not answer.
+        """
 
     @abc.abstractmethod
     def environment(self, role: str) -> dict[str, list[EnvironmentVariable]]:
-        """Each variable of the role's workers, by worker id, sorted by name, and who set it. Secrets are masked in the worker.
+        """Each variable of the role's workers, by worker id, sorted by name, and who set it.
+        Secrets are masked in the worker.
 
-        What is forwarded from the script's environment is a list (``helmsman env`` shows it); ``SchedulingSpec.env_vars`` win
-        over everything. Thread counts follow ``SchedulingSpec.cpu``, except on the inline scheduler, whose workers have the
-        script's own environment.
+        What is forwarded from the script's environment is a list (``helmsman env`` shows it);
+        ``SchedulingSpec.env_vars`` win over everything. Thread counts follow
+        ``SchedulingSpec.cpu``, except on the inline scheduler, whose workers have the script's own
+        environment.
 
         Raises: RoleNotFoundError, WorkerFailedError, CallTimeoutError.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End everything this scheduler started. Idempotent; works after a half-failed start and with dead workers."""
+        """End everything this scheduler started. Idempotent; works after a half-failed start and
+        with dead workers.
+        """

@@ -12,18 +12,26 @@ _MIN_PART = 3
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """The known names that are most like a name, best first: by spelling, as its abbreviation, or as a part of it."""
+    """The known names that are most like a name, best first: by spelling, as its abbreviation, or
+    as a part of it.
+    """
     import difflib  # only where something is wrong
 
     names = list(known)
     close = difflib.get_close_matches(name, names, n=most)
     related = [each for each in names if _initials(name) == each or _initials(each) == name]
-    parts = [each for each in names if min(len(each), len(name)) >= _MIN_PART and (each in name or name in each)]
+    parts = [
+        each
+        for each in names
+        if min(len(each), len(name)) >= _MIN_PART and (each in name or name in each)
+    ]
     return list(dict.fromkeys([*related, *close, *parts]))[:most]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """End of a message about an unknown name: the nearest known name, or all known names if none is near."""
+    """End of a message about an unknown name: the nearest known name, or all known names if none is
+    near.
+    """
     names = list(known)
     near = nearest(name, names, 1)
     return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
@@ -35,7 +43,9 @@ def _initials(name: str) -> str:
 
 
 class Suggesting(msgspec.StructMeta):
-    """Metaclass of structs that scripts create: the error for an unknown field suggests the nearest field."""
+    """Metaclass of structs that scripts create: the error for an unknown field suggests the nearest
+    field.
+    """
 
     if not TYPE_CHECKING:  # type checkers take the signature from the fields
 

@@ -1,4 +1,6 @@
-"""Supervision of workers: a monitor probes them and reports, its subscribers react within a restart budget."""
+"""Supervision of workers: a monitor probes them and reports, its subscribers react within a restart
+budget.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,14 @@ class ProbePolicy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=Tru
     """How often a worker is probed, and after which silence it counts as dead. Times in seconds."""
 
     probe_every_s: float = 2.0
-    """From an answer to the next probe. A worker answers beside a running call, so a long call does not make it silent."""
+    """From an answer to the next probe. A worker answers beside a running call, so a long call does
+    not make it silent.
+    """
     dead_s: float = 60.0
     """Silence after which a worker is dead, unless it is busy."""
     busy_s: float = 1800.0
-    """Silence after which a worker is dead although it computes: C code may hold its interpreter's lock. ``dead_s`` applies
-    where that is longer."""
+    """Silence after which a worker is dead although it computes: C code may hold its interpreter's
+    lock. ``dead_s`` applies where that is longer."""
 
 
 class Sign(Enum):
@@ -38,13 +42,17 @@ class Sign(Enum):
 
     ANSWERED = "answered"
     BUSY = "busy"
-    """It does not answer but uses CPU. Subscribers get no report before it is DEAD, after ``busy_s``."""
+    """It does not answer but uses CPU. Subscribers get no report before it is DEAD, after
+    ``busy_s``.
+    """
     SUSPECT = "suspect"
     """It has not answered for ``suspect_s`` seconds."""
     DEAD = "dead"
     """It has exited, or has not answered for ``dead_s`` seconds."""
     PREEMPTED = "preempted"
-    """Its node will be preempted. The same notice is reported with every probe for as long as it holds."""
+    """Its node will be preempted. The same notice is reported with every probe for as long as it
+    holds.
+    """
     UNKNOWN = "unknown"
     """It could not be probed. Not reported to subscribers."""
 
@@ -65,8 +73,8 @@ class Report(NamedTuple):
 
 
 class Monitor:
-    """Watches the workers of one scheduler by its ``check_health`` and its ``preemption_notices``. It is used on Helmsman's
-    event loop, whose clock it reads."""
+    """Watches the workers of one scheduler by its ``check_health`` and its ``preemption_notices``.
+    It is used on Helmsman's event loop, whose clock it reads."""
 
     def __init__(
         self,
@@ -79,8 +87,9 @@ class Monitor:
         self._looking: asyncio.Task[None] | None = None
 
     async def ask(self, worker_id: str, limit_s: float, *, or_busy: bool = True) -> Report:
-        """Probe a worker until it answers, is busy (unless ``or_busy`` is False), or the limit has passed, after which it is
-        DEAD. One more probe follows the limit, since this process may have been stopped itself, with an answer unread.
+        """Probe a worker until it answers, is busy (unless ``or_busy`` is False), or the limit has
+        passed, after which it is DEAD. One more probe follows the limit, since this process may
+        have been stopped itself, with an answer unread.
 
         Returns a report whose sign is ANSWERED, BUSY, DEAD or UNKNOWN.
         """
@@ -111,12 +120,15 @@ class Monitor:
             pause_s = min(watch.policy.probe_every_s for watch in self._watches)
             try:
                 found = await self._look_up_notices()
-            except Exception as error:  # noqa: BLE001 - the look-up is repeated, and a death without notice is detected, too
+            # The look-up is repeated, and a death without notice is detected, too
+            except Exception as error:  # noqa: BLE001
                 log.debug("preemption notices could not be looked up: %s", error)
             else:
                 known = self._notices
                 self._notices = {
-                    id_: known[id_] if id_ in known and known[id_].reason == notice.reason else notice
+                    id_: known[id_]
+                    if id_ in known and known[id_].reason == notice.reason
+                    else notice
                     for id_, notice in found.items()
                 }
                 for watch in tuple(self._watches):
@@ -137,9 +149,9 @@ class Monitor:
 
 
 class Watch:
-    """Reports on some workers to a subscriber, on the event loop, until ``close``. The policy says when to probe, and when a
-    worker is DEAD; it is SUSPECT after ``suspect_s`` seconds without an answer (``policy.dead_s`` when None). Exceptions of the
-    subscriber are logged."""
+    """Reports on some workers to a subscriber, on the event loop, until ``close``. The policy says
+    when to probe, and when a worker is DEAD; it is SUSPECT after ``suspect_s`` seconds without an
+    answer (``policy.dead_s`` when None). Exceptions of the subscriber are logged."""
 
     def __init__(
         self,
@@ -160,7 +172,9 @@ class Watch:
         monitor._add(self)
 
     def add(self, worker_id: str) -> None:
-        """Watch one more worker, or the new process of a worker: earlier probes do not count for it."""
+        """Watch one more worker, or the new process of a worker: earlier probes do not count for
+        it.
+        """
         self.discard(worker_id)
         if not self._is_closed:
             self._asking[worker_id] = asyncio.create_task(self._keep_asking(worker_id))
@@ -185,7 +199,11 @@ class Watch:
         try:
             self._subscriber(report)
         except Exception:  # other subscribers and later probes go on
-            log.exception("the subscriber failed on the report that %s is %s", report.worker_id, report.sign.value)
+            log.exception(
+                "the subscriber failed on the report that %s is %s",
+                report.worker_id,
+                report.sign.value,
+            )
 
     async def _keep_asking(self, worker_id: str) -> None:
         while True:
@@ -208,13 +226,16 @@ class Watch:
             suspecting.cancel()
         if report.sign is Sign.DEAD and report.error is None:
             setting = "" if type(policy) is ProbePolicy else f" ({type(policy).__name__}.{limit})"
-            return report._replace(reason=f"it has not answered for {getattr(policy, limit):g} s{setting}")
+            return report._replace(
+                reason=f"it has not answered for {getattr(policy, limit):g} s{setting}"
+            )
         return report
 
 
 class RestartBudget:
-    """Counts restarts within a window of ``window_s`` seconds that ends now. The time is given, in seconds on any clock that
-    does not go back. There is a pause before each: ``pause_s`` before the first, doubled with each more within the window."""
+    """Counts restarts within a window of ``window_s`` seconds that ends now. The time is given, in
+    seconds on any clock that does not go back. There is a pause before each: ``pause_s`` before the
+    first, doubled with each more within the window."""
 
     def __init__(self, max_restarts: int, window_s: float, pause_s: float = 0.0) -> None:
         self._max_restarts, self._window_s, self._pause_s = max_restarts, window_s, pause_s
@@ -226,7 +247,9 @@ class RestartBudget:
         return len(self._begun)
 
     def spend(self, now: float) -> float | None:
-        """Begin one more restart; returns the seconds to wait before it, None when there is none left."""
+        """Begin one more restart; returns the seconds to wait before it, None when there is none
+        left.
+        """
         if (num_recent := self.num_recent(now)) >= self._max_restarts:
             return None
         self._begun.append(now)
@@ -236,4 +259,8 @@ class RestartBudget:
         """Seconds until there is a restart left; infinite where there is never one."""
         if self.num_recent(now) < self._max_restarts:
             return 0.0
-        return self._begun[-self._max_restarts] + self._window_s - now if self._max_restarts else math.inf
+        return (
+            self._begun[-self._max_restarts] + self._window_s - now
+            if self._max_restarts
+            else math.inf
+        )

@@ -1,4 +1,6 @@
-"""Where each rank of a worker group stands: its coordinates along data, tensor, pipeline and context parallelism. Pure."""
+"""Where each rank of a worker group stands: its coordinates along data, tensor, pipeline and
+context parallelism. Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ import msgspec
 Axis: TypeAlias = Literal["dp", "tp", "pp", "cp"]
 AXES: tuple[Axis, ...] = ("dp", "tp", "pp", "cp")
 DEFAULT_MESH: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
-"""Outermost axis first, as torch's device meshes are described: tensor-parallel ranks are neighbours, pipeline stages are far
-apart. Megatron's default order is the same."""
+"""Outermost axis first, as torch's device meshes are described: tensor-parallel ranks are
+neighbours, pipeline stages are far apart. Megatron's default order is the same."""
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +49,9 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
         return coordinate
 
     def __str__(self) -> str:
-        return " ".join(f"{axis}={self.along(axis)}/{getattr(self, f'{axis}_size')}" for axis in AXES)
+        return " ".join(
+            f"{axis}={self.along(axis)}/{getattr(self, f'{axis}_size')}" for axis in AXES
+        )
 
 
 class ParallelSizes:
@@ -87,7 +91,8 @@ class Topology(ParallelSizes):
     Args:
         dp, tp, pp, cp: ranks along each axis.
         mesh: the four axes, outermost first: ranks that differ in the last one only are neighbours.
-    Raises: ValueError for sizes below 1 and a mesh that does not name each axis once; TypeError for sizes that are no integers.
+    Raises: ValueError for sizes below 1 and a mesh that does not name each axis once; TypeError for
+        sizes that are no integers.
     """
 
     def __init__(
@@ -99,18 +104,25 @@ class Topology(ParallelSizes):
         cp: int = 1,
         mesh: Sequence[Axis] = DEFAULT_MESH,
     ) -> None:
-        dp, tp, pp, cp = map(operator.index, (dp, tp, pp, cp))  # NumPy's integers would reach messages and JSON
+        # NumPy's integers would reach messages and JSON
+        dp, tp, pp, cp = map(operator.index, (dp, tp, pp, cp))
         self.sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
         for axis, size in self.sizes.items():
             if size < 1:
                 raise ValueError(f"{axis}_size is {size}; it is 1 or more")
         if len(mesh) != len(AXES) or set(mesh) != set(AXES):
-            raise ValueError(f"mesh is {mesh!r}; it names each of {', '.join(AXES)} once, outermost first")
+            raise ValueError(
+                f"mesh is {mesh!r}; it names each of {', '.join(AXES)} once, outermost first"
+            )
         self.mesh: tuple[Axis, ...] = tuple(mesh)
         sizes = {f"{axis}_size": size for axis, size in self.sizes.items()}
         ranks: list[RankInfo] = []
-        for rank, position in enumerate(itertools.product(*(range(self.sizes[axis]) for axis in self.mesh))):
-            coordinates = {f"{axis}_rank": place for axis, place in zip(self.mesh, position, strict=True)}
+        for rank, position in enumerate(
+            itertools.product(*(range(self.sizes[axis]) for axis in self.mesh))
+        ):
+            coordinates = {
+                f"{axis}_rank": place for axis, place in zip(self.mesh, position, strict=True)
+            }
             ranks.append(RankInfo(rank=rank, world_size=self.world_size, **coordinates, **sizes))
         self.ranks: Sequence[RankInfo] = tuple(ranks)
         """All ranks, in order."""
@@ -136,10 +148,13 @@ class Topology(ParallelSizes):
         is_positive = min(tp, pp, cp, 1 if dp is None else dp) > 0  # else the constructor tells
         if is_positive and (world_size % model or dp not in (None, world_size // model)):
             given, factors = (
-                ("", {max(1, world_size // model), -(-world_size // model)}) if dp is None else (f"dp {dp} x ", {dp})
+                ("", {max(1, world_size // model), -(-world_size // model)})
+                if dp is None
+                else (f"dp {dp} x ", {dp})
             )
             raise ValueError(
-                f"{given}tp {tp} x pp {pp} x cp {cp} does not make up a world of {world_size} ranks; it makes up "
+                f"{given}tp {tp} x pp {pp} x cp {cp} does not make up a world of {world_size} "
+                "ranks; it makes up "
                 f"{' or '.join(str(model * factor) for factor in sorted(factors))}"
             )
         return cls(dp=world_size // model if dp is None else dp, tp=tp, pp=pp, cp=cp, mesh=mesh)
@@ -170,7 +185,9 @@ class Topology(ParallelSizes):
         return math.prod(self.sizes[axis] for axis in axes)
 
     def part_of(self, rank: int, axes: Sequence[Axis]) -> int:
-        """The rank's number along these axes together, the first of them outermost. Raises: ValueError, IndexError."""
+        """The rank's number along these axes together, the first of them outermost. Raises:
+        ValueError, IndexError.
+        """
         self._require_axes(axes)
         info = self.get_rank_info(rank)
         number = 0
@@ -180,13 +197,21 @@ class Topology(ParallelSizes):
 
     def _require_axes(self, axes: Collection[str]) -> None:
         if len(set(axes)) < len(axes) or not set(axes) <= set(AXES):
-            raise ValueError(f"axes are {', '.join(axes)}; they are of {', '.join(AXES)}, each at most once")
+            raise ValueError(
+                f"axes are {', '.join(axes)}; they are of {', '.join(AXES)}, each at most once"
+            )
 
     def derivation(self, axes: Sequence[Axis]) -> str:
-        """How the number of parts along these axes comes about: 'dp = 20 ranks / (tp 2 x pp 2 x cp 1)'. Raises: ValueError."""
+        """How the number of parts along these axes comes about: 'dp = 20 ranks / (tp 2 x pp 2 x cp
+        1)'. Raises: ValueError.
+        """
         self._require_axes(axes)
-        others = " x ".join(f"{axis} {self.sizes[axis]}" for axis in ("tp", "pp", "cp", "dp") if axis not in axes)
-        return f"{' x '.join(axes) or '1'} = {self.world_size} ranks" + (f" / ({others})" if others else "")
+        others = " x ".join(
+            f"{axis} {self.sizes[axis]}" for axis in ("tp", "pp", "cp", "dp") if axis not in axes
+        )
+        return f"{' x '.join(axes) or '1'} = {self.world_size} ranks" + (
+            f" / ({others})" if others else ""
+        )
 
     def table(self) -> str:
         """A line for each rank."""

@@ -1,4 +1,6 @@
-"""What a weight sync needs of both sides: WeightSource, a training job, and WeightSink, the instances of a rollout."""
+"""What a weight sync needs of both sides: WeightSource, a training job, and WeightSink, the
+instances of a rollout.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ from helmsman.api.weights import WeightFormat, Weights, WeightTarget
 
 
 class WeightPeer(Protocol):
-    """What both sides have. Coroutines run on Helmsman's event loop; every ``timeout`` is in seconds."""
+    """What both sides have. Coroutines run on Helmsman's event loop; every ``timeout`` is in
+    seconds.
+    """
 
     scheduler: Scheduler
     role: str
     group_id: str
-    """Id of the weight-sync group that its processes joined last; '' for none, and after a process was replaced."""
+    """Id of the weight-sync group that its processes joined last; '' for none, and after a process
+    was replaced.
+    """
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -32,10 +38,14 @@ class WeightSource(WeightPeer, Protocol):
         """The weight version, on which all ranks agree."""
 
     async def export(self, version: int, timeout: float) -> ResultHandle:
-        """Gather all parameters on rank 0 and return their handle. Raises: HelmsmanError for weights of another version."""
+        """Gather all parameters on rank 0 and return their handle. Raises: HelmsmanError for
+        weights of another version.
+        """
 
     async def publish(self, target: WeightTarget, form: WeightFormat, timeout: float | None) -> Any:
-        """Send the weights to a target. Returns a handle, WeightsOnDisk, or the number of bytes, by the kind of target."""
+        """Send the weights to a target. Returns a handle, WeightsOnDisk, or the number of bytes, by
+        the kind of target.
+        """
 
     async def open_store(self, timeout: float | None) -> int:
         """Open a store on rank 0 where the members of a group meet; returns its port."""
@@ -45,7 +55,9 @@ class WeightSink(WeightPeer, Protocol):
     """Serves weights on the instances of a rollout."""
 
     def hold(self, in_flight: InFlight, timeout: float | None) -> AbstractAsyncContextManager[None]:
-        """A block in which this is the only update under way; ``in_flight`` decides on running requests."""
+        """A block in which this is the only update under way; ``in_flight`` decides on running
+        requests.
+        """
 
     def living_ids(self, *, with_suspects: bool = True) -> list[str]:
         """Ids of instances that have not died. Raises: the reason when none lives or will."""
@@ -66,16 +78,22 @@ class WeightSink(WeightPeer, Protocol):
 
         Args:
             weights: instance id -> the argument of its engine's ``update_weights``.
-            kept: weights for an instance that is rebuilt before the next update; None where there are none to keep.
-            sending: the transfer that the instances wait for; once it fails they get a short grace to fail by themselves.
+            kept: weights for an instance that is rebuilt before the next update; None where there
+                are none to keep.
+            sending: the transfer that the instances wait for; once it fails they get a short grace
+                to fail by themselves.
         Returns: failures by instance id. Raises: as RolloutController.update_weights.
         """
 
     def keeps(self, weights: ResultHandle) -> bool:
         """Whether it keeps the handle for instances that are rebuilt; it releases it later."""
 
-    def served_by(self, failures: Mapping[str, Exception]) -> tuple[tuple[str, ...], dict[str, str]]:
-        """Ids of the instances that serve, and by id why the others do not; ``failures`` are those of the last update."""
+    def served_by(
+        self, failures: Mapping[str, Exception]
+    ) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Ids of the instances that serve, and by id why the others do not; ``failures`` are those
+        of the last update.
+        """
 
 
 @runtime_checkable

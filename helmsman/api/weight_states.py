@@ -1,4 +1,6 @@
-"""The memory and the weights of a rollout instance as one state machine, for the rollout controller and for engines."""
+"""The memory and the weights of a rollout instance as one state machine, for the rollout controller
+and for engines.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,13 @@ class WeightState(Enum):
 
                        SLEPT                  WOKE_WEIGHTS                   WOKE
         AWAKE ----------------> ASLEEP ----------------> WARM ----------------> AWAKE
-          |  ^                    |                      |  ^                     (ASLEEP goes there by WOKE, too;
-     TORN |  | UPDATED            | DROPPED         TORN |  | UPDATED              AWAKE and WARM by SLEPT to ASLEEP)
+          |  ^                    |                      |  ^
+     TORN |  | UPDATED            | DROPPED         TORN |  | UPDATED
           v  |                    v                      v  |
         AWAKE_EMPTY ----------> ASLEEP_EMPTY ----------> WARM_EMPTY ----------> AWAKE_EMPTY
                        SLEPT                  WOKE_WEIGHTS                   WOKE
 
+    WOKE also leads from ASLEEP to AWAKE, and SLEPT from WARM to ASLEEP.
     DROPPED leads to ASLEEP_EMPTY from everywhere. An instance that sleeps cannot be updated.
     """
 
@@ -69,7 +72,9 @@ class WeightState(Enum):
         return self in (WeightState.AWAKE, WeightState.ASLEEP, WeightState.WARM)
 
     def after(self, event: WeightEvent) -> WeightState:
-        """Return the state that follows an event. Raises: AssertionError for an event that cannot happen now."""
+        """Return the state that follows an event. Raises: AssertionError for an event that cannot
+        happen now.
+        """
         following = TRANSITIONS.get((self, event))
         assert following is not None, f"{self} cannot be followed by {event}"
         return following
@@ -86,9 +91,15 @@ def _table() -> Mapping[tuple[WeightState, WeightEvent], WeightState]:
         warm: (asleep, asleep_empty, warm, awake, warm, warm_empty),
         warm_empty: (asleep_empty, asleep_empty, warm_empty, awake_empty, warm, warm_empty),
     }
-    cells = ((state, *cell) for state, row in rows.items() for cell in zip(WeightEvent, row, strict=True))
-    return MappingProxyType({(state, event): following for state, event, following in cells if following is not None})
+    cells = (
+        (state, *cell) for state, row in rows.items() for cell in zip(WeightEvent, row, strict=True)
+    )
+    return MappingProxyType(
+        {(state, event): following for state, event, following in cells if following is not None}
+    )
 
 
 TRANSITIONS = _table()
-"""The state that follows each event; an event that is not listed for a state cannot happen in it."""
+"""The state that follows each event; an event that is not listed for a state cannot happen in
+it.
+"""

@@ -1,4 +1,6 @@
-"""Workers as a scheduler reports them and as their engines see them, and handles of values that stay there."""
+"""Workers as a scheduler reports them and as their engines see them, and handles of values that
+stay there.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class WorkerState(Enum):
     READY = "ready"
     """It takes calls."""
     OVERDUE = "overdue"
-    """A call timed out and still occupies its engine thread; READY again once that call has ended."""
+    """A call timed out and still occupies its engine thread; READY again once that call has
+    ended.
+    """
     STOPPED = "stopped"
     """Ended on request."""
     FAILED = "failed"
@@ -50,9 +54,10 @@ ProcessState = Literal["running", "sleeping", "disk", "stopped"]
 class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's health; given also while a call runs, and while the worker itself cannot answer.
 
-    A worker cannot answer while C code holds its interpreter's lock, or while its process is stopped or swapped out. Its health
-    is then an observation from outside: ``stuck_s`` and ``process_state`` are set, engines and counts are ``stuck_s`` old,
-    and ``failed_engines`` is empty.
+    A worker cannot answer while C code holds its interpreter's lock, or while its process is
+    stopped or swapped out. Its health is then an observation from outside: ``stuck_s`` and
+    ``process_state`` are set, engines and counts are ``stuck_s`` old, and ``failed_engines`` is
+    empty.
     """
 
     worker_id: str
@@ -79,12 +84,16 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     failed_engines: dict[str, str] = {}
     """Engine name -> why it can serve no more, of those that say so (InferenceEngine.failure)."""
     failure: str | None = None
-    """Why the worker itself cannot serve calls, such as a thread that could not be started; None while it can."""
+    """Why the worker itself cannot serve calls, such as a thread that could not be started; None
+    while it can.
+    """
     stuck_s: float | None = None
-    """Seconds since its interpreter last ran Python, where it did not answer itself; None where it did."""
+    """Seconds since its interpreter last ran Python, where it did not answer itself; None where it
+    did.
+    """
     process_state: ProcessState | None = None
-    """State of a worker that did not answer itself. running: a thread of it computes; sleeping: all wait; disk: it waits for a
-    disk or for swapped memory; stopped: by a signal or a debugger."""
+    """State of a worker that did not answer itself. running: a thread of it computes; sleeping: all
+    wait; disk: it waits for a disk or for swapped memory; stopped: by a signal or a debugger."""
 
     @property
     def answered(self) -> bool:
@@ -123,7 +132,9 @@ CONTROLLER = "controller"
 
 
 class ResultHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """A result that stayed in its worker. As an argument of a call it arrives as the value, moved from worker to worker."""
+    """A result that stayed in its worker. As an argument of a call it arrives as the value, moved
+    from worker to worker.
+    """
 
     id: str
     worker_id: str
@@ -150,7 +161,9 @@ class Call(NamedTuple):
     rpc_meta: Mapping[str, Any] | None = None
     """As for Scheduler.call_engine."""
     payload: Any = None
-    """``(args, kwargs)`` packed by Helmsman's codec, for schedulers that send it so; others leave it alone."""
+    """``(args, kwargs)`` packed by Helmsman's codec, for schedulers that send it so; others leave
+    it alone.
+    """
 
 
 class EngineSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
@@ -159,18 +172,26 @@ class EngineSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True
     target: str | type[Any]
     """Import path or class."""
     env: dict[str, str] = {}
-    """Environment variables, set before its module is imported by path and before its constructor runs."""
+    """Environment variables, set before its module is imported by path and before its constructor
+    runs.
+    """
     rank_info: RankInfo | None = None
-    """Its place in a worker group, which a GroupWorker has as an attribute before its constructor runs."""
+    """Its place in a worker group, which a GroupWorker has as an attribute before its constructor
+    runs.
+    """
     kwargs: dict[str, Any] = {}
-    """Named arguments of the constructor, beside those of create_engine, which has names of its own."""
+    """Named arguments of the constructor, beside those of create_engine, which has names of its
+    own.
+    """
 
 
 class Timeouts(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """The one table of time limits, by class of operation, in seconds."""
 
     start_s: float = 300.0
-    """create_workers: placement, processes and their first answer, for all workers of the job together."""
+    """create_workers: placement, processes and their first answer, for all workers of the job
+    together.
+    """
     create_engine_s: float = 1800.0
     """An engine's constructor (imports and model loading)."""
     call_s: float = 7200.0
@@ -181,7 +202,7 @@ class Timeouts(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """delete_workers and close: engines' destroy, then processes; what is left is killed."""
 
 
-# --- inside a worker ------------------------------------------------------------------------------------------------------
+# --- inside a worker ------------------------------------------------------------------------------
 
 
 class WorkerContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,7 +219,9 @@ _current: ContextVar[WorkerContext | None] = ContextVar("helmsman_worker_context
 
 
 def worker_context() -> WorkerContext | None:
-    """The worker in which an engine is being constructed; None anywhere else, so an engine asks in its ``__init__``."""
+    """The worker in which an engine is being constructed; None anywhere else, so an engine asks in
+    its ``__init__``.
+    """
     return _current.get()
 
 

@@ -33,7 +33,9 @@ OK, NO, USAGE = 0, 1, 2
 """Exit codes: done; it does not fit, or something is left; the command or a file makes no sense."""
 
 
-def main(arguments: Sequence[str] | None = None, recipes: Mapping[str, str] = MappingProxyType({})) -> int:
+def main(
+    arguments: Sequence[str] | None = None, recipes: Mapping[str, str] = MappingProxyType({})
+) -> int:
     """Run a command; returns its exit code.
 
     Args:
@@ -59,21 +61,44 @@ def _parser(recipes: Mapping[str, str] = MappingProxyType({})) -> argparse.Argum
     parser.add_argument("--version", action="version", version=f"helmsman {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    plan = commands.add_parser("plan", help="where jobs would go, or what is missing; starts nothing")
+    plan = commands.add_parser(
+        "plan", help="where jobs would go, or what is missing; starts nothing"
+    )
     plan.add_argument("file", metavar="FILE", help="jobs, in YAML or TOML")
     source = plan.add_mutually_exclusive_group()
-    source.add_argument("--cluster", metavar="FILE", help="nodes, in YAML or TOML, instead of a live cluster")
-    source.add_argument("--address", help="a live Ray cluster; RAY_ADDRESS, or the one of this machine, when left out")
+    source.add_argument(
+        "--cluster", metavar="FILE", help="nodes, in YAML or TOML, instead of a live cluster"
+    )
+    source.add_argument(
+        "--address",
+        help="a live Ray cluster; RAY_ADDRESS, or the one of this machine, when left out",
+    )
     plan.add_argument("--json", action="store_true", help="print the plan or the shortfall as JSON")
     plan.set_defaults(run=_plan)
 
     node = argparse.ArgumentParser(add_help=False)
-    node.add_argument("--node-rank", type=int, metavar="R", help="rank of this node, 0 for the head; over the launcher's")
-    node.add_argument("--num-nodes", type=int, metavar="N", help="how many nodes there are, over the launcher's number")
-    node.add_argument("--head", metavar="HOST", help="name or address of the node of rank 0, over the launcher's")
-    node.add_argument("--gpus", type=int, metavar="N", help="accelerators that this node, or each one, must have")
+    node.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="R",
+        help="rank of this node, 0 for the head; over the launcher's",
+    )
+    node.add_argument(
+        "--num-nodes",
+        type=int,
+        metavar="N",
+        help="how many nodes there are, over the launcher's number",
+    )
+    node.add_argument(
+        "--head", metavar="HOST", help="name or address of the node of rank 0, over the launcher's"
+    )
+    node.add_argument(
+        "--gpus", type=int, metavar="N", help="accelerators that this node, or each one, must have"
+    )
 
-    doctor = commands.add_parser("doctor", parents=[node], help="whether this node, or each of a cluster, is fit for runs")
+    doctor = commands.add_parser(
+        "doctor", parents=[node], help="whether this node, or each of a cluster, is fit for runs"
+    )
     doctor.add_argument("--address", help="every node of this Ray cluster instead of this machine")
     ports = "a port that a head would listen on (repeatable; default 6379 and 6380)"
     doctor.add_argument("--port", type=int, action="append", metavar="P", help=ports)
@@ -83,18 +108,33 @@ def _parser(recipes: Mapping[str, str] = MappingProxyType({})) -> argparse.Argum
 
     add_up(commands, node)
 
-    env = commands.add_parser("env", help="which variables of this shell reach workers, and by which rule")
+    env = commands.add_parser(
+        "env", help="which variables of this shell reach workers, and by which rule"
+    )
     env.add_argument("--all", action="store_true", help="also those that reach none")
     env.set_defaults(run=_env)
 
     runs = commands.add_parser("runs", help="the runs of this user on this machine")
     runs.set_defaults(run=_runs)
 
-    clean = commands.add_parser("clean", help="end and remove what killed runs have left, and old logs")
+    clean = commands.add_parser(
+        "clean", help="end and remove what killed runs have left, and old logs"
+    )
     clean.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    clean.add_argument("--run", action="append", default=[], dest="run_ids", metavar="ID", help="this run alone (repeatable)")
-    clean.add_argument("--logs", action="store_true", help="remove the logs of all runs that have ended, too")
-    clean.add_argument("--address", help="on every node of this Ray cluster instead of this machine")
+    clean.add_argument(
+        "--run",
+        action="append",
+        default=[],
+        dest="run_ids",
+        metavar="ID",
+        help="this run alone (repeatable)",
+    )
+    clean.add_argument(
+        "--logs", action="store_true", help="remove the logs of all runs that have ended, too"
+    )
+    clean.add_argument(
+        "--address", help="on every node of this Ray cluster instead of this machine"
+    )
     clean.set_defaults(run=_clean)
     for name, meaning in recipes.items():
         commands.add_parser(name, help=meaning)
@@ -109,10 +149,17 @@ def _connect(address: str | None) -> None:
     if chosen is not None:
         import ray
 
-        ray.init(address=chosen, namespace="helmsman-cli", log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            address=chosen,
+            namespace="helmsman-cli",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
 
 
-def _start_on(node: Mapping[str, Any], function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def _start_on(
+    node: Mapping[str, Any], function: Callable[..., Any], *arguments: Any, **keywords: Any
+) -> Any:
     import ray
 
     from helmsman.controller._ray_backend.placement_groups import on_node
@@ -127,7 +174,9 @@ def _doctor(options: argparse.Namespace) -> int:
         _connect(options.address)
         seen, skews_s = _observe_cluster()
     else:
-        here = observe(rank=options.node_rank, count=options.num_nodes, head=options.head, ports=ports)
+        here = observe(
+            rank=options.node_rank, count=options.num_nodes, head=options.head, ports=ports
+        )
         seen, skews_s = {"this node": here}, {}
     diagnosis = diagnose(seen, num_devices=options.gpus, skews_s=skews_s)
     if options.json:
@@ -163,27 +212,40 @@ def _plan(options: argparse.Namespace) -> int:
         snapshot, holders = _live(options.address, jobs)
     outcome = plan_jobs(snapshot, jobs)
     if isinstance(outcome, Plan):
-        print(msgspec.json.encode(outcome).decode() if options.json else f"{outcome.table()}\n\n{_summary(outcome, snapshot)}")
+        print(
+            msgspec.json.encode(outcome).decode()
+            if options.json
+            else f"{outcome.table()}\n\n{_summary(outcome, snapshot)}"
+        )
         return OK
     empty = plan_jobs(snapshot, jobs, of="total")
     ever = isinstance(empty, Plan)
     shortfall = outcome if isinstance(empty, Plan) else advise(empty, snapshot, jobs)
     if options.json:
-        print(msgspec.json.encode({"fits_when_empty": ever, "shortfall": shortfall, "held_by": holders}).decode())
+        print(
+            msgspec.json.encode(
+                {"fits_when_empty": ever, "shortfall": shortfall, "held_by": holders}
+            ).decode()
+        )
     else:
         print(_refusal(shortfall, ever, holders))
     return NO
 
 
 def _summary(plan: Plan, snapshot: ClusterSnapshot) -> str:
-    bundles = [bundle for role in plan.roles for instance in role.instances for bundle in instance.bundles]
+    bundles = [
+        bundle for role in plan.roles for instance in role.instances for bundle in instance.bundles
+    ]
     used = {bundle.node_id for bundle in bundles}
     num_devices = sum(bundle.resources.get(name, 0) for bundle in bundles for name in ACCELERATORS)
     whole = [
         node
         for node in snapshot.nodes
         if node.node_id not in used
-        and any(node.total.get(name) and node.total[name] == node.available.get(name) for name in ACCELERATORS)
+        and any(
+            node.total.get(name) and node.total[name] == node.available.get(name)
+            for name in ACCELERATORS
+        )
     ]
     on = f"{len(used)} of {len(snapshot.nodes)} nodes"
     return f"{num_devices:g} devices on {on}; {len(whole)} other nodes keep all of theirs free"
@@ -206,13 +268,23 @@ def _live(address: str | None, jobs: Sequence[Job]) -> tuple[ClusterSnapshot, st
 def _env(options: argparse.Namespace) -> int:
     report = forwarding_report(os.environ)
     shown = [each for each in report if options.all or each.reach != "nowhere"]
-    rows = [("variable", "reaches", "value", "rule"), *((each.name, each.reach, each.value, each.rule) for each in shown)]
+    rows = [
+        ("variable", "reaches", "value", "rule"),
+        *((each.name, each.reach, each.value, each.rule) for each in shown),
+    ]
     print(
-        aligned([(name, reach, value if len(value) <= 60 else f"{value[:57]}...", rule) for name, reach, value, rule in rows])
+        aligned(
+            [
+                (name, reach, value if len(value) <= 60 else f"{value[:57]}...", rule)
+                for name, reach, value, rule in rows
+            ]
+        )
     )
     hidden = len(report) - len(shown)
     if hidden:
-        print(f"\n{hidden} more reach no worker (--all shows them); SchedulingSpec.env_vars sets any.")
+        print(
+            f"\n{hidden} more reach no worker (--all shows them); SchedulingSpec.env_vars sets any."
+        )
     return OK
 
 
@@ -221,7 +293,9 @@ def _runs(options: argparse.Namespace) -> int:
     for record, alive in read_runs():
         since = age(time.time() - record.since)
         state = "alive" if alive else "dead"
-        rows.append((record.run_id, state, str(record.pid), since, record.scheduler, record.command[:60]))
+        rows.append(
+            (record.run_id, state, str(record.pid), since, record.scheduler, record.command[:60])
+        )
     print(aligned(rows))
     refused = refused_places()
     for _, reason in refused:
@@ -236,24 +310,40 @@ def _clean(options: argparse.Namespace) -> int:
 
 
 def _clean_here(
-    run_ids: Sequence[str], dry_run: bool, logs: bool, dead: Sequence[str] = (), alive: Sequence[str] = ()
+    run_ids: Sequence[str],
+    dry_run: bool,
+    logs: bool,
+    dead: Sequence[str] = (),
+    alive: Sequence[str] = (),
 ) -> list[tuple[str, list[str], list[str]]]:
-    """(the action, lines about it, problems) for each run of this machine. Runs that are ``dead`` or ``alive`` are so by what
-    is known from elsewhere."""
+    """(the action, lines about it, problems) for each run of this machine. Runs that are ``dead``
+    or ``alive`` are so by what is known from elsewhere."""
     actions = [("not used", [f"place {path}"], [reason]) for path, reason in refused_places()]
     for left in leftovers(run_ids, logs=logs, alive=alive):
         is_named, lines = left.run_id in run_ids, describe(left)
         if left.state == "alive":
             if is_named:
-                actions.append(("kept, since its controller lives", lines, [f"run {left.run_id} is alive; end its script"]))
+                actions.append(
+                    (
+                        "kept, since its controller lives",
+                        lines,
+                        [f"run {left.run_id} is alive; end its script"],
+                    )
+                )
         elif left.state == "unknown" and not is_named and left.run_id not in dead:
             actions.append(("kept, since it has no record here (--run ends it)", lines, []))
         else:
-            actions.append(("would be removed", lines, []) if dry_run else ("removed", lines, remove(left)))
+            actions.append(
+                ("would be removed", lines, []) if dry_run else ("removed", lines, remove(left))
+            )
     return actions
 
 
-def _report(actions: Sequence[tuple[str, list[str], list[str]]], options: argparse.Namespace, where: str = "") -> int:
+def _report(
+    actions: Sequence[tuple[str, list[str], list[str]]],
+    options: argparse.Namespace,
+    where: str = "",
+) -> int:
     for action, (first, *rest), problems in actions:
         print(f"{where}{first}: {action}", *rest, sep="\n")
         for problem in problems:
@@ -268,7 +358,9 @@ def _report(actions: Sequence[tuple[str, list[str], list[str]]], options: argpar
 
 
 def _clean_cluster(options: argparse.Namespace) -> int:
-    """The same on every node: first find the dead runs, which the node of each controller knows, then remove them."""
+    """The same on every node: first find the dead runs, which the node of each controller knows,
+    then remove them.
+    """
     _connect(options.address)
     import ray
 
@@ -277,14 +369,22 @@ def _clean_cluster(options: argparse.Namespace) -> int:
     nodes = alive_nodes()
 
     def everywhere(function: Callable[..., list[T]], *arguments: Any) -> list[list[T]]:
-        return [ray.get(each, timeout=60.0) for each in [_start_on(node, function, *arguments) for node in nodes]]
+        return [
+            ray.get(each, timeout=60.0)
+            for each in [_start_on(node, function, *arguments) for node in nodes]
+        ]
 
     found = [left for each in everywhere(leftovers, options.run_ids) for left in each]
     alive = {left.run_id for left in found if left.state == "alive"}
     dead = sorted({left.run_id for left in found if left.state == "dead"} - alive)
-    done = everywhere(_clean_here, options.run_ids, options.dry_run, options.logs, dead, sorted(alive))
+    done = everywhere(
+        _clean_here, options.run_ids, options.dry_run, options.logs, dead, sorted(alive)
+    )
     addresses = [node["NodeManagerAddress"] for node in nodes]
-    return max(_report(actions, options, f"{address}: ") for address, actions in zip(addresses, done, strict=True))
+    return max(
+        _report(actions, options, f"{address}: ")
+        for address, actions in zip(addresses, done, strict=True)
+    )
 
 
 if __name__ == "__main__":

@@ -1,1 +1,3 @@
-"""Train and rollout engines on torch and transformers. They import only the contracts; an engine travels by its import path."""
+"""Train and rollout engines on torch and transformers. They import only the contracts; an engine
+travels by its import path.
+"""

@@ -1,9 +1,11 @@
-"""The rollout engine: any Hugging Face causal language model with a slot cache and continuous batching.
+"""The rollout engine: any Hugging Face causal language model with a slot cache and continuous
+batching.
 
-One process and one device per instance. Requests join and leave the batch between decoding steps; weights are exchanged between
-two steps, and each token carries the version that produced it. Keys and values computed under earlier weights are kept: the
-log-probabilities of a sequence that an update has cut are those with which its tokens were drawn, not those of a fresh pass of
-either version.
+One process and one device per instance. Requests join and leave the batch between decoding steps;
+weights are exchanged between two steps, and each token carries the version that produced it. Keys
+and values computed under earlier weights are kept: the log-probabilities of a sequence that an
+update has cut are those with which its tokens were drawn, not those of a fresh pass of either
+version.
 """
 
 from __future__ import annotations
@@ -28,20 +30,30 @@ from helmsman.engines._serving.generation import check_request, check_samples_of
 logger = logging.getLogger(__name__)
 
 
-class RolloutConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RolloutConfig(
+    msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """What a rollout engine serves, and how much at a time."""
 
     model: str | dict[str, Any]
-    """Local folder in the Hugging Face layout, or the entries of a configuration with ``model_type``."""
+    """Local folder in the Hugging Face layout, or the entries of a configuration with
+    ``model_type``.
+    """
     max_concurrency: int = 64
-    """Sequences that are decoded together; more wait. The cache is allocated for all of them at full length."""
+    """Sequences that are decoded together; more wait. The cache is allocated for all of them at
+    full length.
+    """
     max_model_len: int = 2048
-    """Most tokens of a sequence, prompt and continuation; a longer continuation ends with stop_reason 'length'. The positions
-    that the model was built for are a limit, too."""
+    """Most tokens of a sequence, prompt and continuation; a longer continuation ends with
+    stop_reason 'length'. The positions that the model was built for are a limit, too."""
     max_prefill_tokens: int = 16384
-    """Most prompt tokens, padding included, that are computed between two decoding steps; a longer prompt goes alone."""
+    """Most prompt tokens, padding included, that are computed between two decoding steps; a longer
+    prompt goes alone.
+    """
     dtype: str = "auto"
-    """Type of weights and cache, such as ``bfloat16``; ``auto`` is bfloat16 on devices, float32 on the host."""
+    """Type of weights and cache, such as ``bfloat16``; ``auto`` is bfloat16 on devices, float32 on
+    the host.
+    """
     seed: int = 0
     """Seed of drawn weights; the train engine's, to start from its weights."""
     close_timeout_s: float = 60.0
@@ -64,7 +76,9 @@ class HFRolloutEngine(InferenceEngine):
 
     def __init__(self, config: RolloutConfig | None = None, **fields: Any) -> None:
         if config is not None and fields:
-            raise ValueError(f"give either a RolloutConfig or its fields, not both (fields: {', '.join(fields)})")
+            raise ValueError(
+                f"give either a RolloutConfig or its fields, not both (fields: {', '.join(fields)})"
+            )
         self.config = config if config is not None else msgspec.convert(fields, RolloutConfig)
         self._loop: DecodeLoop | None = None
         self._vocab_size = 0
@@ -79,37 +93,62 @@ class HFRolloutEngine(InferenceEngine):
             RuntimeError: The engine is running or was destroyed.
         """
         if self._loop is not None or self._destroyed:
-            raise RuntimeError("initialize() was called on a rollout engine that is running or destroyed; make a new one")
+            raise RuntimeError(
+                "initialize() was called on a rollout engine that is running or destroyed; make a "
+                "new one"
+            )
         current_platform.set_device(0)
         device = current_platform.device(0)
-        model = build_model(self.config.model, seed=self.config.seed, dtype=resolve_dtype(self.config.dtype)).to(device)
+        model = build_model(
+            self.config.model, seed=self.config.seed, dtype=resolve_dtype(self.config.dtype)
+        ).to(device)
         positions = max_positions(model.config)
         if positions is not None and positions < self._max_len:
-            logger.warning("max_model_len is %d, and the model has %d positions: sequences end there", self._max_len, positions)
+            logger.warning(
+                "max_model_len is %d, and the model has %d positions: sequences end there",
+                self._max_len,
+                positions,
+            )
             self._max_len, self._limit = positions, "max_position_embeddings of the model"
-        batch = DecodeBatch(model, num_slots=self.config.max_concurrency, max_len=self._max_len, device=device)
+        batch = DecodeBatch(
+            model, num_slots=self.config.max_concurrency, max_len=self._max_len, device=device
+        )
         self._vocab_size = batch.vocab_size
         self._loop = DecodeLoop(
-            model, batch, max_len=self._max_len, max_prefill_tokens=self.config.max_prefill_tokens, version=0
+            model,
+            batch,
+            max_len=self._max_len,
+            max_prefill_tokens=self.config.max_prefill_tokens,
+            version=0,
         )
 
     def _running(self) -> DecodeLoop:
         if self._loop is None:
-            raise RuntimeError("the rollout engine is not running; call initialize() first, and nothing after destroy()")
+            raise RuntimeError(
+                "the rollout engine is not running; call initialize() first, and nothing after "
+                "destroy()"
+            )
         return self._loop
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """See InferenceEngine. Raises also what the decoding step raised that this request was part of."""
+        """See InferenceEngine. Raises also what the decoding step raised that this request was part
+        of.
+        """
         return (await self.agenerate_samples([request]))[0]
 
-    async def agenerate_samples(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """See InferenceEngine. Samples join the batch together, as soon as there are slots for all of them (for
-        ``max_concurrency`` of them, where they are more)."""
+    async def agenerate_samples(
+        self, requests: Sequence[GenerationRequest]
+    ) -> list[GenerationResult]:
+        """See InferenceEngine. Samples join the batch together, as soon as there are slots for all
+        of them (for ``max_concurrency`` of them, where they are more)."""
         loop = self._running()
         for request in requests:
-            check_request(request, max_model_len=self._max_len, vocab_size=self._vocab_size, limit=self._limit)
+            check_request(
+                request, max_model_len=self._max_len, vocab_size=self._vocab_size, limit=self._limit
+            )
         check_samples_of_one(requests)
-        # Cancelling the awaiting task cancels the futures, and the loop drops the requests after its step.
+        # Cancelling the awaiting task cancels the futures, and the loop drops the requests after
+        # its step.
         return list(await asyncio.gather(*map(asyncio.wrap_future, loop.submit(requests))))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
@@ -124,15 +163,18 @@ class HFRolloutEngine(InferenceEngine):
         await asyncio.wrap_future(self._running().sleep(level))
 
     async def wake(self, *, weights_only: bool = False) -> None:
-        """See InferenceEngine. Idempotent. Raises torch.OutOfMemoryError where there is no room; the engine sleeps on."""
+        """See InferenceEngine. Idempotent. Raises torch.OutOfMemoryError where there is no room;
+        the engine sleeps on.
+        """
         await asyncio.wrap_future(self._running().wake(weights_only))
 
     def get_version(self) -> int:
         return self._running().version
 
     def stats(self) -> dict[str, int]:
-        """``num_running`` and ``num_waiting`` requests; ``num_prompt_tokens`` computed (of requests that join together with the
-        same prompt, once) and ``num_generated_tokens`` so far; and the ``version``. Takes no lock."""
+        """``num_running`` and ``num_waiting`` requests; ``num_prompt_tokens`` computed (of requests
+        that join together with the same prompt, once) and ``num_generated_tokens`` so far; and the
+        ``version``. Takes no lock."""
         return self._running().stats()
 
     def destroy(self) -> None:

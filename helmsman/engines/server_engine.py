@@ -1,7 +1,9 @@
-"""ServerEngine: a rollout instance whose model runs in an inference server, a process that the worker launches.
+"""ServerEngine: a rollout instance whose model runs in an inference server, a process that the
+worker launches.
 
-A weight update ends what the server generates; each sequence then continues after its tokens as a new request. So the version
-of every token is exact, and nothing that was computed by old weights is used by new ones, at the cost of one more prefill.
+A weight update ends what the server generates; each sequence then continues after its tokens as a
+new request. So the version of every token is exact, and nothing that was computed by old weights is
+used by new ones, at the cost of one more prefill.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ _ENDING_S = 10.0
 class ServerEngine(InferenceEngine):
     """A rollout instance that is a server process: vLLM's OpenAI server, or SGLang.
 
-    The worker needs one leased port (``SchedulingSpec(port_count=1)``), and the package aiohttp (``helmsman[server]``). The
-    server sees the worker's devices, and ends with the worker.
+    The worker needs one leased port (``SchedulingSpec(port_count=1)``), and the package aiohttp
+    (``helmsman[server]``). The server sees the worker's devices, and ends with the worker.
 
     Args:
         config: The configuration; or give its fields as keyword arguments.
@@ -57,12 +59,15 @@ class ServerEngine(InferenceEngine):
 
     def __init__(self, config: ServerConfig | None = None, **fields: Any) -> None:
         if config is not None and fields:
-            raise ValueError(f"give either a ServerConfig or its fields, not both (fields: {', '.join(fields)})")
+            raise ValueError(
+                f"give either a ServerConfig or its fields, not both (fields: {', '.join(fields)})"
+            )
         self.config = config if config is not None else msgspec.convert(fields, ServerConfig)
         context = worker_context()
         if context is None or not context.ports:
             raise RuntimeError(
-                "a ServerEngine binds a port that is leased to its worker, and this one has none; ask for it by "
+                "a ServerEngine binds a port that is leased to its worker, and this one has none; "
+                "ask for it by "
                 "SchedulingSpec(port_count=1)"
             )
         http.library()
@@ -85,9 +90,11 @@ class ServerEngine(InferenceEngine):
         self._locks = contextlib.ExitStack()
         self._group: WeightGroup | None = None
         self._weight_thread = concurrent.futures.ThreadPoolExecutor(1, "weights")
-        """One, as collectives keep their order. Not shut down by destroy: an update that is interrupted needs it to its end."""
+        """One, as collectives keep their order. Not shut down by destroy: an update that is
+        interrupted needs it to its end.
+        """
 
-    # --- life -------------------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     def initialize(self) -> None:
         """Launch the server and wait until it is ready; the weights are version 0.
@@ -98,14 +105,19 @@ class ServerEngine(InferenceEngine):
             RuntimeError: The engine is running or was destroyed.
         """
         if self._process is not None or self._is_destroyed:
-            raise RuntimeError("initialize() was called on a server engine that is running or destroyed; make a new one")
+            raise RuntimeError(
+                "initialize() was called on a server engine that is running or destroyed; make a "
+                "new one"
+            )
         if not os.path.isdir(self.config.exchange_folder):
             raise ValueError(
-                f"there is no folder {self.config.exchange_folder!r} on this worker; set ServerConfig.exchange_folder to one "
+                f"there is no folder {self.config.exchange_folder!r} on this worker; set "
+                "ServerConfig.exchange_folder to one "
                 "that has room for all weights"
             )
         self._forms = forms_of(self.config.model)
-        key = secrets.token_hex(24)  # which never begins with the hyphen of an argument, as other alphabets may
+        # which never begins with the hyphen of an argument, as other alphabets may
+        key = secrets.token_hex(24)
         address = f"{'127.0.0.1' if self._host == '0.0.0.0' else self._host}:{self._port}"
         self._exchange, lock = make_exchange(self.config.exchange_folder)
         with contextlib.ExitStack() as undo:
@@ -113,7 +125,11 @@ class ServerEngine(InferenceEngine):
             undo.callback(shutil.rmtree, self._exchange, ignore_errors=True)
             self._process = process = ServerProcess(
                 self._dialect.command(self.config, self._host, self._port, key),
-                {"PYTHONUNBUFFERED": "1", **self._dialect.environment(self.config, key), **self.config.env},
+                {
+                    "PYTHONUNBUFFERED": "1",
+                    **self._dialect.environment(self.config, key),
+                    **self.config.env,
+                },
                 stop_timeout_s=self.config.stop_timeout_s,
                 folder=self._exchange,
                 secret=key,
@@ -121,20 +137,32 @@ class ServerEngine(InferenceEngine):
             )
             undo.callback(process.stop)
             headers = {"Authorization": f"Bearer {key}"}
-            process.wait_ready(address, self._dialect.health_route, headers, self.config.start_timeout_s)
+            process.wait_ready(
+                address, self._dialect.health_route, headers, self.config.start_timeout_s
+            )
             model = _model_at(address, headers, self.config.control_timeout_s)
             undo.pop_all()
 
         def lost(reason: str) -> ServerLostError:
             how = process.how_it_ended() if process.has_ended else reason
-            return ServerLostError(address=address, reason=how, exit_code=process.exit_code, log_tail=process.log_tail())
+            return ServerLostError(
+                address=address,
+                reason=how,
+                exit_code=process.exit_code,
+                log_tail=process.log_tail(),
+            )
 
         def has_ended() -> bool:
             return process.has_ended
 
         self._model = model["id"]
         self._client = http.ServerClient(
-            address, key, self._dialect.health_route, retry_s=self.config.retry_s, has_ended=has_ended, lost=lost
+            address,
+            key,
+            self._dialect.health_route,
+            retry_s=self.config.retry_s,
+            has_ended=has_ended,
+            lost=lost,
         )
         self._requests = Requests(
             self._read,
@@ -154,9 +182,17 @@ class ServerEngine(InferenceEngine):
         self._is_destroyed = True
         client, requests = self._client, self._requests
         try:
-            if client is not None and requests is not None and client.loop is not None and client.loop.is_running():
-                leaving = asyncio.run_coroutine_threadsafe(self._leave(client, requests), client.loop)
-                with contextlib.suppress(TimeoutError):  # something else holds the loop; the server's end is their end
+            if (
+                client is not None
+                and requests is not None
+                and client.loop is not None
+                and client.loop.is_running()
+            ):
+                leaving = asyncio.run_coroutine_threadsafe(
+                    self._leave(client, requests), client.loop
+                )
+                with contextlib.suppress(TimeoutError):
+                    # something else holds the loop; the server's end is their end
                     leaving.result(self.config.stop_timeout_s)
         finally:
             self._client = None
@@ -186,12 +222,18 @@ class ServerEngine(InferenceEngine):
         return self._process.pid
 
     async def stats(self) -> dict[str, float]:
-        """``num_running`` and ``num_waiting`` requests of the server, ``kv_cache_usage`` from 0 to 1; ``num_generated_tokens``
-        that came from it so far; and the ``version``."""
-        text = (await self._running().call("GET", "/metrics", limit_s=self.config.control_timeout_s)).decode()
+        """``num_running`` and ``num_waiting`` requests of the server, ``kv_cache_usage`` from 0 to
+        1; ``num_generated_tokens`` that came from it so far; and the ``version``."""
+        text = (
+            await self._running().call("GET", "/metrics", limit_s=self.config.control_timeout_s)
+        ).decode()
         names = self._dialect.stats._asdict()
         gauges = {ours: _gauge(text, theirs) for ours, theirs in names.items()}
-        return {**gauges, "num_generated_tokens": self._served().num_generated_tokens, "version": self._served().version}
+        return {
+            **gauges,
+            "num_generated_tokens": self._served().num_generated_tokens,
+            "version": self._served().version,
+        }
 
     def _on_server_end(self) -> None:
         client, requests = self._client, self._requests
@@ -201,7 +243,10 @@ class ServerEngine(InferenceEngine):
 
     def _running(self) -> http.ServerClient:
         if self._client is None:
-            raise RuntimeError("the server engine is not running; call initialize() first, and nothing after destroy()")
+            raise RuntimeError(
+                "the server engine is not running; call initialize() first, and nothing after "
+                "destroy()"
+            )
         return self._client
 
     def _served(self) -> Requests:
@@ -213,29 +258,37 @@ class ServerEngine(InferenceEngine):
         client = self._running()
         for call in calls:
             answer = await client.call(
-                "POST", call.route, body=call.body, params=call.params, limit_s=self.config.control_timeout_s
+                "POST",
+                call.route,
+                body=call.body,
+                params=call.params,
+                limit_s=self.config.control_timeout_s,
             )
             if (problem := problem_in(answer)) is not None:
                 await client.refuse(call.route, 200, problem, "success")
 
-    # --- generation -------------------------------------------------------------------------------------------------------
+    # --- generation -------------------------------------------------------------------------------
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """See InferenceEngine. Raises also ServerLostError when the server has ended or its connection broke, and
-        ServerRequestError when it refused the request."""
+        """See InferenceEngine. Raises also ServerLostError when the server has ended or its
+        connection broke, and ServerRequestError when it refused the request."""
         self._require_awake()
         return (await self._served().generate([request]))[0]
 
-    async def agenerate_samples(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """See InferenceEngine. One request of vLLM has all samples where they have no seeds; else each is a request, and the
-        server's prefix cache has the prompt."""
+    async def agenerate_samples(
+        self, requests: Sequence[GenerationRequest]
+    ) -> list[GenerationResult]:
+        """See InferenceEngine. One request of vLLM has all samples where they have no seeds; else
+        each is a request, and the server's prefix cache has the prompt."""
         check_samples_of_one(requests)
         self._require_awake()
         return await self._served().generate(requests)
 
     def _require_awake(self) -> None:
         if not self._state.has_cache:
-            raise RuntimeError(f"a request came while the server is {self._state.value}; call wake() first")
+            raise RuntimeError(
+                f"a request came while the server is {self._state.value}; call wake() first"
+            )
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         return await self._served().abort(request_ids)
@@ -248,12 +301,20 @@ class ServerEngine(InferenceEngine):
             async for event in events:
                 try:
                     chunks = self._dialect.chunks(event, counts)
-                    if unknown := [chunk.sample for chunk in chunks if not 0 <= chunk.sample < len(counts)]:
-                        raise ValueError(f"it is of sample {unknown[0]}, and {len(counts)} were asked for")
+                    if unknown := [
+                        chunk.sample for chunk in chunks if not 0 <= chunk.sample < len(counts)
+                    ]:
+                        raise ValueError(
+                            f"it is of sample {unknown[0]}, and {len(counts)} were asked for"
+                        )
                 except ValueError as error:
-                    await client.refuse(call.route, 200, str(error), "tokens with their log-probabilities")
+                    await client.refuse(
+                        call.route, 200, str(error), "tokens with their log-probabilities"
+                    )
                 for chunk in chunks:
-                    requests.take(attempt, chunk.sample, chunk.token_ids, chunk.logprobs, chunk.stop_reason)
+                    requests.take(
+                        attempt, chunk.sample, chunk.token_ids, chunk.logprobs, chunk.stop_reason
+                    )
                     counts[chunk.sample] += len(chunk.token_ids)
         unended = [count for index, count in enumerate(counts) if index not in attempt.has_ended]
         # vLLM sends nothing for what a pause has ended before its first token.
@@ -262,21 +323,28 @@ class ServerEngine(InferenceEngine):
             await client.refuse(call.route, 200, said, "a reason for the end of each")
 
     async def _forget(self, attempt: Attempt) -> None:
-        """Tell the server that an attempt is no longer read, where the end of the connection does not."""
+        """Tell the server that an attempt is no longer read, where the end of the connection does
+        not.
+        """
         call = self._dialect.abort(attempt.request_id)
         if call is not None and self._client is not None and not self._client.is_closed:
-            with contextlib.suppress(ServerRequestError, ServerLostError, TimeoutError):  # its tokens count all the same
+            with contextlib.suppress(ServerRequestError, ServerLostError, TimeoutError):
+                # its tokens count all the same
                 await self._send([call])
 
-    # --- weights ----------------------------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     async def update_weights(self, weights: Weights, version: int) -> int:
-        """See InferenceEngine. The server generates by the old weights while the new ones come; weights that do not come as a
-        folder of files are written to ``exchange_folder`` for it to read."""
+        """See InferenceEngine. The server generates by the old weights while the new ones come;
+        weights that do not come as a folder of files are written to ``exchange_folder`` for it to
+        read."""
         requests = self._served()
         async with self._one_update:
             if not self._state.has_weight_memory:
-                raise RuntimeError("the server is asleep, and has no room for weights; call wake(weights_only=True) first")
+                raise RuntimeError(
+                    "the server is asleep, and has no room for weights; call "
+                    "wake(weights_only=True) first"
+                )
             async with self._laid_out(weights) as path, self._paused(requests):
                 self._on(WeightEvent.TORN)
                 try:
@@ -303,14 +371,17 @@ class ServerEngine(InferenceEngine):
 
     @contextlib.asynccontextmanager
     async def _paused(self, requests: Requests) -> AsyncIterator[None]:
-        """While the block runs the server generates nothing; it resumes afterwards, unless it has no whole weights."""
+        """While the block runs the server generates nothing; it resumes afterwards, unless it has
+        no whole weights.
+        """
         if not self._state.has_cache:
             yield
             return
         requests.hold()
         try:
             await self._send(self._dialect.pause())
-            # An attempt without tokens may have come to the server after the pause, to wait there until it resumes.
+            # An attempt without tokens may have come to the server after the pause, to wait there
+            # until it resumes.
             requests.close_attempts(begun=False)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ENDING_S):
@@ -319,7 +390,8 @@ class ServerEngine(InferenceEngine):
             yield
         except BaseException:
             if self._state.is_whole and not self._is_destroyed:
-                with contextlib.suppress(ServerRequestError, ServerLostError, TimeoutError):  # the first error counts
+                with contextlib.suppress(ServerRequestError, ServerLostError, TimeoutError):
+                    # the first error counts
                     await self._send(self._dialect.resume())
             raise
         else:
@@ -327,18 +399,23 @@ class ServerEngine(InferenceEngine):
         finally:
             await self._go_on()
 
-    # --- sleep ------------------------------------------------------------------------------------------------------------
+    # --- sleep ------------------------------------------------------------------------------------
 
     async def sleep(self, level: int = 1) -> None:
-        """See InferenceEngine; for a server that was started with ``ServerConfig.sleep``, else RuntimeError."""
+        """See InferenceEngine; for a server that was started with ``ServerConfig.sleep``, else
+        RuntimeError.
+        """
         requests = self._served()
         check_level(level)
         if not self.config.sleep:
-            raise RuntimeError("this server was not started so that it can sleep; set ServerConfig.sleep")
+            raise RuntimeError(
+                "this server was not started so that it can sleep; set ServerConfig.sleep"
+            )
         async with self._one_update:
             if requests.generations:
                 raise RuntimeError(
-                    f"{len(requests.generations)} requests are in flight; let them end, or abort them, before sleep()"
+                    f"{len(requests.generations)} requests are in flight; let them end, or abort "
+                    "them, before sleep()"
                 )
             if self._state.has_weight_memory:
                 self._on(WeightEvent.SLEPT)
@@ -350,7 +427,9 @@ class ServerEngine(InferenceEngine):
         self._running()
         async with self._one_update:
             needs_cache = not self._state.has_cache and not weights_only
-            await self._send(self._dialect.wake(weights=not self._state.has_weight_memory, cache=needs_cache))
+            await self._send(
+                self._dialect.wake(weights=not self._state.has_weight_memory, cache=needs_cache)
+            )
             self._on(WeightEvent.WOKE_WEIGHTS if weights_only else WeightEvent.WOKE)
             await self._go_on()
 
@@ -377,11 +456,16 @@ def _model_at(address: str, headers: Mapping[str, str], limit_s: float) -> dict[
             status=status,
             answer=answer.decode(errors="replace")[:2000],
             expected="200 with its models",
-            step="Look whether it is of ServerConfig.dialect, and whether another program listens there",
+            step="Look whether it is of ServerConfig.dialect, and whether another program listens "
+            "there",
         )
     return model
 
 
 def _gauge(metrics: str, name: str) -> float:
-    values = [line.rsplit(" ", 1)[1] for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+    values = [
+        line.rsplit(" ", 1)[1]
+        for line in metrics.splitlines()
+        if line.startswith((f"{name}{{", f"{name} "))
+    ]
     return sum(map(float, values))

@@ -1,8 +1,10 @@
-"""The train engine: any Hugging Face causal model, to predict tokens or values, sharded with FSDP2 over the ranks of its job.
+"""The train engine: any Hugging Face causal model, to predict tokens or values, sharded with FSDP2
+over the ranks of its job.
 
-Fully sharded data parallelism: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277. Every rank holds a shard of each
-parameter and sees its own share of the batch. Losses are normalised over the global batch before the backward pass, so
-results do not depend on the number of ranks or micro-batches, up to rounding.
+Fully sharded data parallelism: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277. Every rank
+holds a shard of each parameter and sees its own share of the batch. Losses are normalised over the
+global batch before the backward pass, so results do not depend on the number of ranks or
+micro-batches, up to rounding.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from helmsman.api.engines import LossFn, Sample, TrainEngine
 from helmsman.api.platforms import current_platform
-from helmsman.api.weights import IntoMemory, WeightFormat, WeightsInMemory, WeightsOnDisk, WeightTarget
+from helmsman.api.weights import (
+    IntoMemory,
+    WeightFormat,
+    WeightsInMemory,
+    WeightsOnDisk,
+    WeightTarget,
+)
 from helmsman.engines._models.checkpoint import Checkpointer
 from helmsman.engines._models.checkpoint_files import Progress
 from helmsman.engines._models.distributed import (
@@ -33,7 +41,13 @@ from helmsman.engines._models.distributed import (
     named_tensors,
 )
 from helmsman.engines._models.model import build_model, checkpoint_layers, resolve_dtype
-from helmsman.engines._train.attention import RowShape, check_heads, gather_tokens, use_row_attention, why_not_rows
+from helmsman.engines._train.attention import (
+    RowShape,
+    check_heads,
+    gather_tokens,
+    use_row_attention,
+    why_not_rows,
+)
 from helmsman.engines._train.batching import (
     Batching,
     Columns,
@@ -45,7 +59,14 @@ from helmsman.engines._train.batching import (
     make_micro_batch,
 )
 from helmsman.engines._train.offload import HostMemory, offload_policy, place
-from helmsman.engines._train.parallel import Layout, ParallelMesh, clip_gradients, reshard, shard_model, whole_pass
+from helmsman.engines._train.parallel import (
+    Layout,
+    ParallelMesh,
+    clip_gradients,
+    reshard,
+    shard_model,
+    whole_pass,
+)
 from helmsman.engines._train.parallel_plan import TensorPlan
 from helmsman.engines._train.vocabulary import distribution_entropies, target_logprobs
 from helmsman.engines._weights.group import WeightGroup
@@ -67,7 +88,9 @@ class FSDPTrainEngine(TrainEngine):
 
     def __init__(self, config: TrainConfig | None = None, **fields: Any) -> None:
         if config is not None and fields:
-            raise ValueError(f"give either a TrainConfig or its fields, not both (fields: {', '.join(fields)})")
+            raise ValueError(
+                f"give either a TrainConfig or its fields, not both (fields: {', '.join(fields)})"
+            )
         self.config = config if config is not None else msgspec.convert(fields, TrainConfig)
         self._owns_group = False
         self._mesh: ParallelMesh | None = None
@@ -86,32 +109,44 @@ class FSDPTrainEngine(TrainEngine):
             return
         current_platform.set_device(local_device_index())
         self._owns_group = join_process_group(
-            rendezvous_timeout_s=self.config.rendezvous_timeout_s, collective_timeout_s=self.config.collective_timeout_s
+            rendezvous_timeout_s=self.config.rendezvous_timeout_s,
+            collective_timeout_s=self.config.collective_timeout_s,
         )
 
     def initialize(self) -> None:
-        """Build model and optimizer on this rank; each builds the whole model on its host before it keeps its shard.
+        """Build model and optimizer on this rank; each builds the whole model on its host before it
+        keeps its shard.
 
         Raises:
             RuntimeError: It has a model, whose steps would be counted for another one.
         """
         if self._model is not None:
             raise RuntimeError(
-                "initialize() was called on a train engine that has a model; call destroy() first, or make a new one"
+                "initialize() was called on a train engine that has a model; call destroy() "
+                "first, or make a new one"
             )
         if not dist.is_initialized():
             self.create_process_group()
-        current_platform.set_device(local_device_index())  # FSDP takes the current one; somebody else may have made the group
+        # FSDP takes the current one; somebody else may have made the group
+        current_platform.set_device(local_device_index())
         self._device = current_platform.device(local_device_index())
         self._weight_group = WeightGroup(self._device)
         self._checkpointer = Checkpointer(self._device, self.config.collective_timeout_s)
-        self._mesh = ParallelMesh(self._layout(), current_platform.device_type, self.config.collective_timeout_s)
+        self._mesh = ParallelMesh(
+            self._layout(), current_platform.device_type, self.config.collective_timeout_s
+        )
         with failing_together("building the model"):
-            dtype = resolve_dtype(self.config.compute_dtype) if self.config.frozen else torch.float32
-            model = build_model(self.config.model, seed=self.config.seed, dtype=dtype, head=self.config.head)
+            dtype = (
+                resolve_dtype(self.config.compute_dtype) if self.config.frozen else torch.float32
+            )
+            model = build_model(
+                self.config.model, seed=self.config.seed, dtype=dtype, head=self.config.head
+            )
             model.requires_grad_(not self.config.frozen)
             plan = self._prepare(model)
-        policy = MixedPrecisionPolicy(param_dtype=resolve_dtype(self.config.compute_dtype), reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=resolve_dtype(self.config.compute_dtype), reduce_dtype=torch.float32
+        )
         shard_model(
             model,
             self._mesh,
@@ -124,9 +159,14 @@ class FSDPTrainEngine(TrainEngine):
         self._optimizer = None if self.config.frozen else self._make_optimizer()
 
     def _prepare(self, model: nn.Module) -> TensorPlan | None:
-        """Check that the model can be divided as configured, and change what has to be changed before it is sharded."""
+        """Check that the model can be divided as configured, and change what has to be changed
+        before it is sharded.
+        """
         config: Any = model.config
-        tensor_size, context_size = self.config.tensor_parallel_size, self.config.context_parallel_size
+        tensor_size, context_size = (
+            self.config.tensor_parallel_size,
+            self.config.context_parallel_size,
+        )
         plan = TensorPlan(model, tensor_size) if tensor_size > 1 else None
         packing = not why_not_rows(model) if self.config.packing is None else self.config.packing
         if context_size > 1:
@@ -161,9 +201,14 @@ class FSDPTrainEngine(TrainEngine):
 
     def _built_model(self, *, may_sleep: bool = False) -> nn.Module:
         if self._model is None:
-            raise RuntimeError("the train engine has no model; call initialize() first, and nothing after destroy()")
+            raise RuntimeError(
+                "the train engine has no model; call initialize() first, and nothing after "
+                "destroy()"
+            )
         if self._memory.is_asleep and not may_sleep:
-            raise RuntimeError("the train engine is asleep, and its state waits on the host; call wake() first")
+            raise RuntimeError(
+                "the train engine is asleep, and its state waits on the host; call wake() first"
+            )
         return self._model
 
     def _built_optimizer(self) -> torch.optim.AdamW:
@@ -175,12 +220,16 @@ class FSDPTrainEngine(TrainEngine):
         self._built_model()
         if self.config.frozen:
             raise RuntimeError(
-                "this train engine is frozen (TrainConfig.frozen): it takes no steps and has no optimizer to save or to load; "
+                "this train engine is frozen (TrainConfig.frozen): it takes no steps and has no "
+                "optimizer to save or to load; "
                 "build it again with the folder of other weights as its model"
             )
 
     def train_batch(
-        self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None = None
+        self,
+        samples: Sequence[Sample],
+        loss_fn: LossFn | str,
+        loss_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
         """One optimizer step over this rank's share of a batch, which may be empty.
 
@@ -190,14 +239,15 @@ class FSDPTrainEngine(TrainEngine):
             loss_kwargs: Further arguments of the loss.
 
         Returns:
-            The same on every rank: ``loss`` and the loss's own statistics, averaged over the tokens of the global batch (over
-            its pairs, if the loss compares pairs); ``num_tokens`` (and ``num_pairs``) of them; ``grad_norm`` before
-            clipping; ``lr``.
+            The same on every rank: ``loss`` and the loss's own statistics, averaged over the tokens
+            of the global batch (over its pairs, if the loss compares pairs); ``num_tokens`` (and
+            ``num_pairs``) of them; ``grad_norm`` before clipping; ``lr``.
 
         Raises:
-            ValueError: A sample is malformed, no token of the global batch counts, or the loss asks for another head.
-            RuntimeError: The engine is frozen; or another rank failed, and no step is taken: what the loss raises on one rank
-                is an error of all.
+            ValueError: A sample is malformed, no token of the global batch counts, or the loss asks
+                for another head.
+            RuntimeError: The engine is frozen; or another rank failed, and no step is taken: what
+                the loss raises on one rank is an error of all.
             FloatingPointError: The gradient is not finite; weights and optimizer are as before.
         """
         model, optimizer = self._built_model().train(), self._built_optimizer()
@@ -207,20 +257,28 @@ class FSDPTrainEngine(TrainEngine):
         if not math.isfinite(grad_norm):
             optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(
-                f"the gradient's norm is {grad_norm} at step {self._progress.num_steps}; no step was taken"
+                f"the gradient's norm is {grad_norm} at step {self._progress.num_steps}; no step "
+                "was taken"
             )
-        lr = self.config.lr * min(1.0, (self._progress.num_steps + 1) / max(1, self.config.num_warmup_steps))
+        lr = self.config.lr * min(
+            1.0, (self._progress.num_steps + 1) / max(1, self.config.num_warmup_steps)
+        )
         for group in optimizer.param_groups:
             group["lr"] = lr
         with self._memory.optimizer_present(optimizer):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        self._progress = Progress(version=self._progress.version + 1, num_steps=self._progress.num_steps + 1)
+        self._progress = Progress(
+            version=self._progress.version + 1, num_steps=self._progress.num_steps + 1
+        )
         return {**stats, "grad_norm": grad_norm, "lr": lr}
 
     @torch.no_grad()
     def eval_batch(
-        self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None = None
+        self,
+        samples: Sequence[Sample],
+        loss_fn: LossFn | str,
+        loss_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
         self._built_model().eval()
         try:
@@ -229,7 +287,10 @@ class FSDPTrainEngine(TrainEngine):
             reshard(self._built_model())
 
     def _accumulate(
-        self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None
+        self,
+        samples: Sequence[Sample],
+        loss_fn: LossFn | str,
+        loss_kwargs: Mapping[str, Any] | None,
     ) -> dict[str, float]:
         with failing_together("preparing the batch"):
             self._checkpointer.raise_failure()
@@ -238,26 +299,34 @@ class FSDPTrainEngine(TrainEngine):
         micro_batches, num_tokens, num_samples = self._make_micro_batches(checked)
         if num_tokens == 0:
             raise ValueError("no token of the global batch counts: every loss_mask is empty")
-        counts = {"num_tokens": num_tokens, **({"num_pairs": num_samples // 2} if loss.traits.paired else {})}
+        counts = {
+            "num_tokens": num_tokens,
+            **({"num_pairs": num_samples // 2} if loss.traits.paired else {}),
+        }
         num_units = counts.get("num_pairs", num_tokens)
         sums: dict[str, torch.Tensor] = {}
         error: Exception | None = None
         for micro_batch in micro_batches:
             columns = micro_batch.to(self._device)
             outputs = self._outputs(micro_batch, columns, loss)
-            total = outputs.sum() * 0.0  # the backward pass is a collective, also of a rank that has no loss here
+            # the backward pass is a collective, also of a rank that has no loss here
+            total = outputs.sum() * 0.0
             if micro_batch.indices and error is None:
                 try:
                     loss_sum, stats = loss(outputs, columns)
-                except Exception as exc:  # noqa: BLE001  raised below, once the other ranks' collectives have been served
+                # Raised below, once the other ranks' collectives have been served
+                except Exception as exc:  # noqa: BLE001
                     error = exc
                 else:
                     total = total + loss_sum
                     for name, value in {"loss": loss_sum, **stats}.items():
-                        sums[name] = sums.get(name, torch.zeros((), device=self._device)) + value.detach()
+                        sums[name] = (
+                            sums.get(name, torch.zeros((), device=self._device)) + value.detach()
+                        )
             if torch.is_grad_enabled():
                 with whole_pass(self._built_model()):
-                    # FSDP averages gradients over its ranks; the loss is a sum over them, divided by the tokens (pairs) of all.
+                    # FSDP averages gradients over its ranks; the loss is a sum over them, divided
+                    # by the tokens (pairs) of all.
                     (total * (self._built_mesh().data.size() / num_units)).backward()
         with failing_together("the loss"):
             if error is not None:
@@ -271,15 +340,20 @@ class FSDPTrainEngine(TrainEngine):
         return {**averages, **{name: float(count) for name, count in counts.items()}}
 
     def _make_micro_batches(self, samples: Sequence[Columns]) -> tuple[list[MicroBatch], int, int]:
-        """As many micro-batches as the rank with the most has; the global numbers of loss tokens and samples. A collective."""
+        """As many micro-batches as the rank with the most has; the global numbers of loss tokens
+        and samples. A collective.
+        """
         groups = group_samples(samples, self._batching)
         num_tokens = sum(int(sample["loss_mask"].sum()) for sample in samples)
         shares = gather_objects((len(groups), num_tokens, len(samples), fingerprint(samples)))
         model_size = self._layout().model_size
-        strangers = [rank for rank, share in enumerate(shares) if share != shares[rank - rank % model_size]]
+        strangers = [
+            rank for rank, share in enumerate(shares) if share != shares[rank - rank % model_size]
+        ]
         if strangers:
             raise ValueError(
-                f"rank(s) {strangers} got other samples than the head of their model-parallel group; all ranks of one "
+                f"rank(s) {strangers} got other samples than the head of their model-parallel "
+                "group; all ranks of one "
                 "data-parallel coordinate are given the same"
             )
         most = max(share[0] for share in shares)
@@ -290,15 +364,21 @@ class FSDPTrainEngine(TrainEngine):
         return micro_batches, sum(share[1] for share in heads), sum(share[2] for share in heads)
 
     def _outputs(
-        self, micro_batch: MicroBatch, columns: dict[str, torch.Tensor] | None = None, loss: LossCall | None = None
+        self,
+        micro_batch: MicroBatch,
+        columns: dict[str, torch.Tensor] | None = None,
+        loss: LossCall | None = None,
     ) -> torch.Tensor:
-        """(B, T) float32: log-probability of every token of the columns given those before it, 0 at the first; or its value.
+        """(B, T) float32: log-probability of every token of the columns given those before it, 0 at
+        the first; or its value.
 
         The columns get what else the loss needs.
         """
         rows, mesh = micro_batch.rows, self._built_mesh()
         input_ids, position_ids, next_ids = (
-            ids.chunk(mesh.layout.context_size, dim=1)[mesh.context_rank].to(self._device, non_blocking=True)
+            ids.chunk(mesh.layout.context_size, dim=1)[mesh.context_rank].to(
+                self._device, non_blocking=True
+            )
             for ids in (rows.input_ids, rows.position_ids, rows.next_ids)
         )
         arguments: dict[str, Any] = {}
@@ -317,7 +397,9 @@ class FSDPTrainEngine(TrainEngine):
             assert mesh.tensor is not None
             logits, group = logits.to_local(), mesh.tensor.get_group()
         if columns is not None and loss is not None and loss.needs_entropy:
-            columns["entropy"] = rows.per_prediction(self._whole_rows(distribution_entropies(logits, group)))
+            columns["entropy"] = rows.per_prediction(
+                self._whole_rows(distribution_entropies(logits, group))
+            )
         return rows.per_prediction(self._whole_rows(target_logprobs(logits, next_ids, group)))
 
     def _whole_rows(self, parts: torch.Tensor) -> torch.Tensor:
@@ -326,7 +408,9 @@ class FSDPTrainEngine(TrainEngine):
 
     @torch.no_grad()
     def forward(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Log-probabilities (entry 0 is 0) or values of each sample's tokens, (T,) float32 on the host, in their order."""
+        """Log-probabilities (entry 0 is 0) or values of each sample's tokens, (T,) float32 on the
+        host, in their order.
+        """
         self._built_model().eval()
         with failing_together("preparing the batch"):
             checked = check_samples(samples, self._batching.vocab_size)
@@ -334,22 +418,30 @@ class FSDPTrainEngine(TrainEngine):
         try:
             for micro_batch in self._make_micro_batches(checked)[0]:
                 outputs = self._outputs(micro_batch).cpu()
-                for index, length, row in zip(micro_batch.indices, micro_batch.lengths, outputs, strict=False):
+                for index, length, row in zip(
+                    micro_batch.indices, micro_batch.lengths, outputs, strict=False
+                ):
                     results[index] = row[:length].clone()
         finally:
             reshard(self._built_model())
         return results
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:
-        """The full parameters by Hugging Face name on rank 0's host, float32, tied ones once; None elsewhere. A collective."""
+        """The full parameters by Hugging Face name on rank 0's host, float32, tied ones once; None
+        elsewhere. A collective.
+        """
         sent = self.publish_weights(IntoMemory(version=self._progress.version), WeightFormat())
         return dict(sent.tensors) if isinstance(sent, WeightsInMemory) else None
 
     def open_weight_store(self, address: str) -> int:
         return self._weight_group.open_store(address)
 
-    def publish_weights(self, target: WeightTarget, form: WeightFormat) -> WeightsInMemory | WeightsOnDisk | int | None:
-        """Send the full parameters, by Hugging Face name, bucket by bucket from rank 0. A collective; see publish."""
+    def publish_weights(
+        self, target: WeightTarget, form: WeightFormat
+    ) -> WeightsInMemory | WeightsOnDisk | int | None:
+        """Send the full parameters, by Hugging Face name, bucket by bucket from rank 0. A
+        collective; see publish.
+        """
         return publish(
             named_tensors(self._built_model(may_sleep=True)),
             target,
@@ -361,20 +453,26 @@ class FSDPTrainEngine(TrainEngine):
         )
 
     def save(self, path: str) -> None:
-        """Write parameters, optimizer state, version, step count and random state below ``path``, all or nothing; every rank
-        writes its part. See Checkpointer.save. A collective."""
+        """Write parameters, optimizer state, version, step count and random state below ``path``,
+        all or nothing; every rank writes its part. See Checkpointer.save. A collective."""
         self._save(path, background=False)
 
     def save_in_background(self, path: str) -> None:
-        """As save, and return as soon as the state has been copied to the host. What goes wrong later is raised by the next
-        train_batch, eval_batch, save, load or wait_for_save. A collective."""
+        """As save, and return as soon as the state has been copied to the host. What goes wrong
+        later is raised by the next train_batch, eval_batch, save, load or wait_for_save. A
+        collective."""
         self._save(path, background=True)
 
     def _save(self, path: str, *, background: bool) -> None:
         model, optimizer = self._built_model(), self._built_optimizer()
         with self._memory.optimizer_present(optimizer):
             self._checkpointer.save(
-                os.fspath(path), model, optimizer, self._progress, self._model_folder(), background=background
+                os.fspath(path),
+                model,
+                optimizer,
+                self._progress,
+                self._model_folder(),
+                background=background,
             )
 
     def wait_for_save(self) -> None:
@@ -383,29 +481,45 @@ class FSDPTrainEngine(TrainEngine):
         self._checkpointer.wait()
 
     def load(self, path: str) -> None:
-        """Read what save wrote, by any number of ranks; the random state only where they are as many. A collective."""
+        """Read what save wrote, by any number of ranks; the random state only where they are as
+        many. A collective.
+        """
         self._check_trainable()
         optimizer = self._make_optimizer()
         self._progress = self._checkpointer.load(os.fspath(path), self._built_model(), optimizer)
         self._optimizer = optimizer
         self._memory.offload_optimizer(optimizer)
 
-    def export_hf(self, path: str, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-        """Write the weights and the tokenizer as a Hugging Face folder; see hf_export.export_hf. A collective."""
+    def export_hf(
+        self, path: str, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+    ) -> None:
+        """Write the weights and the tokenizer as a Hugging Face folder; see hf_export.export_hf. A
+        collective.
+        """
         model, source = self._built_model(may_sleep=True), self._model_folder()
-        export_hf(model, os.fspath(path), dtype=dtype, max_shard_bytes=max_shard_bytes, source=source, full=self._memory.full)
+        export_hf(
+            model,
+            os.fspath(path),
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            source=source,
+            full=self._memory.full,
+        )
 
     def _model_folder(self) -> str | None:
         return self.config.model if isinstance(self.config.model, str) else None
 
     def sleep(self) -> None:
-        """Have parameters and optimizer state wait on the host, pinned where there is a device, and give its memory back.
-        export_hf, wait_for_save, set_version and set_lr are allowed meanwhile, besides those that TrainEngine names."""
+        """Have parameters and optimizer state wait on the host, pinned where there is a device, and
+        give its memory back. export_hf, wait_for_save, set_version and set_lr are allowed
+        meanwhile, besides those that TrainEngine names."""
         model = self._built_model(may_sleep=True)
         self._memory.sleep(model, self._optimizer)
 
     def wake(self) -> None:
-        """Take the device's memory again. Raises torch.OutOfMemoryError where there is not enough; it sleeps on then."""
+        """Take the device's memory again. Raises torch.OutOfMemoryError where there is not enough;
+        it sleeps on then.
+        """
         self._built_model(may_sleep=True)
         self._memory.wake()
 
@@ -416,8 +530,8 @@ class FSDPTrainEngine(TrainEngine):
         self._progress = Progress(version=version, num_steps=self._progress.num_steps)
 
     def set_lr(self, lr: float) -> None:
-        """Use another learning rate from the next step on, such as for another phase of training; not part of a checkpoint.
-        Raises ValueError as TrainConfig."""
+        """Use another learning rate from the next step on, such as for another phase of training;
+        not part of a checkpoint. Raises ValueError as TrainConfig."""
         self.config = msgspec.structs.replace(self.config, lr=lr)
 
     def destroy(self) -> None:
@@ -426,8 +540,14 @@ class FSDPTrainEngine(TrainEngine):
             self._checkpointer.close()
             self._weight_group.close()
             self._memory.clear()
-            self._progress = Progress(version=0, num_steps=0)  # of the next model, should there be one
-        had_model, self._mesh, self._model, self._optimizer = self._model is not None, None, None, None
+            # of the next model, should there be one
+            self._progress = Progress(version=0, num_steps=0)
+        had_model, self._mesh, self._model, self._optimizer = (
+            self._model is not None,
+            None,
+            None,
+            None,
+        )
         if had_model:
             current_platform.empty_cache()
         if self._owns_group:
@@ -444,8 +564,8 @@ class FSDPTrainEngine(TrainEngine):
 
     @property
     def model_parallel_group(self) -> dist.ProcessGroup | None:
-        """The tensor- and context-parallel ranks of one data-parallel coordinate; None when this rank is alone in it, and
-        before initialize."""
+        """The tensor- and context-parallel ranks of one data-parallel coordinate; None when this
+        rank is alone in it, and before initialize."""
         return None if self._mesh is None else self._mesh.model_group
 
     def _layout(self) -> Layout:

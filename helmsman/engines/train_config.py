@@ -14,17 +14,23 @@ Offload: TypeAlias = Literal["none", "optimizer", "all"]
 """What waits on the host while it is not used."""
 
 
-class TrainConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainConfig(
+    msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """What a train engine trains, and how."""
 
     model: str | dict[str, Any]
-    """Local folder in the Hugging Face layout, or the entries of a configuration with ``model_type``."""
+    """Local folder in the Hugging Face layout, or the entries of a configuration with
+    ``model_type``.
+    """
     head: Head = "lm"
-    """``lm`` trains a policy; ``value`` a critic or a reward model, which gives a number for each token. Its linear layer is
-    drawn from ``seed`` when ``model`` has none, and is exported as ``transformers`` saves sequence classification."""
+    """``lm`` trains a policy; ``value`` a critic or a reward model, which gives a number for each
+    token. Its linear layer is drawn from ``seed`` when ``model`` has none, and is exported as
+    ``transformers`` saves sequence classification."""
     frozen: bool = False
-    """The engine only forwards and evaluates, such as a reference or a reward model: there is no optimizer, parameters are kept
-    in ``compute_dtype``, and train_batch, save and load are refused."""
+    """The engine only forwards and evaluates, such as a reference or a reward model: there is no
+    optimizer, parameters are kept in ``compute_dtype``, and train_batch, save and load are
+    refused."""
     lr: float = 1e-5
     """Learning rate after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -38,45 +44,66 @@ class TrainConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=Tru
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this global 2-norm; None leaves them as they are."""
     max_tokens_per_micro_batch: int = 16384
-    """Budget of one forward pass in tokens per data-parallel rank, padding included; its context-parallel ranks share them."""
+    """Budget of one forward pass in tokens per data-parallel rank, padding included; its
+    context-parallel ranks share them.
+    """
     compute_dtype: str = "auto"
-    """Type of the forward and backward pass, such as ``bfloat16``; ``auto`` is bfloat16 on devices, float32 on the
-    host. Parameters, gradient reduction and optimizer state are float32 in any case."""
+    """Type of the forward and backward pass, such as ``bfloat16``; ``auto`` is bfloat16 on devices,
+    float32 on the host. Parameters, gradient reduction and optimizer state are float32 in any
+    case."""
     seed: int = 0
     """Seed of drawn weights; the same on every rank."""
     gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations (arXiv:1604.06174)."""
+    """Recompute each layer in the backward pass instead of keeping its activations
+    (arXiv:1604.06174).
+    """
     reshard_after_forward: bool = True
-    """Free each layer's gathered parameters between forward and backward (ZeRO-3) instead of keeping them (ZeRO-2)."""
+    """Free each layer's gathered parameters between forward and backward (ZeRO-3) instead of
+    keeping them (ZeRO-2).
+    """
     tensor_parallel_size: int = 1
-    """Ranks that share every layer's matrices and every token (arXiv:1909.08053); neighbours, which belong on one node."""
+    """Ranks that share every layer's matrices and every token (arXiv:1909.08053); neighbours, which
+    belong on one node.
+    """
     context_parallel_size: int = 1
-    """Ranks that share the tokens of a sequence and, inside attention, its heads (arXiv:2309.14509)."""
+    """Ranks that share the tokens of a sequence and, inside attention, its heads
+    (arXiv:2309.14509).
+    """
     data_parallel_replicas: int = 1
-    """Copies of the sharded model: 2 shards the parameters over one half of the data-parallel ranks, and again over the other.
-    Parameters are gathered among fewer ranks, and take more memory."""
+    """Copies of the sharded model: 2 shards the parameters over one half of the data-parallel
+    ranks, and again over the other. Parameters are gathered among fewer ranks, and take more
+    memory."""
     packing: bool | None = None
-    """Whether the samples of a micro-batch are one row without padding, with positions that begin again at each; None does so
-    where the model allows it."""
+    """Whether the samples of a micro-batch are one row without padding, with positions that begin
+    again at each; None does so where the model allows it."""
     offload: Offload = "none"
-    """What is on the host while it is not used: ``optimizer``, its state between steps, for which the device needs room then;
-    ``all``, parameters, gradients and optimizer, which steps on the host, too (FSDP's CPUOffloadPolicy)."""
+    """What is on the host while it is not used: ``optimizer``, its state between steps, for which
+    the device needs room then; ``all``, parameters, gradients and optimizer, which steps on the
+    host, too (FSDP's CPUOffloadPolicy)."""
     rendezvous_timeout_s: float = 300.0
     """How long the ranks wait for each other at the start."""
     collective_timeout_s: float = 1800.0
     """How long a collective waits for the slowest rank."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a number that no training can have; sizes of axes are checked where the ranks are counted."""
+        """Raise ValueError for a number that no training can have; sizes of axes are checked where
+        the ranks are counted.
+        """
         for name in ("lr", "eps", "weight_decay", "num_warmup_steps"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} is {value}; expected 0 or more, and not infinity")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {self.betas}; expected two numbers from 0 to below 1")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm is {self.max_grad_norm}; expected a number above 0, or None for no limit")
+            raise ValueError(
+                f"max_grad_norm is {self.max_grad_norm}; expected a number above 0, or None for "
+                "no limit"
+            )
         if self.max_tokens_per_micro_batch < 1:
-            raise ValueError(f"max_tokens_per_micro_batch is {self.max_tokens_per_micro_batch}; expected 1 or more")
+            raise ValueError(
+                f"max_tokens_per_micro_batch is {self.max_tokens_per_micro_batch}; expected 1 or "
+                "more"
+            )
         for name in ("rendezvous_timeout_s", "collective_timeout_s"):
             if not 0 < (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} is {value}; expected seconds above 0")

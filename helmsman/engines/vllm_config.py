@@ -22,7 +22,9 @@ _BY_FIELD = {
 """What engine_args may not have, and what to do."""
 
 
-class VLLMConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class VLLMConfig(
+    msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """The fields of RolloutConfig mean here what they mean there."""
 
     model: str
@@ -30,9 +32,13 @@ class VLLMConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True
     max_concurrency: int = 64
     """Sequences that are decoded together (vLLM's ``max_num_seqs``); more wait in vLLM."""
     max_model_len: int = 2048
-    """Most tokens of a sequence, prompt and continuation; a longer continuation ends with stop_reason 'length'."""
+    """Most tokens of a sequence, prompt and continuation; a longer continuation ends with
+    stop_reason 'length'.
+    """
     dtype: str = "auto"
-    """Type of weights and cache, such as ``bfloat16``; ``auto`` is bfloat16 on devices, float32 on the host."""
+    """Type of weights and cache, such as ``bfloat16``; ``auto`` is bfloat16 on devices, float32 on
+    the host.
+    """
     seed: int = 0
     """Of vLLM's own random numbers, which requests without a seed draw from."""
     tensor_parallel_size: int = 1
@@ -40,22 +46,32 @@ class VLLMConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True
     pipeline_parallel_size: int = 1
     """Ranks over which the layers are divided."""
     distributed_executor_backend: str | None = None
-    """How vLLM starts its ranks: ``mp`` (processes of this node), ``ray``, or what vLLM chooses. ``ray`` in a Ray worker of a
-    ``deferred`` instance takes the bundles of its placement group, which may be on several nodes; not run yet."""
+    """How vLLM starts its ranks: ``mp`` (processes of this node), ``ray``, or what vLLM chooses.
+    ``ray`` in a Ray worker of a ``deferred`` instance takes the bundles of its placement group,
+    which may be on several nodes; not run yet."""
     gpu_memory_utilization: float = 0.9
-    """Part of a device's memory that vLLM takes for weights and cache; colocated with a trainer, less."""
+    """Part of a device's memory that vLLM takes for weights and cache; colocated with a trainer,
+    less.
+    """
     enforce_eager: bool = False
     """Run without compiled graphs: starts sooner, decodes slower."""
     enable_prefix_caching: bool = True
-    """Keep the keys and values of what was computed, for prompts that begin alike; samples of one prompt share it by this."""
+    """Keep the keys and values of what was computed, for prompts that begin alike; samples of one
+    prompt share it by this.
+    """
     keep_prefix_cache: bool = False
-    """Let prompts use keys and values that were computed under earlier weights. By default, an update parts with them."""
+    """Let prompts use keys and values that were computed under earlier weights. By default, an
+    update parts with them.
+    """
     in_flight: InFlight | None = None
-    """What an update does to the keys and values of requests in flight: ``keep`` (also None) goes on with them, as
-    HFRolloutEngine does; ``recompute`` has vLLM compute them again by the new weights. vLLM also recomputes those that it drops
-    for want of room. A request that has no token yet begins again in any case."""
+    """What an update does to the keys and values of requests in flight: ``keep`` (also None) goes
+    on with them, as HFRolloutEngine does; ``recompute`` has vLLM compute them again by the new
+    weights. vLLM also recomputes those that it drops for want of room. A request that has no token
+    yet begins again in any case."""
     load_format: LoadFormat = "auto"
-    """Where the first weights come from: the folder, or ``dummy`` for random ones, which an update replaces."""
+    """Where the first weights come from: the folder, or ``dummy`` for random ones, which an update
+    replaces.
+    """
     enable_sleep_mode: bool = False
     """Have vLLM allocate in a way that lets ``sleep`` give memory back; devices only."""
     max_lora_rank: int = 0
@@ -67,12 +83,14 @@ class VLLMConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True
     adapter: str = ""
     """The one of them that requests use; '' for none."""
     bucket_bytes: int = 256 << 20
-    """Weights that are handed to vLLM's processes at once, through shared memory; one that is larger goes alone."""
+    """Weights that are handed to vLLM's processes at once, through shared memory; one that is
+    larger goes alone.
+    """
     close_timeout_s: float = 60.0
     """How long destroy waits for vLLM's processes to end before it kills them."""
     engine_args: dict[str, Any] = {}
-    """Anything else that vLLM's ``AsyncEngineArgs`` takes; these win over the fields above. What the engine reckons with itself
-    is set by its field alone."""
+    """Anything else that vLLM's ``AsyncEngineArgs`` takes; these win over the fields above. What
+    the engine reckons with itself is set by its field alone."""
 
     def __post_init__(self) -> None:
         least = {
@@ -91,8 +109,15 @@ class VLLMConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True
             raise ValueError(f"close_timeout_s is {self.close_timeout_s}; expected more than 0")
         for name, instead in _BY_FIELD.items():
             if name in self.engine_args:
-                raise ValueError(f"engine_args has {name!r}, which the engine reckons with itself: {instead}")
+                raise ValueError(
+                    f"engine_args has {name!r}, which the engine reckons with itself: {instead}"
+                )
         if self.adapters and not self.max_lora_rank:
-            raise ValueError("adapters are given and max_lora_rank is 0; set it to the largest of their ranks")
+            raise ValueError(
+                "adapters are given and max_lora_rank is 0; set it to the largest of their ranks"
+            )
         if self.adapter and self.adapter not in self.adapters:
-            raise ValueError(f"adapter is {self.adapter!r}; expected one of adapters: {', '.join(self.adapters) or 'none'}")
+            raise ValueError(
+                f"adapter is {self.adapter!r}; expected one of adapters: "
+                f"{', '.join(self.adapters) or 'none'}"
+            )

@@ -1,8 +1,10 @@
-"""Weights on their way from a trainer's ranks to a rollout instance: in memory, as files, or by broadcasts; in buckets.
+"""Weights on their way from a trainer's ranks to a rollout instance: in memory, as files, or by
+broadcasts; in buckets.
 
-A trainer sends its tensors by ``publish``; an instance reads what comes by ``incoming``, whichever way that is. By broadcasts,
-each bucket is a header (msgpack) and the bytes of its tensors end to end; the first header has the names and shapes of all, so
-that an instance can refuse before it has changed anything.
+A trainer sends its tensors by ``publish``; an instance reads what comes by ``incoming``, whichever
+way that is. By broadcasts, each bucket is a header (msgpack) and the bytes of its tensors end to
+end; the first header has the names and shapes of all, so that an instance can refuse before it has
+changed anything.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from helmsman.engines._weights.sending import Bucket, Packer, Sink, as_bytes, ch
 _VERSION_FOLDER = "version-"
 
 
-# --- the trainer's side -------------------------------------------------------------------------------------------------------
+# --- the trainer's side ---------------------------------------------------------------------------
 
 
 def publish(
@@ -51,17 +53,21 @@ def publish(
     group: WeightGroup,
     full: Callable[[torch.Tensor], torch.Tensor] = full_tensor,
 ) -> WeightsInMemory | WeightsOnDisk | int | None:
-    """Send tensors by name, which have this version, to a target. Every rank that has shards of them calls it with the same;
-    rank 0 sends, and returns what was made. ``full`` gives all of a tensor, on any device.
+    """Send tensors by name, which have this version, to a target. Every rank that has shards of
+    them calls it with the same; rank 0 sends, and returns what was made. ``full`` gives all of a
+    tensor, on any device.
 
-    Raises: ValueError for another version than the target's, names that are the same once they are mapped, or a type that is
-    none; on every rank what the target raises, after all ranks have come to the end.
+    Raises: ValueError for another version than the target's, names that are the same once they are
+    mapped, or a type that is none; on every rank what the target raises, after all ranks have come
+    to the end.
     """
     try:
         if version != target.version:
             raise ValueError(
-                f"the trainer has weight version {version}, and version {target.version} was to be sent: it has gone on since "
-                "it was asked. Take no step, and load nothing, until a push has returned; then push again"
+                f"the trainer has weight version {version}, and version {target.version} was to "
+                "be sent: it has gone on since "
+                "it was asked. Take no step, and load nothing, until a push has returned; then "
+                "push again"
             )
         dtype = None if form.dtype is None else resolve_dtype(form.dtype)
         named = _renamed(tensors, form)
@@ -72,7 +78,12 @@ def publish(
 
     def pack(stack: contextlib.ExitStack) -> Packer[Any]:
         shapes = {name: list(each.shape) for name, each in named.items()}
-        return Packer(_sink_for(target, shapes, group, stack), dtype, form.bucket_bytes, checksum=form.checksum)
+        return Packer(
+            _sink_for(target, shapes, group, stack),
+            dtype,
+            form.bucket_bytes,
+            checksum=form.checksum,
+        )
 
     return send_all(named, full, pack if is_root else None, "publishing the weights")
 
@@ -82,13 +93,18 @@ def _renamed(tensors: Mapping[str, torch.Tensor], form: WeightFormat) -> dict[st
     for name in tensors:
         mapped = form.name_of(name)
         if mapped in sources:
-            raise ValueError(f"{sources[mapped]!r} and {name!r} are both called {mapped!r} by WeightFormat.names")
+            raise ValueError(
+                f"{sources[mapped]!r} and {name!r} are both called {mapped!r} by WeightFormat.names"
+            )
         sources[mapped] = name
     return {mapped: tensors[name] for mapped, name in sources.items()}
 
 
 def _sink_for(
-    target: WeightTarget, shapes: Mapping[str, list[int]], group: WeightGroup, until_the_end: contextlib.ExitStack
+    target: WeightTarget,
+    shapes: Mapping[str, list[int]],
+    group: WeightGroup,
+    until_the_end: contextlib.ExitStack,
 ) -> Sink[Any]:
     if isinstance(target, IntoMemory):
         return _MemorySink()
@@ -106,8 +122,11 @@ class _MemorySink(Sink[WeightsInMemory]):
     def put(self, bucket: Bucket) -> None:
         assert isinstance(self._weights.tensors, dict)
         assert isinstance(self._weights.checksums, dict)
-        # Copies also of what is on the host: a parameter of one shard would go on changing, and go when the trainer sleeps.
-        self._weights.tensors.update({name: tensor.to("cpu", copy=True) for name, tensor in bucket.tensors.items()})
+        # Copies also of what is on the host: a parameter of one shard would go on changing, and go
+        # when the trainer sleeps.
+        self._weights.tensors.update(
+            {name: tensor.to("cpu", copy=True) for name, tensor in bucket.tensors.items()}
+        )
         self._weights.checksums.update(bucket.checksums)
 
     def finish(self) -> WeightsInMemory:
@@ -118,9 +137,15 @@ class _DiskSink(Sink[WeightsOnDisk]):
     """Files in a folder that gets its name when it is complete."""
 
     def __init__(self, target: OntoDisk, until_the_end: contextlib.ExitStack) -> None:
-        self._folder, self._version, self._num_kept = os.path.abspath(target.folder), target.version, target.num_kept
+        self._folder, self._version, self._num_kept = (
+            os.path.abspath(target.folder),
+            target.version,
+            target.num_kept,
+        )
         os.makedirs(self._folder, exist_ok=True)
-        self._unfinished = tempfile.mkdtemp(prefix=f".{_VERSION_FOLDER}{target.version}.", dir=self._folder)
+        self._unfinished = tempfile.mkdtemp(
+            prefix=f".{_VERSION_FOLDER}{target.version}.", dir=self._folder
+        )
         until_the_end.callback(shutil.rmtree, self._unfinished, ignore_errors=True)
         os.chmod(self._unfinished, 0o755)
         self._writer = FolderWriter(self._unfinished)
@@ -138,7 +163,9 @@ class _DiskSink(Sink[WeightsOnDisk]):
         return WeightsOnDisk(path, self._writer.num_bytes)
 
     def _remove_old(self, path: str) -> None:
-        """Leave this version and those that were written last: numbers of an earlier run may be higher."""
+        """Leave this version and those that were written last: numbers of an earlier run may be
+        higher.
+        """
         others = [
             (entry.stat().st_mtime_ns, entry.path)
             for entry in os.scandir(self._folder)
@@ -171,7 +198,9 @@ class GroupSink(Sink[int]):
         self._send({name: list(shape) for name, shape in shapes.items()})
 
     def give_up(self, error: Exception) -> None:
-        """Send the reason why nothing more comes, unless all has been sent or the group is broken."""
+        """Send the reason why nothing more comes, unless all has been sent or the group is
+        broken.
+        """
         if not self._is_over and not isinstance(error, ConnectionError):
             self._is_over = True
             with contextlib.suppress(ConnectionError):  # it is the other error that counts
@@ -186,7 +215,9 @@ class GroupSink(Sink[int]):
         if num_bytes == 0:
             return
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+        dtypes = {
+            name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()
+        }
         if self._buffer.numel() < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._group.device)
         view = self._buffer[:num_bytes]
@@ -205,7 +236,7 @@ class GroupSink(Sink[int]):
         return self._num_bytes
 
 
-# --- the instance's side ------------------------------------------------------------------------------------------------------
+# --- the instance's side --------------------------------------------------------------------------
 
 
 class Incoming:
@@ -213,11 +244,14 @@ class Incoming:
 
     Args:
         shapes: Of all of them, known before the first one is there.
-        buckets: Tensors by name, which are the reader's until it asks for the next bucket. Raises ValueError for bytes that
-            are not those that were sent, where checksums are; ConnectionError; OSError.
+        buckets: Tensors by name, which are the reader's until it asks for the next bucket. Raises
+            ValueError for bytes that are not those that were sent, where checksums are;
+            ConnectionError; OSError.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], buckets: Iterator[Mapping[str, torch.Tensor]]) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], buckets: Iterator[Mapping[str, torch.Tensor]]
+    ) -> None:
         self.shapes, self._buckets = shapes, buckets
 
     def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
@@ -236,12 +270,18 @@ def incoming(weights: Weights, group: WeightGroup) -> Iterator[Incoming]:
     elif isinstance(weights, WeightsOnDisk):
         yield _in_files(weights)
     else:
-        yield _in_memory(weights if isinstance(weights, WeightsInMemory) else WeightsInMemory(weights))
+        yield _in_memory(
+            weights if isinstance(weights, WeightsInMemory) else WeightsInMemory(weights)
+        )
 
 
 def _in_memory(weights: WeightsInMemory) -> Incoming:
-    _require_checksums(weights.tensors, weights.checksums)  # of all of them, while nothing has changed
-    return Incoming({name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}, iter([weights.tensors]))
+    # of all of them, while nothing has changed
+    _require_checksums(weights.tensors, weights.checksums)
+    return Incoming(
+        {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()},
+        iter([weights.tensors]),
+    )
 
 
 def _in_files(weights: WeightsOnDisk) -> Incoming:
@@ -269,7 +309,9 @@ def _in_files(weights: WeightsOnDisk) -> Incoming:
 
 
 class _Received:
-    """Broadcasts of a group. Buckets that its reader does not want are received too: the others do not wait."""
+    """Broadcasts of a group. Buckets that its reader does not want are received too: the others do
+    not wait.
+    """
 
     def __init__(self, place: ByCollective, group: WeightGroup) -> None:
         self._group = group
@@ -306,7 +348,9 @@ class _Received:
             return None
         if self._buffer.numel() < header.num_bytes:
             try:
-                self._buffer = torch.empty(header.num_bytes, dtype=torch.uint8, device=self._group.device)
+                self._buffer = torch.empty(
+                    header.num_bytes, dtype=torch.uint8, device=self._group.device
+                )
             except RuntimeError:  # no room; the others would wait for this one
                 self._group.leave()
                 raise
@@ -320,15 +364,21 @@ class _Received:
             num_bytes = dtype.itemsize * torch.Size(shape).numel()
             part = view[start : start + num_bytes]
             start += num_bytes
-            # A view of another type begins at a multiple of its size, which one that follows smaller types may not.
+            # A view of another type begins at a multiple of its size, which one that follows
+            # smaller types may not.
             aligned = part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
             tensors[name] = aligned.view(dtype).view(shape)
         return header, tensors
 
 
 def _require_checksums(tensors: Mapping[str, torch.Tensor], checksums: Mapping[str, int]) -> None:
-    wrong = [name for name, tensor in tensors.items() if name in checksums and checksum_of(tensor) != checksums[name]]
+    wrong = [
+        name
+        for name, tensor in tensors.items()
+        if name in checksums and checksum_of(tensor) != checksums[name]
+    ]
     if wrong:
         raise ValueError(
-            f"{len(wrong)} of {len(tensors)} parameters did not arrive as they were sent (CRC-32): {', '.join(wrong[:4])}"
+            f"{len(wrong)} of {len(tensors)} parameters did not arrive as they were sent "
+            f"(CRC-32): {', '.join(wrong[:4])}"
         )

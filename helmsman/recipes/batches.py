@@ -44,7 +44,9 @@ class Group(msgspec.Struct, frozen=True):
 
 
 def overlong_cost(num_tokens: int, algorithm: Algorithm, max_new_tokens: int) -> float:
-    """What an answer near its greatest length loses of its reward: nothing before the buffer begins, then linearly more."""
+    """What an answer near its greatest length loses of its reward: nothing before the buffer
+    begins, then linearly more.
+    """
     if not algorithm.overlong_buffer:
         return 0.0
     return -algorithm.overlong_penalty * soft_overlong_punishment(
@@ -53,7 +55,8 @@ def overlong_cost(num_tokens: int, algorithm: Algorithm, max_new_tokens: int) ->
 
 
 def make_samples(groups: Sequence[Group], settings: GRPOSettings) -> list[dict[str, Any]]:
-    """A sample for each answer, in their order, with ``input_ids``, ``loss_mask``, ``logprobs`` and ``advantages``."""
+    """A sample for each answer, in their order, with ``input_ids``, ``loss_mask``, ``logprobs`` and
+    ``advantages``."""
     algorithm = settings.algorithm
     assert algorithm.normalize_std is not None
     answers = [(group.draw.row.prompt_ids, answer) for group in groups for answer in group.answers]
@@ -78,12 +81,15 @@ def make_samples(groups: Sequence[Group], settings: GRPOSettings) -> list[dict[s
 
 
 def with_weights(samples: Sequence[dict[str, Any]], settings: GRPOSettings) -> list[dict[str, Any]]:
-    """With ``loss_weights`` for the samples of one optimizer step, which the mean over tokens is taken with."""
+    """With ``loss_weights`` for the samples of one optimizer step, which the mean over tokens is
+    taken with."""
     aggregation = settings.algorithm.aggregation
     assert aggregation is not None
     counts = [sum(sample["loss_mask"]) for sample in samples]
     weights = sequence_weights(counts, aggregation, max_tokens=settings.rollout.max_new_tokens)
-    return [{**sample, "loss_weights": weight} for sample, weight in zip(samples, weights, strict=True)]
+    return [
+        {**sample, "loss_weights": weight} for sample, weight in zip(samples, weights, strict=True)
+    ]
 
 
 def loss_arguments(algorithm: Algorithm) -> dict[str, Any]:
@@ -96,7 +102,9 @@ def loss_arguments(algorithm: Algorithm) -> dict[str, Any]:
     }
 
 
-def rollout_metrics(groups: Sequence[Group], version: int, right: str, right_from: float) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[Group], version: int, right: str, right_from: float
+) -> dict[str, float]:
     """What the answers of a step are like.
 
     Args:
@@ -113,7 +121,9 @@ def rollout_metrics(groups: Sequence[Group], version: int, right: str, right_fro
         "reward/max": max(rewards),
         "reward/min": min(rewards),
         "reward/failed": float(sum(answer.scored.failed for answer in answers)),
-        "accuracy": statistics.fmean(answer.scored.values[right] >= right_from for answer in answers),
+        "accuracy": statistics.fmean(
+            answer.scored.values[right] >= right_from for answer in answers
+        ),
         "response_length/mean": statistics.fmean(lengths),
         "response_length/max": float(max(lengths)),
         "response_length/truncated": statistics.fmean(answer.is_truncated for answer in answers),
@@ -124,18 +134,24 @@ def rollout_metrics(groups: Sequence[Group], version: int, right: str, right_fro
     }
     if len(answers[0].scored.values) > 1:
         for name in answers[0].scored.values:
-            found[f"reward/{name}/mean"] = statistics.fmean(answer.scored.values[name] for answer in answers)
+            found[f"reward/{name}/mean"] = statistics.fmean(
+                answer.scored.values[name] for answer in answers
+            )
     return found
 
 
-def logprob_differences(groups: Sequence[Group], logprobs: Sequence[Any], version: int) -> dict[str, float]:
-    """How far the log-probabilities of rollout and trainer are apart, over the tokens made by the trainer's own weights.
+def logprob_differences(
+    groups: Sequence[Group], logprobs: Sequence[Any], version: int
+) -> dict[str, float]:
+    """How far the log-probabilities of rollout and trainer are apart, over the tokens made by the
+    trainer's own weights.
 
     Args:
         logprobs: of each sample, as TrainController.forward has them.
         version: of the trainer's weights.
 
-    Returns: ``logprob_diff/max`` and ``logprob_diff/mean``; nothing where no token is of this version.
+    Returns: ``logprob_diff/max`` and ``logprob_diff/mean``; nothing where no token is of this
+        version.
     """
     apart: list[float] = []
     answers = ((group, answer) for group in groups for answer in group.answers)
@@ -143,10 +159,16 @@ def logprob_differences(groups: Sequence[Group], logprobs: Sequence[Any], versio
         result, begin = answer.result, len(group.draw.row.prompt_ids)
         apart += [
             abs(ours - theirs)
-            for ours, theirs, made_by in zip(row.tolist()[begin:], result.logprobs, result.versions, strict=True)
+            for ours, theirs, made_by in zip(
+                row.tolist()[begin:], result.logprobs, result.versions, strict=True
+            )
             if made_by == version
         ]
-    return {"logprob_diff/max": max(apart), "logprob_diff/mean": statistics.fmean(apart)} if apart else {}
+    return (
+        {"logprob_diff/max": max(apart), "logprob_diff/mean": statistics.fmean(apart)}
+        if apart
+        else {}
+    )
 
 
 _NAMES = {"ref_kl": "kl"}
@@ -154,7 +176,12 @@ _NAMES = {"ref_kl": "kl"}
 
 
 def train_metrics(every: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Those of a step's optimizer steps: means, weighted by tokens; the loss's own statistics under their own names."""
+    """Those of a step's optimizer steps: means, weighted by tokens; the loss's own statistics under
+    their own names.
+    """
     total = sum(each["num_tokens"] for each in every)
-    found = {_NAMES.get(name, name): sum(each[name] * each["num_tokens"] for each in every) / total for name in every[0]}
+    found = {
+        _NAMES.get(name, name): sum(each[name] * each["num_tokens"] for each in every) / total
+        for name in every[0]
+    }
     return {**found, "num_tokens": total, "lr": every[-1]["lr"]}

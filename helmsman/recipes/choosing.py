@@ -1,4 +1,5 @@
-"""Settings that are chosen when they are not given: scheduler, engine, sizes of the groups, threads, trackers."""
+"""Settings that are chosen when they are not given: scheduler, engine, sizes of the groups,
+threads, trackers."""
 
 from __future__ import annotations
 
@@ -17,9 +18,24 @@ S = TypeVar("S", bound=RunSettings)
 
 CHOSEN = frozenset(
     {
-        *("cluster.scheduler", "cluster.devices_per_node", "cluster.placement", "cluster.train_workers"),
-        *("cluster.rollout_instances", "cluster.train_cpus", "cluster.rollout_cpus", "cluster.train_threads"),
-        *("cluster.rollout_threads", "cluster.device_memory_gb", "rollout.engine", "rollout.max_in_flight"),
+        *(
+            "cluster.scheduler",
+            "cluster.devices_per_node",
+            "cluster.placement",
+            "cluster.train_workers",
+        ),
+        *(
+            "cluster.rollout_instances",
+            "cluster.train_cpus",
+            "cluster.rollout_cpus",
+            "cluster.train_threads",
+        ),
+        *(
+            "cluster.rollout_threads",
+            "cluster.device_memory_gb",
+            "rollout.engine",
+            "rollout.max_in_flight",
+        ),
         "tracking.to",
     }
 )
@@ -55,7 +71,9 @@ class _Choices:
         below, _, entry = name.partition(".")
         if entry:  # of a mapping, such as train.engine
             name, value = below, {**getattr(found, below), entry: value}
-        self.settings = msgspec.structs.replace(self.settings, **{section: msgspec.structs.replace(found, **{name: value})})
+        self.settings = msgspec.structs.replace(
+            self.settings, **{section: msgspec.structs.replace(found, **{name: value})}
+        )
         self.made.append(Choice(key, value[entry] if entry else value, reason))
 
 
@@ -92,20 +110,36 @@ def _choose_scheduler(choices: _Choices) -> None:
 
 def _choose_devices(choices: _Choices) -> None:
     if not choices.is_given("cluster.devices_per_node"):
-        with LocalScheduler() as scheduler:  # counts device files; starts no process before a worker is asked for
+        with (
+            LocalScheduler() as scheduler
+        ):  # counts device files; starts no process before a worker is asked for
             num_devices = scheduler.n_gpus_per_node
-        choices.take("cluster.devices_per_node", num_devices, f"this machine has {num_devices or 'no'} accelerators")
-    if choices.settings.cluster.devices_per_node and not choices.is_given("cluster.device_memory_gb"):
+        choices.take(
+            "cluster.devices_per_node",
+            num_devices,
+            f"this machine has {num_devices or 'no'} accelerators",
+        )
+    if choices.settings.cluster.devices_per_node and not choices.is_given(
+        "cluster.device_memory_gb"
+    ):
         memory_gb = device_memory_gb()
         if memory_gb:
-            choices.take("cluster.device_memory_gb", memory_gb, "nvidia-smi reports it for the smallest device")
+            choices.take(
+                "cluster.device_memory_gb",
+                memory_gb,
+                "nvidia-smi reports it for the smallest device",
+            )
     settings = choices.settings
     if isinstance(settings, GRPOSettings):
         has_vllm = importlib.util.find_spec("vllm") is not None
         if settings.cluster.devices_per_node and has_vllm:
             choices.take("rollout.engine", "vllm", "vLLM is installed and there are accelerators")
         else:
-            missing = "vLLM is not installed" if settings.cluster.devices_per_node else "there are no accelerators"
+            missing = (
+                "vLLM is not installed"
+                if settings.cluster.devices_per_node
+                else "there are no accelerators"
+            )
             choices.take("rollout.engine", "hf", missing)
 
 
@@ -120,19 +154,30 @@ def _choose_groups(choices: _Choices) -> None:
     if not total:
         return
     if total == 1:
-        choices.take("cluster.placement", "colocated", "trainer and instance take turns on one device")
+        choices.take(
+            "cluster.placement", "colocated", "trainer and instance take turns on one device"
+        )
     if choices.settings.cluster.placement == "colocated":
         choices.take("cluster.train_workers", total, "a rank for each device")
         workers = choices.settings.cluster.train_workers
-        choices.take("cluster.rollout_instances", workers // cluster.rollout_devices, "on the trainers' devices")
+        choices.take(
+            "cluster.rollout_instances",
+            workers // cluster.rollout_devices,
+            "on the trainers' devices",
+        )
     else:
         choices.take("cluster.train_workers", total // 2, "half of the devices")
         left = total - choices.settings.cluster.train_workers
-        choices.take("cluster.rollout_instances", max(1, left // cluster.rollout_devices), "the other devices")
+        choices.take(
+            "cluster.rollout_instances",
+            max(1, left // cluster.rollout_devices),
+            "the other devices",
+        )
 
 
 def _choose_threads(choices: _Choices) -> None:
-    """Let roles that alternate on one machine without accelerators use all its cores, each in its turn."""
+    """Let roles that alternate on one machine without accelerators use all its cores, each in its
+    turn."""
     settings = choices.settings
     cluster = settings.cluster
     if cluster.devices_per_node or cluster.num_nodes > 1 or cluster.address is not None:
@@ -151,7 +196,9 @@ def _choose_threads(choices: _Choices) -> None:
     for role, count in workers.items():
         if choices.is_given(f"cluster.{role}_cpus", "cluster.env_vars.OMP_NUM_THREADS"):
             continue
-        choices.take(f"cluster.{role}_cpus", share, f"{cores} cores for {sum(workers.values())} workers")
+        choices.take(
+            f"cluster.{role}_cpus", share, f"{cores} cores for {sum(workers.values())} workers"
+        )
         choices.take(f"cluster.{role}_threads", max(1, most // count), reason)
 
 
@@ -160,13 +207,16 @@ def _choose_trackers(choices: _Choices) -> None:
     if importlib.util.find_spec("tensorboard") is not None:
         names.append("tensorboard")
     # Without a key or a mode, wandb would stop the run to ask for a login.
-    if importlib.util.find_spec("wandb") is not None and any(map(os.environ.get, ("WANDB_API_KEY", "WANDB_MODE"))):
+    if importlib.util.find_spec("wandb") is not None and any(
+        map(os.environ.get, ("WANDB_API_KEY", "WANDB_MODE"))
+    ):
         names.append("wandb")
     choices.take("tracking.to", tuple(names), "the installed trackers")
 
 
 def device_memory_gb() -> float:
-    """Return the memory of this machine's smallest GPU in GB by nvidia-smi; 0 where that is not known."""
+    """Return the memory of this machine's smallest GPU in GB by nvidia-smi; 0 where that is not
+    known."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)

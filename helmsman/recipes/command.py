@@ -1,10 +1,11 @@
 """The command lines of the recipes: ``helmsman grpo`` and its siblings.
 
     helmsman grpo --config one_machine_8gpu --model path/to/model --data train.jsonl
-    helmsman grpo --config ... --plan                   # settings, sizes and places; nothing is started
-    helmsman grpo --config ... --resume                 # continue from the last checkpoint in `out`
-    helmsman grpo --config ... --check-weights          # compare instances and trainer after every update
-    helmsman up -- helmsman grpo --config many_nodes_gpu ...    # on every node of a job
+    helmsman grpo --config ... --plan                   # settings, sizes and places; nothing is
+    started helmsman grpo --config ... --resume                 # continue from the last checkpoint
+    in `out`
+    helmsman grpo --config ... --check-weights          # compare instances and trainer after every
+    update helmsman up -- helmsman grpo --config many_nodes_gpu ...    # on every node of a job
 
 Every setting is a key of the file, and a flag (`--train.lr 1e-6`); `--keys` lists them.
 """
@@ -36,8 +37,11 @@ def recipe_of(command: str) -> type[Recipe[Any]]:
     return found
 
 
-def parse(command: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[tuple[str, str]]]:
-    """Return flags, and settings that were given as flags. Exits with code 2 and a message for flags that make no sense."""
+def parse(
+    command: str, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[tuple[str, str]]]:
+    """Return flags, and settings that were given as flags. Exits with code 2 and a message for
+    flags that make no sense."""
     recipe = recipe_of(command)
     parser = argparse.ArgumentParser(
         prog=f"helmsman {command}",
@@ -46,11 +50,23 @@ def parse(command: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace,
     )
     configurations = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
     parser.add_argument("--config", help=f"YAML or TOML file, or one of {configurations}")
-    parser.add_argument("--plan", action="store_true", help="print settings, sizes and places, and end")
-    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run in the output folder")
-    parser.add_argument("--check-weights", action="store_true", help="the same as --check.weights true")
-    parser.add_argument("--keys", action="store_true", help="list all settings, with defaults and meanings")
+    parser.add_argument(
+        "--plan", action="store_true", help="print settings, sizes and places, and end"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the last checkpoint in the output folder",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier run in the output folder"
+    )
+    parser.add_argument(
+        "--check-weights", action="store_true", help="the same as --check.weights true"
+    )
+    parser.add_argument(
+        "--keys", action="store_true", help="list all settings, with defaults and meanings"
+    )
     flags, rest = parser.parse_known_args(argv)
     given = []
     while rest:
@@ -66,7 +82,10 @@ def parse(command: str, argv: Sequence[str] | None) -> tuple[argparse.Namespace,
     if flags.check_weights:
         given.append(("check.weights", "true"))
     if flags.resume and flags.overwrite:
-        parser.error("--resume continues the run in the output folder and --overwrite replaces it; give one of them")
+        parser.error(
+            "--resume continues the run in the output folder and --overwrite replaces it; give one "
+            "of them"
+        )
     return flags, given
 
 
@@ -89,7 +108,12 @@ def main(command: str = "grpo", argv: Sequence[str] | None = None) -> int:
     try:
         with interruptible(), contextlib.ExitStack() as held:
             try:
-                recipe = kind(config=flags.config, resume=flags.resume, overwrite=flags.overwrite, overrides=given)
+                recipe = kind(
+                    config=flags.config,
+                    resume=flags.resume,
+                    overwrite=flags.overwrite,
+                    overrides=given,
+                )
                 recipe.load()
                 if not flags.plan:
                     held.enter_context(recipe.reserve())
@@ -101,7 +125,10 @@ def main(command: str = "grpo", argv: Sequence[str] | None = None) -> int:
             else:
                 recipe.run()
     except Interrupted as interrupt:
-        print(f"\nstopped by {interrupt}; everything was ended.{how_to_continue(recipe)}", file=sys.stderr)
+        print(
+            f"\nstopped by {interrupt}; everything was ended.{how_to_continue(recipe)}",
+            file=sys.stderr,
+        )
         return interrupt.exit_code
     except (HelmsmanError, OSError) as error:
         print(f"{type(error).__name__}: {error}{how_to_continue(recipe)}", file=sys.stderr)
@@ -110,7 +137,8 @@ def main(command: str = "grpo", argv: Sequence[str] | None = None) -> int:
 
 
 def how_to_continue(recipe: Recipe[Any] | None) -> str:
-    """Return the next step after a run that was cut short; nothing when it has not saved anything."""
+    """Return the next step after a run that was cut short; nothing when it has not saved
+    anything."""
     if recipe is None:
         return ""
     settings = recipe.settings

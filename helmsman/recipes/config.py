@@ -84,7 +84,9 @@ def flat_keys(entries: Mapping[str, Any], prefix: str = "") -> frozenset[str]:
     """Return the dotted keys of nested entries."""
     keys: set[str] = set()
     for name, value in entries.items():
-        keys |= flat_keys(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name}
+        keys |= (
+            flat_keys(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name}
+        )
     return frozenset(keys)
 
 
@@ -99,12 +101,20 @@ def _find(path: str | Path) -> Path:
 
 
 def _origin(text: str, path: str | Path, overrides: Sequence[tuple[str, str]]) -> str:
-    """The flag that set the key at the start of a message; else the file, with the flags that the message mentions."""
+    """The flag that set the key at the start of a message; else the file, with the flags that the
+    message mentions.
+    """
     words = re.findall(r"[\w.]+", text)
     for name, _ in reversed(overrides):
-        if f"{words[0]}.".startswith(f"{name}.") or (name.startswith(f"{words[0]}.") and name.rpartition(".")[2] in words):
+        if f"{words[0]}.".startswith(f"{name}.") or (
+            name.startswith(f"{words[0]}.") and name.rpartition(".")[2] in words
+        ):
             return f"--{name}"
-    spoken = [f"--{name}" for name, _ in overrides if {name, name.partition(".")[0], name.rpartition(".")[2]} & {*words}]
+    spoken = [
+        f"--{name}"
+        for name, _ in overrides
+        if {name, name.partition(".")[0], name.rpartition(".")[2]} & {*words}
+    ]
     return f"{path} with {', '.join(spoken)}" if spoken else str(path)
 
 
@@ -139,14 +149,20 @@ def key_table(kind: type[msgspec.Struct]) -> str:
     tables: dict[str, list[str]] = {}
     for key, default, meaning in all_keys(kind):
         section = key.rpartition(".")[0]
-        tables.setdefault(section, []).append(f"| `{key}` | {f'`{default}`' if default else 'required'} | {meaning} |")
-    return "\n\n".join("| key | default | meaning |\n|---|---|---|\n" + "\n".join(rows) for rows in tables.values())
+        tables.setdefault(section, []).append(
+            f"| `{key}` | {f'`{default}`' if default else 'required'} | {meaning} |"
+        )
+    return "\n\n".join(
+        "| key | default | meaning |\n|---|---|---|\n" + "\n".join(rows) for rows in tables.values()
+    )
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     path = path.resolve()
     if path in seen:
-        raise ValueError(f"{path} extends itself, by way of {', '.join(str(each) for each in seen)}")
+        raise ValueError(
+            f"{path} extends itself, by way of {', '.join(str(each) for each in seen)}"
+        )
     entries = _parse(path)
     if not isinstance(entries, dict):
         raise ValueError(f"{path}: expected keys and values, got {type(entries).__name__}")
@@ -170,7 +186,9 @@ def _parse(path: Path) -> Any:
         import yaml
     except ModuleNotFoundError as error:
         raise BackendNotInstalledError(
-            backend="a YAML file", package="yaml", command="pip install pyyaml   (or write the file in TOML)"
+            backend="a YAML file",
+            package="yaml",
+            command="pip install pyyaml   (or write the file in TOML)",
         ) from error
     # PyYAML takes 1e-6, which has no dot, for a text.
     loader: Any = type("Loader", (yaml.SafeLoader,), {})
@@ -186,15 +204,23 @@ def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for name, value in top.items():
         below = merged.get(name)
-        merged[name] = _merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        merged[name] = (
+            _merged(below, value)
+            if isinstance(below, Mapping) and isinstance(value, Mapping)
+            else value
+        )
     return merged
 
 
-def _require_known(where: str, entries: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str = "") -> None:
+def _require_known(
+    where: str, entries: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str = ""
+) -> None:
     hints = typing.get_type_hints(kind)
     for name, value in entries.items():
         if name not in hints:
-            raise ValueError(f"{where}: {_unknown(f'{prefix}{name}', name, kind.__struct_fields__)}")
+            raise ValueError(
+                f"{where}: {_unknown(f'{prefix}{name}', name, kind.__struct_fields__)}"
+            )
         section = _section(hints[name])
         if section is None:
             continue
@@ -227,7 +253,10 @@ def _set(entries: dict[str, Any], key: str, text: str, kind: type[msgspec.Struct
         elif typing.get_origin(hint) is dict:
             hint = typing.get_args(hint)[1]
         elif hint is not Any:
-            raise ValueError(f"--{key}: {'.'.join(parts[:depth])} has no keys below it; give it as a whole, in JSON")
+            raise ValueError(
+                f"--{key}: {'.'.join(parts[:depth])} has no keys below it; give it as a whole, in "
+                "JSON"
+            )
     at[parts[-1]] = _value(key, text, hint)
 
 
@@ -271,7 +300,11 @@ def _field_docs(kind: type[msgspec.Struct]) -> dict[str, str]:
         body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
         assert isinstance(body, ast.ClassDef)
         for field, below in zip(body.body, body.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+            ):
                 assert isinstance(below.value, ast.Constant)
                 docs[field.target.id] = " ".join(str(below.value.value).split()).replace("``", "`")
     return docs

@@ -112,8 +112,13 @@ def _draw_phases(axes: Any, supervised_until: int, last: int) -> None:
     if 0 < supervised_until < last:
         axes.axvspan(-0.015 * last, supervised_until, color=_GREY, alpha=0.08, linewidth=0)
         axes.axvline(supervised_until, color=_GREY, linewidth=1, linestyle="--")
-        for begin, end, name in ((0, supervised_until, "supervised"), (supervised_until, last, "rewards alone")):
-            axes.text((begin + end) / 2, 1.075, name, ha="center", va="center", color=_GREY, fontsize=10)
+        for begin, end, name in (
+            (0, supervised_until, "supervised"),
+            (supervised_until, last, "rewards alone"),
+        ):
+            axes.text(
+                (begin + end) / 2, 1.075, name, ha="center", va="center", color=_GREY, fontsize=10
+            )
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

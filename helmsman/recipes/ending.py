@@ -41,7 +41,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The mean of the steps' means."""
 
 
-def finish(settings: RunSettings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], *, seconds: float) -> RunSummary:
+def finish(
+    settings: RunSettings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], *, seconds: float
+) -> RunSummary:
     """Write summary and curve.
 
     Args:
@@ -62,13 +64,17 @@ def finish(settings: RunSettings, dataset: Dataset, rows: Sequence[Mapping[str, 
     return summary
 
 
-def summarize(settings: RunSettings, rows: Sequence[Mapping[str, Any]], seconds: float) -> RunSummary:
+def summarize(
+    settings: RunSettings, rows: Sequence[Mapping[str, Any]], seconds: float
+) -> RunSummary:
     """The summary of a run from its metrics."""
 
     def all_of(name: str) -> list[float]:
         return [value for row in rows if (value := row.get(name)) is not None]
 
-    rewards, accuracies, speeds = (all_of(name) for name in ("reward/mean", "eval/greedy_accuracy", "tokens_per_second"))
+    rewards, accuracies, speeds = (
+        all_of(name) for name in ("reward/mean", "eval/greedy_accuracy", "tokens_per_second")
+    )
     losses = all_of("loss")
     largest, means = all_of("logprob_diff/max"), all_of("logprob_diff/mean")
     return RunSummary(
@@ -86,8 +92,11 @@ def summarize(settings: RunSettings, rows: Sequence[Mapping[str, Any]], seconds:
     )
 
 
-def draw(settings: RunSettings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], summary: RunSummary) -> None:
-    """Draw greedy accuracy and reward over the steps, or the loss where there are no rewards; needs matplotlib."""
+def draw(
+    settings: RunSettings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], summary: RunSummary
+) -> None:
+    """Draw greedy accuracy and reward over the steps, or the loss where there are no rewards; needs
+    matplotlib."""
 
     def points(name: str) -> list[tuple[int, float]]:
         return [(int(row["step"]), value) for row in rows if (value := row.get(name)) is not None]
@@ -102,7 +111,8 @@ def draw(settings: RunSettings, dataset: Dataset, rows: Sequence[Mapping[str, An
         sampled_label="reward of sampled answers (training prompts)" if has_rewards else "loss",
         accuracies=points("eval/greedy_accuracy"),
         title=task if first is None or last is None else f"{task}: {first:.0%} to {last:.0%}",
-        subtitle=f"{len(dataset.held_out)} held-out rows, {cluster.train_workers} train workers on {cluster.scheduler}, "
+        subtitle=f"{len(dataset.held_out)} held-out rows, {cluster.train_workers} train workers on "
+        f"{cluster.scheduler}, "
         f"{summary.tokens_per_second:,.0f} tokens/s, {summary.seconds:.0f} s, seed {settings.seed}",
         last_step=settings.steps,
     )

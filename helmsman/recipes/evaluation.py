@@ -45,7 +45,9 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
     by_source: dict[str, SourceResult]
 
     def metrics(self) -> dict[str, float]:
-        """``eval/greedy_accuracy``, ``eval/pass@1``, ...; where there are several sources, also ``eval/<source>/...``."""
+        """``eval/greedy_accuracy``, ``eval/pass@1``, ...; where there are several sources, also
+        ``eval/<source>/...``.
+        """
         found = {"eval/reward/failed": float(self.failed)}
         for source, result in self.by_source.items():
             prefix = "eval" if source == ALL else f"eval/{source}"
@@ -56,7 +58,8 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Unbiased estimate of the probability that one of k answers is right, from more of them: 1 - C(n - c, k) / C(n, k).
+    """Unbiased estimate of the probability that one of k answers is right, from more of them: 1 -
+    C(n - c, k) / C(n, k).
 
     Source: Chen et al., arXiv:2107.03374, eq. 1.
     """
@@ -76,11 +79,16 @@ async def evaluate(
         seed: of what is drawn, the same at every evaluation.
     """
     greedy = msgspec.structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=0, seed=0)
-    drawn = msgspec.structs.replace(sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=0)
+    drawn = msgspec.structs.replace(
+        sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=0
+    )
 
     async def answer(number: int, row: Row) -> tuple[bool | None, list[bool]]:
         rng = random.Random(f"{seed}/evaluation {number}")
-        asked = [judge(row, msgspec.structs.replace(drawn, seed=rng.getrandbits(31))) for _ in range(settings.samples)]
+        asked = [
+            judge(row, msgspec.structs.replace(drawn, seed=rng.getrandbits(31)))
+            for _ in range(settings.samples)
+        ]
         right = await asyncio.gather(*([judge(row, greedy)] if settings.greedy else []), *asked)
         return (right[0] if settings.greedy else None), right[bool(settings.greedy) :]
 
@@ -88,12 +96,18 @@ async def evaluate(
     sources = sorted({row.source for row in rows})
     results = {}
     for source in [ALL, *(sources if len(sources) > 1 else [])]:
-        chosen = [each for row, each in zip(rows, answers, strict=True) if source in (ALL, row.source)]
+        chosen = [
+            each for row, each in zip(rows, answers, strict=True) if source in (ALL, row.source)
+        ]
         results[source] = SourceResult(
             num_prompts=len(chosen),
-            greedy_accuracy=statistics.fmean(bool(first) for first, _ in chosen) if settings.greedy else None,
+            greedy_accuracy=statistics.fmean(bool(first) for first, _ in chosen)
+            if settings.greedy
+            else None,
             pass_at_k={
-                k: statistics.fmean(pass_at_k(settings.samples, sum(right), k) for _, right in chosen)
+                k: statistics.fmean(
+                    pass_at_k(settings.samples, sum(right), k) for _, right in chosen
+                )
                 for k in (settings.k if settings.samples else ())
             },
         )

@@ -1,4 +1,5 @@
-"""The output folder of a run: one run at a time writes to it, and files are replaced all or nothing."""
+"""The output folder of a run: one run at a time writes to it, and files are replaced all or
+nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ T = TypeVar("T")
 
 
 def clear(out: Path, *, files: Sequence[str] = (), folders: Sequence[str] = ()) -> bool:
-    """Remove what an earlier run left in the output folder, and nothing else; returns whether there was something.
+    """Remove what an earlier run left in the output folder, and nothing else; returns whether there
+    was something.
 
     Args:
         files, folders: names of what it leaves besides those of this module.
@@ -29,20 +31,25 @@ def clear(out: Path, *, files: Sequence[str] = (), folders: Sequence[str] = ()) 
     if not mark.exists():
         if found:
             raise FileExistsError(
-                f"{out} has {', '.join(found)} but no {mark.name}, so it is not the output of an earlier run and is left as it "
+                f"{out} has {', '.join(found)} but no {mark.name}, so it is not the output of an "
+                f"earlier run and is left as it "
                 "is; give another --out"
             )
         return False
     for path in all_folders:
         shutil.rmtree(path, ignore_errors=True)
-    for path in [*all_files, mark]:  # the mark last, so that a clearing that was cut short can be done again
+    for path in [
+        *all_files,
+        mark,
+    ]:  # the mark last, so that a clearing that was cut short can be done again
         path.unlink(missing_ok=True)
     return True
 
 
 @contextlib.contextmanager
 def only_run_in(out: Path) -> Iterator[None]:
-    """Keep every other run out of the output folder for the block, and no longer than this process lives.
+    """Keep every other run out of the output folder for the block, and no longer than this process
+    lives.
 
     Raises: BlockingIOError when there is one.
     """
@@ -50,7 +57,9 @@ def only_run_in(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise BlockingIOError(f"another run writes to {out}; end it first, or give another --out") from error
+            raise BlockingIOError(
+                f"another run writes to {out}; end it first, or give another --out"
+            ) from error
         yield
 
 
@@ -62,10 +71,14 @@ def append_line(path: Path, value: Any) -> None:
 
 
 def read_lines(path: Path, kind: type[T]) -> list[T]:
-    """All lines but one that a crash cut short; none where there is no file. Raises ValueError when they are something else."""
+    """All lines but one that a crash cut short; none where there is no file. Raises ValueError when
+    they are something else."""
     data = path.read_bytes() if path.exists() else b""
     try:
-        return [msgspec.json.decode(line, type=kind) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+        return [
+            msgspec.json.decode(line, type=kind)
+            for line in data[: data.rfind(b"\n") + 1].splitlines()
+        ]
     except msgspec.DecodeError as error:
         raise ValueError(f"{path} is not the record of a run: {error}") from error
 

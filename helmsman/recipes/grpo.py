@@ -28,9 +28,11 @@ class GRPO(Recipe[GRPOSettings]):
 
     Args:
         model: local Hugging Face folder to start from.
-        data: a JSONL file, a Hugging Face dataset folder, any iterable of rows, or a mapping with the keys of ``data``.
-        rewards: functions, names of built-in rewards (``exact``, ``number``, ``format``, ``math``), import paths
-            (``pkg.mod:fn`` or ``path/file.py:fn``), or mappings with the keys of ``rewards[]``.
+        data: a JSONL file, a Hugging Face dataset folder, any iterable of rows, or a mapping with
+            the keys of ``data``.
+        rewards: functions, names of built-in rewards (``exact``, ``number``, ``format``, ``math``),
+            import paths (``pkg.mod:fn`` or ``path/file.py:fn``), or mappings with the keys of
+            ``rewards[]``.
         settings: as of Recipe.
 
     Raises: as Recipe.
@@ -68,7 +70,8 @@ class GRPO(Recipe[GRPOSettings]):
         return {"use": use, "name": name}
 
     def load_data(self) -> Dataset:
-        """Read tokenizer and prompts, and find the rewards. Raises: ValueError, OSError, BackendNotInstalledError."""
+        """Read tokenizer and prompts, and find the rewards. Raises: ValueError, OSError,
+        BackendNotInstalledError."""
         self.tokenizer = ChatTokenizer(self.settings.model, self.settings.data)
         dataset = load_dataset(self.settings.data, self.tokenizer, self.settings.seed, self.rows)
         for reward in self.settings.rewards:
@@ -79,16 +82,22 @@ class GRPO(Recipe[GRPOSettings]):
         """Return trainer, rollout, and the reference where there is a KL term."""
         return make_jobs(self.settings)
 
-    def start(self, held: contextlib.ExitStack, scheduler: Scheduler, jobs: Mapping[str, Job]) -> Callable[[Trackers], Loop]:
+    def start(
+        self, held: contextlib.ExitStack, scheduler: Scheduler, jobs: Mapping[str, Job]
+    ) -> Callable[[Trackers], Loop]:
         """Start rewards, trainer, rollout and reference."""
         settings = self.settings
         scorer = held.enter_context(Scorer(settings.rewards, scheduler, self.functions))
         trainer = make_trainer(settings, scheduler, jobs["train"])
         rollout = make_rollout(settings, scheduler, jobs["rollout"])
-        reference = make_trainer(settings, scheduler, jobs["reference"]) if "reference" in jobs else None
+        reference = (
+            make_trainer(settings, scheduler, jobs["reference"]) if "reference" in jobs else None
+        )
         for controller in (trainer, reference, rollout):
             if controller is not None:
                 controller.initialize()
             if isinstance(controller, TrainController) and settings.cluster.takes_turns:
                 controller.sleep()  # the next one needs the devices
-        return lambda trackers: Run(settings, self.dataset, self.tokenizer, trainer, rollout, reference, scorer, trackers)
+        return lambda trackers: Run(
+            settings, self.dataset, self.tokenizer, trainer, rollout, reference, scorer, trackers
+        )

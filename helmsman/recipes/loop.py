@@ -42,7 +42,8 @@ class Clock:
 
 
 class Loop(abc.ABC):
-    """The steps of a run on workers that are ready; a recipe implements ``train_step`` and ``evaluate``.
+    """The steps of a run on workers that are ready; a recipe implements ``train_step`` and
+    ``evaluate``.
 
     Args:
         settings: of the run.
@@ -51,8 +52,15 @@ class Loop(abc.ABC):
         trackers: where metrics go.
     """
 
-    def __init__(self, settings: RunSettings, trainer: TrainController, draws: Draws, trackers: Trackers) -> None:
-        self._run_settings, self.trainer, self.draws, self.trackers = settings, trainer, draws, trackers
+    def __init__(
+        self, settings: RunSettings, trainer: TrainController, draws: Draws, trackers: Trackers
+    ) -> None:
+        self._run_settings, self.trainer, self.draws, self.trackers = (
+            settings,
+            trainer,
+            draws,
+            trackers,
+        )
         self.out = Path(settings.out)
         self.clock = Clock()
 
@@ -69,7 +77,9 @@ class Loop(abc.ABC):
             save_in_background=kept.in_background,
             max_recoveries=kept.max_recoveries,
         )
-        training = RecoverableTraining(self.trainer, policy, step=self.step, on_begin=self.begin, add_files=self.add_files)
+        training = RecoverableTraining(
+            self.trainer, policy, step=self.step, on_begin=self.begin, add_files=self.add_files
+        )
         training.run(0, self._run_settings.steps)
         if kept.export == "last":
             self.trainer.export_hf(str(self.out.absolute() / "model"), kept.export_dtype)
@@ -88,7 +98,8 @@ class Loop(abc.ABC):
         self.trackers.log(step, {**metrics, **self.clock.metrics(), "weight_version": version})
 
     def begin(self, step: int) -> None:
-        """Prepare the next step after a start or a recovery: forget what was noted of it and of later ones."""
+        """Prepare the next step after a start or a recovery: forget what was noted of it and of
+        later ones."""
         self.close()
         self.trackers.rewind(step - 1)
         self.draws.restore(self._saved_draws())
@@ -97,7 +108,9 @@ class Loop(abc.ABC):
         """Add the recipe's own files to a checkpoint."""
         write_json(folder / DRAWS_FILE, self.draws.state())
         if self._run_settings.checkpoints.export == "all":
-            self.trainer.export_hf(str(folder / "model"), self._run_settings.checkpoints.export_dtype)
+            self.trainer.export_hf(
+                str(folder / "model"), self._run_settings.checkpoints.export_dtype
+            )
 
     def saved(self) -> Path | None:
         """Return the folder of the last checkpoint, if there is one."""
@@ -111,7 +124,9 @@ class Loop(abc.ABC):
         try:
             return msgspec.json.decode((folder / DRAWS_FILE).read_bytes(), type=DrawState)
         except (OSError, msgspec.DecodeError) as error:
-            raise CheckpointError(role=self.trainer.role, path=str(folder), reason=f"{DRAWS_FILE}: {error}") from error
+            raise CheckpointError(
+                role=self.trainer.role, path=str(folder), reason=f"{DRAWS_FILE}: {error}"
+            ) from error
 
     @abc.abstractmethod
     def train_step(self, step: int) -> dict[str, float]:
@@ -133,7 +148,8 @@ class Loop(abc.ABC):
 
 
 def is_due(step: int, *, every: int, last: int, at_start: bool) -> bool:
-    """Whether work that is done every so many steps is due at this one; the last step always ends with it.
+    """Whether work that is done every so many steps is due at this one; the last step always ends
+    with it.
 
     Args:
         step: the step's number; 0 is before training.

@@ -1,4 +1,6 @@
-"""Prompts: JSONL rows, the model's chat template around them, and an order that a run can be gone on from exactly."""
+"""Prompts: JSONL rows, the model's chat template around them, and an order that a run can be gone
+on from exactly.
+"""
 
 from __future__ import annotations
 
@@ -56,16 +58,21 @@ class ChatTokenizer(FolderTokenizer):
             try:
                 self._tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
-                raise ValueError(f"data.chat_template, {data.chat_template}, is no text in UTF-8: {error}") from error
+                raise ValueError(
+                    f"data.chat_template, {data.chat_template}, is no text in UTF-8: {error}"
+                ) from error
         self._system, self._args = data.system_prompt, data.template_args
         self.stop_ids = tuple(sorted({self.eos_id, *_end_tokens(Path(folder))}))
         """Tokens that end an answer: the tokenizer's own, and those of generation_config.json."""
 
-    def encode(self, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int]) -> tuple[str, list[int]]:
+    def encode(
+        self, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int]
+    ) -> tuple[str, list[int]]:
         """Text and tokens of a prompt as the model is given it; token ids are taken as they are.
 
-        Without a chat template a text goes as it is, after the system prompt, and a chat is written out, a paragraph for each
-        message and one for the answer, which is what models that were trained on plain text go on from.
+        Without a chat template a text goes as it is, after the system prompt, and a chat is written
+        out, a paragraph for each message and one for the answer, which is what models that were
+        trained on plain text go on from.
         """
         if is_token_ids(prompt):
             ids: Any = prompt
@@ -75,12 +82,19 @@ class ChatTokenizer(FolderTokenizer):
         if self._system is not None and chat[0].get("role") != "system":
             chat.insert(0, {"role": "system", "content": self._system})
         if self._tokenizer.chat_template:
-            text = str(self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **self._args))
+            text = str(
+                self._tokenizer.apply_chat_template(
+                    chat, tokenize=False, add_generation_prompt=True, **self._args
+                )
+            )
             return text, list(self._tokenizer.encode(text, add_special_tokens=False))
         if isinstance(prompt, str):
             text = "\n\n".join(str(each["content"]) for each in chat)
         else:
-            text = "".join(f"{each['role'].capitalize()}: {each['content']}\n\n" for each in chat) + "Assistant:"
+            text = (
+                "".join(f"{each['role'].capitalize()}: {each['content']}\n\n" for each in chat)
+                + "Assistant:"
+            )
         return text, list(self._tokenizer.encode(text))
 
 
@@ -99,7 +113,9 @@ def _end_tokens(folder: Path) -> list[int]:
     return [ids] if isinstance(ids, int) else ids or []
 
 
-def load_dataset(data: Data, tokenizer: ChatTokenizer, seed: int, rows: list[Any] | None = None) -> Dataset:
+def load_dataset(
+    data: Data, tokenizer: ChatTokenizer, seed: int, rows: list[Any] | None = None
+) -> Dataset:
     """Read, encode and split.
 
     Args:
@@ -114,7 +130,12 @@ def load_dataset(data: Data, tokenizer: ChatTokenizer, seed: int, rows: list[Any
     if data.held_out is not None:
         held_out, num_more = _read(data.held_out, data, tokenizer)
         trained_on = {row.prompt for row in found}
-        return Dataset(found, held_out, num_too_long + num_more, sum(row.prompt in trained_on for row in held_out))
+        return Dataset(
+            found,
+            held_out,
+            num_too_long + num_more,
+            sum(row.prompt in trained_on for row in held_out),
+        )
     order = list(range(len(found)))
     random.Random(f"{seed}/held out").shuffle(order)
     held_out = [found[index] for index in sorted(order[: data.num_held_out])]
@@ -123,32 +144,39 @@ def load_dataset(data: Data, tokenizer: ChatTokenizer, seed: int, rows: list[Any
     train = [row for row in found if row.prompt not in reserved]
     if len(held_out) < data.num_held_out or not train:
         raise ValueError(
-            f"{data.train} has {len(found)} prompts that can be used, which do not give {data.num_held_out} to hold out and "
+            f"{data.train} has {len(found)} prompts that can be used, which do not give "
+            f"{data.num_held_out} to hold out and "
             "others to train on"
         )
     return Dataset(train, held_out, num_too_long)
 
 
-def _read(source: str, data: Data, tokenizer: ChatTokenizer, given: list[Any] | None = None) -> tuple[list[Row], int]:
+def _read(
+    source: str, data: Data, tokenizer: ChatTokenizer, given: list[Any] | None = None
+) -> tuple[list[Row], int]:
     rows: list[Row] = []
     num_too_long = 0
     for place, entry in read_rows(source, given, data.prompt_key):
         prompt: Any = entry.get(data.prompt_key)
         if not _is_prompt(prompt):
             raise ValueError(
-                f"{place}: {data.prompt_key!r} is {prompt!r:.80}; expected a text, a list of {{role, content}}, or a list "
+                f"{place}: {data.prompt_key!r} is {prompt!r:.80}; expected a text, a list of "
+                f"{{role, content}}, or a list "
                 "of token ids"
             )
         try:
             text, ids = tokenizer.encode(prompt)
         except Exception as error:  # templates raise what their authors made them raise
-            raise ValueError(f"{place}: the chat template does not take this prompt: {error}") from error
+            raise ValueError(
+                f"{place}: the chat template does not take this prompt: {error}"
+            ) from error
         if not ids:
             raise ValueError(f"{place}: the prompt has no tokens")
         if len(ids) > data.max_prompt_tokens:
             if data.on_long_prompt == "error":
                 raise ValueError(
-                    f"{place}: the prompt has {len(ids)} tokens; data.max_prompt_tokens is {data.max_prompt_tokens}, and "
+                    f"{place}: the prompt has {len(ids)} tokens; data.max_prompt_tokens is "
+                    f"{data.max_prompt_tokens}, and "
                     "data.on_long_prompt is 'error'"
                 )
             num_too_long += 1
@@ -157,7 +185,10 @@ def _read(source: str, data: Data, tokenizer: ChatTokenizer, given: list[Any] | 
         source_name = Path(source).stem if name is None else str(name)
         rows.append(Row(ids, text, _answer_of(entry, data.answer_key), source_name, entry, prompt))
     if not rows:
-        raise ValueError(f"{source} has no prompt that can be used; {num_too_long} are above data.max_prompt_tokens")
+        raise ValueError(
+            f"{source} has no prompt that can be used; {num_too_long} are above "
+            f"data.max_prompt_tokens"
+        )
     return rows, num_too_long
 
 
@@ -173,12 +204,18 @@ def _is_prompt(prompt: Any) -> bool:
         return bool(prompt)
     if not isinstance(prompt, list) or not prompt:
         return False
-    return is_token_ids(prompt) or all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in prompt)
+    return is_token_ids(prompt) or all(
+        isinstance(each, dict) and {"role", "content"} <= each.keys() for each in prompt
+    )
 
 
 def is_token_ids(prompt: Any) -> bool:
     """Whether a prompt is a list of token ids."""
-    return isinstance(prompt, list) and bool(prompt) and all(type(each) is int and each >= 0 for each in prompt)
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(type(each) is int and each >= 0 for each in prompt)
+    )
 
 
 class Draw(msgspec.Struct, frozen=True):
@@ -200,10 +237,12 @@ class DrawState(msgspec.Struct, frozen=True):
 
 
 class Draws:
-    """All draws of a run, in order and without an end: what the n-th is depends on seed and n alone.
+    """All draws of a run, in order and without an end: what the n-th is depends on seed and n
+    alone.
 
-    What has been trained on, or filtered, is used. A run that goes on begins with the first that is not, and passes over those
-    behind it that are; so each draw is used once, whatever was generated ahead when it stopped.
+    What has been trained on, or filtered, is used. A run that goes on begins with the first that is
+    not, and passes over those behind it that are; so each draw is used once, whatever was generated
+    ahead when it stopped.
 
     Args:
         rows: to draw from, each once in an epoch.
@@ -235,7 +274,11 @@ class Draws:
             if self._shuffle:
                 random.Random(f"{self._seed}/epoch {epoch}").shuffle(self._order)
         rng = random.Random(f"{self._seed}/draw {number}")
-        return Draw(number, self._rows[self._order[index]], [rng.getrandbits(31) for _ in range(self._num_samples)])
+        return Draw(
+            number,
+            self._rows[self._order[index]],
+            [rng.getrandbits(31) for _ in range(self._num_samples)],
+        )
 
     def use(self, number: int) -> None:
         """Say that a draw was used."""
@@ -256,6 +299,8 @@ class Draws:
             return DrawState(self._below, sorted(self._used))
 
     def restore(self, state: DrawState) -> None:
-        """Go back to what was used at another time. Iterators from before are of no use any more."""
+        """Go back to what was used at another time. Iterators from before are of no use any
+        more.
+        """
         with self._lock:
             self._below, self._used = state.used_below, set(state.used)

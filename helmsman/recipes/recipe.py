@@ -35,12 +35,15 @@ class Recipe(abc.ABC, Generic[S]):
 
     Args:
         model: local Hugging Face folder to start from.
-        data: a JSONL file, a Hugging Face dataset folder, any iterable of rows, or a mapping with the keys of ``data``.
-        config: a YAML or TOML file, or the name of a configuration of the package; other arguments are over it.
+        data: a JSONL file, a Hugging Face dataset folder, any iterable of rows, or a mapping with
+            the keys of ``data``.
+        config: a YAML or TOML file, or the name of a configuration of the package; other arguments
+            are over it.
         resume: continue from the last checkpoint in ``out``.
         overwrite: replace an earlier run in ``out``.
         overrides: ``(dotted key, text)`` of a command line, over everything else.
-        settings: sections and keys of the recipe's settings, such as ``steps=10`` or ``train={"lr": 1e-5}``.
+        settings: sections and keys of the recipe's settings, such as ``steps=10`` or ``train={"lr":
+            1e-5}``.
 
     Raises: ValueError for settings that do not fit together; OSError; BackendNotInstalledError.
     """
@@ -48,7 +51,8 @@ class Recipe(abc.ABC, Generic[S]):
     kind: ClassVar[type[RunSettings]]
     """The struct of its settings."""
     fixed: ClassVar[tuple[str, ...]] = ("model", "data", "seed")
-    """Settings that must be as in the run that is resumed, since they decide what was drawn before."""
+    """Settings that must be as in the run that is resumed, since they decide what was drawn
+    before."""
 
     def __init__(
         self,
@@ -78,25 +82,30 @@ class Recipe(abc.ABC, Generic[S]):
         self._read(config, overrides, given)
         self._is_loaded = False
 
-    def _read(self, path: str | Path | None, overrides: Sequence[tuple[str, str]], given: dict[str, Any]) -> None:
+    def _read(
+        self, path: str | Path | None, overrides: Sequence[tuple[str, str]], given: dict[str, Any]
+    ) -> None:
         found: Any
         found, self.choices = read(self.kind, path, overrides, given)
         self.settings: S = found  # a type checker cannot follow that it is of self.kind
 
-    # --- the run ------------------------------------------------------------------------------------------------------
+    # --- the run ----------------------------------------------------------------------------------
+    # --------------------
 
     def train(self) -> RunSummary:
         """Train to the last step and write what a run leaves in ``settings.out``.
 
         Returns: the run in numbers.
-        Raises: ValueError, OSError, BackendNotInstalledError before anything is started; HelmsmanError afterwards.
+        Raises: ValueError, OSError, BackendNotInstalledError before anything is started;
+            HelmsmanError afterwards.
         """
         self.load()
         with self.reserve():
             return self.run()
 
     def plan(self) -> str:
-        """Describe the run: settings, choices with their arithmetic, and places. Starts no worker, writes no file."""
+        """Describe the run: settings, choices with their arithmetic, and places. Starts no worker,
+        writes no file."""
         self.load()
         with start_scheduler(self.settings.cluster, self.settings.seed, None) as scheduler:
             table = scheduler.plan(self.jobs()).table()
@@ -114,7 +123,8 @@ class Recipe(abc.ABC, Generic[S]):
 
     @contextlib.contextmanager
     def reserve(self) -> Iterator[None]:
-        """Prepare the output folder, and keep other runs out of it for the block. Raises: ValueError, OSError."""
+        """Prepare the output folder, and keep other runs out of it for the block. Raises:
+        ValueError, OSError."""
         out = Path(self.settings.out)
         out.mkdir(parents=True, exist_ok=True)
         with only_run_in(out):
@@ -129,7 +139,9 @@ class Recipe(abc.ABC, Generic[S]):
         metrics = MetricsFile(out / "metrics.jsonl")
         jobs = self.jobs()
         with contextlib.ExitStack() as held:
-            scheduler = held.enter_context(start_scheduler(settings.cluster, settings.seed, out / "logs"))
+            scheduler = held.enter_context(
+                start_scheduler(settings.cluster, settings.seed, out / "logs")
+            )
             print(f"{scheduler.plan(jobs).table()}\n", flush=True)
             start = self.start(held, scheduler, {job.role: job for job in jobs})
             print(f"all workers are ready after {time.monotonic() - started:.0f} s\n", flush=True)
@@ -151,8 +163,10 @@ class Recipe(abc.ABC, Generic[S]):
         longest = max(len(row.prompt_ids) for row in [*found.train, *found.held_out])
         both = f" ({found.num_in_both} trained on as well)" if found.num_in_both else ""
         return (
-            f"{len(found.train)} prompts to train on, {len(found.held_out)} held out{both}, {found.num_too_long} left out "
-            f"as longer than {self.settings.data.max_prompt_tokens} tokens; the longest has {longest} tokens"
+            f"{len(found.train)} prompts to train on, {len(found.held_out)} held out{both}, "
+            f"{found.num_too_long} left out "
+            f"as longer than {self.settings.data.max_prompt_tokens} tokens; the longest has "
+            f"{longest} tokens"
         )
 
     def _prepare(self, out: Path) -> None:
@@ -163,11 +177,13 @@ class Recipe(abc.ABC, Generic[S]):
         else:
             if Path(self.settings.model).resolve().is_relative_to(out.resolve()):
                 raise ValueError(
-                    f"model {self.settings.model} lies in the output folder, which a new run replaces; give another out"
+                    f"model {self.settings.model} lies in the output folder, which a new run "
+                    f"replaces; give another out"
                 )
             if path.exists() and not self.overwrite:
                 raise FileExistsError(
-                    f"the output folder {out} has an earlier run ({_progress(out)}), expected an empty folder. Give "
+                    f"the output folder {out} has an earlier run ({_progress(out)}), expected an "
+                    f"empty folder. Give "
                     "--resume to continue it, --overwrite to replace it, or another --out."
                 )
             if clear(out, files=FILES, folders=FOLDERS):
@@ -181,20 +197,26 @@ class Recipe(abc.ABC, Generic[S]):
             before = msgspec.json.decode(path.read_bytes(), type=self.kind)
         except msgspec.DecodeError as error:
             raise ValueError(
-                f"{path} is not of this version of the recipe ({error}). Start again with --overwrite instead of --resume."
+                f"{path} is not of this version of the recipe ({error}). Start again with "
+                f"--overwrite instead of --resume."
             ) from error
         for name in self.fixed:
             if getattr(before, name) != getattr(self.settings, name):
                 raise ValueError(
-                    f"{name} is {getattr(before, name)!r} in the run to resume and {getattr(self.settings, name)!r} now. "
+                    f"{name} is {getattr(before, name)!r} in the run to resume and "
+                    f"{getattr(self.settings, name)!r} now. "
                     "Leave it as it was, or start again with --overwrite instead of --resume."
                 )
         found = Checkpoints(out / "checkpoints", self.settings.checkpoints.keep).latest()
         if found is not None and found[0] > self.settings.steps:
-            raise ValueError(f"the run in {out} is at step {found[0]} already; expected steps of {found[0]} or more")
+            raise ValueError(
+                f"the run in {out} is at step {found[0]} already; expected steps of {found[0]} or "
+                f"more"
+            )
         MetricsFile(out / "metrics.jsonl").read()
 
-    # --- what a recipe implements -------------------------------------------------------------------------------------
+    # --- what a recipe implements
+    # -------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def load_data(self) -> Dataset:
@@ -205,7 +227,9 @@ class Recipe(abc.ABC, Generic[S]):
         """Return the jobs in the order of their start."""
 
     @abc.abstractmethod
-    def start(self, held: contextlib.ExitStack, scheduler: Scheduler, jobs: Mapping[str, Job]) -> Callable[[Trackers], Loop]:
+    def start(
+        self, held: contextlib.ExitStack, scheduler: Scheduler, jobs: Mapping[str, Job]
+    ) -> Callable[[Trackers], Loop]:
         """Start the workers; returns the function that makes the loop from trackers.
 
         Args:

@@ -19,7 +19,12 @@ from helmsman.recipes.settings import GRPOSettings, RunSettings, name_of
 S = TypeVar("S", bound=RunSettings)
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"normalize_std": True, "aggregation": "sequence", "clip_low": 0.2, "clip_high": 0.2},
-    "dr_grpo": {"normalize_std": False, "aggregation": "constant", "clip_low": 0.2, "clip_high": 0.2},
+    "dr_grpo": {
+        "normalize_std": False,
+        "aggregation": "constant",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+    },
     "dapo": {
         "normalize_std": True,
         "aggregation": "token",
@@ -34,10 +39,26 @@ _OFF = {"overlong_filter": False, "dynamic_sampling": False}
 _LEAST: dict[str, float] = {
     **dict.fromkeys(
         (
-            *("steps", "prompts_per_step", "samples_per_prompt", "cluster.num_nodes", "cluster.train_workers"),
+            *(
+                "steps",
+                "prompts_per_step",
+                "samples_per_prompt",
+                "cluster.num_nodes",
+                "cluster.train_workers",
+            ),
             *("cluster.rollout_instances", "cluster.rollout_devices", "train.minibatches"),
-            *("rollout.max_new_tokens", "rollout.max_in_flight", "rollout.oversample", "data.max_prompt_tokens"),
-            *("algorithm.max_filtered_batches", "sync.bucket_mb", "check.prompts", "check.max_new_tokens"),
+            *(
+                "rollout.max_new_tokens",
+                "rollout.max_in_flight",
+                "rollout.oversample",
+                "data.max_prompt_tokens",
+            ),
+            *(
+                "algorithm.max_filtered_batches",
+                "sync.bucket_mb",
+                "check.prompts",
+                "check.max_new_tokens",
+            ),
             *("evaluation.max_new_tokens", "checkpoints.every", "checkpoints.keep"),
         ),
         1,
@@ -64,13 +85,28 @@ _LEAST: dict[str, float] = {
                 "algorithm.clip_low",
                 "algorithm.clip_high",
             ),
-            *("algorithm.overlong_buffer", "algorithm.overlong_penalty", "algorithm.kl_coef", "check.tolerance"),
-            *("evaluation.every", "evaluation.samples", "evaluation.temperature", "checkpoints.max_recoveries"),
+            *(
+                "algorithm.overlong_buffer",
+                "algorithm.overlong_penalty",
+                "algorithm.kl_coef",
+                "check.tolerance",
+            ),
+            *(
+                "evaluation.every",
+                "evaluation.samples",
+                "evaluation.temperature",
+                "checkpoints.max_recoveries",
+            ),
         ),
         0,
     ),
 }
-_TIMES = ("cluster.start_timeout_s", "cluster.engine_timeout_s", "cluster.call_timeout_s", "rollout.episode_timeout_s")
+_TIMES = (
+    "cluster.start_timeout_s",
+    "cluster.engine_timeout_s",
+    "cluster.call_timeout_s",
+    "rollout.episode_timeout_s",
+)
 _GIVEN_ELSEWHERE = {"model": "model", "lr": "train.lr", "seed": "seed"}
 """Fields of the trainer's engine that the run has settings of its own for."""
 
@@ -131,11 +167,18 @@ def _choices(kind: Any, path: str) -> list[Any]:
         kind = typing.get_type_hints(kind)[name]
         kind = typing.get_args(kind)[0] if is_item else kind
     alternatives = [kind] if typing.get_origin(kind) is Literal else typing.get_args(kind)
-    return [value for each in alternatives if typing.get_origin(each) is Literal for value in typing.get_args(each)]
+    return [
+        value
+        for each in alternatives
+        if typing.get_origin(each) is Literal
+        for value in typing.get_args(each)
+    ]
 
 
 def _check_numbers(value: Any, key: str) -> None:
-    """Refuse what settings.json cannot hold: what is no number, or infinite, or has more than 64 bits."""
+    """Refuse what settings.json cannot hold: what is no number, or infinite, or has more than 64
+    bits.
+    """
     if isinstance(value, dict):
         for name, each in value.items():
             _check_numbers(each, f"{key}.{name}" if key else name)
@@ -151,7 +194,10 @@ def _check_numbers(value: Any, key: str) -> None:
 def _check_train(settings: RunSettings) -> None:
     if taken := _GIVEN_ELSEWHERE.keys() & settings.train.engine.keys():
         name = min(taken)
-        raise ValueError(f"train.engine.{name} is a setting of its own here; set {_GIVEN_ELSEWHERE[name]} instead")
+        raise ValueError(
+            f"train.engine.{name} is a setting of its own here; set {_GIVEN_ELSEWHERE[name]} "
+            "instead"
+        )
     try:
         msgspec.convert({"model": settings.model, **settings.train.engine}, TrainConfig)
     except msgspec.ValidationError as error:
@@ -165,11 +211,14 @@ def _check_data(settings: RunSettings) -> None:
     shared_by = settings.train.model_parallel_size
     if shared_by < 1 or cluster.train_workers % shared_by:
         raise ValueError(
-            f"train.engine has tensor_parallel_size x context_parallel_size of {shared_by}, which does not divide "
+            f"train.engine has tensor_parallel_size x context_parallel_size of {shared_by}, which "
+            "does not divide "
             f"cluster.train_workers, {cluster.train_workers}"
         )
     if cluster.scheduler != "ray" and cluster.num_nodes > 1:
-        raise ValueError(f"cluster.num_nodes is {cluster.num_nodes}, which takes cluster.scheduler 'ray'")
+        raise ValueError(
+            f"cluster.num_nodes is {cluster.num_nodes}, which takes cluster.scheduler 'ray'"
+        )
 
 
 def _check_cluster(settings: GRPOSettings) -> None:
@@ -178,21 +227,30 @@ def _check_cluster(settings: GRPOSettings) -> None:
         num_devices = cluster.rollout_instances * cluster.rollout_devices
         if cluster.takes_turns and num_devices != cluster.train_workers:
             raise ValueError(
-                f"cluster.rollout_instances x rollout_devices is {num_devices}; with placement 'colocated' they have the "
+                f"cluster.rollout_instances x rollout_devices is {num_devices}; with placement "
+                "'colocated' they have the "
                 f"trainers' devices, which are cluster.train_workers, {cluster.train_workers}"
             )
         if rollout.staleness:
             raise ValueError(
-                f"rollout.staleness is {rollout.staleness:g} with cluster.placement 'colocated', where nothing is generated "
+                f"rollout.staleness is {rollout.staleness:g} with cluster.placement 'colocated', "
+                "where nothing is generated "
                 "while the trainer works; expected 0, or placement 'separated'"
             )
         if settings.sync.way == "collective":
-            raise ValueError("sync.way 'collective' takes one member for each device; with placement 'colocated' use 'memory'")
+            raise ValueError(
+                "sync.way 'collective' takes one member for each device; with placement "
+                "'colocated' use 'memory'"
+            )
         if settings.sync.in_flight == "recall":
-            raise ValueError("sync.in_flight 'recall' has nothing to take back with placement 'colocated'; use 'continue'")
+            raise ValueError(
+                "sync.in_flight 'recall' has nothing to take back with placement 'colocated'; use "
+                "'continue'"
+            )
     if cluster.scheduler == "inline" and (cluster.train_workers > 1 or settings.algorithm.kl_coef):
         raise ValueError(
-            "cluster.scheduler 'inline' has one process and so one rank; expected cluster.train_workers 1, and "
+            "cluster.scheduler 'inline' has one process and so one rank; expected "
+            "cluster.train_workers 1, and "
             "algorithm.kl_coef 0, as the reference is another"
         )
 
@@ -205,7 +263,9 @@ def _check_rewards(settings: GRPOSettings) -> None:
         raise ValueError(f"two rewards are called {min(twice)!r}; give each a name of its own")
     for index, reward in enumerate(settings.rewards):
         if reward.processes < 1 or not reward.timeout_s > 0:
-            raise ValueError(f"rewards[{index}] needs processes of 1 or more, and a timeout_s above 0")
+            raise ValueError(
+                f"rewards[{index}] needs processes of 1 or more, and a timeout_s above 0"
+            )
     right = settings.evaluation.reward
     if right is not None and right not in names:
         raise ValueError(f"evaluation.reward is {right!r}; the rewards are {', '.join(names)}")
@@ -217,20 +277,34 @@ def _check_rest(settings: GRPOSettings) -> None:
     evaluation, algorithm = settings.evaluation, settings.algorithm
     for section, found in (("rollout", settings.rollout), ("evaluation", evaluation)):
         if not 0 < found.top_p <= 1:
-            raise ValueError(f"{section}.top_p is {found.top_p:g}; expected more than 0 and at most 1")
+            raise ValueError(
+                f"{section}.top_p is {found.top_p:g}; expected more than 0 and at most 1"
+            )
     engine = settings.rollout.engine
     if engine not in ENGINES and "." not in engine:
-        raise ValueError(f"rollout.engine is {engine!r}; expected {', '.join(ENGINES)}, or a class's import path")
+        raise ValueError(
+            f"rollout.engine is {engine!r}; expected {', '.join(ENGINES)}, or a class's import path"
+        )
     if "." not in algorithm.loss and algorithm.loss not in LOSSES:
-        raise ValueError(f"algorithm.loss is {algorithm.loss!r}; expected {', '.join(LOSSES)}, or a function's import path")
+        raise ValueError(
+            f"algorithm.loss is {algorithm.loss!r}; expected {', '.join(LOSSES)}, or a function's "
+            "import path"
+        )
     if evaluation.samples and not all(1 <= k <= evaluation.samples for k in evaluation.k):
-        raise ValueError(f"evaluation.k is {list(evaluation.k)}; each is 1 to evaluation.samples, {evaluation.samples}")
+        raise ValueError(
+            f"evaluation.k is {list(evaluation.k)}; each is 1 to evaluation.samples, "
+            f"{evaluation.samples}"
+        )
     if settings.prompts_per_step % settings.train.minibatches:
         raise ValueError(
-            f"train.minibatches is {settings.train.minibatches}, which does not divide prompts_per_step, "
+            f"train.minibatches is {settings.train.minibatches}, which does not divide "
+            "prompts_per_step, "
             f"{settings.prompts_per_step}"
         )
     if settings.samples_per_prompt < 2:
-        raise ValueError("samples_per_prompt is 1; expected 2 or more, since answers are compared with each other")
+        raise ValueError(
+            "samples_per_prompt is 1; expected 2 or more, since answers are compared with each "
+            "other"
+        )
     if algorithm.overlong_buffer > settings.rollout.max_new_tokens:
         raise ValueError("algorithm.overlong_buffer is above rollout.max_new_tokens")

@@ -1,4 +1,5 @@
-"""Rewards by name or by a function of the user's, each in processes of its own with a limit of time that holds.
+"""Rewards by name or by a function of the user's, each in processes of its own with a limit of time
+that holds.
 
 A function of the user's is called with what it has parameters for:
 
@@ -12,9 +13,10 @@ A function of the user's is called with what it has parameters for:
     token_ids                   of the answer
     chat                        the prompt as the row has it: a text, a chat or token ids
 
-A function with a parameter ``completions`` is called as TRL calls its reward functions, with lists: ``prompts``,
-``completions``, ``completion_ids`` and every other key of the row; it returns a list. One that is written for verl is called
-by the names in parentheses.
+A function with a parameter ``completions`` is called as TRL calls its reward functions, with lists:
+``prompts``, ``completions``, ``completion_ids`` and every other key of the row; it returns a list.
+One that is
+written for verl is called by the names in parentheses.
 """
 
 from __future__ import annotations
@@ -43,10 +45,22 @@ from helmsman.api.extras import install_command
 from helmsman.recipes.prompts import Row
 from helmsman.recipes.settings import Reward, name_of
 
-GIVEN = ("completion", "answer", "prompt", "source", "row", "num_tokens", "is_truncated", "token_ids", "chat")
+GIVEN = (
+    "completion",
+    "answer",
+    "prompt",
+    "source",
+    "row",
+    "num_tokens",
+    "is_truncated",
+    "token_ids",
+    "chat",
+)
 _ALIASES = {"solution_str": "completion", "ground_truth": "answer", "data_source": "source"}
 _MAX_RESTARTS = 10_000
-"""Of a pool's processes within an hour. Each answer that takes too long costs one, and a run with many goes on."""
+"""Of a pool's processes within an hour. Each answer that takes too long costs one, and a run with
+many goes on.
+"""
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -61,7 +75,7 @@ class Scored(msgspec.Struct, frozen=True):
     """Rewards that took too long or lost their process, and count as 0."""
 
 
-# --- rewards by name ------------------------------------------------------------------------------------------------------
+# --- rewards by name ------------------------------------------------------------------------------
 
 
 class ExactMatch:
@@ -108,27 +122,37 @@ class FormatMatch:
 class MathVerify:
     """1 when the text's final expression equals the answer's, by math-verify.
 
-    Its own limits of time are off: they use SIGALRM, which needs the main thread, and the process has the pool's.
+    Its own limits of time are off: they use SIGALRM, which needs the main thread, and the process
+        has the pool's.
     """
 
     def __init__(self) -> None:
         require_math_verify()
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that its limits are off
+        # it warns at each call that its limits are off
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def __call__(self, completion: str, answer: Any) -> float:
         from math_verify import parse, verify
 
-        # A bare "1/2" or "\\frac12" is LaTeX only between dollars; what has an anchor of its own is read as it is.
+        # A bare "1/2" or "\\frac12" is LaTeX only between dollars; what has an anchor of its own is
+        # read as it is.
         text = str(answer)
-        gold = parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=None)
-        return float(bool(gold) and verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+        gold = parse(
+            text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=None
+        )
+        return float(
+            bool(gold)
+            and verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None)
+        )
 
 
 def require_math_verify() -> None:
     """Raises: BackendNotInstalledError."""
     if importlib.util.find_spec("math_verify") is None:
         raise BackendNotInstalledError(
-            backend="the reward 'math'", package="math-verify", command=install_command("math_verify")
+            backend="the reward 'math'",
+            package="math-verify",
+            command=install_command("math_verify"),
         )
 
 
@@ -150,15 +174,18 @@ def _last_number(text: str) -> Decimal | None:
         return None
 
 
-# --- a function of the user's -----------------------------------------------------------------------------------------------
+# --- a function of the user's ---------------------------------------------------------------------
 
 
 def find_function(use: str) -> Callable[..., Any]:
-    """The function of ``module:function`` or ``path/to/file.py:function``. Raises: ValueError, and what importing raises."""
+    """The function of ``module:function`` or ``path/to/file.py:function``. Raises: ValueError, and
+    what importing raises.
+    """
     place, _, name = use.rpartition(":")
     if not place or not name:
         raise ValueError(
-            f"there is no reward {use!r}; expected {', '.join(_BY_NAME)}, 'module:function' or 'path/to/file.py:function'"
+            f"there is no reward {use!r}; expected {', '.join(_BY_NAME)}, 'module:function' or "
+            "'path/to/file.py:function'"
         )
     if place.endswith(".py"):
         path = Path(place)
@@ -183,14 +210,17 @@ def find_function(use: str) -> Callable[..., Any]:
 
 
 class Caller:
-    """Calls a reward with the arguments that it has parameters for; found in the process that computes it.
+    """Calls a reward with the arguments that it has parameters for; found in the process that
+    computes it.
 
     Args:
         use, args: of Reward.
         function: the function itself, where a script gave one.
     """
 
-    def __init__(self, use: str, args: Mapping[str, Any], function: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, use: str, args: Mapping[str, Any], function: Callable[..., Any] | None = None
+    ) -> None:
         self._use, self._args, self._given = use, dict(args), function
         self._function: Callable[..., Any] | None = None
         self._names: frozenset[str] = frozenset()
@@ -204,7 +234,9 @@ class Caller:
                 try:
                     self._function = _BY_NAME[self._use](**self._args)
                 except (TypeError, ArithmeticError, re.error) as error:
-                    raise ValueError(f"the reward {self._use!r} does not take {self._args}: {error}") from error
+                    raise ValueError(
+                        f"the reward {self._use!r} does not take {self._args}: {error}"
+                    ) from error
             else:
                 self._function = find_function(self._use)
             self._names = _names_of(self._function)
@@ -222,14 +254,16 @@ class Caller:
         return {**chosen, **({} if self._use in _BY_NAME else self._args)}
 
     def require_parameters(self) -> None:
-        """Raise ValueError for a function that needs more than rewards are given; columns of a batch come from the row."""
+        """Raise ValueError for a function that needs more than rewards are given; columns of a
+        batch come from the row."""
         if takes_batches(self.find()):
             return
         try:
             inspect.signature(self.find()).bind(**self.arguments(dict.fromkeys(GIVEN)))
         except TypeError as error:
             raise ValueError(
-                f"the reward {self._use!r} cannot be called: {error}. It is given what it has parameters for, of "
+                f"the reward {self._use!r} cannot be called: {error}. It is given what it has "
+                "parameters for, of "
                 f"{', '.join(GIVEN)}, and its args, {self._args}"
             ) from error
 
@@ -252,15 +286,16 @@ class AsyncCaller(Caller):
 
 
 def takes_batches(function: Callable[..., Any]) -> bool:
-    """Whether a function is written as TRL's reward functions are: it has a parameter ``completions``."""
+    """Whether a function is written as TRL's reward functions are: it has a parameter
+    ``completions``."""
     return "completions" in inspect.signature(function).parameters
 
 
 def batch_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a function written for TRL, for a batch of one answer.
 
-    Each is a list: ``prompts``, ``completions`` (texts, or chats where the prompt is a chat), ``completion_ids``, and every
-    other key of the row.
+    Each is a list: ``prompts``, ``completions`` (texts, or chats where the prompt is a chat),
+    ``completion_ids``, and every other key of the row.
     """
     row, completion = given["row"] or {}, given["completion"]
     prompt = given["chat"]
@@ -280,12 +315,14 @@ def batch_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> d
 
 
 def one_of_batch(use: str, returned: Any) -> Any:
-    """Return the value of a batch of one; None counts as 0, as TRL leaves such a reward out of the sum."""
+    """Return the value of a batch of one; None counts as 0, as TRL leaves such a reward out of the
+    sum."""
     try:
         (value,) = returned
     except (TypeError, ValueError):
         raise ValueError(
-            f"the reward {use!r} returned {returned!r} for one completion; expected a list of one number"
+            f"the reward {use!r} returned {returned!r} for one completion; expected a list of one "
+            f"number"
         ) from None
     return 0.0 if value is None else value
 
@@ -302,7 +339,9 @@ def _names_of(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(each.name for each in parameters) | frozenset(GIVEN if takes_any else ())
 
 
-def make_caller(reward: Reward, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> Caller:
+def make_caller(
+    reward: Reward, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+) -> Caller:
     """Return a reward that was found.
 
     Args:
@@ -314,7 +353,11 @@ def make_caller(reward: Reward, functions: Mapping[str, Callable[..., Any]] = Ma
     place, _, name = reward.use.rpartition(":")
     given = functions.get(reward.use)
     # Its processes have folders of their own.
-    use = f"{Path(place).absolute()}:{name}" if place.endswith(".py") and given is None else reward.use
+    use = (
+        f"{Path(place).absolute()}:{name}"
+        if place.endswith(".py") and given is None
+        else reward.use
+    )
     function = Caller(use, reward.args, given).find()
     by_call = getattr(type(function), "__call__", None)  # noqa: B004 - of an object whose __call__ is async
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(by_call)
@@ -323,7 +366,7 @@ def make_caller(reward: Reward, functions: Mapping[str, Callable[..., Any]] = Ma
     return caller
 
 
-# --- all of them -----------------------------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 
 class Scorer(contextlib.AbstractContextManager["Scorer"]):
@@ -350,27 +393,52 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             for reward in self._rewards:
                 caller = make_caller(reward, functions)
                 if reward.on_cluster:
-                    job = Job(role=f"reward-{name_of(reward)}", replicas=reward.processes, tasks=[SchedulingSpec(cpu=1)])
-                    pool = RewardPool(scheduler, caller, job, reward.timeout_s, max_restarts=_MAX_RESTARTS)
+                    job = Job(
+                        role=f"reward-{name_of(reward)}",
+                        replicas=reward.processes,
+                        tasks=[SchedulingSpec(cpu=1)],
+                    )
+                    pool = RewardPool(
+                        scheduler, caller, job, reward.timeout_s, max_restarts=_MAX_RESTARTS
+                    )
                     starting.enter_context(pool).initialize()
                 else:
-                    pool = RewardPool.on_this_machine(caller, reward.processes, reward.timeout_s, max_restarts=_MAX_RESTARTS)
+                    pool = RewardPool.on_this_machine(
+                        caller, reward.processes, reward.timeout_s, max_restarts=_MAX_RESTARTS
+                    )
                     starting.enter_context(pool)
                 self._pools.append(pool)
             self._held = starting.pop_all()
 
     async def score(
-        self, row: Row, completion: str, *, num_tokens: int, is_truncated: bool, token_ids: Sequence[int] = ()
+        self,
+        row: Row,
+        completion: str,
+        *,
+        num_tokens: int,
+        is_truncated: bool,
+        token_ids: Sequence[int] = (),
     ) -> Scored:
         """What an answer is worth.
 
-        Raises: EngineCallError, what a reward raised, with its traceback; ValueError for what is no finite number.
+        Raises: EngineCallError, what a reward raised, with its traceback; ValueError for what is no
+            finite number.
         """
-        values: tuple[Any, ...] = (completion, row.answer, row.prompt, row.source, row.entry, num_tokens, is_truncated)
+        values: tuple[Any, ...] = (
+            completion,
+            row.answer,
+            row.prompt,
+            row.source,
+            row.entry,
+            num_tokens,
+            is_truncated,
+        )
         given = dict(zip(GIVEN, (*values, list(token_ids), row.asked), strict=True))
         found = await asyncio.gather(*(self._one(pool, given) for pool in self._pools))
         names = [name_of(reward) for reward in self._rewards]
-        by_name = {name: _as_number(name, value) for name, (value, _) in zip(names, found, strict=True)}
+        by_name = {
+            name: _as_number(name, value) for name, (value, _) in zip(names, found, strict=True)
+        }
         total = sum(reward.weight * by_name[name_of(reward)] for reward in self._rewards)
         return Scored(by_name, total, sum(is_lost for _, is_lost in found))
 
@@ -390,4 +458,7 @@ def _as_number(name: str, value: Any) -> float:
         value = value["score"]
     if isinstance(value, numbers.Real) and math.isfinite(value):
         return float(value)
-    raise ValueError(f"the reward {name!r} returned {value!r}; expected a finite number, or a mapping with 'score'")
+    raise ValueError(
+        f"the reward {name!r} returned {value!r}; expected a finite number, or a mapping with "
+        "'score'"
+    )

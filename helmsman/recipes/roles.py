@@ -38,7 +38,11 @@ ENGINES = {
     "server": "helmsman.engines.server_engine.ServerEngine",
 }
 """Rollout engines by name."""
-_POLICIES = {"least_tokens": LeastOutstandingTokens, "prefix": PrefixAffinity, "round_robin": RoundRobin}
+_POLICIES = {
+    "least_tokens": LeastOutstandingTokens,
+    "prefix": PrefixAffinity,
+    "round_robin": RoundRobin,
+}
 
 
 def make_jobs(settings: GRPOSettings) -> list[Job]:
@@ -51,7 +55,9 @@ def make_jobs(settings: GRPOSettings) -> list[Job]:
 
     def spec(role: str, devices: int, cpus: float, mem: float, threads: int) -> SchedulingSpec:
         spans_nodes = has_devices and devices > cluster.devices_per_node
-        placement: PlacementStrategy = "shared" if role == "train" else "deferred" if spans_nodes else "separate"
+        placement: PlacementStrategy = (
+            "shared" if role == "train" else "deferred" if spans_nodes else "separate"
+        )
         return SchedulingSpec(
             cpu=cpus,
             gpu=devices if has_devices else 0,
@@ -62,7 +68,13 @@ def make_jobs(settings: GRPOSettings) -> list[Job]:
         )
 
     train = spec("train", 1, cluster.train_cpus, cluster.train_mem, cluster.train_threads)
-    rollout = spec("rollout", cluster.rollout_devices, cluster.rollout_cpus, cluster.rollout_mem, cluster.rollout_threads)
+    rollout = spec(
+        "rollout",
+        cluster.rollout_devices,
+        cluster.rollout_cpus,
+        cluster.rollout_mem,
+        cluster.rollout_threads,
+    )
     beside = SchedulingStrategy(type="colocation", target="train", fork=True)
     forked = SchedulingSpec(env_vars=env_vars(cluster.rollout_threads), port_count=1)
     is_colocated = cluster.placement == "colocated"
@@ -77,14 +89,23 @@ def make_jobs(settings: GRPOSettings) -> list[Job]:
     ]
     if settings.algorithm.kl_coef:
         reference = SchedulingSpec(env_vars=env_vars(cluster.train_threads), port_count=1)
-        jobs.append(Job(role="reference", replicas=cluster.train_workers, tasks=[reference], scheduling_strategy=beside))
+        jobs.append(
+            Job(
+                role="reference",
+                replicas=cluster.train_workers,
+                tasks=[reference],
+                scheduling_strategy=beside,
+            )
+        )
     return jobs
 
 
 def start_scheduler(cluster: Cluster, seed: int, log_dir: Path | None) -> Scheduler:
     """The scheduler of the settings, with its nodes there."""
     timeouts = Timeouts(
-        start_s=cluster.start_timeout_s, create_engine_s=cluster.engine_timeout_s, call_s=cluster.call_timeout_s
+        start_s=cluster.start_timeout_s,
+        create_engine_s=cluster.engine_timeout_s,
+        call_s=cluster.call_timeout_s,
     )
     options: dict[str, Any] = {"seed": seed, "log_dir": log_dir, "timeouts": timeouts}
     if cluster.scheduler != "inline":
@@ -95,8 +116,14 @@ def start_scheduler(cluster: Cluster, seed: int, log_dir: Path | None) -> Schedu
 
 
 def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> TrainController:
-    """The controller of the trainer, or of the reference, which is such an engine that takes no step."""
-    arguments = {"model": settings.model, "seed": settings.seed, "lr": settings.train.lr, **settings.train.engine}
+    """The controller of the trainer, or of the reference, which is such an engine that takes no
+    step."""
+    arguments = {
+        "model": settings.model,
+        "seed": settings.seed,
+        "lr": settings.train.lr,
+        **settings.train.engine,
+    }
     return TrainController(
         scheduler,
         TRAINER,
@@ -124,16 +151,26 @@ def make_rollout(settings: GRPOSettings, scheduler: Scheduler, job: Job) -> Roll
 def engine_arguments(settings: GRPOSettings) -> dict[str, Any]:
     """What the rollout engine is built with; ``rollout.engine_args`` has the last word."""
     rollout, cluster = settings.rollout, settings.cluster
-    arguments: dict[str, Any] = {"model": settings.model, "max_model_len": settings.max_model_len, "seed": settings.seed}
+    arguments: dict[str, Any] = {
+        "model": settings.model,
+        "max_model_len": settings.max_model_len,
+        "seed": settings.seed,
+    }
     if rollout.engine in ("hf", "vllm"):
         arguments["max_concurrency"] = rollout.max_in_flight
     if rollout.engine in ("vllm", "server"):
-        arguments["tensor_parallel_size"] = cluster.rollout_devices if cluster.devices_per_node else 1
-        arguments["enable_sleep_mode" if rollout.engine == "vllm" else "sleep"] = cluster.takes_turns
+        arguments["tensor_parallel_size"] = (
+            cluster.rollout_devices if cluster.devices_per_node else 1
+        )
+        arguments["enable_sleep_mode" if rollout.engine == "vllm" else "sleep"] = (
+            cluster.takes_turns
+        )
     return {**arguments, **rollout.engine_args}
 
 
-def make_sync(settings: GRPOSettings, trainer: TrainController, rollout: RolloutController) -> WeightSync:
+def make_sync(
+    settings: GRPOSettings, trainer: TrainController, rollout: RolloutController
+) -> WeightSync:
     """The way of the weights."""
     sync = settings.sync
     way = (

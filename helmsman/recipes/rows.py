@@ -1,4 +1,5 @@
-"""Rows of data: JSONL files, Hugging Face dataset folders, and objects of a script, as dictionaries."""
+"""Rows of data: JSONL files, Hugging Face dataset folders, and objects of a script, as
+dictionaries."""
 
 from __future__ import annotations
 
@@ -22,12 +23,15 @@ def rows_of(data: Iterable[Any]) -> list[Any]:
 
 
 def source_name(rows: list[Any]) -> str:
-    """Return a name for rows of a script that changes with their content, so that a resumed run can compare it."""
+    """Return a name for rows of a script that changes with their content, so that a resumed run can
+    compare it."""
     digest = hashlib.sha256(msgspec.json.encode(rows, enc_hook=repr)).hexdigest()
     return f"rows-{len(rows)}-{digest[:12]}"
 
 
-def read_rows(source: str, rows: list[Any] | None, prompt_key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(
+    source: str, rows: list[Any] | None, prompt_key: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Read (place, entry) of each row.
 
     Args:
@@ -35,7 +39,8 @@ def read_rows(source: str, rows: list[Any] | None, prompt_key: str) -> Iterator[
         rows: in place of ``source``: mappings, texts, chats or token ids.
         prompt_key: key of the prompt, for a row that is nothing else.
 
-    Raises: ValueError that names the place; OSError; BackendNotInstalledError for a folder without ``datasets``.
+    Raises: ValueError that names the place; OSError; BackendNotInstalledError for a folder without
+        ``datasets``.
     """
     if rows is not None:
         for number, row in enumerate(rows, start=1):
@@ -62,13 +67,20 @@ def _dataset_rows(folder: str) -> Iterable[Mapping[str, Any]]:
     with needed_by("a Hugging Face dataset folder", "datasets"):
         import datasets
     try:
-        # A folder that save_to_disk wrote has its own layout; any other one has data files, such as parquet.
-        found: Any = datasets.load_from_disk(folder) if _is_saved(Path(folder)) else datasets.load_dataset(folder)
+        # A folder that save_to_disk wrote has its own layout; any other one has data files, such as
+        # parquet.
+        found: Any = (
+            datasets.load_from_disk(folder)
+            if _is_saved(Path(folder))
+            else datasets.load_dataset(folder)
+        )
     except Exception as error:  # datasets raises what its readers happen to raise
         raise ValueError(f"{folder} cannot be read as a Hugging Face dataset: {error}") from error
     if isinstance(found, Mapping):
         if "train" not in found and len(found) != 1:
-            raise ValueError(f"{folder} has the splits {', '.join(found)}; expected 'train', or one split")
+            raise ValueError(
+                f"{folder} has the splits {', '.join(found)}; expected 'train', or one split"
+            )
         found = found["train"] if "train" in found else next(iter(found.values()))
     rows: Iterable[Mapping[str, Any]] = found
     return rows

@@ -66,23 +66,40 @@ class Run(Loop):
         scorer: Scorer,
         trackers: Trackers,
     ) -> None:
-        draws = Draws(dataset.train, num_samples=settings.samples_per_prompt, seed=settings.seed, shuffle=settings.data.shuffle)
+        draws = Draws(
+            dataset.train,
+            num_samples=settings.samples_per_prompt,
+            seed=settings.seed,
+            shuffle=settings.data.shuffle,
+        )
         super().__init__(settings, trainer, draws, trackers)
         self.settings, self.dataset, self.tokenizer = settings, dataset, tokenizer
         self.rollout, self.reference, self.scorer = rollout, reference, scorer
-        self.sampling = msgspec.structs.replace(settings.sampling, stop_token_ids=tokenizer.stop_ids)
+        self.sampling = msgspec.structs.replace(
+            settings.sampling, stop_token_ids=tokenizer.stop_ids
+        )
         self.right = settings.evaluation.reward or name_of(settings.rewards[0])
         self.sync = make_sync(settings, trainer, rollout)
         # What over-sampled episodes still ask for when a batch is complete waits for the next turn.
-        self.turns = Turns(trainer, rollout, self.sync, hold_requests=True) if settings.cluster.takes_turns else None
-        """Where trainer and rollout have the same devices. The trainer has them between steps, for checkpoints."""
+        self.turns = (
+            Turns(trainer, rollout, self.sync, hold_requests=True)
+            if settings.cluster.takes_turns
+            else None
+        )
+        """Where trainer and rollout have the same devices. The trainer has them between steps, for
+        checkpoints.
+        """
         rows = [*dataset.held_out, *dataset.train][: settings.check.prompts]
-        self.check = WeightCheck([row.prompt_ids for row in rows], settings.check) if settings.check.weights else None
+        self.check = (
+            WeightCheck([row.prompt_ids for row in rows], settings.check)
+            if settings.check.weights
+            else None
+        )
         self.executor: WorkflowExecutor | None = None
         self.num_filtered = 0
         """Prompts that dynamic sampling has thrown away since the last batch."""
 
-    # --- the loop -----------------------------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
         """Prepare the next step, and bring the trainer's weights to the instances."""
@@ -131,12 +148,18 @@ class Run(Loop):
                 self.executor.set_version(step)
             if self.check is not None:
                 with clock.phase("check"):
-                    metrics |= self._compare(self.check.compare(self.trainer, self.check.ask(self.rollout)), step)
+                    metrics |= self._compare(
+                        self.check.compare(self.trainer, self.check.ask(self.rollout)), step
+                    )
         metrics["tokens_per_second"] = num_tokens / (time.monotonic() - started)
         return metrics
 
-    def _add_logprobs(self, samples: list[dict[str, Any]], groups: list[Group], version: int) -> dict[str, float]:
-        """Put what the trainer and the reference make of the answers into the samples, as far as it is asked for."""
+    def _add_logprobs(
+        self, samples: list[dict[str, Any]], groups: list[Group], version: int
+    ) -> dict[str, float]:
+        """Put what the trainer and the reference make of the answers into the samples, as far as it
+        is asked for.
+        """
         settings, tokens = self.settings, [{"input_ids": sample["input_ids"]} for sample in samples]
         metrics: dict[str, float] = {}
         old = settings.algorithm.old_logprobs
@@ -149,12 +172,16 @@ class Run(Loop):
                     sample["logprobs" if old == "trainer" else "prox_logprobs"] = logprobs
         if self.reference is not None:
             with self.clock.phase("reference"):
-                for sample, logprobs in zip(samples, self._ask(self.reference, tokens), strict=True):
+                for sample, logprobs in zip(
+                    samples, self._ask(self.reference, tokens), strict=True
+                ):
                     sample["ref_logprobs"] = logprobs
         return metrics
 
     def _ask(self, reference: TrainController, tokens: list[dict[str, Any]]) -> list[Any]:
-        """The reference's log-probabilities. Its ranks are rebuilt when one dies: they have nothing of their own."""
+        """The reference's log-probabilities. Its ranks are rebuilt when one dies: they have nothing
+        of their own.
+        """
         most, is_lost = self.settings.checkpoints.max_recoveries, False
         while True:
             try:
@@ -167,14 +194,24 @@ class Run(Loop):
                     reference.sleep()
             except (WorkerFailedError, GroupCallError, StartError) as error:
                 errors = error.errors.values() if isinstance(error, GroupCallError) else [error]
-                loss = next((each for each in errors if isinstance(each, WorkerFailedError | StartError)), None)
+                loss = next(
+                    (each for each in errors if isinstance(each, WorkerFailedError | StartError)),
+                    None,
+                )
                 if loss is None:
                     raise
                 is_lost, said = True, str(loss).split("\n", 1)[0]
                 if reference.num_recoveries >= most:
-                    log.warning("a rank of the reference was lost, and checkpoints.max_recoveries is %d: %s", most, said)
+                    log.warning(
+                        "a rank of the reference was lost, and checkpoints.max_recoveries is %d: "
+                        "%s",
+                        most,
+                        said,
+                    )
                     raise
-                log.warning("a rank of the reference was lost, and all of them are rebuilt: %s", said)
+                log.warning(
+                    "a rank of the reference was lost, and all of them are rebuilt: %s", said
+                )
             else:
                 return logprobs
 
@@ -192,7 +229,9 @@ class Run(Loop):
             part = samples[begin : begin + size]
             if any(any(sample["loss_mask"]) for sample in part):
                 every.append(
-                    self.trainer.train_batch(with_weights(part, self.settings), algorithm.loss, loss_arguments(algorithm))
+                    self.trainer.train_batch(
+                        with_weights(part, self.settings), algorithm.loss, loss_arguments(algorithm)
+                    )
                 )
         return {**(train_metrics(every) if every else {}), "optimizer_steps": float(len(every))}
 
@@ -200,24 +239,32 @@ class Run(Loop):
         append_line(self.out / "checks.jsonl", {"step": step, **msgspec.structs.asdict(found)})
         return {"check/max_diff": found.max_diff, "check/mean_diff": found.mean_diff}
 
-    # --- answers ------------------------------------------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------
 
     def next_groups(self, step: int) -> list[Group]:
         """The groups of a step, generated now or since earlier steps."""
         settings = self.settings
         if self.executor is None:
-            sampler = BoundedStaleness(settings.rollout.staleness, keep=self._keep, oversample=settings.rollout.oversample)
+            sampler = BoundedStaleness(
+                settings.rollout.staleness, keep=self._keep, oversample=settings.rollout.oversample
+            )
             self.executor = WorkflowExecutor(
                 self.episode, sampler=sampler, episode_timeout_s=settings.rollout.episode_timeout_s
             )
             self.source = iter(self.draws)
         self.executor.set_version(step - 1)
-        groups = [episode.value for episode in self.executor.prepare_batch(self.source, settings.prompts_per_step)]
+        groups = [
+            episode.value
+            for episode in self.executor.prepare_batch(self.source, settings.prompts_per_step)
+        ]
         if self.num_filtered > self._most_filtered:
             raise NothingToLearnError(
-                f"dynamic sampling has thrown away {self.num_filtered} prompts in a row, since all answers to each had the "
-                "same reward. Give other prompts, raise samples_per_prompt or algorithm.max_filtered_batches "
-                f"({settings.algorithm.max_filtered_batches}), or set algorithm.dynamic_sampling to false."
+                f"dynamic sampling has thrown away {self.num_filtered} prompts in a row, since "
+                "all answers to each had the "
+                "same reward. Give other prompts, raise samples_per_prompt or "
+                "algorithm.max_filtered_batches "
+                f"({settings.algorithm.max_filtered_batches}), or set algorithm.dynamic_sampling "
+                "to false."
             )
         for group in groups:
             self.draws.use(group.draw.number)
@@ -230,7 +277,9 @@ class Run(Loop):
             sampling = msgspec.structs.replace(self.sampling, seed=seed)
             result = await self.rollout.agenerate(draw.row.prompt_ids, sampling)
             scored = await self.score(draw.row, result)
-            cost = overlong_cost(len(result.token_ids), self.settings.algorithm, self.sampling.max_new_tokens)
+            cost = overlong_cost(
+                len(result.token_ids), self.settings.algorithm, self.sampling.max_new_tokens
+            )
             return Answer(result, scored, scored.total - cost)
 
         return Group(draw, await asyncio.gather(*map(answer, draw.seeds)))
@@ -240,14 +289,19 @@ class Run(Loop):
         text = self.tokenizer.decode(result.token_ids)
         cut = result.stop_reason == "length"
         return await self.scorer.score(
-            row, text, num_tokens=len(result.token_ids), is_truncated=cut, token_ids=result.token_ids
+            row,
+            text,
+            num_tokens=len(result.token_ids),
+            is_truncated=cut,
+            token_ids=result.token_ids,
         )
 
     def _keep(self, episode: Any) -> bool:
         """Whether a group is of use; asked in the thread of the episodes."""
         group: Group = episode.value
         is_of_use = not (self.settings.algorithm.dynamic_sampling and group.is_uniform)
-        if is_of_use or self.num_filtered > self._most_filtered:  # too many: the batch shall end, and with it the run
+        if is_of_use or self.num_filtered > self._most_filtered:
+            # too many: the batch shall end, and with it the run
             return True
         self.draws.use(group.draw.number)
         self.num_filtered += 1
@@ -263,19 +317,22 @@ class Run(Loop):
         if executor is not None:
             executor.close()
 
-    # --- evaluation -----------------------------------------------------------------------------------------------------
+    # --- evaluation -------------------------------------------------------------------------------
 
     def evaluation_is_due(self, step: int) -> bool:
         """Whether the settings ask for an evaluation at this step, and there are rows for it."""
         found = self.settings.evaluation
         has_rows = bool(self.dataset.held_out)
-        return has_rows and is_due(step, every=found.every, last=self.settings.steps, at_start=found.at_start)
+        return has_rows and is_due(
+            step, every=found.every, last=self.settings.steps, at_start=found.at_start
+        )
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Answer the held-out prompts with the weights of now, and write what came of it."""
         settings = self.settings.evaluation
         sampling = msgspec.structs.replace(
-            self.sampling, max_new_tokens=settings.max_new_tokens or self.settings.rollout.max_new_tokens
+            self.sampling,
+            max_new_tokens=settings.max_new_tokens or self.settings.rollout.max_new_tokens,
         )
 
         failed = 0
@@ -285,9 +342,17 @@ class Run(Loop):
             result = await self.rollout.agenerate(row.prompt_ids, sampling)
             try:
                 scored = await self.score(row, result)
-            except (EngineCallError, ValueError) as error:  # as in training, it is this answer's failure
+            except (
+                EngineCallError,
+                ValueError,
+            ) as error:
+                # as in training, it is this answer's failure
                 if not failed:
-                    log.warning("the reward of an evaluated answer failed, which is not right therefore: %s", error)
+                    log.warning(
+                        "the reward of an evaluated answer failed, which is not right therefore: "
+                        "%s",
+                        error,
+                    )
                 failed += 1
                 return False
             failed += scored.failed
@@ -295,7 +360,9 @@ class Run(Loop):
 
         self._to_rollout()
         with self.clock.phase("evaluate"):
-            by_source = asyncio.run(evaluate(self.dataset.held_out, settings, sampling, judge, seed=self.settings.seed))
+            by_source = asyncio.run(
+                evaluate(self.dataset.held_out, settings, sampling, judge, seed=self.settings.seed)
+            )
         result = EvaluationResult(
             step=step,
             weight_version=self.trainer.get_version(),

@@ -1,4 +1,5 @@
-"""The settings of recipes as typed structs. A field's docstring is what the documentation says of its key."""
+"""The settings of recipes as typed structs. A field's docstring is what the documentation says of
+its key."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Where the run is. One machine and many differ in this section alone."""
 
     scheduler: Literal["ray", "local", "inline"] = "local"
-    """``ray``, on this machine or a cluster; ``local``: processes of this machine, without Ray; ``inline``: in the script's own
-    process, for a debugger."""
+    """``ray``, on this machine or a cluster; ``local``: processes of this machine, without Ray;
+    ``inline``: in the script's own process, for a debugger."""
     address: str | None = None
-    """Ray cluster to join; without it the one that `helmsman up` or RAY_ADDRESS names, else a new one on this machine."""
+    """Ray cluster to join; without it the one that `helmsman up` or RAY_ADDRESS names, else a new
+    one on this machine.
+    """
     num_nodes: int = 1
     """Nodes to wait for."""
     devices_per_node: int = 0
@@ -26,13 +29,16 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     device_memory_gb: float = 0.0
     """Memory of an accelerator in GB, from which sizes are derived; 0: not known."""
     placement: Literal["separated", "colocated"] = "separated"
-    """``separated``: trainers and instances have devices of their own; ``colocated``: they take turns on the trainers'."""
+    """``separated``: trainers and instances have devices of their own; ``colocated``: they take
+    turns on the trainers'."""
     train_workers: int = 1
     """Ranks of the trainer; each has one device."""
     rollout_instances: int = 1
     """Instances that generate."""
     rollout_devices: int = 1
-    """Devices of each instance. With vLLM they hold its tensor-parallel ranks; more than a node has are spread over nodes."""
+    """Devices of each instance. With vLLM they hold its tensor-parallel ranks; more than a node has
+    are spread over nodes.
+    """
     train_cpus: float = 4.0
     """CPU cores of each trainer."""
     rollout_cpus: float = 4.0
@@ -56,7 +62,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def takes_turns(self) -> bool:
-        """Whether trainers and instances have the same devices, and so use them one after the other."""
+        """Whether trainers and instances have the same devices, and so use them one after the
+        other.
+        """
         return self.placement == "colocated" and bool(self.devices_per_node)
 
 
@@ -72,20 +80,24 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     minibatches: int = 1
     """Optimizer steps that are taken on each batch, each on its part."""
     engine: dict[str, Any] = {}
-    """Further fields of helmsman.engines.train_config.TrainConfig, such as max_tokens_per_micro_batch, num_warmup_steps,
-    gradient_checkpointing, tensor_parallel_size or context_parallel_size."""
+    """Further fields of helmsman.engines.train_config.TrainConfig, such as
+    max_tokens_per_micro_batch, num_warmup_steps, gradient_checkpointing, tensor_parallel_size or
+    context_parallel_size."""
 
     @property
     def model_parallel_size(self) -> int:
         """Ranks that share one part of the batch."""
-        return int(self.engine.get("tensor_parallel_size", 1)) * int(self.engine.get("context_parallel_size", 1))
+        return int(self.engine.get("tensor_parallel_size", 1)) * int(
+            self.engine.get("context_parallel_size", 1)
+        )
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What generates answers."""
 
     engine: str = "hf"
-    """``vllm``, ``hf`` (Helmsman's own, on transformers), ``server`` (vLLM or SGLang as a server), or a class's import path."""
+    """``vllm``, ``hf`` (Helmsman's own, on transformers), ``server`` (vLLM or SGLang as a server),
+    or a class's import path."""
     engine_args: dict[str, Any] = {}
     """Further arguments of the engine."""
     max_new_tokens: int = 1024
@@ -99,9 +111,13 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_in_flight: int = 64
     """Requests that an instance has at once."""
     staleness: float = 0.0
-    """Steps that answers may be older than the weights they train, also a fraction; 0 is synchronous."""
+    """Steps that answers may be older than the weights they train, also a fraction; 0 is
+    synchronous.
+    """
     oversample: float = 1.0
-    """How many times a batch's prompts are begun for it, so that slow or filtered ones are replaced at once."""
+    """How many times a batch's prompts are begun for it, so that slow or filtered ones are replaced
+    at once.
+    """
     episode_timeout_s: float = 1800.0
     """Seconds for all answers to one prompt and their rewards."""
     policy: Literal["least_tokens", "prefix", "round_robin"] = "least_tokens"
@@ -109,10 +125,12 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows to train and to evaluate on: JSONL files with an object per line, or Hugging Face dataset folders."""
+    """Rows to train and to evaluate on: JSONL files with an object per line, or Hugging Face
+    dataset folders."""
 
     train: str
-    """File or dataset folder to train on. In Python also rows: any iterable of mappings, texts, chats or token ids."""
+    """File or dataset folder to train on. In Python also rows: any iterable of mappings, texts,
+    chats or token ids."""
     held_out: str | None = None
     """File or dataset folder to evaluate on."""
     num_held_out: int = 0
@@ -122,17 +140,23 @@ class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     answer_key: str = "answer"
     """Key of the right answer, any JSON value; it may be absent where no reward needs it."""
     source_key: str = "data_source"
-    """Key of the source's name, by which evaluations are grouped; the file's name where a line has none."""
+    """Key of the source's name, by which evaluations are grouped; the file's name where a line has
+    none.
+    """
     system_prompt: str | None = None
     """Put before prompts that have no system message."""
     chat_template: str | None = None
-    """Jinja file in place of the tokenizer's own template. Without any, a text is given to the model as it is."""
+    """Jinja file in place of the tokenizer's own template. Without any, a text is given to the
+    model as it is.
+    """
     template_args: dict[str, Any] = {}
     """Further variables of the template, such as enable_thinking."""
     max_prompt_tokens: int = 1024
     """Longest prompt, template included."""
     on_long_prompt: Literal["drop", "error"] = "drop"
-    """What is done with longer ones: they are left out and counted, or end the run before it starts."""
+    """What is done with longer ones: they are left out and counted, or end the run before it
+    starts.
+    """
     shuffle: bool = True
     """Another order in each epoch, drawn by ``seed``; the file's order otherwise."""
 
@@ -141,14 +165,16 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One reward; an answer's is the sum of all, by their weights."""
 
     use: str
-    """``math`` (math-verify), ``exact``, ``number``, ``format``, or a function of yours: ``module:function`` or
-    ``path/to/file.py:function``."""
+    """``math`` (math-verify), ``exact``, ``number``, ``format``, or a function of yours:
+    ``module:function`` or ``path/to/file.py:function``."""
     name: str | None = None
     """Its name in metrics; what ``use`` says when absent."""
     weight: float = 1.0
     """Factor in the sum."""
     args: dict[str, Any] = {}
-    """Arguments: ``pattern`` of ``format``; ``tolerance`` of ``number``; keyword arguments of a function of yours."""
+    """Arguments: ``pattern`` of ``format``; ``tolerance`` of ``number``; keyword arguments of a
+    function of yours.
+    """
     timeout_s: float = 30.0
     """Seconds for one answer; one that takes longer gets 0, and is counted."""
     processes: int = 4
@@ -161,11 +187,15 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What is optimised. The fields that are null come from the preset."""
 
     preset: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
-    """``grpo`` (arXiv:2402.03300), ``dr_grpo`` (arXiv:2503.20783) or ``dapo`` (arXiv:2503.14476)."""
+    """``grpo`` (arXiv:2402.03300), ``dr_grpo`` (arXiv:2503.20783) or ``dapo``
+    (arXiv:2503.14476).
+    """
     normalize_std: bool | None = None
     """Divide advantages by the standard deviation of their group."""
     aggregation: Literal["token", "sequence", "constant"] | None = None
-    """Mean over all tokens, over each answer first, or each answer's sum over ``rollout.max_new_tokens``."""
+    """Mean over all tokens, over each answer first, or each answer's sum over
+    ``rollout.max_new_tokens``.
+    """
     clip_low: float | None = None
     """The probability ratio counts down to 1 - clip_low."""
     clip_high: float | None = None
@@ -175,18 +205,27 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dynamic_sampling: bool | None = None
     """Prompts whose answers all have the same reward are replaced by others."""
     max_filtered_batches: int = 10
-    """Batches' worth of prompts that dynamic sampling may throw away in a row before the run ends with an error."""
+    """Batches' worth of prompts that dynamic sampling may throw away in a row before the run ends
+    with an error.
+    """
     overlong_buffer: int = 0
-    """Last tokens of ``rollout.max_new_tokens`` over which ``overlong_penalty`` grows (DAPO, eq. 13); 0 for none."""
+    """Last tokens of ``rollout.max_new_tokens`` over which ``overlong_penalty`` grows (DAPO, eq.
+    13); 0 for none.
+    """
     overlong_penalty: float = 1.0
     """Taken from the reward of an answer of full length."""
     kl_coef: float = 0.0
-    """Weight of the KL divergence to the model of the start, which is kept frozen beside the trainer when this is not 0."""
+    """Weight of the KL divergence to the model of the start, which is kept frozen beside the
+    trainer when this is not 0.
+    """
     old_logprobs: Literal["rollout", "trainer", "both"] = "rollout"
-    """Whose log-probabilities the ratio is to: those with which tokens were drawn, or the trainer's of before the step. With
-    ``both`` the samples have the trainer's as ``prox_logprobs``, for a loss that reads both, such as decoupled PPO."""
+    """Whose log-probabilities the ratio is to: those with which tokens were drawn, or the trainer's
+    of before the step. With ``both`` the samples have the trainer's as ``prox_logprobs``, for a
+    loss that reads both, such as decoupled PPO."""
     loss: str = "grpo"
-    """Name or import path of the loss, which is given clip_low, clip_high, and kl_coef where it is not 0."""
+    """Name or import path of the loss, which is given clip_low, clip_high, and kl_coef where it is
+    not 0.
+    """
     loss_args: dict[str, Any] = {}
     """Further arguments of the loss."""
 
@@ -205,16 +244,16 @@ class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     checksum: bool = False
     """Check every parameter's bytes where they arrive."""
     in_flight: Literal["continue", "finish", "recall"] = "continue"
-    """What becomes of answers that are under way: they go on with the new weights, end first by the old ones, or are taken back
-    and go on with the new ones on any instance (partial rollout)."""
+    """What becomes of answers that are under way: they go on with the new weights, end first by the
+    old ones, or are taken back and go on with the new ones on any instance (partial rollout)."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A check of the weights after every update; --check-weights turns it on."""
 
     weights: bool = False
-    """After every update each instance answers a few prompts greedily, and the trainer computes the log-probabilities of the
-    same tokens; the run ends when they differ."""
+    """After every update each instance answers a few prompts greedily, and the trainer computes the
+    log-probabilities of the same tokens; the run ends when they differ."""
     prompts: int = 4
     """How many prompts."""
     max_new_tokens: int = 16
@@ -262,8 +301,9 @@ class Tracking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: str | None = None
     """Name of the run; the name of ``out`` when null."""
     logprob_diff: bool = True
-    """Have the trainer compute the log-probabilities of what was generated, and report how far the two are apart. It costs a
-    forward pass, which ``algorithm.old_logprobs: trainer`` needs in any case."""
+    """Have the trainer compute the log-probabilities of what was generated, and report how far the
+    two are apart. It costs a forward pass, which ``algorithm.old_logprobs: trainer`` needs in any
+    case."""
 
 
 class Checkpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -274,12 +314,14 @@ class Checkpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     keep: int = 2
     """Checkpoints that stay, the newest."""
     max_recoveries: int = 3
-    """How often within an hour lost train workers are rebuilt; and how often in all those of the reference."""
+    """How often within an hour lost train workers are rebuilt; and how often in all those of the
+    reference.
+    """
     in_background: bool = False
     """Write checkpoints while the next steps are done."""
     export: Literal["none", "last", "all"] = "last"
-    """Write the model in the Hugging Face layout: the last into ``model`` in ``out``, or each checkpoint's into ``model`` in
-    its folder."""
+    """Write the model in the Hugging Face layout: the last into ``model`` in ``out``, or each
+    checkpoint's into ``model`` in its folder."""
     export_dtype: DType | None = None
     """Type of what is exported, such as bfloat16; null leaves it as it is."""
 
@@ -333,7 +375,10 @@ class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields
         """Of training, without stop tokens and seed."""
         rollout = self.rollout
         return SamplingParams(
-            max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
         )
 
 

@@ -13,7 +13,8 @@ from helmsman.recipes.settings import GRPOSettings, RunSettings
 _STATE_BYTES = 16
 """Of each parameter in training: float32 weight and gradient, and AdamW's two moments."""
 _USABLE = 0.8
-"""Part of a device's memory that is planned with; the rest is for fragments, the runtime and collectives."""
+"""Part of a device's memory that is planned with; the rest is for fragments, the runtime and
+collectives."""
 _MOST_TOKENS = 65536
 _MOST_IN_FLIGHT = 512
 
@@ -44,7 +45,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_shape(model: str) -> ModelShape | None:
-    """Return the shape of the model in a folder; None where config.json is missing or of another kind."""
+    """Return the shape of the model in a folder; None where config.json is missing or of another
+    kind."""
     try:
         return msgspec.json.decode((Path(model) / "config.json").read_bytes(), type=ModelShape)
     except (OSError, msgspec.DecodeError):
@@ -52,7 +54,8 @@ def read_shape(model: str) -> ModelShape | None:
 
 
 def sizes(settings: RunSettings) -> list[tuple[str, Any, str]]:
-    """Return (key, value, arithmetic) of the sizes that can be derived; none where model or memory are not known."""
+    """Return (key, value, arithmetic) of the sizes that can be derived; none where model or memory
+    are not known."""
     shape = read_shape(settings.model)
     if shape is None:
         return []
@@ -60,8 +63,14 @@ def sizes(settings: RunSettings) -> list[tuple[str, Any, str]]:
     if cluster.devices_per_node:
         memory, source, width = cluster.device_memory_gb * 1e9, "a device", 2
     else:
-        workers = cluster.train_workers + (cluster.rollout_instances if isinstance(settings, GRPOSettings) else 0)
-        memory, source, width = host_memory_bytes() / max(1, workers), "the host, for each worker", 4
+        workers = cluster.train_workers + (
+            cluster.rollout_instances if isinstance(settings, GRPOSettings) else 0
+        )
+        memory, source, width = (
+            host_memory_bytes() / max(1, workers),
+            "the host, for each worker",
+            4,
+        )
     if not memory:
         return []
     found = [_tokens(settings, shape, memory, source, width)]
@@ -70,12 +79,18 @@ def sizes(settings: RunSettings) -> list[tuple[str, Any, str]]:
     return found
 
 
-def _tokens(settings: RunSettings, shape: ModelShape, memory: float, source: str, width: int) -> tuple[str, Any, str]:
+def _tokens(
+    settings: RunSettings, shape: ModelShape, memory: float, source: str, width: int
+) -> tuple[str, Any, str]:
     """Tokens of a micro-batch: what the state leaves, over the activations of a token."""
     ranks = settings.cluster.train_workers
     state = _STATE_BYTES * shape.num_parameters / ranks
     inner = shape.intermediate_size or 4 * shape.hidden_size
-    kept = 2 * shape.hidden_size if settings.train.engine.get("gradient_checkpointing") else 12 * shape.hidden_size + 3 * inner
+    kept = (
+        2 * shape.hidden_size
+        if settings.train.engine.get("gradient_checkpointing")
+        else 12 * shape.hidden_size + 3 * inner
+    )
     per_token = width * shape.num_hidden_layers * kept + 8 * shape.vocab_size
     left = _USABLE * memory - state
     longest = settings.data.max_prompt_tokens
@@ -84,24 +99,36 @@ def _tokens(settings: RunSettings, shape: ModelShape, memory: float, source: str
     tokens = _power_of_two(left / per_token) if left > 0 else 1
     tokens = max(longest, min(_MOST_TOKENS, tokens))
     reason = (
-        f"({_USABLE:g} x {_gb(memory)} of {source} - {_gb(state)} of state) / {_kb(per_token)} of a token, rounded down to a "
+        f"({_USABLE:g} x {_gb(memory)} of {source} - {_gb(state)} of state) / {_kb(per_token)} of "
+        f"a token, rounded down to a "
         f"power of two, from {longest}, the longest sequence, to {_MOST_TOKENS}"
     )
     return "train.engine.max_tokens_per_micro_batch", tokens, reason
 
 
-def _in_flight(settings: GRPOSettings, shape: ModelShape, memory: float, source: str, width: int) -> tuple[str, Any, str]:
+def _in_flight(
+    settings: GRPOSettings, shape: ModelShape, memory: float, source: str, width: int
+) -> tuple[str, Any, str]:
     """Requests of an instance: those of a step, as far as their cache fits."""
     cluster = settings.cluster
     weights = width * shape.num_parameters / max(1, cluster.rollout_devices)
-    sequence = 2 * width * shape.num_hidden_layers * shape.kv_width * settings.max_model_len / max(1, cluster.rollout_devices)
+    sequence = (
+        2
+        * width
+        * shape.num_hidden_layers
+        * shape.kv_width
+        * settings.max_model_len
+        / max(1, cluster.rollout_devices)
+    )
     fitting = int((_USABLE * memory - weights) / sequence)
     requests = settings.prompts_per_step * settings.samples_per_prompt * settings.rollout.oversample
     asked = math.ceil(requests / cluster.rollout_instances)
     value = max(1, min(asked, fitting, _MOST_IN_FLIGHT))
     reason = (
-        f"the least of {asked} requests of a step, {fitting} = ({_USABLE:g} x {_gb(memory)} of {source} - {_gb(weights)} of "
-        f"weights) / {_kb(sequence)} of cache for {settings.max_model_len} tokens, and {_MOST_IN_FLIGHT}"
+        f"the least of {asked} requests of a step, {fitting} = ({_USABLE:g} x {_gb(memory)} of "
+        f"{source} - {_gb(weights)} of "
+        f"weights) / {_kb(sequence)} of cache for {settings.max_model_len} tokens, and "
+        f"{_MOST_IN_FLIGHT}"
     )
     return "rollout.max_in_flight", value, reason
 

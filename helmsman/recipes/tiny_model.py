@@ -1,4 +1,6 @@
-"""A small random Llama as a Hugging Face folder: configuration, weights, a tokenizer of characters and a chat template."""
+"""A small random Llama as a Hugging Face folder: configuration, weights, a tokenizer of characters
+and a chat template.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_model(folder: Path, *, num_layers: int = 4, width: int = 128, num_positions: int = 512, seed: int = 0) -> Path:
-    """Write it; returns the folder. Weights are wide enough apart that greedy answers change when they are trained."""
+def make_model(
+    folder: Path, *, num_layers: int = 4, width: int = 128, num_positions: int = 512, seed: int = 0
+) -> Path:
+    """Write it; returns the folder. Weights are wide enough apart that greedy answers change when
+    they are trained.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -45,7 +51,9 @@ def make_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> N
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = [*SPECIAL, *CHARACTERS]
-    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(list(SPECIAL))

@@ -1,4 +1,6 @@
-"""Where metrics go, by name: lines in a file, a table on the console, TensorBoard, Weights & Biases."""
+"""Where metrics go, by name: lines in a file, a table on the console, TensorBoard, Weights &
+Biases.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class MetricsFile:
         append_line(self._path, {"step": step, **metrics})
 
     def read(self) -> list[dict[str, Any]]:
-        """What the steps so far had; None for what was no finite number. Raises ValueError when the file is something else."""
+        """What the steps so far had; None for what was no finite number. Raises ValueError when the
+        file is something else.
+        """
         return read_lines(self._path, dict[str, Any])
 
     def rewind(self, step: int) -> None:
@@ -85,7 +89,9 @@ class Console:
         for _, key, width, form in self._COLUMNS:
             value = metrics.get(key) if key else float(step)
             cells.append(("-" if value is None else format(value, form)).rjust(width))
-        overall = [(name.split("/"), value) for name, value in metrics.items() if name.startswith("eval/")]
+        overall = [
+            (name.split("/"), value) for name, value in metrics.items() if name.startswith("eval/")
+        ]
         evaluated = [f"{parts[1]} {value:.1%}" for parts, value in overall if len(parts) == 2]
         self._print("  ".join([*cells, *evaluated]))
 
@@ -130,7 +136,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; its id lies in ``wandb.json`` of the output folder, so that a resumed run goes on in it.
+    """A run of Weights & Biases; its id lies in ``wandb.json`` of the output folder, so that a
+    resumed run goes on in it.
 
     WANDB_MODE=offline writes to the folder ``wandb`` alone, for `wandb sync` later.
     """
@@ -158,7 +165,9 @@ class WeightsAndBiases:
         self._run.log({"step": step, **metrics})
 
     def rewind(self, step: int) -> None:
-        """See Tracker. Steps that are done again are there twice; the later one is the one that counts."""
+        """See Tracker. Steps that are done again are there twice; the later one is the one that
+        counts.
+        """
 
     def close(self) -> None:
         """See Tracker. Its process ends, too."""
@@ -187,7 +196,8 @@ class Trackers:
 
 @contextlib.contextmanager
 def open_trackers(settings: RunSettings, metrics: MetricsFile) -> Iterator[Trackers]:
-    """Those of the settings, and the file. Raises: BackendNotInstalledError; what wandb raises when it cannot be reached."""
+    """Those of the settings, and the file. Raises: BackendNotInstalledError; what wandb raises when
+    it cannot be reached."""
     out = Path(settings.out)
     with contextlib.ExitStack() as held:
         trackers: list[Tracker] = [metrics]
@@ -205,7 +215,8 @@ def open_trackers(settings: RunSettings, metrics: MetricsFile) -> Iterator[Track
 
 
 def require_trackers(settings: RunSettings) -> None:
-    """Raise BackendNotInstalledError for one whose package is missing, before anything is started."""
+    """Raise BackendNotInstalledError for one whose package is missing, before anything is
+    started."""
     for name in settings.tracking.to:
         if name != "console":
             _require(name)
@@ -213,4 +224,6 @@ def require_trackers(settings: RunSettings) -> None:
 
 def _require(package: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise BackendNotInstalledError(backend=f"the tracker {package!r}", package=package, command=install_command(package))
+        raise BackendNotInstalledError(
+            backend=f"the tracker {package!r}", package=package, command=install_command(package)
+        )

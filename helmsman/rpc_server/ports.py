@@ -1,8 +1,9 @@
 """Ports leased by the process that will bind them.
 
-A lease is a Unix socket in the kernel's abstract namespace, named after the port: every process of the network namespace sees
-it, and it ends with its process. A port that another program has bound is passed over. Leased ports lie below the ephemeral
-range, from which the system serves programs that ask for any port.
+A lease is a Unix socket in the kernel's abstract namespace, named after the port: every process of
+the network namespace sees it, and it ends with its process. A port that another program has bound
+is passed over. Leased ports lie below the ephemeral range, from which the system serves programs
+that ask for any port.
 """
 
 from __future__ import annotations
@@ -37,15 +38,18 @@ class PortLeases:
         return tuple(self._held)
 
     def lease(self, count: int) -> list[int]:
-        """Lease ``count`` more ports that nobody holds or has bound: below the ephemeral range, or of HELMSMAN_PORT_RANGE.
+        """Lease ``count`` more ports that nobody holds or has bound: below the ephemeral range, or
+        of HELMSMAN_PORT_RANGE.
 
-        Raises: OSError when there are not that many; ValueError for a HELMSMAN_PORT_RANGE that is none.
+        Raises: OSError when there are not that many; ValueError for a HELMSMAN_PORT_RANGE that is
+            none.
         """
         first, last = port_range(os.environ)
         candidates = list(range(first, last + 1))
         if count > len(candidates):
             raise OSError(
-                f"at most {len(candidates)} of {count} ports are free: {first} to {last} are no more; ask for fewer, "
+                f"at most {len(candidates)} of {count} ports are free: {first} to {last} are no "
+                "more; ask for fewer, "
                 f"or set {RANGE_VARIABLE} to a wider range"
             )
         random.SystemRandom().shuffle(candidates)
@@ -68,9 +72,12 @@ class PortLeases:
                     self._release(port)
             if len(leased) < count:
                 raise OSError(
-                    f"only {len(leased)} of {count} ports are free: of the {len(candidates)} ports {first}-{last} of this node "
-                    f"Helmsman's workers have leased {num_ours}, other programs have bound {num_foreign} (or had until a "
-                    f"minute ago); end what needs them no longer, or set {RANGE_VARIABLE} to a wider range"
+                    f"only {len(leased)} of {count} ports are free: of the {len(candidates)} "
+                    f"ports {first}-{last} of this node "
+                    f"Helmsman's workers have leased {num_ours}, other programs have bound "
+                    f"{num_foreign} (or had until a "
+                    f"minute ago); end what needs them no longer, or set {RANGE_VARIABLE} to a "
+                    "wider range"
                 )
             undo.pop_all()
         return leased
@@ -97,7 +104,8 @@ def port_range(environ: Mapping[str, str]) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,5})\s*-\s*(\d{1,5})", value)
     if match is None or not 1024 <= int(match[1]) <= int(match[2]) <= 65_535:
         raise ValueError(
-            f"{RANGE_VARIABLE} is {value!r}; expected 'FIRST-LAST' with 1024 <= FIRST <= LAST <= 65535, such as 20000-20200, "
+            f"{RANGE_VARIABLE} is {value!r}; expected 'FIRST-LAST' with 1024 <= FIRST <= LAST <= "
+            "65535, such as 20000-20200, "
             "or leave it unset for the ports from 20000 to the ephemeral range"
         )
     return int(match[1]), int(match[2])
@@ -114,7 +122,8 @@ def _first_ephemeral_port() -> int:
 def _lock(port: int) -> socket.socket | None:
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        if sys.platform == "linux":  # elsewhere there is no abstract namespace, and only the check whether the port is bound
+        if sys.platform == "linux":
+            # elsewhere there is no abstract namespace, and only the check whether the port is bound
             lock.bind(f"\0helmsman/port/{port}")
     except OSError:
         lock.close()
@@ -139,7 +148,9 @@ def _is_free(port: int) -> bool:
 
 
 def _forget_in_child() -> None:
-    """A forked child does not own the leases: an inherited lock would keep a port taken after its worker has ended."""
+    """A forked child does not own the leases: an inherited lock would keep a port taken after its
+    worker has ended.
+    """
     for lock in _locks:
         lock.close()
     _locks.clear()

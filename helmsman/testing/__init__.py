@@ -1,4 +1,5 @@
-"""Test tools: fault plans, simulated rollout instances on a virtual clock, and the contract suite of schedulers.
+"""Test tools: fault plans, simulated rollout instances on a virtual clock, and the contract suite
+of schedulers.
 
 The suite is the module ``helmsman.testing.contract``, which needs pytest.
 """

@@ -1,4 +1,6 @@
-"""FaultPlan: which worker is killed, stopped or slowed at which step of a script. FaultInjector: such a plan under way."""
+"""FaultPlan: which worker is killed, stopped or slowed at which step of a script. FaultInjector:
+such a plan under way.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from helmsman.api.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-_KINDS: Mapping[str, Callable[..., Fault]] = {"kill": Kill, "hang": Hang, "slow": Slow, "drop": DropNode}
+_KINDS: Mapping[str, Callable[..., Fault]] = {
+    "kill": Kill,
+    "hang": Hang,
+    "slow": Slow,
+    "drop": DropNode,
+}
 
 
 class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +45,9 @@ class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FaultInjector:
-    """Injects the faults of a plan as the script reaches their steps. It never raises for a worker that is missing."""
+    """Injects the faults of a plan as the script reaches their steps. It never raises for a worker
+    that is missing.
+    """
 
     def __init__(self, faults: Sequence[Fault], scheduler: Scheduler) -> None:
         """See FaultPlan.begin."""
@@ -51,14 +60,16 @@ class FaultInjector:
         """All records so far, in their order, also of faults that could not be injected."""
 
     def step(self, step: int) -> list[FaultRecord]:
-        """Inject the faults that are due at a step and return their records; call it as each step begins.
+        """Inject the faults that are due at a step and return their records; call it as each step
+        begins.
 
-        Faults of steps that were skipped since the last call are due now. Those due before the first call are left out, since a
-        resumed run has had them. Each fault happens once.
+        Faults of steps that were skipped since the last call are due now. Those due before the
+        first call are left out, since a resumed run has had them. Each fault happens once.
         """
         if not self._pending:
             return []
-        with ThreadPoolExecutor(1, "helmsman-faults") as pool:  # the caller's thread may run an event loop
+        with ThreadPoolExecutor(1, "helmsman-faults") as pool:
+            # the caller's thread may run an event loop
             return pool.submit(asyncio.run, self.astep(step)).result()
 
     async def astep(self, step: int) -> list[FaultRecord]:
@@ -83,16 +94,22 @@ class FaultInjector:
     async def _inject(self, fault: Fault) -> list[Injection]:
         try:
             return await self._scheduler.inject(fault)
-        except HelmsmanError as error:  # a missing worker or a closed scheduler goes into the record and does not end the run
-            return [Injection(worker_id=fault.worker_id, pid=None, node="", done=False, outcome=str(error))]
+        except HelmsmanError as error:
+            # a missing worker or a closed scheduler goes into the record and does not end the run
+            return [
+                Injection(
+                    worker_id=fault.worker_id, pid=None, node="", done=False, outcome=str(error)
+                )
+            ]
 
 
 class FaultPlan:
     """Faults in the order in which they are due.
 
     Args:
-        faults: Kill("rollout/3", at_step=5) and so on; those of one step happen together. In JSON they are objects with a
-            ``type``, which ``msgspec.json.decode(text, type=list[Fault])`` reads.
+        faults: Kill("rollout/3", at_step=5) and so on; those of one step happen together. In JSON
+            they are objects with a ``type``, which ``msgspec.json.decode(text, type=list[Fault])``
+            reads.
     """
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
@@ -121,10 +138,14 @@ class FaultPlan:
         """
         for kind, rate in rates.items():
             if kind not in _KINDS or not 0 <= rate <= 1:
-                raise ValueError(f"rates has {kind!r}: {rate!r}; expected {', '.join(map(repr, _KINDS))} with 0 to 1")
+                raise ValueError(
+                    f"rates has {kind!r}: {rate!r}; expected {', '.join(map(repr, _KINDS))} with "
+                    "0 to 1"
+                )
         if rates and not workers:
             raise ValueError("workers is empty; expected the ids of those that faults may hit")
-        source = random.Random(seed)  # of which only random() is the same in every version of Python
+        # of which only random() is the same in every version of Python
+        source = random.Random(seed)
 
         def between(bounds: tuple[float, float]) -> float:
             return round(bounds[0] + (bounds[1] - bounds[0]) * source.random(), 3)
@@ -134,8 +155,12 @@ class FaultPlan:
                 for kind, make in _KINDS.items():
                     hits, place = source.random() < rates.get(kind, 0.0), source.random()
                     lasts, times = between(seconds), between(factor)
-                    more = {"hang": {"seconds": lasts}, "slow": {"seconds": lasts, "factor": times}}.get(kind, {})
-                    if hits:  # all is drawn in any case, so that a rate decides of its own kind alone
+                    more = {
+                        "hang": {"seconds": lasts},
+                        "slow": {"seconds": lasts, "factor": times},
+                    }.get(kind, {})
+                    if hits:
+                        # all is drawn in any case, so that a rate decides of its own kind alone
                         yield make(workers[int(place * len(workers))], at_step=step, **more)
 
         return cls(drawn())
@@ -143,7 +168,8 @@ class FaultPlan:
     def begin(self, scheduler: Scheduler) -> FaultInjector:
         """Begin to inject the faults into workers of a scheduler, which need not have started yet.
 
-        Raises: FaultsUnsupportedError on a scheduler whose workers are no processes, unless there is nothing to do.
+        Raises: FaultsUnsupportedError on a scheduler whose workers are no processes, unless there
+            is nothing to do.
         """
         return FaultInjector(self.faults, scheduler)
 

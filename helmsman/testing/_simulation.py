@@ -1,9 +1,11 @@
-"""Simulated rollout instances, and an event loop on a virtual clock, on which hours of waiting pass in seconds.
+"""Simulated rollout instances, and an event loop on a virtual clock, on which hours of waiting pass
+in seconds.
 
-An instance takes the time that a continuously batching engine would take, on the loop's clock: it decodes all its requests
-together. A step of ``batch`` requests takes ``step_s + per_request_s * batch`` and gives each one token; a request first has
-its prompt computed, but for the part that the instance's prefix cache holds. Between two changes of the batch all progress
-alike, so only the changes are events: a thousand instances are simulated in seconds.
+An instance takes the time that a continuously batching engine would take, on the loop's clock: it
+decodes all its requests together. A step of ``batch`` requests takes ``step_s + per_request_s *
+batch`` and gives each one token; a request first has its prompt computed, but for the part that the
+instance's prefix cache holds. Between two changes of the batch all progress alike, so only the
+changes are events: a thousand instances are simulated in seconds.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ Lengths = Callable[[GenerationRequest], int]
 
 
 def log_normal_lengths(seed: int, mean: float, sigma: float) -> Lengths:
-    """Lengths with a long tail: each request's is drawn from its id and the seed, so that every policy meets the same ones.
+    """Lengths with a long tail: each request's is drawn from its id and the seed, so that every
+    policy meets the same ones.
 
     Args:
         mean: of the lengths, in tokens.
@@ -79,7 +82,11 @@ class _Running:
         self.done: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
 
     def num_at(self, progress: float) -> int:
-        return 0 if self.start is None else max(0, min(int(progress - self.start + _ROUNDING), self.num_tokens))
+        return (
+            0
+            if self.start is None
+            else max(0, min(int(progress - self.start + _ROUNDING), self.num_tokens))
+        )
 
     def versions(self, num_tokens: int) -> list[int]:
         """Of its first tokens, each of which bears the weights that finished it."""
@@ -91,20 +98,25 @@ class _Running:
 
 
 class SimulatedInstance:
-    """One engine. Its ``version`` may be set at any time; a token bears the one that it was finished with.
+    """One engine. Its ``version`` may be set at any time; a token bears the one that it was
+    finished with.
 
     Args:
         version: of its weights.
     """
 
-    def __init__(self, instance_id: str, model: EngineModel, lengths: Lengths, version: int = 0) -> None:
+    def __init__(
+        self, instance_id: str, model: EngineModel, lengths: Lengths, version: int = 0
+    ) -> None:
         self.instance_id, self.model, self._version = instance_id, model, version
         self._lengths = lengths
         self._running: dict[str, _Running] = {}
         """All that it has."""
         self._num_decoding = 0
         self._due: list[tuple[float, int, _Running]] = []
-        """A heap by the progress at which they have their last token; those that have ended are passed over."""
+        """A heap by the progress at which they have their last token; those that have ended are
+        passed over.
+        """
         self._numbers = itertools.count()
         self._progress = 0.0
         """Tokens that a request which had been here all the time would have."""
@@ -121,11 +133,17 @@ class SimulatedInstance:
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Continue a prompt. Raises InstanceLostError when it has died, or dies meanwhile."""
         if self._lost is not None:
-            raise InstanceLostError(instance_id=self.instance_id, reason=self._lost, may_have_begun=False)
+            raise InstanceLostError(
+                instance_id=self.instance_id, reason=self._lost, may_have_begun=False
+            )
         wanted = max(1, self._lengths(request) - request.num_generated)
-        running = self._running[request.request_id] = _Running(request, min(wanted, request.sampling.max_new_tokens))
+        running = self._running[request.request_id] = _Running(
+            request, min(wanted, request.sampling.max_new_tokens)
+        )
         try:
-            prefill_s = self._prefill(request.prompt_ids) * self.model.prefill_s * self.model.slowdown
+            prefill_s = (
+                self._prefill(request.prompt_ids) * self.model.prefill_s * self.model.slowdown
+            )
             if prefill_s:
                 await asyncio.wait([running.done], timeout=prefill_s)
             if not running.done.done():
@@ -150,7 +168,9 @@ class SimulatedInstance:
         for running in self._running.values():
             if not running.done.done():
                 self.num_new_tokens += running.num_at(self._progress)
-                lost = InstanceLostError(instance_id=self.instance_id, reason=reason, may_have_begun=True)
+                lost = InstanceLostError(
+                    instance_id=self.instance_id, reason=reason, may_have_begun=True
+                )
                 running.done.set_exception(lost)
 
     @property
@@ -171,7 +191,9 @@ class SimulatedInstance:
         running.start = self._progress
         running.weights.append((self._progress, self._version))
         self._num_decoding += 1
-        heapq.heappush(self._due, (running.start + running.num_tokens, next(self._numbers), running))
+        heapq.heappush(
+            self._due, (running.start + running.num_tokens, next(self._numbers), running)
+        )
         self._plan()
 
     def _prefill(self, tokens: Sequence[int]) -> int:
@@ -204,7 +226,9 @@ class SimulatedInstance:
         while self._due and self._due[0][2].done.done():
             heapq.heappop(self._due)
         if self._due:
-            wait_s = max(0.0, self._due[0][0] - self._progress) / self.model.rate(self._num_decoding)
+            wait_s = max(0.0, self._due[0][0] - self._progress) / self.model.rate(
+                self._num_decoding
+            )
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._tick)
 
     def _tick(self) -> None:
@@ -243,28 +267,37 @@ class SimulatedBackend:
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
         return await self.instances[instance_id].generate(request)
 
-    async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """See Backend. Prompts that are computed at once take as long as one, so this takes the right time."""
-        return list(await asyncio.gather(*(self.generate(instance_id, request) for request in requests)))
+    async def generate_samples(
+        self, instance_id: str, requests: Sequence[GenerationRequest]
+    ) -> list[GenerationResult]:
+        """See Backend. Prompts that are computed at once take as long as one, so this takes the
+        right time.
+        """
+        return list(
+            await asyncio.gather(*(self.generate(instance_id, request) for request in requests))
+        )
 
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
         self.instances[instance_id].abort(request_ids)
 
 
-# --- the clock ------------------------------------------------------------------------------------------------------------
+# --- the clock ------------------------------------------------------------------------------------
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Instead of waiting for a timer, lets the clock jump to it; but first comes what is there already."""
+    """Instead of waiting for a timer, lets the clock jump to it; but first comes what is there
+    already.
+    """
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            return super().select(None)  # nothing is due ever: a thread or a socket will have to wake us
+            # nothing is due ever: a thread or a socket will have to wake us
+            return super().select(None)
         if not (ready := super().select(0)):
-            # By the least step more: after some months asyncio's own tolerance is lost in rounding, and it would wait for ever
-            # for the clock to pass what is due at this very moment.
+            # By the least step more: after some months asyncio's own tolerance is lost in rounding,
+            # and it would wait for ever for the clock to pass what is due at this very moment.
             self.now = math.nextafter(self.now + timeout, math.inf)
         return ready
 

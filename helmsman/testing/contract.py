@@ -1,9 +1,10 @@
 """Contract suite of schedulers: pytest tests of the promises that every Scheduler keeps.
 
-A test module imports everything from here and defines the fixture ``make_scheduler``, which returns a function that makes a
-scheduler; docs/testing.md has an example. The function travels to another process by cloudpickle, and may be called while an
-earlier scheduler is open. The schedulers need eight CPUs, and workers on this machine. Tests that stop or kill workers are
-skipped on a scheduler whose workers share the script's process.
+A test module imports everything from here and defines the fixture ``make_scheduler``, which returns
+a function that makes a scheduler; docs/testing.md has an example. The function travels to another
+process by cloudpickle, and may be called while an earlier scheduler is open. The schedulers need
+eight CPUs, and workers on this machine. Tests that stop or kill workers are skipped on a scheduler
+whose workers share the script's process.
 """
 
 from __future__ import annotations
@@ -50,13 +51,15 @@ __all__ = [
 LATE_S = 0.2
 """Limit of calls that are to time out."""
 GONE_S = 10.0
-"""Promise: every process that a controller caused has ended this long after the controller itself."""
+"""Promise: every process that a controller caused has ended this long after the controller
+itself.
+"""
 NOTICE_S = 2.0
 """Promise: callers learn of a worker's death within this time."""
 _numbers = itertools.count()
 
 
-# --- fixtures -------------------------------------------------------------------------------------------------------------
+# --- fixtures -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="package")
@@ -79,25 +82,32 @@ def engine_class() -> type[CountingEngine]:
 
 
 @pytest.fixture
-def engine(scheduler: Scheduler, shared_workers: list[str], engine_class: type[CountingEngine]) -> Engine:
+def engine(
+    scheduler: Scheduler, shared_workers: list[str], engine_class: type[CountingEngine]
+) -> Engine:
     """An engine of this test in the first shared worker."""
     return Engine.create(scheduler, shared_workers[0], engine_class, f"engine-{next(_numbers)}")
 
 
 @pytest.fixture
-def peer(scheduler: Scheduler, shared_workers: list[str], engine_class: type[CountingEngine]) -> Engine:
+def peer(
+    scheduler: Scheduler, shared_workers: list[str], engine_class: type[CountingEngine]
+) -> Engine:
     """An engine of this test in the second shared worker."""
     return Engine.create(scheduler, shared_workers[1], engine_class, f"engine-{next(_numbers)}")
 
 
 @pytest.fixture
 def role(scheduler: Scheduler) -> Iterator[str]:
-    """A name for a role of this test; its workers, and those of roles with this prefix, are deleted after it."""
+    """A name for a role of this test; its workers, and those of roles with this prefix, are deleted
+    after it.
+    """
     name = f"role-{next(_numbers)}"
     yield name
     running = {status.worker_id.rpartition("/")[0] for status in scheduler.status()}
     for each in sorted(other for other in running if other.startswith(name)):
-        with contextlib.suppress(errors.RoleNotFoundError):  # it went with the role that it was colocated with
+        with contextlib.suppress(errors.RoleNotFoundError):
+            # it went with the role that it was colocated with
             scheduler.delete_workers(each)
 
 
@@ -120,7 +130,7 @@ def _is_stopped(scheduler: Scheduler, worker_id: str) -> bool:
     return not asyncio.run(scheduler.check_health(worker_id)).answered
 
 
-# --- the suite ------------------------------------------------------------------------------------------------------------
+# --- the suite ------------------------------------------------------------------------------------
 
 _DRIVER = """
 import asyncio, base64, json, pickle, sys
@@ -132,7 +142,8 @@ if __name__ == "__main__":
     pids = {}
     for role in ("deleted", "kept"):
         (worker_id,) = scheduler.create_workers(Job(role=role))
-        asyncio.run(scheduler.create_engine(worker_id, "helmsman.testing.contract_engine.CountingEngine"))
+        engine = "helmsman.testing.contract_engine.CountingEngine"
+        asyncio.run(scheduler.create_engine(worker_id, engine))
         pids[role] = scheduler.call_engine(worker_id, "start_child", timeout=60)
     scheduler.delete_workers("deleted")
     print(json.dumps({"pids": pids, "has_torch": "torch" in sys.modules}), flush=True)
@@ -144,8 +155,13 @@ class TestSchedulerContract:
     """The promises of a scheduler, in the order of its documentation."""
 
     def test_call_arguments_and_results(self, engine: Engine) -> None:
-        """Arguments arrive as they were given, and results come back so, by both forms of a call."""
-        assert engine.call("echo", 1, "two", three=[3.0, None]) == ((1, "two"), {"three": [3.0, None]})
+        """Arguments arrive as they were given, and results come back so, by both forms of a
+        call.
+        """
+        assert engine.call("echo", 1, "two", three=[3.0, None]) == (
+            (1, "two"),
+            {"three": [3.0, None]},
+        )
         assert engine.call("echo", None) is None
         assert engine.call("async_add", 4) == 4
         assert engine.call("add", number=1) == 5
@@ -159,11 +175,16 @@ class TestSchedulerContract:
         for future in (running, *queued):
             future.result(timeout=LIMIT_S)
         assert engine.call("entries") == [str(index) for index in range(50)]
-        large = [engine.begin("note_size", bytearray(4 << 20) if index % 5 == 0 else index) for index in range(20)]
+        large = [
+            engine.begin("note_size", bytearray(4 << 20) if index % 5 == 0 else index)
+            for index in range(20)
+        ]
         for future in large:
             future.result(timeout=LIMIT_S)
         sizes = [str(4 << 20) if index % 5 == 0 else str(index) for index in range(20)]
-        assert engine.call("entries")[50:] == sizes, "arguments that take longer to pack are not overtaken"
+        assert engine.call("entries")[50:] == sizes, (
+            "arguments that take longer to pack are not overtaken"
+        )
         assert len({engine.call("thread") for _ in range(5)}) == 1
 
     def test_async_methods_run_concurrently(self, engine: Engine, gate: Gate) -> None:
@@ -188,8 +209,12 @@ class TestSchedulerContract:
 
     @pytest.mark.parametrize("awaited", [False, True], ids=["sync", "async"])
     @pytest.mark.parametrize("method", ["wait", "async_wait"])
-    def test_late_call_runs_once(self, engine: Engine, gate: Gate, method: str, awaited: bool) -> None:
-        """A call raises at its deadline with the facts, marks its worker, runs on, and is not sent again."""
+    def test_late_call_runs_once(
+        self, engine: Engine, gate: Gate, method: str, awaited: bool
+    ) -> None:
+        """A call raises at its deadline with the facts, marks its worker, runs on, and is not sent
+        again.
+        """
         before = engine.state
 
         def call() -> None:
@@ -203,23 +228,38 @@ class TestSchedulerContract:
         error = caught.value
         assert (before, engine.state) == (WorkerState.READY, WorkerState.OVERDUE)
         assert isinstance(error, TimeoutError)
-        assert (error.worker_id, error.engine_name, error.method) == (engine.worker_id, engine.name, method)
+        assert (error.worker_id, error.engine_name, error.method) == (
+            engine.worker_id,
+            engine.name,
+            method,
+        )
         assert error.limit_s == LATE_S <= error.elapsed_s
         assert error.worker_alive
         text = str(error)
-        for fact in (f"{engine.name}.{method}", "limit 0.20 s, set by the call's timeout argument", "was not sent again"):
+        for fact in (
+            f"{engine.name}.{method}",
+            "limit 0.20 s, set by the call's timeout argument",
+            "was not sent again",
+        ):
             assert fact in text
         assert "is alive" in text
         if method == "wait":
             lines = inspect.getsource(contract_engine).splitlines()
-            line = next(number for number, text in enumerate(lines, 1) if "the line that a time-out shows" in text)
+            line = next(
+                number
+                for number, text in enumerate(lines, 1)
+                if "the line that a time-out shows" in text
+            )
             assert f"line {line}, in wait" in error.stack
             assert "wait_for_file" in error.stack
         else:
             assert "in async_wait" in error.stack
         assert "helmsman/rpc_server" not in error.stack, "frames of Helmsman itself are left out"
         gate.open()
-        wait_until(lambda: engine.state is WorkerState.READY, "the late call ends and the worker is ready again")
+        wait_until(
+            lambda: engine.state is WorkerState.READY,
+            "the late call ends and the worker is ready again",
+        )
         assert engine.call("add", 0) == 1, "it ran once"
 
     def test_queued_call_is_withdrawn(self, engine: Engine, gate: Gate) -> None:
@@ -285,7 +325,10 @@ class TestSchedulerContract:
     def test_infeasible_job_starts_nothing(self, scheduler: Scheduler, role: str) -> None:
         """One job that does not fit keeps all jobs of a start from starting."""
         before = {status.worker_id for status in scheduler.status()}
-        small, large = Job(role=role, replicas=2), Job(role=f"{role}-large", tasks=[SchedulingSpec(gpu=100_000)])
+        small, large = (
+            Job(role=role, replicas=2),
+            Job(role=f"{role}-large", tasks=[SchedulingSpec(gpu=100_000)]),
+        )
         for attempt in (scheduler.plan, scheduler.create_workers):
             with pytest.raises(errors.PlacementInfeasibleError, match=r"100000 GPU"):
                 attempt([small, large])
@@ -295,7 +338,9 @@ class TestSchedulerContract:
     def test_existing_role_is_refused(self, scheduler: Scheduler, role: str) -> None:
         """A second start under one name is an error and leaves the first alone."""
         ids = scheduler.create_workers(Job(role=role))
-        with pytest.raises(errors.RoleExistsError, match=f"role {role!r} already runs with 1 workers"):
+        with pytest.raises(
+            errors.RoleExistsError, match=f"role {role!r} already runs with 1 workers"
+        ):
             scheduler.create_workers(Job(role=role, replicas=2))
         assert [worker.id for worker in scheduler.get_workers(role)] == ids
         scheduler.delete_workers(role)
@@ -313,12 +358,21 @@ class TestSchedulerContract:
     # 4. Errors.
 
     def test_remote_error_is_complete(self, engine: Engine) -> None:
-        """An engine's exception arrives with its type, message and traceback, and survives pickling."""
+        """An engine's exception arrives with its type, message and traceback, and survives
+        pickling.
+        """
         with pytest.raises(errors.EngineCallError) as caught:
             engine.call("divide")
         error = caught.value
-        assert (error.worker_id, error.engine_name, error.method) == (engine.worker_id, engine.name, "divide")
-        assert (error.remote_type, error.remote_message) == ("ZeroDivisionError", "division by zero")
+        assert (error.worker_id, error.engine_name, error.method) == (
+            engine.worker_id,
+            engine.name,
+            "divide",
+        )
+        assert (error.remote_type, error.remote_message) == (
+            "ZeroDivisionError",
+            "division by zero",
+        )
         assert "self.num_calls - self.num_calls" in error.remote_traceback
         assert isinstance(error.__cause__, ZeroDivisionError)
         assert pickle.loads(pickle.dumps(error)).remote_traceback == error.remote_traceback
@@ -326,12 +380,19 @@ class TestSchedulerContract:
 
     def test_existing_engine_name_is_refused(self, scheduler: Scheduler, engine: Engine) -> None:
         """An engine's name is given once in a worker."""
-        with pytest.raises(errors.EngineExistsError, match=f"{engine.worker_id} already holds an engine {engine.name!r}"):
+        with pytest.raises(
+            errors.EngineExistsError,
+            match=f"{engine.worker_id} already holds an engine {engine.name!r}",
+        ):
             Engine.create(scheduler, engine.worker_id, CountingEngine, engine.name)
         assert engine.call("add") == 1, "the first is untouched"
 
-    def test_unknown_names(self, scheduler: Scheduler, engine: Engine, shared_workers: list[str]) -> None:
-        """Unknown workers, engines, methods and roles have errors of their own, which list the known ones."""
+    def test_unknown_names(
+        self, scheduler: Scheduler, engine: Engine, shared_workers: list[str]
+    ) -> None:
+        """Unknown workers, engines, methods and roles have errors of their own, which list the
+        known ones.
+        """
         for worker_id in ("nobody/0", "shared/7", "shared/-1", "shared", "shared/", "shared/x", ""):
             with pytest.raises(errors.WorkerNotFoundError) as unknown_worker:
                 scheduler.call_engine(worker_id, "add", timeout=5)
@@ -344,18 +405,25 @@ class TestSchedulerContract:
         with pytest.raises(errors.EngineNotFoundError) as unknown_engine:
             scheduler.call_engine(engine.worker_id, "add", "no-such-engine", timeout=5)
         assert engine.name in unknown_engine.value.known
-        assert f"no engine 'no-such-engine' in worker {engine.worker_id}" in str(unknown_engine.value)
+        assert f"no engine 'no-such-engine' in worker {engine.worker_id}" in str(
+            unknown_engine.value
+        )
         with pytest.raises(errors.MethodNotFoundError):
             engine.call("no_such_method")
         for of_role in (scheduler.get_workers, scheduler.delete_workers, scheduler.stacks):
-            with pytest.raises(errors.RoleNotFoundError, match=r"no role 'nobody' in this scheduler; it has: .*shared"):
+            with pytest.raises(
+                errors.RoleNotFoundError,
+                match=r"no role 'nobody' in this scheduler; it has: .*shared",
+            ):
                 of_role("nobody")
         with pytest.raises(errors.RoleNotFoundError):
             scheduler.fork_workers("sibling", "nobody")
 
     @pytest.mark.usefixtures("own_processes")
     def test_dead_worker_fails_its_calls(self, scheduler: Scheduler, role: str, gate: Gate) -> None:
-        """Running, queued and later calls of a worker that dies all fail at once, with the method that ran."""
+        """Running, queued and later calls of a worker that dies all fail at once, with the method
+        that ran.
+        """
         (worker_id,) = scheduler.create_workers(Job(role=role))
         engine = Engine.create(scheduler, worker_id, CountingEngine)
         with held(engine, gate) as running:
@@ -367,7 +435,9 @@ class TestSchedulerContract:
                 with pytest.raises(errors.WorkerFailedError) as caught:
                     future.result(timeout=NOTICE_S)
                 assert caught.value.exit_signal == 9
-                assert caught.value.running == f"{worker_id}.wait", "the call that ran longest, not the one that asks"
+                assert caught.value.running == f"{worker_id}.wait", (
+                    "the call that ran longest, not the one that asks"
+                )
                 assert caught.value.running_s is not None
             with pytest.raises(errors.WorkerFailedError):
                 asyncio.run(engine.acall("add"))
@@ -376,10 +446,17 @@ class TestSchedulerContract:
     # 5. Health.
 
     @pytest.mark.parametrize("method", ["wait", "spin"])
-    def test_health_during_a_call(self, scheduler: Scheduler, engine: Engine, gate: Gate, method: str) -> None:
-        """Health and stacks are answered during a long call, with the running method and its duration."""
+    def test_health_during_a_call(
+        self, scheduler: Scheduler, engine: Engine, gate: Gate, method: str
+    ) -> None:
+        """Health and stacks are answered during a long call, with the running method and its
+        duration.
+        """
         if method == "spin" and scheduler.shares_process:
-            pytest.skip("script and engines share one interpreter's lock, so a busy engine slows the script itself")
+            pytest.skip(
+                "script and engines share one interpreter's lock, so a busy engine slows the "
+                "script itself"
+            )
         before = engine.health()
         assert (before.running, before.running_s) == (None, None)
         with held(engine, gate, method) as running:
@@ -404,7 +481,9 @@ class TestSchedulerContract:
 
     @pytest.mark.usefixtures("own_processes")
     def test_no_orphans(self, make_scheduler: Callable[[], Scheduler]) -> None:
-        """Deleted workers and those of a killed controller end with their children; the controller has not loaded torch."""
+        """Deleted workers and those of a killed controller end with their children; the controller
+        has not loaded torch.
+        """
         made = base64.b64encode(cloudpickle.dumps(make_scheduler)).decode()
         driver = subprocess.Popen(
             [sys.executable, "-c", _DRIVER, made],
@@ -419,16 +498,26 @@ class TestSchedulerContract:
                 facts = json.loads(next(lines, b"null"))
                 assert facts is not None, "the driver failed; see its error above"
                 deleted, kept = facts["pids"]["deleted"], facts["pids"]["kept"]
-                wait_until(lambda: not any(map(is_running, deleted)), "deleted workers and their children end", GONE_S)
+                wait_until(
+                    lambda: not any(map(is_running, deleted)),
+                    "deleted workers and their children end",
+                    GONE_S,
+                )
                 assert all(map(is_running, kept))
             finally:
                 driver.kill()
-        wait_until(lambda: not any(map(is_running, kept)), "workers and children of a killed driver end", GONE_S)
+        wait_until(
+            lambda: not any(map(is_running, kept)),
+            "workers and children of a killed driver end",
+            GONE_S,
+        )
         assert not facts["has_torch"]
 
     # 8. Isolation.
 
-    def test_two_schedulers_are_isolated(self, make_scheduler: Callable[[], Scheduler], engine: Engine) -> None:
+    def test_two_schedulers_are_isolated(
+        self, make_scheduler: Callable[[], Scheduler], engine: Engine
+    ) -> None:
         """Names belong to a run, and closing one run leaves the other."""
         with make_scheduler() as other:
             assert other.create_workers(Job(role="shared")) == ["shared/0"]

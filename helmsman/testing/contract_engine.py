@@ -1,4 +1,6 @@
-"""CountingEngine: the engine that the contract suite calls. It imports nothing heavy, so that workers start fast."""
+"""CountingEngine: the engine that the contract suite calls. It imports nothing heavy, so that
+workers start fast.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ class CountingEngine:
         self.num_calls += 1
         Path(started).touch()
         deadline = time.monotonic() + WAIT_LIMIT_S
-        while not os.path.exists(release) and time.monotonic() < deadline:  # noqa: ASYNC110 - another process makes it
+        # Another process makes it
+        while not os.path.exists(release) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         return self.num_calls
 
@@ -94,9 +97,16 @@ class CountingEngine:
         return threading.current_thread().name
 
     def start_child(self) -> list[int]:
-        """Start a process that ignores polite signals; return the ids of the worker and of its child."""
-        script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
-        child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+        """Start a process that ignores polite signals; return the ids of the worker and of its
+        child.
+        """
+        script = (
+            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+            "print(flush=True); time.sleep(600)"
+        )
+        child = subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True
+        )
         assert child.stdout is not None
         child.stdout.readline()
         return [os.getpid(), child.pid]

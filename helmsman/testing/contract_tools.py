@@ -1,4 +1,6 @@
-"""Tools of the contract suite: waits, an engine as an object, and a gate that holds an engine inside a call."""
+"""Tools of the contract suite: waits, an engine as an object, and a gate that holds an engine
+inside a call.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ HEALTH_S = 1.0
 
 
 def wait_until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
-    """Wait until ``condition`` returns something true and return it; fail the test with ``what`` after the limit."""
+    """Wait until ``condition`` returns something true and return it; fail the test with ``what``
+    after the limit.
+    """
     deadline = time.monotonic() + limit_s
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -57,30 +61,46 @@ class Engine:
         self.name = name
 
     @classmethod
-    def create(cls, scheduler: Scheduler, worker_id: str, engine: Any, name: str | None = None, *args: Any) -> Engine:
+    def create(
+        cls, scheduler: Scheduler, worker_id: str, engine: Any, name: str | None = None, *args: Any
+    ) -> Engine:
         """Create it and return it."""
         asyncio.run(scheduler.create_engine(worker_id, engine, name, *args))
         return cls(scheduler, worker_id, name or worker_id)
 
     def call(self, method: str, *args: Any, timeout: float = LIMIT_S, **kwargs: Any) -> Any:
         """Call a method."""
-        return self.scheduler.call_engine(self.worker_id, method, self.name, *args, timeout=timeout, **kwargs)
+        return self.scheduler.call_engine(
+            self.worker_id, method, self.name, *args, timeout=timeout, **kwargs
+        )
 
-    def acall(self, method: str, *args: Any, timeout: float = LIMIT_S, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+    def acall(
+        self, method: str, *args: Any, timeout: float = LIMIT_S, **kwargs: Any
+    ) -> Coroutine[Any, Any, Any]:
         """Return the coroutine of a call."""
-        return self.scheduler.async_call_engine(self.worker_id, method, self.name, *args, timeout=timeout, **kwargs)
+        return self.scheduler.async_call_engine(
+            self.worker_id, method, self.name, *args, timeout=timeout, **kwargs
+        )
 
-    def begin(self, method: str, *args: Any, timeout: float = LIMIT_S, **kwargs: Any) -> concurrent.futures.Future[Any]:
+    def begin(
+        self, method: str, *args: Any, timeout: float = LIMIT_S, **kwargs: Any
+    ) -> concurrent.futures.Future[Any]:
         """Start a call and return its future."""
-        return asyncio.run_coroutine_threadsafe(self.acall(method, *args, timeout=timeout, **kwargs), _loop())
+        return asyncio.run_coroutine_threadsafe(
+            self.acall(method, *args, timeout=timeout, **kwargs), _loop()
+        )
 
     @property
     def state(self) -> WorkerState:
         """State of its worker."""
-        return {status.worker_id: status.state for status in self.scheduler.status()}[self.worker_id]
+        return {status.worker_id: status.state for status in self.scheduler.status()}[
+            self.worker_id
+        ]
 
     def health(self) -> WorkerHealth:
-        """Health of its worker, asked five times: one late answer is the load of a shared machine, three break the promise."""
+        """Health of its worker, asked five times: one late answer is the load of a shared machine,
+        three break the promise.
+        """
         answers, elapsed_s = [], []
         for _ in range(5):
             started = time.monotonic()
@@ -91,7 +111,9 @@ class Engine:
 
 
 class Gate:
-    """Two files that hold an engine inside a call: the engine makes the first, the test the second."""
+    """Two files that hold an engine inside a call: the engine makes the first, the test the
+    second.
+    """
 
     def __init__(self, folder: Path, name: str = "gate") -> None:
         self.started = str(folder / f"{name}-started")

@@ -15,15 +15,36 @@ from helmsman.api.columns import Column, Ragged
 QUICK = settings(max_examples=25)
 ROWS = st.integers(0, 30)
 
-TENSOR_DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.uint16, torch.bool, torch.complex64]
-ARRAY_DTYPES = ["float32", "float16", "int64", "uint8", "bool", "complex64", ">i4", "datetime64[s]", "U3", "S4"]
+TENSOR_DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.bool,
+    torch.complex64,
+]
+ARRAY_DTYPES = [
+    "float32",
+    "float16",
+    "int64",
+    "uint8",
+    "bool",
+    "complex64",
+    ">i4",
+    "datetime64[s]",
+    "U3",
+    "S4",
+]
 
 
 def _numbers(seed: int, num_rows: int, width: tuple[int, ...]) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(0, 256, (num_rows, *width))
 
 
-def _tensor(seed: int, num_rows: int, width: tuple[int, ...], dtype: torch.dtype, layout: str) -> torch.Tensor:
+def _tensor(
+    seed: int, num_rows: int, width: tuple[int, ...], dtype: torch.dtype, layout: str
+) -> torch.Tensor:
     made = torch.from_numpy(_numbers(seed, num_rows, width)).to(dtype)
     if dtype.is_floating_point:
         made[made == 7] = torch.nan
@@ -34,7 +55,9 @@ def _tensor(seed: int, num_rows: int, width: tuple[int, ...], dtype: torch.dtype
     return made.requires_grad_() if layout == "grad" and dtype.is_floating_point else made
 
 
-def _array(seed: int, num_rows: int, width: tuple[int, ...], dtype: str, layout: str) -> np.ndarray[Any, Any]:
+def _array(
+    seed: int, num_rows: int, width: tuple[int, ...], dtype: str, layout: str
+) -> np.ndarray[Any, Any]:
     made = _numbers(seed, num_rows, width).astype(dtype)
     if made.dtype.kind == "f":
         made[made == 7] = np.nan
@@ -46,7 +69,17 @@ def _array(seed: int, num_rows: int, width: tuple[int, ...], dtype: str, layout:
 
 
 def _objects(seed: int, num_rows: int) -> list[Any]:
-    kinds = [None, "text", ("a", 1), {"x": [1, 2]}, float("nan"), np.arange(3), torch.arange(2), 7, True]
+    kinds = [
+        None,
+        "text",
+        ("a", 1),
+        {"x": [1, 2]},
+        float("nan"),
+        np.arange(3),
+        torch.arange(2),
+        7,
+        True,
+    ]
     return [kinds[(seed + row) % len(kinds)] for row in range(num_rows)]
 
 
@@ -63,12 +96,16 @@ WIDTHS = st.sampled_from([(), (1,), (3,), (0,), (2, 2)])
 
 def tensors(num_rows: int) -> st.SearchStrategy[torch.Tensor]:
     layouts = st.sampled_from(["dense", "gaps", "transposed", "grad"])
-    return st.builds(_tensor, SEEDS, st.just(num_rows), WIDTHS, st.sampled_from(TENSOR_DTYPES), layouts)
+    return st.builds(
+        _tensor, SEEDS, st.just(num_rows), WIDTHS, st.sampled_from(TENSOR_DTYPES), layouts
+    )
 
 
 def arrays(num_rows: int) -> st.SearchStrategy[np.ndarray[Any, Any]]:
     layouts = st.sampled_from(["dense", "gaps", "transposed", "backwards"])
-    numbers = st.builds(_array, SEEDS, st.just(num_rows), WIDTHS, st.sampled_from(ARRAY_DTYPES), layouts)
+    numbers = st.builds(
+        _array, SEEDS, st.just(num_rows), WIDTHS, st.sampled_from(ARRAY_DTYPES), layouts
+    )
     return numbers | st.builds(_object_array, SEEDS, st.just(num_rows))
 
 
@@ -93,4 +130,8 @@ def pickles_as_it_is(column: Column) -> bool:
     if isinstance(column, list):
         return True
     values = column.values if isinstance(column, Ragged) else column
-    return values.dtype is not torch.uint16 if isinstance(values, torch.Tensor) else values.dtype.isnative
+    return (
+        values.dtype is not torch.uint16
+        if isinstance(values, torch.Tensor)
+        else values.dtype.isnative
+    )

@@ -21,12 +21,18 @@ HALF = math.sqrt(0.5)
         # mean 2, unbiased std sqrt((1 + 0 + 1) / 2) = 1
         ([1, 2, 3], {"group_size": 3}, [-1, 0, 1]),
         ([1, 0, 3, 2], {"group_size": 2, "normalize_std": False}, [0.5, -0.5, 0.5, -0.5]),
-        ([1, 3, 0, 2], {"group_ids": ["a", "b", "a", "b"], "normalize_std": False}, [0.5, 0.5, -0.5, -0.5]),
+        (
+            [1, 3, 0, 2],
+            {"group_ids": ["a", "b", "a", "b"], "normalize_std": False},
+            [0.5, 0.5, -0.5, -0.5],
+        ),
         ([7], {"group_size": 1}, [0]),
         ([], {"group_size": 4}, []),
     ],
 )
-def test_group_advantages(rewards: list[float], kwargs: dict[str, object], expected: list[float]) -> None:
+def test_group_advantages(
+    rewards: list[float], kwargs: dict[str, object], expected: list[float]
+) -> None:
     assert group_advantages(rewards, **kwargs) == pytest.approx(expected, abs=1e-5)  # type: ignore[arg-type]
 
 
@@ -48,11 +54,15 @@ def test_sequence_weights() -> None:
     num_tokens, losses = [1, 3], [[5.0], [1.0, 2.0, 3.0]]
 
     def mean(weights: list[float]) -> float:
-        return sum(w * x for w, row in zip(weights, losses, strict=True) for x in row) / sum(num_tokens)
+        return sum(w * x for w, row in zip(weights, losses, strict=True) for x in row) / sum(
+            num_tokens
+        )
 
     assert mean(sequence_weights(num_tokens, "token")) == pytest.approx(11 / 4)
     assert mean(sequence_weights(num_tokens, "sequence")) == pytest.approx((5 + 2) / 2)
-    assert mean(sequence_weights(num_tokens, "constant", max_tokens=10)) == pytest.approx((0.5 + 0.6) / 2)
+    assert mean(sequence_weights(num_tokens, "constant", max_tokens=10)) == pytest.approx(
+        (0.5 + 0.6) / 2
+    )
 
 
 def test_sequence_weights_at_the_edges() -> None:
@@ -64,9 +74,12 @@ def test_sequence_weights_at_the_edges() -> None:
 
 
 def test_gae_episode() -> None:
-    # Tokens 1 to 3 are chosen; values of the states before them are 1, 2, 3 (entries 0 to 2), gamma 0.5, lambda 0.5.
-    # t=3: 4 + 0 - 3 = 1;  t=2: 0 + 0.5 * 3 - 2 = -0.5, plus 0.25 * 1 = -0.25;  t=1: 1 + 0.5 * 2 - 1 = 1, plus 0.25 * -0.25.
-    advantages, returns = gae([[9, 1, 0, 4]], [[1, 2, 3, 8]], [[True, True, True, True]], gamma=0.5, lam=0.5)
+    # Tokens 1 to 3 are chosen; values of the states before them are 1, 2, 3 (entries 0 to 2), gamma
+    # 0.5, lambda 0.5. t=3: 4 + 0 - 3 = 1;  t=2: 0 + 0.5 * 3 - 2 = -0.5, plus 0.25 * 1 = -0.25;
+    # t=1: 1 + 0.5 * 2 - 1 = 1, plus 0.25 * -0.25.
+    advantages, returns = gae(
+        [[9, 1, 0, 4]], [[1, 2, 3, 8]], [[True, True, True, True]], gamma=0.5, lam=0.5
+    )
     assert advantages == [[0, 0.9375, -0.25, 1]]
     assert returns == [[0, 1.9375, 1.75, 4]]
 
@@ -79,7 +92,11 @@ def test_gae_truncated_episode() -> None:
 
 def test_gae_outside_mask() -> None:
     # Of two turns: tokens 1 and 4. Before token 4 the value is 6, which is what token 1 leads to.
-    rewards, values, masks = [[0, 1, 0, 0, 2]], [[3, 0, 0, 6, 0]], [[False, True, False, False, True]]
+    rewards, values, masks = (
+        [[0, 1, 0, 0, 2]],
+        [[3, 0, 0, 6, 0]],
+        [[False, True, False, False, True]],
+    )
     advantages, returns = gae(rewards, values, masks, lam=0.5)
     assert advantages == [[0, 1 + 6 - 3 + 0.5 * (2 - 6), 0, 0, 2 - 6]]
     assert returns == [[0, 5, 0, 0, 2]]
@@ -103,7 +120,9 @@ def test_gae_equals_paper(gamma: float, lam: float) -> None:
         np.testing.assert_allclose(row, expected, atol=1e-12)
     if lam == 1.0:  # eq. 18: with lambda 1 what the critic learns is the discounted sum of rewards
         steps = [t for t in range(1, lengths[-1]) if masks[-1][t]]
-        assert returns[-1][steps[0]] == pytest.approx(sum(gamma**k * rewards[-1][t] for k, t in enumerate(steps)))
+        assert returns[-1][steps[0]] == pytest.approx(
+            sum(gamma**k * rewards[-1][t] for k, t in enumerate(steps))
+        )
 
 
 def test_gae_of_tensors() -> None:
@@ -126,8 +145,14 @@ def test_gae_refuses(arguments: tuple[list[list[float]], ...], message: str) -> 
 def test_whiten() -> None:
     # 1, 2 and 3 count: mean 2, unbiased variance 1.
     rows, masks = [[50, 1, 70], [9, 3, 2]], [[True, True, False], [False, True, True]]
-    assert whiten(rows, masks) == [[0, pytest.approx(-1), 0], [0, pytest.approx(1), pytest.approx(0)]]
-    assert whiten(rows, masks, shift_mean=False) == [[0, pytest.approx(1), 0], [0, pytest.approx(3), pytest.approx(2)]]
+    assert whiten(rows, masks) == [
+        [0, pytest.approx(-1), 0],
+        [0, pytest.approx(1), pytest.approx(0)],
+    ]
+    assert whiten(rows, masks, shift_mean=False) == [
+        [0, pytest.approx(1), 0],
+        [0, pytest.approx(3), pytest.approx(2)],
+    ]
     with pytest.raises(ValueError, match="1 token"):
         whiten([[1, 2]], [[True, True]])
     with pytest.raises(ValueError, match="1 rows for 2 masks"):

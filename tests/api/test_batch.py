@@ -1,4 +1,6 @@
-"""Batches: operations do to a batch what they do to its rows, slices are views, nothing changes under a batch."""
+"""Batches: operations do to a batch what they do to its rows, slices are views, nothing changes
+under a batch.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from helmsman.api.errors import UnevenBatchError
 from helmsman.rpc_server._wire.codec import decode, encode
 from tests.api.columns import QUICK, ROWS, columns, pickles_as_it_is
 
-METAS: list[dict[str, Any]] = [{}, {"loss": math.nan, "scale": torch.tensor([1, torch.nan]), "names": ["a", "b"]}]
+METAS: list[dict[str, Any]] = [
+    {},
+    {"loss": math.nan, "scale": torch.tensor([1, torch.nan]), "names": ["a", "b"]},
+]
 
 
 @st.composite
@@ -48,10 +53,12 @@ def memory_of(column: Any) -> int | None:
 
 
 def is_view(part: Batch, whole: Batch) -> bool:
-    return all(memory_of(column) in (None, memory_of(whole[name])) for name, column in part.columns.items())
+    return all(
+        memory_of(column) in (None, memory_of(whole[name])) for name, column in part.columns.items()
+    )
 
 
-# --- operations --------------------------------------------------------------------------------------------------------
+# --- operations -----------------------------------------------------------------------------------
 
 
 @QUICK
@@ -66,8 +73,14 @@ def test_batch_operations_equal_rows(batch: Batch, data: st.DataObject) -> None:
     masked = [row for row, flag in zip(rows, flags, strict=True) if flag]
     cases: list[tuple[Batch, Sequence[Any]]] = [
         (batch[part], rows[part]),
-        *((batch.take(given), taken) for given in (numbers, tuple(numbers), np.array(numbers, "i4"), torch.tensor(numbers))),
-        *((batch.take(mask), masked) for mask in (flags, np.array(flags, bool), torch.tensor(flags, dtype=torch.bool))),
+        *(
+            (batch.take(given), taken)
+            for given in (numbers, tuple(numbers), np.array(numbers, "i4"), torch.tensor(numbers))
+        ),
+        *(
+            (batch.take(mask), masked)
+            for mask in (flags, np.array(flags, bool), torch.tensor(flags, dtype=torch.bool))
+        ),
         (batch.reorder(order), [rows[number] for number in order]),
         (batch.repeat(times), [row for row in rows for _ in range(times)]),
         (batch.repeat(times, interleave=False), rows * times),
@@ -78,7 +91,10 @@ def test_batch_operations_equal_rows(batch: Batch, data: st.DataObject) -> None:
         assert len(made) == len(expected)
         assert same(dict(made.meta), dict(batch.meta))
     assert part.step not in (None, 1) or is_view(batch[part], batch)
-    assert not any(memory_of(column) == memory_of(batch[name]) is not None for name, column in cases[1][0].columns.items())
+    assert not any(
+        memory_of(column) == memory_of(batch[name]) is not None
+        for name, column in cases[1][0].columns.items()
+    )
     assert batch.reorder(order).reorder(np.argsort(np.array(order, dtype=int))).equals(batch)
 
 
@@ -97,7 +113,10 @@ def test_batch_chunk_and_concat(batch: Batch, num_chunks: int, remainder: Any) -
     assert Batch.concat(chunks).equals(batch if remainder == "uneven" else batch.pad(num_chunks))
     assert all(is_view(chunk, batch) for chunk in chunks if not chunk.num_padding)
     parts = batch.unpad().split(np.array([len(chunk.unpad()) for chunk in chunks]))  # type: ignore[arg-type]
-    assert all(part.equals(chunk.unpad()) and is_view(part, batch) for part, chunk in zip(parts, chunks, strict=True))
+    assert all(
+        part.equals(chunk.unpad()) and is_view(part, batch)
+        for part, chunk in zip(parts, chunks, strict=True)
+    )
 
 
 @QUICK
@@ -112,7 +131,10 @@ def test_batch_pad_and_unpad(batch: Batch, first: int, second: int, part: slice)
         assert len(each.unpad()) == real
     assert len(padded.pad(second)) % second == 0
     assert padded.pad(second).unpad().equals(batch)
-    assert sum(chunk.num_padding for chunk in padded.chunk(second, "pad")) == padded.pad(second).num_padding
+    assert (
+        sum(chunk.num_padding for chunk in padded.chunk(second, "pad"))
+        == padded.pad(second).num_padding
+    )
     part = slice(part.start, part.stop)
     assert list(map(bool, padded[part].mask)) == list(map(bool, padded.mask))[part]
 
@@ -121,15 +143,25 @@ def test_batch_pad_and_unpad(batch: Batch, first: int, second: int, part: slice)
 @given(batches(), st.data())
 def test_batch_group_by_rows_in_order(batch: Batch, data: st.DataObject) -> None:
     keys = data.draw(st.lists(st.integers(0, 3), min_size=len(batch), max_size=len(batch)))
-    for column in (keys, torch.tensor(keys, dtype=torch.uint8), np.array(keys, "f2"), np.array(keys, "U1").astype(object)):
+    for column in (
+        keys,
+        torch.tensor(keys, dtype=torch.uint8),
+        np.array(keys, "f2"),
+        np.array(keys, "U1").astype(object),
+    ):
         keyed = batch.with_columns(key=column)
         groups = keyed.group_by("key")
         assert list(map(int, groups)) == list(dict.fromkeys(keys))
         for key, group in groups.items():
-            assert group.equals(keyed.take([row for row, its in enumerate(keys) if its == int(key)]))
+            assert group.equals(
+                keyed.take([row for row, its in enumerate(keys) if its == int(key)])
+            )
             assert keys != sorted(keys) or is_view(group, keyed)
         by_function = keyed.group_by(lambda row: int(row["key"]))
-        assert all(same(list(group), list(groups[key])) for key, group in zip(groups, by_function.values(), strict=True))
+        assert all(
+            same(list(group), list(groups[key]))
+            for key, group in zip(groups, by_function.values(), strict=True)
+        )
 
 
 def test_batch_group_by_nan() -> None:
@@ -145,22 +177,31 @@ def test_batch_select_and_union(batch: Batch, data: st.DataObject) -> None:
     selected, rest = batch.select(*names[:at]), batch.select(*names[at:])
     assert list(selected.columns) == names[:at]
     assert len(selected) == len(rest) == len(batch)
-    assert rest.union(selected).union(batch).equals(selected.union(rest)) and rest.union(selected).equals(batch)
+    assert rest.union(selected).union(batch).equals(selected.union(rest)) and rest.union(
+        selected
+    ).equals(batch)
     assert all(selected[name] is batch[name] for name in selected.columns)
 
 
 @QUICK
 @given(batches(), st.integers(1, 5))
 def test_batch_pickles(batch: Batch, multiple: int) -> None:
-    native = batch.select(*(name for name, column in batch.columns.items() if pickles_as_it_is(column))).pad(multiple)
+    native = batch.select(
+        *(name for name, column in batch.columns.items() if pickles_as_it_is(column))
+    ).pad(multiple)
     for each in (native, native[len(native) // 2 :]):
         pickled = [pickle.loads(pickle.dumps(each, protocol)) for protocol in (2, 5)]
-        for restored in (*pickled, decode(encode(each)), decode(encode(each, inband_below=0)), copy.copy(each)):
+        for restored in (
+            *pickled,
+            decode(encode(each)),
+            decode(encode(each, inband_below=0)),
+            copy.copy(each),
+        ):
             assert type(restored) is Batch
             assert restored.equals(each)
 
 
-# --- bytes and devices -------------------------------------------------------------------------------------------------
+# --- bytes and devices ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -177,7 +218,9 @@ def wide() -> Batch:
     )
 
 
-@pytest.mark.parametrize("num_bytes", [lambda value: len(pickle.dumps(value)), lambda value: encode(value).nbytes])
+@pytest.mark.parametrize(
+    "num_bytes", [lambda value: len(pickle.dumps(value)), lambda value: encode(value).nbytes]
+)
 def test_batch_slice_num_bytes(wide: Batch, num_bytes: Callable[[Any], int]) -> None:
     for part in (wide[10:15], {"deep": [wide[10:15]]}):
         assert num_bytes(part) < 5 * 8192 + 4000
@@ -186,8 +229,13 @@ def test_batch_slice_num_bytes(wide: Batch, num_bytes: Callable[[Any], int]) -> 
 
 def test_batch_slice_encoded_without_copy(wide: Batch) -> None:
     part = wide[10:15]
-    found = [np.frombuffer(buffer, np.uint8).__array_interface__["data"][0] for buffer in encode(part).buffers]
-    dense = [column.values if isinstance(column, Ragged) else column for column in part.columns.values()]
+    found = [
+        np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+        for buffer in encode(part).buffers
+    ]
+    dense = [
+        column.values if isinstance(column, Ragged) else column for column in part.columns.values()
+    ]
     expected = [
         each.data_ptr() if isinstance(each, torch.Tensor) else each.__array_interface__["data"][0]  # type: ignore[union-attr]
         for each in dense
@@ -200,7 +248,12 @@ def test_batch_columns_keep_device() -> None:
     values = torch.zeros(5, 2, device="meta")
     batch = Batch({"t": values[:3], "r": Ragged(values, [0, 2, 2, 5])})
     groups = batch.group_by(lambda row: len(row["r"])).values()
-    for made in (batch[1:], batch.take(torch.tensor([2, 0])), Batch.concat(batch.chunk(2, "pad")).unpad(), *groups):
+    for made in (
+        batch[1:],
+        batch.take(torch.tensor([2, 0])),
+        Batch.concat(batch.chunk(2, "pad")).unpad(),
+        *groups,
+    ):
         assert (made["t"].device.type, made["t"].shape[1:]) == ("meta", (2,))
         assert (made["r"].values.device.type, made["r"].offsets.device.type) == ("meta", "cpu")
         assert len(made["r"].values) == sum(map(len, made["r"]))
@@ -224,7 +277,7 @@ def test_batch_mask_kind(columns: Any, mask: Any) -> None:
     assert getattr(mask, "is_meta", False) or same(found, mask)
 
 
-# --- frozen ------------------------------------------------------------------------------------------------------------
+# --- frozen ---------------------------------------------------------------------------------------
 
 
 def test_batch_is_frozen() -> None:
@@ -257,19 +310,27 @@ def test_batch_with_columns() -> None:
     assert (list(batch.columns), batch["a"], dict(batch.meta)) == (["a"], [1, 2, 2], {"m": 1})
 
 
-# --- meta --------------------------------------------------------------------------------------------------------------
+# --- meta -----------------------------------------------------------------------------------------
 
 
 def test_join_meta_differences_per_part() -> None:
     metas: list[dict[str, Any]] = [
-        {"same": torch.tensor([1.0, torch.nan]), "nan": math.nan, "step": 1, "first": 1, "none": None},
+        {
+            "same": torch.tensor([1.0, torch.nan]),
+            "nan": math.nan,
+            "step": 1,
+            "first": 1,
+            "none": None,
+        },
         {"same": torch.tensor([1.0, torch.nan]), "nan": float("nan"), "step": 2, "second": 2},
     ]
     joined = Batch.concat([Batch({"a": [1]}, meta) for meta in metas]).meta
     assert list(joined) == ["same", "nan", "step", "first", "none", "second"]
     assert joined["same"] is metas[0]["same"] and math.isnan(joined["nan"])
     per_part = [joined[name] for name in ("step", "first", "none", "second")]
-    assert same(per_part, [PerPart((1, 2)), PerPart((1, None)), PerPart((None, None)), PerPart((None, 2))])
+    assert same(
+        per_part, [PerPart((1, 2)), PerPart((1, None)), PerPart((None, None)), PerPart((None, 2))]
+    )
 
 
 def test_join_meta_nested() -> None:
@@ -278,14 +339,18 @@ def test_join_meta_nested() -> None:
     assert Batch.concat(batch.chunk(2)).meta["step"] == PerPart((0, 1))
     other = Batch({"a": [0]}, {"step": 2})
     assert Batch.concat([batch, other]).meta["step"] == PerPart((PerPart((0, 1)), 2))
-    assert join_meta([{"a": (1, 2)}, {"a": PerPart((1, 2))}])["a"] == PerPart(((1, 2), PerPart((1, 2))))
+    assert join_meta([{"a": (1, 2)}, {"a": PerPart((1, 2))}])["a"] == PerPart(
+        ((1, 2), PerPart((1, 2)))
+    )
 
 
-# --- contents ----------------------------------------------------------------------------------------------------------
+# --- contents -------------------------------------------------------------------------------------
 
 
 def test_batch_rows() -> None:
-    batch = Batch({"x": torch.tensor([[1, 2], [3, 4]]), "r": Ragged(np.arange(3), [0, 1, 3]), "t": ["a", "b"]})
+    batch = Batch(
+        {"x": torch.tensor([[1, 2], [3, 4]]), "r": Ragged(np.arange(3), [0, 1, 3]), "t": ["a", "b"]}
+    )
     numbers: list[Any] = [1, -1, np.int64(1), torch.tensor(1), np.array(1)]
     for row in (*(batch[number] for number in numbers), list(batch)[1]):
         assert same(row, {"x": torch.tensor([3, 4]), "r": np.array([1, 2]), "t": "b"})
@@ -303,25 +368,48 @@ def test_batch_without_rows() -> None:
 
 
 def test_batch_repr_and_to_dict() -> None:
-    batch = Batch({"x": torch.zeros(2, 3), "a": np.zeros(2), "t": ["a", "b"], "r": Ragged(np.arange(3), [0, 1, 3])}, {"k": 1})
+    batch = Batch(
+        {
+            "x": torch.zeros(2, 3),
+            "a": np.zeros(2),
+            "t": ["a", "b"],
+            "r": Ragged(np.arange(3), [0, 1, 3]),
+        },
+        {"k": 1},
+    )
     assert repr(batch.pad(3)) == (
         "Batch(3 rows (1 of them padding), x: (3, 3) torch.float32, a: (3,) float64, t: list, "
         "r: Ragged(3 rows, values (5,) int64), meta: k)"
     )
     assert repr(Batch({}, num_rows=2)) == "Batch(2 rows, no columns)"
-    assert Batch({"a": [1, 2, 3]}, {"m": 1}).pad(2).to_dict() == {"a": [1, 2, 3]}, "without meta and padding"
+    assert Batch({"a": [1, 2, 3]}, {"m": 1}).pad(2).to_dict() == {"a": [1, 2, 3]}, (
+        "without meta and padding"
+    )
 
 
 def test_batch_equals() -> None:
     def nested(value: float) -> Batch:
-        return Batch({"turns": [Batch({"a": torch.tensor([value])})]}, {"prompt": Batch({"a": np.array([value])})})
+        return Batch(
+            {"turns": [Batch({"a": torch.tensor([value])})]},
+            {"prompt": Batch({"a": np.array([value])})},
+        )
 
     assert nested(math.nan).equals(nested(math.nan)) and not nested(1).equals(nested(2))
     assert decode(encode(nested(1))).equals(nested(1))
     batch = Batch({"a": [1, 1]}, {"m": 1})
     assert batch.equals(Batch(MappingProxyType({"a": (1, 1)}), MappingProxyType({"m": 1})))
-    changed = [batch.with_columns(a=[1, 2]), batch.with_columns(b=[1, 2]), batch.with_columns(a=torch.ones(2))]
-    for other in (*changed, Batch({"a": [1, 1]}, {"m": 2}), batch[:1], batch[:1].pad(2), batch.to_dict()):
+    changed = [
+        batch.with_columns(a=[1, 2]),
+        batch.with_columns(b=[1, 2]),
+        batch.with_columns(a=torch.ones(2)),
+    ]
+    for other in (
+        *changed,
+        Batch({"a": [1, 1]}, {"m": 2}),
+        batch[:1],
+        batch[:1].pad(2),
+        batch.to_dict(),
+    ):
         assert not batch.equals(other)
 
 
@@ -343,7 +431,7 @@ def test_batch_of_lists_needs_neither_torch_nor_numpy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-# --- errors ------------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 TWO = Batch({"a": [1, 2]}, {"m": 1})
 PADDED = TWO.pad(3)
@@ -355,12 +443,24 @@ def one(column: Any) -> Batch:
 
 
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: one(1), TypeError, "column 'a' is a int; a column is a tensor or array with at least one dimension"),
+    (
+        lambda: one(1),
+        TypeError,
+        "column 'a' is a int; a column is a tensor or array with at least one dimension",
+    ),
     (lambda: one(torch.tensor(1)), TypeError, "column 'a' is a tensor or array without dimensions"),
     (lambda: one(np.ma.array([1])), TypeError, "column 'a' is a MaskedArray;"),
-    (lambda: one(NESTED), TypeError, "column 'a' is a nested tensor; make a Ragged of its values() and offsets()"),
+    (
+        lambda: one(NESTED),
+        TypeError,
+        "column 'a' is a nested tensor; make a Ragged of its values() and offsets()",
+    ),
     (lambda: Batch({1: [1]}), TypeError, "names of columns are strings, not 1"),  # type: ignore[dict-item]
-    (lambda: Batch({"a": [1], "b": [1, 2]}), ValueError, "columns of one batch have as many rows; got a: 1, b: 2"),
+    (
+        lambda: Batch({"a": [1], "b": [1, 2]}),
+        ValueError,
+        "columns of one batch have as many rows; got a: 1, b: 2",
+    ),
     (lambda: Batch({"a": [1]}, num_rows=2), ValueError, "got a: 1, num_rows: 2"),
     (lambda: Batch({}, num_rows=-1), ValueError, "num_rows is -1; it is 0 or more"),
     (lambda: Batch({}, num_rows=1.0), TypeError, "float"),  # type: ignore[arg-type]
@@ -369,40 +469,110 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: TWO[2], IndexError, "row 2 of 2"),
     *(
         ((lambda key=key: TWO[key]), TypeError, f"an integer is needed, not {shown}")  # type: ignore[misc]
-        for key, shown in [(True, "True"), (np.True_, "True"), (torch.tensor(True), "True"), (1.5, "1.5"), (None, "None")]
+        for key, shown in [
+            (True, "True"),
+            (np.True_, "True"),
+            (torch.tensor(True), "True"),
+            (1.5, "1.5"),
+            (None, "None"),
+        ]
     ),
     (lambda: TWO.take([0, 2]), IndexError, "row 2 of 2"),
     (lambda: TWO.take([True]), IndexError, "a mask of 1 rows for 2 rows"),
     (lambda: TWO[::0.5], TypeError, "slice indices must be integers"),
-    (lambda: TWO.reorder([0, 0]), ValueError, "a permutation of 2 rows has each of them once; got 2 indices: 0, 0"),
-    (lambda: TWO.reorder([0, 2]), ValueError, "a permutation of 2 rows has each of them once: row 2 of 2"),
+    (
+        lambda: TWO.reorder([0, 0]),
+        ValueError,
+        "a permutation of 2 rows has each of them once; got 2 indices: 0, 0",
+    ),
+    (
+        lambda: TWO.reorder([0, 2]),
+        ValueError,
+        "a permutation of 2 rows has each of them once: row 2 of 2",
+    ),
     (lambda: TWO.repeat(-1), ValueError, "times is -1; it is 0 or more"),
     (lambda: TWO.split([1, 2]), ValueError, "sizes [1, 2] add up to 3, and there are 2 rows"),
     (lambda: TWO.split([3, -1]), ValueError, "a part has -1 rows; it has 0 or more"),
     (lambda: TWO.chunk(0), ValueError, "num_parts is 0; it is 1 or more"),
     (lambda: TWO.chunk(0, "pad"), ValueError, "num_chunks is 0; it is 1 or more"),
-    (lambda: TWO.chunk(2, "drop"), ValueError, "remainder is 'drop'; it is one of error, pad, uneven"),  # type: ignore[arg-type]
+    (
+        lambda: TWO.chunk(2, "drop"),  # type: ignore[arg-type]
+        ValueError,
+        "remainder is 'drop'; it is one of error, pad, uneven",
+    ),
     (lambda: TWO.pad(0), ValueError, "multiple is 0; it is 1 or more"),
-    (lambda: TWO.chunk(5), UnevenBatchError, "a batch of 2 rows does not divide over 5 parts; nearest valid sizes: 5."),
-    (lambda: one(torch.zeros(1, 1)).group_by("a"), TypeError, "column 'a' has more than one value for a row"),
-    (lambda: one(Ragged(np.zeros(1), [0, 1])).group_by("a"), TypeError, "give group_by a function of the row"),
-    (lambda: one([[1]]).group_by("a"), TypeError, "rows are grouped by hashable values: unhashable type: 'list'"),
+    (
+        lambda: TWO.chunk(5),
+        UnevenBatchError,
+        "a batch of 2 rows does not divide over 5 parts; nearest valid sizes: 5.",
+    ),
+    (
+        lambda: one(torch.zeros(1, 1)).group_by("a"),
+        TypeError,
+        "column 'a' has more than one value for a row",
+    ),
+    (
+        lambda: one(Ragged(np.zeros(1), [0, 1])).group_by("a"),
+        TypeError,
+        "give group_by a function of the row",
+    ),
+    (
+        lambda: one([[1]]).group_by("a"),
+        TypeError,
+        "rows are grouped by hashable values: unhashable type: 'list'",
+    ),
     (lambda: TWO.group_by(lambda row: [row]), TypeError, "give group_by a function of the row"),  # type: ignore[arg-type, return-value]
-    (lambda: PADDED.take([0]), ValueError, "take of a batch whose last 1 rows are padding; unpad() first"),
+    (
+        lambda: PADDED.take([0]),
+        ValueError,
+        "take of a batch whose last 1 rows are padding; unpad() first",
+    ),
     (lambda: PADDED.reorder([0, 2, 1]), ValueError, "reorder of a batch whose last 1 rows"),
     (lambda: PADDED.group_by("a"), ValueError, "group_by of a batch whose last 1 rows"),
-    (lambda: TWO.union(TWO[:1]), ValueError, "a union is made row by row; got 2 rows (0 padding) and 1 rows (0 padding)"),
-    (lambda: PADDED.union(one([1, 2, 3])), ValueError, "got 3 rows (1 padding) and 3 rows (0 padding)"),
-    (lambda: TWO.union(one([1, 3])), ValueError, "both batches have the column 'a', with different values; drop or rename one"),
+    (
+        lambda: TWO.union(TWO[:1]),
+        ValueError,
+        "a union is made row by row; got 2 rows (0 padding) and 1 rows (0 padding)",
+    ),
+    (
+        lambda: PADDED.union(one([1, 2, 3])),
+        ValueError,
+        "got 3 rows (1 padding) and 3 rows (0 padding)",
+    ),
+    (
+        lambda: TWO.union(one([1, 3])),
+        ValueError,
+        "both batches have the column 'a', with different values; drop or rename one",
+    ),
     (lambda: Batch.concat([]), ValueError, "concat needs at least one batch"),
-    (lambda: Batch.concat([TWO, None]), TypeError, "concat joins batches, and entry 1 is a NoneType"),  # type: ignore[list-item]
-    (lambda: Batch.concat([TWO, Batch({"b": [1]})]), ValueError, "batch 1 has the columns b; the first has a"),
-    (lambda: Batch.concat([PADDED, TWO]), ValueError, "batch 1 has rows behind the padding of one before it; unpad first"),
-    (lambda: Batch.concat([TWO, one(np.zeros(1))]), TypeError, "column 'a': parts of different kinds: list, array"),
+    (
+        lambda: Batch.concat([TWO, None]),  # type: ignore[list-item]
+        TypeError,
+        "concat joins batches, and entry 1 is a NoneType",
+    ),
+    (
+        lambda: Batch.concat([TWO, Batch({"b": [1]})]),
+        ValueError,
+        "batch 1 has the columns b; the first has a",
+    ),
+    (
+        lambda: Batch.concat([PADDED, TWO]),
+        ValueError,
+        "batch 1 has rows behind the padding of one before it; unpad first",
+    ),
+    (
+        lambda: Batch.concat([TWO, one(np.zeros(1))]),
+        TypeError,
+        "column 'a': parts of different kinds: list, array",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("make", "error", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
-def test_batch_invalid_arguments(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "error", "message"), REFUSED, ids=[message for _, _, message in REFUSED]
+)
+def test_batch_invalid_arguments(
+    make: Callable[[], Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=re.escape(message)):
         make()

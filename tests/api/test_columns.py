@@ -15,13 +15,22 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from helmsman.api.columns import Column, Ragged, concat_columns, kind_of, own, row_numbers, same, take
+from helmsman.api.columns import (
+    Column,
+    Ragged,
+    concat_columns,
+    kind_of,
+    own,
+    row_numbers,
+    same,
+    take,
+)
 from tests.api.columns import QUICK, ROWS, columns, pickles_as_it_is, raggeds
 
 RAGGED = ROWS.flatmap(raggeds)
 
 
-# --- every kind --------------------------------------------------------------------------------------------------------
+# --- every kind -----------------------------------------------------------------------------------
 
 
 @QUICK
@@ -45,11 +54,23 @@ def test_kind_of() -> None:
     assert kind_of([]) == "list"
     assert kind_of(Ragged(torch.zeros(0), [0])) == "ragged"
     nested = torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)
-    for other in (torch.tensor(1), np.array(1), 1, "text", (1, 2), {"a": 1}, None, torch.eye(2).to_sparse(), nested):
+    for other in (
+        torch.tensor(1),
+        np.array(1),
+        1,
+        "text",
+        (1, 2),
+        {"a": 1},
+        None,
+        torch.eye(2).to_sparse(),
+        nested,
+    ):
         assert kind_of(other) == ""
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64]
+)
 def test_columns_of_dtypes_with_few_kernels(dtype: torch.dtype) -> None:
     column = torch.arange(6).to(torch.float32).to(dtype)
     assert same(concat_columns([column[:2], column[2:]]), column)
@@ -59,13 +80,15 @@ def test_columns_of_dtypes_with_few_kernels(dtype: torch.dtype) -> None:
 
 def test_concat_columns_gradients() -> None:
     weights = torch.ones(4, 2, requires_grad=True)
-    joined: Any = concat_columns([weights[:2], take(weights, [3, 3]), take(Ragged(weights, [0, 1, 4]), [1]).values])
+    joined: Any = concat_columns(
+        [weights[:2], take(weights, [3, 3]), take(Ragged(weights, [0, 1, 4]), [1]).values]
+    )
     joined.sum().backward()
     assert weights.grad is not None
     assert weights.grad[:, 0].tolist() == [1, 2, 1, 3]
 
 
-# --- joining -----------------------------------------------------------------------------------------------------------
+# --- joining --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -73,18 +96,37 @@ def test_concat_columns_gradients() -> None:
     [
         ([torch.zeros(1), [1]], TypeError, "parts of different kinds: tensor, list"),
         ([torch.zeros(1), 3], TypeError, "parts of different kinds: tensor, int"),
-        ([torch.zeros(1), torch.zeros(1, dtype=torch.int64)], TypeError, "dtypes: torch.float32, torch.int64"),
+        (
+            [torch.zeros(1), torch.zeros(1, dtype=torch.int64)],
+            TypeError,
+            "dtypes: torch.float32, torch.int64",
+        ),
         ([np.zeros(1), np.zeros(1, "f4")], TypeError, "dtypes: float32, float64"),
         ([np.zeros(1, "U1"), np.zeros(1, "S1")], TypeError, "dtypes: <U1, |S1"),
         ([torch.zeros(0), torch.zeros(1, 3)], ValueError, "shapes of a row: (), (3,)"),
         ([np.zeros((1, 2)), np.zeros((1, 3))], ValueError, "shapes of a row: (2,), (3,)"),
         ([torch.zeros(1), torch.zeros(1, device="meta")], ValueError, "devices: cpu, meta"),
-        ([Ragged(torch.zeros(1), [0, 1]), Ragged(np.zeros(1), [0, 1])], TypeError, "kinds: tensor, array"),
-        ([Ragged(torch.zeros(1), [0, 1]), Ragged(torch.zeros(1, 2), [0, 1])], ValueError, "shapes of a row: (), (2,)"),
+        (
+            [Ragged(torch.zeros(1), [0, 1]), Ragged(np.zeros(1), [0, 1])],
+            TypeError,
+            "kinds: tensor, array",
+        ),
+        (
+            [Ragged(torch.zeros(1), [0, 1]), Ragged(torch.zeros(1, 2), [0, 1])],
+            ValueError,
+            "shapes of a row: (), (2,)",
+        ),
     ],
 )
-def test_concat_columns_different_parts(parts: list[Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=re.escape(f"column 'a': parts of different {message.removeprefix('parts of different ')}")):
+def test_concat_columns_different_parts(
+    parts: list[Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(
+        error,
+        match=re.escape(
+            f"column 'a': parts of different {message.removeprefix('parts of different ')}"
+        ),
+    ):
         concat_columns(parts, "column 'a': ")
 
 
@@ -94,7 +136,7 @@ def test_concat_columns_of_texts_of_different_lengths() -> None:
         assert joined.tolist() == texts
 
 
-# --- equality ----------------------------------------------------------------------------------------------------------
+# --- equality -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -109,14 +151,23 @@ class Subclass(torch.Tensor):
 
 
 EQUAL: list[Callable[[], Any]] = [
-    lambda: {"a": [float("nan"), np.float64("nan")], "b": (torch.tensor(torch.nan), np.array([np.nan, 1]))},
+    lambda: {
+        "a": [float("nan"), np.float64("nan")],
+        "b": (torch.tensor(torch.nan), np.array([np.nan, 1])),
+    },
     lambda: np.array([1, None, "x", float("nan"), {"k": np.arange(2)}], dtype=object),
     lambda: np.array(["2026-01-01", "NaT"], dtype="datetime64[D]"),
     lambda: np.zeros(2, dtype=[("a", "i4"), ("b", "f4")]),
     lambda: torch.zeros(2).as_subclass(Subclass),
     lambda: torch.zeros(0, 3),
     lambda: torch.ones(2, requires_grad=True) * 2,
-    lambda: [np.str_("text"), np.bytes_(b"text"), np.bool_(True), np.datetime64("NaT"), np.complex64(float("nan"))],
+    lambda: [
+        np.str_("text"),
+        np.bytes_(b"text"),
+        np.bool_(True),
+        np.datetime64("NaT"),
+        np.complex64(float("nan")),
+    ],
     lambda: ["text", {1, 2}, float("nan")],
 ]
 DIFFERENT: list[tuple[Any, Any]] = [
@@ -140,7 +191,7 @@ def test_same() -> None:
         assert not same(first, second), (first, second)
 
 
-# --- ragged ------------------------------------------------------------------------------------------------------------
+# --- ragged ---------------------------------------------------------------------------------------
 
 
 @QUICK
@@ -149,9 +200,14 @@ def test_ragged_rows(ragged: Ragged, part: slice) -> None:
     rows, bounds = list(ragged), ragged.offsets.tolist()
     assert len(ragged) == len(rows)
     assert all(same(row, ragged.values[bounds[at] : bounds[at + 1]]) for at, row in enumerate(rows))
-    assert all(same(ragged[at], rows[at]) and same(ragged[at - len(rows)], rows[at]) for at in range(len(rows)))
+    assert all(
+        same(ragged[at], rows[at]) and same(ragged[at - len(rows)], rows[at])
+        for at in range(len(rows))
+    )
     assert same(list(ragged[part]), rows[part])
-    assert type(ragged.offsets) is type(ragged.values) and str(ragged.offsets.dtype).endswith("int64")
+    assert type(ragged.offsets) is type(ragged.values) and str(ragged.offsets.dtype).endswith(
+        "int64"
+    )
     assert not rows or same(Ragged.from_rows(iter(rows)), ragged)
     assume(pickles_as_it_is(ragged))
     assert same(pickle.loads(pickle.dumps(ragged, 5)), ragged)
@@ -185,12 +241,22 @@ RAGGED_REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
             f"0 to the 4 values without falling, one more than {shown}",
         )  # type: ignore[misc]
         for offsets, shown in [
-            *(([], "there are rows; got []"), ([0, 3], ""), ([1, 4], ""), ([0, 5, 4], ""), ([0, -1, 4], "")),
+            *(
+                ([], "there are rows; got []"),
+                ([0, 3], ""),
+                ([1, 4], ""),
+                ([0, 5, 4], ""),
+                ([0, -1, 4], ""),
+            ),
             ([0, 1, 1, 1, 1, 1, 1, 1, 9], "there are rows; got [0, 1, 1, 1, 1, 1, 1, 1, ...]"),
             (np.array([0, 2**64 - 1, 4], "u8"), f"there are rows; got [0, {2**64 - 1}, 4]"),
         ]
     ),
-    (lambda: Ragged(FOUR, [0, 1.5, 4]), TypeError, "offsets of a ragged column: an integer is needed, not 1.5"),  # type: ignore[list-item]
+    (
+        lambda: Ragged(FOUR, [0, 1.5, 4]),  # type: ignore[list-item]
+        TypeError,
+        "offsets of a ragged column: an integer is needed, not 1.5",
+    ),
     (lambda: Ragged(FOUR, np.array([0.0, 4.0])), TypeError, "an integer is needed, not 0.0"),
     (lambda: Ragged(FOUR, torch.tensor([[0, 4]])), TypeError, "an integer is needed, not [0, 4]"),
     (lambda: Ragged(FOUR, np.array([False, True])), TypeError, "an integer is needed, not False"),
@@ -199,32 +265,77 @@ RAGGED_REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         for values in ([1, 2], torch.tensor(1), "text", Ragged(torch.zeros(0), [0]))
     ),
     (lambda: Ragged.from_rows([]), ValueError, "a ragged column is made of at least one row"),
-    (lambda: Ragged.from_rows([[1]]), TypeError, "row 0 of a ragged column is a tensor or an array of (t, ...), not list"),  # type: ignore[list-item]
-    (lambda: Ragged.from_rows([torch.zeros(1), torch.tensor(1)]), TypeError, "row 1 of a ragged column"),
-    (lambda: Ragged.from_rows([FOUR, np.zeros(1)]), TypeError, "rows of a ragged column: parts of different kinds"),
-    (lambda: Ragged.from_rows([torch.zeros(1, 2), torch.zeros(1, 3)]), ValueError, "parts of different shapes of a row"),
+    (
+        lambda: Ragged.from_rows([[1]]),  # type: ignore[list-item]
+        TypeError,
+        "row 0 of a ragged column is a tensor or an array of (t, ...), not list",
+    ),
+    (
+        lambda: Ragged.from_rows([torch.zeros(1), torch.tensor(1)]),
+        TypeError,
+        "row 1 of a ragged column",
+    ),
+    (
+        lambda: Ragged.from_rows([FOUR, np.zeros(1)]),
+        TypeError,
+        "rows of a ragged column: parts of different kinds",
+    ),
+    (
+        lambda: Ragged.from_rows([torch.zeros(1, 2), torch.zeros(1, 3)]),
+        ValueError,
+        "parts of different shapes of a row",
+    ),
     *(((lambda row=row: JAGGED[row]), IndexError, f"row {row} of 3") for row in (3, -4, 10**20)),  # type: ignore[misc]
     (lambda: JAGGED[True], TypeError, "an integer is needed, not True"),
-    (lambda: setattr(JAGGED, "values", FOUR), AttributeError, "a Ragged is frozen; 'values' cannot be set"),
-    (lambda: delattr(JAGGED, "offsets"), AttributeError, "a Ragged is frozen; 'offsets' cannot be deleted"),
+    (
+        lambda: setattr(JAGGED, "values", FOUR),
+        AttributeError,
+        "a Ragged is frozen; 'values' cannot be set",
+    ),
+    (
+        lambda: delattr(JAGGED, "offsets"),
+        AttributeError,
+        "a Ragged is frozen; 'offsets' cannot be deleted",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("make", "error", "message"), RAGGED_REFUSED, ids=[message for _, _, message in RAGGED_REFUSED])
-def test_ragged_invalid_arguments(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "error", "message"), RAGGED_REFUSED, ids=[message for _, _, message in RAGGED_REFUSED]
+)
+def test_ragged_invalid_arguments(
+    make: Callable[[], Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=re.escape(message)):
         make()
 
 
-# --- row numbers -------------------------------------------------------------------------------------------------------
+# --- row numbers ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("given", "numbers"),
     [
-        *((given, [2, 0, 2]) for given in ([2, 0, -1], (2, 0, 2), [np.int64(2), 0, torch.tensor(2)])),
-        *((given, [2, 0, 2]) for given in (np.array([2, 0, -1], "i1"), np.array([2, 0, 2], "u8"), torch.tensor([2, 0, -1]))),
-        *((mask, [0, 2]) for mask in ([True, False, True], np.array([1, 0, 1], bool), torch.tensor([1, 0, 1]).bool())),
+        *(
+            (given, [2, 0, 2])
+            for given in ([2, 0, -1], (2, 0, 2), [np.int64(2), 0, torch.tensor(2)])
+        ),
+        *(
+            (given, [2, 0, 2])
+            for given in (
+                np.array([2, 0, -1], "i1"),
+                np.array([2, 0, 2], "u8"),
+                torch.tensor([2, 0, -1]),
+            )
+        ),
+        *(
+            (mask, [0, 2])
+            for mask in (
+                [True, False, True],
+                np.array([1, 0, 1], bool),
+                torch.tensor([1, 0, 1]).bool(),
+            )
+        ),
         *((empty, []) for empty in ([], (), range(0), np.array([]), torch.tensor([]))),  # type: ignore[var-annotated]
     ],
     ids=repr,
@@ -243,7 +354,11 @@ def test_row_numbers(given: Any, numbers: list[int]) -> None:
         (torch.ones(4, dtype=torch.bool), IndexError, "a mask of 4 rows for 3 rows"),
         ([True, 1, False], TypeError, "an integer is needed, not True"),
         ([1.0], TypeError, "an integer is needed, not 1.0"),
-        (np.array(1), TypeError, "rows are told by integers or a mask, not by numpy.ndarray array(1)"),
+        (
+            np.array(1),
+            TypeError,
+            "rows are told by integers or a mask, not by numpy.ndarray array(1)",
+        ),
         ("012", TypeError, "an integer is needed, not '0'"),
         (1.5, TypeError, "rows are told by integers or a mask, not by float 1.5"),
         (None, TypeError, "not by NoneType None"),

@@ -34,13 +34,38 @@ GIVEN: dict[str, Any] = {
 }
 """Values of fields by name; the others are made from their types."""
 
-MADE: dict[str, Any] = {"float": 12.5, "bool": True, "bytes": b"x", "Sequence[int]": (8, 9), "dict[str, int]": {"a/1": 71}}
+MADE: dict[str, Any] = {
+    "float": 12.5,
+    "bool": True,
+    "bytes": b"x",
+    "Sequence[int]": (8, 9),
+    "dict[str, int]": {"a/1": 71},
+}
 
 HIDDEN = {
-    *("best_node", "exit_code", "exit_signal", "original", "may_have_begun", "worker_alive", "paused", "in_child"),
+    *(
+        "best_node",
+        "exit_code",
+        "exit_signal",
+        "original",
+        "may_have_begun",
+        "worker_alive",
+        "paused",
+        "in_child",
+    ),
     *("aftermath", "refused", "differences"),
-    *("EngineExistsError.method", "EngineImportError.method", "EngineImportError.engine_name", "EngineCreationError.method"),
-    *("HandleLostError.engine_name", "HandleLostError.method", "JobsFileError.role", "LauncherError.said"),
+    *(
+        "EngineExistsError.method",
+        "EngineImportError.method",
+        "EngineImportError.engine_name",
+        "EngineCreationError.method",
+    ),
+    *(
+        "HandleLostError.engine_name",
+        "HandleLostError.method",
+        "JobsFileError.role",
+        "LauncherError.said",
+    ),
     *("RecoveryExhaustedError.loss", "RewardLostError.worker_id", "ServerLostError.engine"),
 }
 """Fields that are for programs, and those that a message shows in other words."""
@@ -53,7 +78,8 @@ NEXT_STEPS = {
     "EngineNotFoundError": "Create it with create_engine first",
     "UnknownBackendError": "choose one of",
     "ClusterNotFoundError": "or use address='local' for an embedded one",
-    "NodesMissingError": "Look at the log of the nodes that are not in this list, or lower num_nodes",
+    "NodesMissingError": "Look at the log of the nodes that are not in this list, or lower "
+    "num_nodes",
     "RayStartError": "or start a cluster with `ray start --head` and give its address",
     "ClusterLostError": "Close the scheduler and start another",
     "InstanceLostError": "RetryGeneration",
@@ -87,23 +113,35 @@ NEXT_STEPS = {
     "DeviceMemoryError": "Give less to the role that holds most",
     "RecoveryExhaustedError": "start the script again to go on from a checkpoint",
     "UnevenBatchError": "declare remainder='pad'",
-    "TopologyMismatchError": "Make the sizes and mesh of worker_config those of their parallel groups",
+    "TopologyMismatchError": "Make the sizes and mesh of worker_config those of their parallel "
+    "groups",
     "PlatformPicklingError": "inside the worker instead",
     "SchedulerClosedError": "Make the call there",
     "LogDirectoryError": "Name a directory that can be written to by log_dir",
     "UntrustedPathError": "XDG_STATE_HOME",
 }
-"""The advice of each error that has fields, apart from ADVISED_BY_RAISER and those with one of ADVICE."""
+"""The advice of each error that has fields, apart from ADVISED_BY_RAISER and those with one of
+ADVICE.
+"""
 ADVICE = {"step", "next_step", "change", "command"}
 
 ADVISED_BY_RAISER = {"JobError", "JobsFileError", "NotFoundError", "StartError", "CallError"} | {
     *("BootstrapError", "PreflightError", "ClusterMismatchError"),
-    *("CodecError", "NotSerializableError", "NotLoadableError"),  # callers turn them into a CallError
+    # callers turn them into a CallError
+    *(
+        "CodecError",
+        "NotSerializableError",
+        "NotLoadableError",
+    ),
 }
 
 
 def kinds_of_fields(cls: type[HelmsmanError]) -> dict[str, str]:
-    kinds = {name: kind for base in reversed(cls.__mro__) for name, kind in vars(base).get("__annotations__", {}).items()}
+    kinds = {
+        name: kind
+        for base in reversed(cls.__mro__)
+        for name, kind in vars(base).get("__annotations__", {}).items()
+    }
     return {name: kinds[name].removesuffix(" | None") for name in cls.field_names}
 
 
@@ -115,22 +153,33 @@ def made(name: str, kind: str, number: int) -> Any:
     if kind in ("HelmsmanError", "WorkerFailedError"):
         return example(errors.WorkerFailedError)
     if kind == "dict[str, HelmsmanError]":
-        return {"train/1": example(errors.WorkerFailedError), "train/0": example(errors.EngineCallError)}
+        return {
+            "train/1": example(errors.WorkerFailedError),
+            "train/0": example(errors.EngineCallError),
+        }
     return (f"one of {name}", f"two of {name}") if kind == "Sequence[str]" else f"a {name}"
 
 
 def example(cls: type[HelmsmanError], **fields: Any) -> Any:
     """An error of a class, with values for all of its fields."""
     if issubclass(cls, errors.BootstrapError) or not cls.field_names:
-        return cls("a message", **({"exit_code": errors.BootstrapExit.REFUSED} if cls is errors.BootstrapError else {}))
-    values = {name: made(name, kind, index) for index, (name, kind) in enumerate(kinds_of_fields(cls).items())}
+        return cls(
+            "a message",
+            **({"exit_code": errors.BootstrapExit.REFUSED} if cls is errors.BootstrapError else {}),
+        )
+    values = {
+        name: made(name, kind, index)
+        for index, (name, kind) in enumerate(kinds_of_fields(cls).items())
+    }
     if cls in (errors.JobError, errors.StartError, errors.CallError):
         return cls("a message", **values)  # type: ignore[call-arg]
     return cls(**values | fields)
 
 
 CLASSES: list[type[HelmsmanError]] = [
-    value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, HelmsmanError)
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, HelmsmanError)
 ]
 
 
@@ -140,7 +189,8 @@ def assert_same(restored: Any, error: HelmsmanError) -> None:
     assert repr(restored) == repr(error)
     assert restored.args == error.args
     assert plain(restored) == plain(error)
-    assert getattr(restored, "msg", None) == getattr(error, "msg", None)  # ImportError keeps its message outside __dict__
+    # ImportError keeps its message outside __dict__
+    assert getattr(restored, "msg", None) == getattr(error, "msg", None)
 
 
 def plain(value: Any) -> Any:
@@ -155,10 +205,15 @@ def shown(value: Any) -> list[str]:
     if isinstance(value, HelmsmanError):
         return str(value).splitlines()[:1]
     if isinstance(value, dict):
-        return [*list(value)[1:], *(str(each) for each in value.values() if isinstance(each, str | int))]
+        return [
+            *list(value)[1:],
+            *(str(each) for each in value.values() if isinstance(each, str | int)),
+        ]
     if isinstance(value, list | tuple):
         return [str(each) for each in value]
-    return ["12"] if isinstance(value, float) else [line.strip() for line in str(value).splitlines()]
+    return (
+        ["12"] if isinstance(value, float) else [line.strip() for line in str(value).splitlines()]
+    )
 
 
 def test_errors_pickle_and_copy() -> None:
@@ -167,7 +222,11 @@ def test_errors_pickle_and_copy() -> None:
         error.add_note("while the demo stopped")
         for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
             assert_same(pickle.loads(pickle.dumps(error, protocol)), error)
-        for duplicate in (pickle.loads(cloudpickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        for duplicate in (
+            pickle.loads(cloudpickle.dumps(error)),
+            copy.copy(error),
+            copy.deepcopy(error),
+        ):
             assert_same(duplicate, error)
             assert duplicate.__notes__ == ["while the demo stopped"]
 
@@ -192,42 +251,123 @@ def test_errors_messages_have_fields_and_next_step() -> None:
 def test_errors_messages_follow_fields() -> None:
     failed, call = errors.WorkerFailedError, errors.EngineCallError
     for error, text in (
-        (example(errors.WorkerNotFoundError, known=[f"train/{i}" for i in range(1000)]), "and 980 more"),
+        (
+            example(errors.WorkerNotFoundError, known=[f"train/{i}" for i in range(1000)]),
+            "and 980 more",
+        ),
         (example(errors.EngineNotFoundError, known=()), "it has: none."),
-        (example(errors.NodesMissingError, present=()), "12.5 s (limit 12.5 s, Timeouts.start_s); present: none"),
+        (
+            example(errors.NodesMissingError, present=()),
+            "12.5 s (limit 12.5 s, Timeouts.start_s); present: none",
+        ),
         (example(errors.SchedulerClosedError, in_child=False), "Make a new scheduler"),
-        (example(errors.CallTimeoutError), "its engine thread is at:\n  | a stack\n  log: a log_path"),
+        (
+            example(errors.CallTimeoutError),
+            "its engine thread is at:\n  | a stack\n  log: a log_path",
+        ),
         (example(errors.CallTimeoutError, worker_alive=False), "The worker is not answering"),
-        (example(failed), "worker train/1 on node a node (pid 4711) a cause while a running ran (running for 12.5 s)."),
-        (example(failed, pid=None, running=None), "(pid unknown) a cause. a engine_name.a method has no result"),
-        (example(failed, method="", next_step="", aftermath=""), "restart_worker('train/1') starts it again"),
-        (example(failed, aftermath="All were lost."), "was not sent again. All were lost.\n  log: a log_path, last 2 lines:\n"),
-        (example(call), "train/1 on a node: a engine_name.a method (with an exception that a unsent, so __cause__ is not set)"),
-        (example(call, unsent="", node=""), "train/1: a engine_name.a method raised a remote_type: a remote_message"),
-        (example(call), '\n  traceback in the worker:\n  | Traceback\n  |   File "engine.py", line 7, in step\n'),
+        (
+            example(failed),
+            (
+                "worker train/1 on node a node (pid 4711) a cause while a running ran (running for "
+                "12.5 s)."
+            ),
+        ),
+        (
+            example(failed, pid=None, running=None),
+            "(pid unknown) a cause. a engine_name.a method has no result",
+        ),
+        (
+            example(failed, method="", next_step="", aftermath=""),
+            "restart_worker('train/1') starts it again",
+        ),
+        (
+            example(failed, aftermath="All were lost."),
+            "was not sent again. All were lost.\n  log: a log_path, last 2 lines:\n",
+        ),
+        (
+            example(call),
+            (
+                "train/1 on a node: a engine_name.a method (with an exception that a unsent, so "
+                "__cause__ is not set)"
+            ),
+        ),
+        (
+            example(call, unsent="", node=""),
+            "train/1: a engine_name.a method raised a remote_type: a remote_message",
+        ),
+        (
+            example(call),
+            (
+                '\n  traceback in the worker:\n  | Traceback\n  |   File "engine.py", line 7, in '
+                "step\n"
+            ),
+        ),
         (example(errors.EngineCreationError), "the constructor of engine 'a engine_name' raised"),
-        (example(errors.MethodNotFoundError, suggestions=()), "methods of a engine_type without a leading underscore"),
-        (example(errors.GroupCallError), "2 of 64 ranks (1 other rank(s) failed as well: train/0). Root cause:\n  | "),
-        (example(errors.RendezvousError), "2 of 4 ranks do not reach rank 0 (No route to host: train/1, train/2); reached"),
-        (example(errors.RendezvousError, refused="in use"), "rank 0 cannot listen on port 20001: in use. Source"),
-        (example(errors.UnevenBatchError), "over 5 parts: a derivation = 5; nearest valid sizes: 10 and 15."),
-        (example(errors.UnevenBatchError, num_rows=3, derivation=""), "over 5 parts; nearest valid sizes: 5."),
+        (
+            example(errors.MethodNotFoundError, suggestions=()),
+            "methods of a engine_type without a leading underscore",
+        ),
+        (
+            example(errors.GroupCallError),
+            "2 of 64 ranks (1 other rank(s) failed as well: train/0). Root cause:\n  | ",
+        ),
+        (
+            example(errors.RendezvousError),
+            "2 of 4 ranks do not reach rank 0 (No route to host: train/1, train/2); reached",
+        ),
+        (
+            example(errors.RendezvousError, refused="in use"),
+            "rank 0 cannot listen on port 20001: in use. Source",
+        ),
+        (
+            example(errors.UnevenBatchError),
+            "over 5 parts: a derivation = 5; nearest valid sizes: 10 and 15.",
+        ),
+        (
+            example(errors.UnevenBatchError, num_rows=3, derivation=""),
+            "over 5 parts; nearest valid sizes: 5.",
+        ),
         (example(errors.TopologyMismatchError), "\n  train/10  dp=0/2; it says dp=1/2\n"),
         (example(errors.TopologyMismatchError), "\n  and 3 more"),
         (example(errors.InstanceLostError, may_have_begun=False), "had not begun the request"),
         (example(errors.RequestDeadlineError, instance=""), "it was a state."),
-        (example(errors.RequestsInFlightError), "a/1 has 71. It is paused, and 70 wait. Wait on with wait_idle"),
-        (example(errors.RequestsInFlightError, paused=False, in_flight={}), "none is in flight. 70 wait. Wait on, or"),
-        (example(errors.ServerStartError), "\nlast lines of its output:\n  almost there\n  last words"),
+        (
+            example(errors.RequestsInFlightError),
+            "a/1 has 71. It is paused, and 70 wait. Wait on with wait_idle",
+        ),
+        (
+            example(errors.RequestsInFlightError, paused=False, in_flight={}),
+            "none is in flight. 70 wait. Wait on, or",
+        ),
+        (
+            example(errors.ServerStartError),
+            "\nlast lines of its output:\n  almost there\n  last words",
+        ),
         (example(errors.ServerLostError, log_tail=""), "\nlast lines of its output:\n  (nothing)"),
         (example(errors.ServerRequestError, answer=" "), "it said:\n  (nothing)"),
         (example(errors.RewardTimeoutError), "its engine thread was at:\n  | a stack"),
-        (example(errors.RecoveryExhaustedError), "rank 1 (train/1 on node a node, pid 4711) a cause, after 30 recoveries"),
-        (example(errors.RecoveryExhaustedError, checkpoint=""), "begin again, since there is no checkpoint."),
-        (example(errors.ResourcesNotMetError, observed="node-a\nnode-b"), "observed:\n  node-a\n  node-b"),
+        (
+            example(errors.RecoveryExhaustedError),
+            "rank 1 (train/1 on node a node, pid 4711) a cause, after 30 recoveries",
+        ),
+        (
+            example(errors.RecoveryExhaustedError, checkpoint=""),
+            "begin again, since there is no checkpoint.",
+        ),
+        (
+            example(errors.ResourcesNotMetError, observed="node-a\nnode-b"),
+            "observed:\n  node-a\n  node-b",
+        ),
         (example(errors.DeviceMismatchError, granted=""), "granted no accelerator;"),
-        (example(errors.RayStartError, processes=(), reason="No."), "started on this machine: No. When"),
-        (errors.BootstrapError("it broke", exit_code=errors.BootstrapExit.RAY_DIED, log="boom"), "what it printed:\nboom"),
+        (
+            example(errors.RayStartError, processes=(), reason="No."),
+            "started on this machine: No. When",
+        ),
+        (
+            errors.BootstrapError("it broke", exit_code=errors.BootstrapExit.RAY_DIED, log="boom"),
+            "what it printed:\nboom",
+        ),
     ):
         assert text in str(error)
 
@@ -269,14 +409,18 @@ def test_bootstrap_exit_codes() -> None:
 
 
 def test_errors_docstring_tree() -> None:
-    drawn = {name: (parent, builtins) for name, parent, builtins in drawn_tree(errors.__doc__ or "")}
+    drawn = {
+        name: (parent, builtins) for name, parent, builtins in drawn_tree(errors.__doc__ or "")
+    }
     assert drawn == {cls.__name__: real_place(cls) for cls in CLASSES if cls is not HelmsmanError}
 
 
 def drawn_tree(text: str) -> Iterator[tuple[str, str, frozenset[str]]]:
     """(name, parent, built-in bases) of each line of the tree."""
     ancestors = ["HelmsmanError"]
-    for prefix, name, builtins in re.findall(r"^([│ ]*[├└]── )(\w+)(?: \(([\w, ]+)\))?", text, re.MULTILINE):
+    for prefix, name, builtins in re.findall(
+        r"^([│ ]*[├└]── )(\w+)(?: \(([\w, ]+)\))?", text, re.MULTILINE
+    ):
         depth = len(prefix) // 4
         del ancestors[depth:]
         yield name, ancestors[-1], frozenset(builtins.split(", ")) if builtins else frozenset()
@@ -284,7 +428,13 @@ def drawn_tree(text: str) -> Iterator[tuple[str, str, frozenset[str]]]:
 
 
 def real_place(cls: type[HelmsmanError]) -> tuple[str, frozenset[str]]:
-    """Nearest public ancestor, and the built-in bases that the class itself adds; private classes in between are not drawn."""
-    ours = [base for base in cls.__mro__[1:] if issubclass(base, HelmsmanError) and not base.__name__.startswith("_")]
+    """Nearest public ancestor, and the built-in bases that the class itself adds; private classes
+    in between are not drawn.
+    """
+    ours = [
+        base
+        for base in cls.__mro__[1:]
+        if issubclass(base, HelmsmanError) and not base.__name__.startswith("_")
+    ]
     builtins = {base.__name__ for base in cls.__bases__ if not issubclass(base, HelmsmanError)}
     return ours[0].__name__, frozenset(builtins)

@@ -11,13 +11,23 @@ from helmsman.api.pairs import pair_samples, sample_units
 
 
 def test_pair_samples_numbers_neighbours() -> None:
-    samples = pair_samples([({"input_ids": [1]}, {"input_ids": [2]}), ({"input_ids": [3]}, {"input_ids": [4]})])
-    assert [(sample["input_ids"], sample["pair"]) for sample in samples] == [([1], 0), ([2], 0), ([3], 1), ([4], 1)]
+    samples = pair_samples(
+        [({"input_ids": [1]}, {"input_ids": [2]}), ({"input_ids": [3]}, {"input_ids": [4]})]
+    )
+    assert [(sample["input_ids"], sample["pair"]) for sample in samples] == [
+        ([1], 0),
+        ([2], 0),
+        ([3], 1),
+        ([4], 1),
+    ]
     assert sample_units(samples) == [(0, 1), (2, 3)]
 
 
 def test_sample_units_pairs_anywhere() -> None:
-    assert sample_units([{"pair": number} for number in (7, 3, 3, torch.tensor(7))]) == [(0, 3), (1, 2)]
+    assert sample_units([{"pair": number} for number in (7, 3, 3, torch.tensor(7))]) == [
+        (0, 3),
+        (1, 2),
+    ]
 
 
 def test_sample_units_without_pairs() -> None:

@@ -1,4 +1,6 @@
-"""The platform: found late, by the process that uses it, and never on another kind than was asked for."""
+"""The platform: found late, by the process that uses it, and never on another kind than was asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ import pytest
 import torch
 
 from helmsman.api.errors import DeviceMismatchError, PlatformError, PlatformPicklingError
-from helmsman.api.platforms import PLATFORM_ENV_VAR, PLATFORMS, CurrentPlatform, DeviceGrant, MemoryStats, current_platform
+from helmsman.api.platforms import (
+    PLATFORM_ENV_VAR,
+    PLATFORMS,
+    CurrentPlatform,
+    DeviceGrant,
+    MemoryStats,
+    current_platform,
+)
 
 
 class FakeRuntime:
@@ -33,7 +42,11 @@ class FakeRuntime:
         self.synchronize = lambda: self.calls.append("synchronize")
         self.empty_cache = lambda: self.calls.append("empty_cache")
         self.mem_get_info = lambda: (60, 80)
-        self.memory_allocated, self.memory_reserved, self.max_memory_allocated = lambda: 10, lambda: 20, lambda: 15
+        self.memory_allocated, self.memory_reserved, self.max_memory_allocated = (
+            lambda: 10,
+            lambda: 20,
+            lambda: 15,
+        )
 
 
 class FakeTorch(ModuleType):
@@ -54,20 +67,29 @@ class FakeTorch(ModuleType):
 
 @pytest.fixture(autouse=True)
 def environment_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (PLATFORM_ENV_VAR, *(info.visibility_env_var for info in PLATFORMS.values() if info.visibility_env_var)):
+    for name in (
+        PLATFORM_ENV_VAR,
+        *(info.visibility_env_var for info in PLATFORMS.values() if info.visibility_env_var),
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
 class Process(CurrentPlatform):
-    """The platform of a process that has just started, on a machine whose devices the test chooses."""
+    """The platform of a process that has just started, on a machine whose devices the test
+    chooses.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.setenv = monkeypatch.setenv
-        self.set_module: Callable[[str, ModuleType | None], None] = functools.partial(monkeypatch.setitem, sys.modules)  # type: ignore[arg-type]
+        self.set_module: Callable[[str, ModuleType | None], None] = functools.partial(
+            monkeypatch.setitem, sys.modules
+        )  # type: ignore[arg-type]
 
     def install(self, *, cuda: int = 0, npu: int | None = None) -> FakeTorch:
-        """Put a fake torch in place, with torch_npu (which adds torch.npu) when ``npu`` is a number."""
+        """Put a fake torch in place, with torch_npu (which adds torch.npu) when ``npu`` is a
+        number.
+        """
         fake = FakeTorch(cuda=cuda)
         self.set_module("torch", fake)
         self.set_module("torch_npu", None if npu is None else ModuleType("torch_npu"))
@@ -86,7 +108,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     torch.set_rng_state(states[2])
 
 
-# --- the table, which a driver may read -------------------------------------------------------------------------------
+# --- the table, which a driver may read -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -99,20 +121,27 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
 )
 def test_table_of_kinds(name: str, facts: tuple[str, ...]) -> None:
     info = PLATFORMS[name]
-    assert (info.device_type, info.visibility_env_var, info.ray_resource, info.communication_backend) == facts
+    assert (
+        info.device_type,
+        info.visibility_env_var,
+        info.ray_resource,
+        info.communication_backend,
+    ) == facts
     assert pickle.loads(pickle.dumps(info)) == info
 
 
 def test_table_loads_no_torch() -> None:
     code = (
-        "import sys; from helmsman.api import platforms as p; p.PLATFORMS['cuda'].ray_resource; p.current_platform.seed(1)\n"
-        "assert not p.current_platform.is_resolved() and 'not resolved' in repr(p.current_platform)\n"
+        "import sys; from helmsman.api import platforms as p; p.PLATFORMS['cuda'].ray_resource; "
+        "p.current_platform.seed(1)\n"
+        "assert not p.current_platform.is_resolved() and 'not resolved' in "
+        "repr(p.current_platform)\n"
         "assert not {'torch', 'numpy', 'ray'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-# --- which kind -------------------------------------------------------------------------------------------------------
+# --- which kind -----------------------------------------------------------------------------------
 
 
 def test_platform_cpu_for_real(platform: Process) -> None:
@@ -120,7 +149,11 @@ def test_platform_cpu_for_real(platform: Process) -> None:
     assert not platform.is_resolved()
     assert platform.name == platform.device_type == "cpu"
     assert platform.is_resolved()
-    assert (platform.visibility_env_var, platform.ray_resource, platform.communication_backend) == ("", "CPU", "gloo")
+    assert (platform.visibility_env_var, platform.ray_resource, platform.communication_backend) == (
+        "",
+        "CPU",
+        "gloo",
+    )
     assert platform.device() == platform.device(3) == torch.device("cpu")
     assert platform.device_count() == 1
     platform.set_device(0)
@@ -134,10 +167,17 @@ def test_platform_cpu_for_real(platform: Process) -> None:
     ("cuda", "npu", "forced", "kind"),
     [
         *((2, None, "", "cuda"), (0, 2, "", "npu"), (2, 2, "", "cuda"), (0, 0, "", "cpu")),
-        *((1, 1, "cuda", "cuda"), (1, 1, "npu", "npu"), (1, 1, "cpu", "cpu"), (1, None, "cpu", "cpu")),
+        *(
+            (1, 1, "cuda", "cuda"),
+            (1, 1, "npu", "npu"),
+            (1, 1, "cpu", "cpu"),
+            (1, None, "cpu", "cpu"),
+        ),
     ],
 )
-def test_platform_kind(platform: Process, cuda: int, npu: int | None, forced: str, kind: str) -> None:
+def test_platform_kind(
+    platform: Process, cuda: int, npu: int | None, forced: str, kind: str
+) -> None:
     """It is what torch counts, unless it is forced; and it is fixed once found."""
     platform.install(cuda=cuda, npu=npu)
     platform.setenv(PLATFORM_ENV_VAR, f" {forced.upper()} ")
@@ -148,7 +188,9 @@ def test_platform_kind(platform: Process, cuda: int, npu: int | None, forced: st
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
 def test_platform_drives_the_runtime(platform: Process, kind: str) -> None:
-    runtime = getattr(platform.install(cuda=2 * (kind == "cuda"), npu=2 if kind == "npu" else None), kind)
+    runtime = getattr(
+        platform.install(cuda=2 * (kind == "cuda"), npu=2 if kind == "npu" else None), kind
+    )
     assert cast(Any, platform.device(1)) == (kind, 1)
     assert platform.device_count() == 2
     platform.set_device(1)
@@ -156,7 +198,12 @@ def test_platform_drives_the_runtime(platform: Process, kind: str) -> None:
     platform.empty_cache()
     assert runtime.calls == [("set_device", (kind, 1)), "synchronize", "empty_cache"]
     stats = platform.memory_stats()
-    assert (stats.device, stats.allocated_bytes, stats.reserved_bytes, stats.peak_allocated_bytes) == (kind, 10, 20, 15)
+    assert (
+        stats.device,
+        stats.allocated_bytes,
+        stats.reserved_bytes,
+        stats.peak_allocated_bytes,
+    ) == (kind, 10, 20, 15)
     assert (stats.free_bytes, stats.total_bytes) == (60, 80)
 
 
@@ -164,7 +211,10 @@ def test_platform_drives_the_runtime(platform: Process, kind: str) -> None:
 def test_set_device_beyond_mask(platform: Process, index: int) -> None:
     platform.install(cuda=2)
     platform.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    with pytest.raises(PlatformError, match=rf"cuda device {index} .*counts 2, under CUDA_VISIBLE_DEVICES='4,5'.*gpu="):
+    with pytest.raises(
+        PlatformError,
+        match=rf"cuda device {index} .*counts 2, under CUDA_VISIBLE_DEVICES='4,5'.*gpu=",
+    ):
         platform.set_device(index)
 
 
@@ -177,7 +227,9 @@ def test_forced_kind_without_devices(platform: Process, kind: str, mask: str | N
     if mask:
         platform.setenv(variable, mask)
     platform.setenv(PLATFORM_ENV_VAR, kind)
-    with pytest.raises(PlatformError, match=f"asks for {kind}, but torch 2.99.0 counts 0") as raised:
+    with pytest.raises(
+        PlatformError, match=f"asks for {kind}, but torch 2.99.0 counts 0"
+    ) as raised:
         _ = platform.device_type
     assert (f"{variable}='4,5'" if mask else f"{variable} unset") in str(raised.value)
     assert f"{PLATFORM_ENV_VAR}=cpu" in str(raised.value)
@@ -192,7 +244,9 @@ def test_forced_kind_without_devices(platform: Process, kind: str, mask: str | N
         ("tpu", True, "HELMSMAN_PLATFORM is 'tpu'; set it to one of: cpu, cuda, npu"),
     ],
 )
-def test_forced_kind_names_the_step(platform: Process, forced: str, has_torch: bool, message: str) -> None:
+def test_forced_kind_names_the_step(
+    platform: Process, forced: str, has_torch: bool, message: str
+) -> None:
     platform.install()
     if not has_torch:
         platform.set_module("torch", None)
@@ -207,11 +261,15 @@ def test_platform_without_torch_is_cpu(platform: Process) -> None:
     assert platform.name == "cpu"
     platform.seed(1)
     platform.empty_cache()
-    with pytest.raises(PlatformError, match=r"a torch.device needs .*pip install 'helmsman\[torch\]'"):
+    with pytest.raises(
+        PlatformError, match=r"a torch.device needs .*pip install 'helmsman\[torch\]'"
+    ):
         platform.device()
 
 
-@pytest.mark.parametrize(("mask", "warned"), [("0,1", True), ("", False), ("-1", False), ("NoDevFiles", False)])
+@pytest.mark.parametrize(
+    ("mask", "warned"), [("0,1", True), ("", False), ("-1", False), ("NoDevFiles", False)]
+)
 def test_platform_mask_without_devices_logged(
     platform: Process, caplog: pytest.LogCaptureFixture, mask: str, warned: bool
 ) -> None:
@@ -222,12 +280,14 @@ def test_platform_mask_without_devices_logged(
 
 
 def test_platform_mask_before_first_use(platform: Process) -> None:
-    platform.install(cuda=1).cuda.device_count = lambda: len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+    platform.install(cuda=1).cuda.device_count = lambda: len(
+        os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    )
     platform.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
     assert platform.device_count() == 3
 
 
-# --- seeds ------------------------------------------------------------------------------------------------------------
+# --- seeds ----------------------------------------------------------------------------------------
 
 
 def test_seed_repeats(platform: Process) -> None:
@@ -262,7 +322,7 @@ def test_seed_applied_when_torch_loads(platform: Process) -> None:
     assert fake.seeds == [7]
 
 
-# --- who may use it ---------------------------------------------------------------------------------------------------
+# --- who may use it -------------------------------------------------------------------------------
 
 
 def test_forbid_and_allow(platform: Process) -> None:
@@ -273,7 +333,9 @@ def test_forbid_and_allow(platform: Process) -> None:
         with platform.forbid("it drives a RayScheduler"):
             inline.close()
             inline.close()
-            with pytest.raises(PlatformError, match="it drives a RayScheduler.*inside an engine.*PLATFORMS"):
+            with pytest.raises(
+                PlatformError, match="it drives a RayScheduler.*inside an engine.*PLATFORMS"
+            ):
                 _ = platform.name
             platform.seed(1)
             assert not platform.is_resolved()
@@ -303,16 +365,23 @@ assert p.is_resolved()
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-# --- pickling ---------------------------------------------------------------------------------------------------------
+# --- pickling -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "duplicate",
-    [cloudpickle.dumps, copy.copy, lambda value: pickle.dumps({"config": [value]}, 0), lambda value: copy.deepcopy([value])],
+    [
+        cloudpickle.dumps,
+        copy.copy,
+        lambda value: pickle.dumps({"config": [value]}, 0),
+        lambda value: copy.deepcopy([value]),
+    ],
     ids=["cloudpickle", "copy", "pickle nested, protocol 0", "deepcopy nested"],
 )
 def test_platform_cannot_be_pickled(duplicate: Callable[[CurrentPlatform], object]) -> None:
-    with pytest.raises(PlatformPicklingError, match="not resolved.*current_platform inside the worker"):
+    with pytest.raises(
+        PlatformPicklingError, match="not resolved.*current_platform inside the worker"
+    ):
         duplicate(CurrentPlatform())
 
 
@@ -326,13 +395,17 @@ def test_pickling_error_names_the_kind(platform: Process) -> None:
         pickle.dumps(SimpleNamespace(platform=platform))
     namespace: dict[str, Any] = {"__name__": "__main__", "current_platform": current_platform}
     exec("def use():\n    return current_platform.name", namespace)
-    with pytest.raises(PlatformPicklingError, match="helmsman.api.platforms.current_platform inside the worker"):
+    with pytest.raises(
+        PlatformPicklingError, match="helmsman.api.platforms.current_platform inside the worker"
+    ):
         cloudpickle.dumps(namespace["use"])
 
 
-# --- what was granted ---------------------------------------------------------------------------------------------------
+# --- what was granted -----------------------------------------------------------------------------
 
-MASKS = {name: info.visibility_env_var for name, info in PLATFORMS.items() if info.visibility_env_var}
+MASKS = {
+    name: info.visibility_env_var for name, info in PLATFORMS.items() if info.visibility_env_var
+}
 
 
 def grant(kind: str, *ids: str) -> DeviceGrant:
@@ -353,7 +426,15 @@ def test_expect_grant_present(platform: Process, kind: str) -> None:
 @pytest.mark.parametrize(
     ("mask", "num_devices", "facts"),
     [
-        ("4,5", 0, ["which would run on the CPU", "its driver works on this node", "HELMSMAN_PLATFORM=cpu"]),
+        (
+            "4,5",
+            0,
+            [
+                "which would run on the CPU",
+                "its driver works on this node",
+                "HELMSMAN_PLATFORM=cpu",
+            ],
+        ),
         ("4,5", 1, ["counts 1", "exist on the node"]),
         ("4", 1, ["counts 1", "the scheduler sets it"]),
         ("0,1", 2, ["counts 2", "the scheduler sets it"]),
@@ -365,7 +446,9 @@ def test_expect_grant_present(platform: Process, kind: str) -> None:
 def test_expect_grant_of_other_devices(
     platform: Process, kind: str, mask: str | None, num_devices: int, facts: list[str]
 ) -> None:
-    platform.install(cuda=num_devices if kind == "cuda" else 0, npu=num_devices if kind == "npu" else 0)
+    platform.install(
+        cuda=num_devices if kind == "cuda" else 0, npu=num_devices if kind == "npu" else 0
+    )
     if mask is not None:
         platform.setenv(MASKS[kind], mask)
     platform.expect(grant(kind, "4", "5"))
@@ -380,7 +463,9 @@ def test_expect_grant_of_other_devices(
 def test_expect_grant_of_nothing(platform: Process) -> None:
     platform.expect(grant(""))
     platform.install(cuda=8)
-    with pytest.raises(DeviceMismatchError, match=r"granted no accelerator; .*counts 8 cuda.*SchedulingSpec\(gpu="):
+    with pytest.raises(
+        DeviceMismatchError, match=r"granted no accelerator; .*counts 8 cuda.*SchedulingSpec\(gpu="
+    ):
         _ = platform.name
     platform.install()
     assert platform.name == "cpu"

@@ -6,7 +6,12 @@ import math
 
 import pytest
 
-from helmsman.api.reward_shaping import AdaptiveKl, overlong_filter, soft_overlong_punishment, token_rewards
+from helmsman.api.reward_shaping import (
+    AdaptiveKl,
+    overlong_filter,
+    soft_overlong_punishment,
+    token_rewards,
+)
 
 MASK = [False, True, False, True]
 
@@ -38,19 +43,30 @@ def test_token_rewards_without_divergence() -> None:
         (([1.0], [MASK]), {"kl_coef": 0.1}, "needs logprobs and ref_logprobs"),
         (([1.0], [MASK, MASK]), {}, "1 scores for 2 samples"),
         (([1.0], [MASK], [], [[0.0] * 4]), {"kl_coef": 0.1}, "0 rows of logprobs for 1 samples"),
-        (([1.0], [MASK], [[0.0] * 4], [[0.0] * 4] * 2), {"kl_coef": 0.1}, "2 rows of ref_logprobs for 1 samples"),
-        (([1.0], [MASK], [[0.0] * 4], [[0.0] * 3]), {"kl_coef": 0.1}, "sample 0: 4 logprobs and 3 ref_logprobs for 4 tokens"),
+        (
+            ([1.0], [MASK], [[0.0] * 4], [[0.0] * 4] * 2),
+            {"kl_coef": 0.1},
+            "2 rows of ref_logprobs for 1 samples",
+        ),
+        (
+            ([1.0], [MASK], [[0.0] * 4], [[0.0] * 3]),
+            {"kl_coef": 0.1},
+            "sample 0: 4 logprobs and 3 ref_logprobs for 4 tokens",
+        ),
         (([1.0], [MASK]), {"estimator": "k4"}, "'k1', 'k2' or 'k3'"),
     ],
 )
-def test_token_rewards_refuse(arguments: tuple[object, ...], kwargs: dict[str, object], message: str) -> None:
+def test_token_rewards_refuse(
+    arguments: tuple[object, ...], kwargs: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         token_rewards(*arguments, **kwargs)  # type: ignore[arg-type]
 
 
 def test_adaptive_kl() -> None:
     control = AdaptiveKl(1.0, target=6.0)
-    assert control.update(60.0) == pytest.approx(1.02)  # the error 9 counts as 0.2, times the gain 0.1
+    # the error 9 counts as 0.2, times the gain 0.1
+    assert control.update(60.0) == pytest.approx(1.02)
     assert control.update(0.0) == pytest.approx(1.02 * 0.98)
     assert control.update(6.6) == pytest.approx(1.02 * 0.98 * 1.01)  # an error of 0.1
     assert control.coef == control.update(6.0)
@@ -60,7 +76,10 @@ def test_adaptive_kl() -> None:
 
 def test_soft_overlong_punishment() -> None:
     # 0 up to 8, -1 from 12 on, a quarter per token between.
-    found = [soft_overlong_punishment(length, max_tokens=12, cache_tokens=4) for length in (0, 8, 9, 11, 12, 40)]
+    found = [
+        soft_overlong_punishment(length, max_tokens=12, cache_tokens=4)
+        for length in (0, 8, 9, 11, 12, 40)
+    ]
     assert found == [0, 0, -0.25, -0.75, -1, -1]
     with pytest.raises(ValueError, match="1 to max_tokens"):
         soft_overlong_punishment(3, max_tokens=12, cache_tokens=0)

@@ -48,13 +48,20 @@ def test_did_you_mean_without_a_near_name() -> None:
     ],
 )
 def test_suggesting_unknown_field(kind: type[msgspec.Struct], field: str, expected: str) -> None:
-    with pytest.raises(TypeError, match=f"{kind.__name__} has no field {field!r}; (did you mean {expected!r}|there are: )"):
+    with pytest.raises(
+        TypeError,
+        match=f"{kind.__name__} has no field {field!r}; (did you mean {expected!r}|there are: )",
+    ):
         kind(**{field: 1})
 
 
 def test_suggesting_is_an_ordinary_struct() -> None:
     spec = SchedulingSpec(gpu=2)
-    others: list[Any] = [pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec), msgspec.convert({"gpu": 2}, SchedulingSpec)]
+    others: list[Any] = [
+        pickle.loads(pickle.dumps(spec)),
+        copy.deepcopy(spec),
+        msgspec.convert({"gpu": 2}, SchedulingSpec),
+    ]
     assert others == [spec] * 3
     with pytest.raises(TypeError, match="required"):
         Job()  # type: ignore[call-arg]

@@ -23,7 +23,9 @@ ANSWERED, SUSPECT, DEAD, PREEMPTED = Sign.ANSWERED, Sign.SUSPECT, Sign.DEAD, Sig
 
 
 class Workers:
-    """Workers that answer, are busy or are stopped, as the test says; and what a watch reports of them."""
+    """Workers that answer, are busy or are stopped, as the test says; and what a watch reports of
+    them.
+    """
 
     def __init__(self) -> None:
         self.states: dict[str, str] = {}
@@ -56,7 +58,9 @@ class Workers:
         )
 
     async def leaving(self) -> dict[str, PreemptionNotice]:
-        return {worker_id: PreemptionNotice(reason=reason) for worker_id, reason in self.notices.items()}
+        return {
+            worker_id: PreemptionNotice(reason=reason) for worker_id, reason in self.notices.items()
+        }
 
     def note(self, report: Report) -> None:
         self.reports.append((asyncio.get_running_loop().time(), report))
@@ -67,9 +71,16 @@ class Workers:
 
 def unobservable() -> CallTimeoutError:
     return CallTimeoutError(
-        worker_id="a", engine_name=None, method="health", elapsed_s=1.0, limit_s=1.0, limit_source="", worker_alive=False,
-        state="", stack="",
-    )  # fmt: skip
+        worker_id="a",
+        engine_name=None,
+        method="health",
+        elapsed_s=1.0,
+        limit_s=1.0,
+        limit_source="",
+        worker_alive=False,
+        state="",
+        stack="",
+    )
 
 
 @virtually
@@ -94,7 +105,11 @@ async def test_watch_silent_worker() -> None:
     (suspect_at, suspect), (dead_at, dead) = workers.reports
     assert (round(suspect_at), suspect.sign) == (10, SUSPECT)
     assert dead_at == pytest.approx(60.0, abs=0.5)
-    assert (dead.sign, dead.error, dead.reason) == (DEAD, None, "it has not answered for 60 s (Probes.dead_s)")
+    assert (dead.sign, dead.error, dead.reason) == (
+        DEAD,
+        None,
+        "it has not answered for 60 s (Probes.dead_s)",
+    )
     del workers.states["a"]
     await asyncio.sleep(5.0)
     assert workers.signs()[2:] == [ANSWERED] * 2, "what follows a death is the subscriber's to say"
@@ -146,7 +161,10 @@ async def test_watch_dead_worker_until_discarded() -> None:
     watch = Watch(workers.monitor, POLICY, workers.note, ["a", "b"])
     workers.errors["a"] = death = make_death("a")
     await asyncio.sleep(3.0)
-    assert [report.error for _, report in workers.reports if report.worker_id == "a"] == [death, death]
+    assert [report.error for _, report in workers.reports if report.worker_id == "a"] == [
+        death,
+        death,
+    ]
     watch.discard("a")
     watch.discard("a")
     workers.reports.clear()
@@ -188,12 +206,20 @@ async def test_monitor_subscriber_raises(caplog: pytest.LogCaptureFixture) -> No
 async def test_watch_notices_identical_while_they_hold() -> None:
     workers = Workers()
     other: list[Report] = []
-    watches = [Watch(workers.monitor, POLICY, subscriber, ["a"]) for subscriber in (workers.note, other.append)]
+    watches = [
+        Watch(workers.monitor, POLICY, subscriber, ["a"])
+        for subscriber in (workers.note, other.append)
+    ]
     for reason in ("drained", "drained", "drained by another", "", "drained"):
         workers.notices = {"a": reason, "b": "is not watched"} if reason else {}
         await asyncio.sleep(2.0)
     notices = [report.notice for _, report in workers.reports if report.sign is PREEMPTED]
-    assert [notice.reason for notice in notices if notice] == ["drained", "drained", "drained by another", "drained"]
+    assert [notice.reason for notice in notices if notice] == [
+        "drained",
+        "drained",
+        "drained by another",
+        "drained",
+    ]
     assert notices[0] is notices[1] is not notices[3]
     assert [report.notice for report in other if report.sign is PREEMPTED] == notices
     for watch in watches:
@@ -203,14 +229,22 @@ async def test_watch_notices_identical_while_they_hold() -> None:
 
 @pytest.mark.parametrize(
     ("state", "or_busy", "sign"),
-    [(None, True, ANSWERED), ("running", True, Sign.BUSY), ("running", False, DEAD), ("stopped", True, DEAD)],
+    [
+        (None, True, ANSWERED),
+        ("running", True, Sign.BUSY),
+        ("running", False, DEAD),
+        ("stopped", True, DEAD),
+    ],
 )
 @virtually
 async def test_monitor_ask(state: str | None, or_busy: bool, sign: Sign) -> None:
     workers = Workers()
     workers.states = {} if state is None else {"a": state}
     report = await workers.monitor.ask("a", 5.0, or_busy=or_busy)
-    assert (report.sign, round(asyncio.get_running_loop().time())) == (sign, 5 if sign is DEAD else 0)
+    assert (report.sign, round(asyncio.get_running_loop().time())) == (
+        sign,
+        5 if sign is DEAD else 0,
+    )
     assert report.reason == ("it has not answered for 5 s" if sign is DEAD else "")
 
 

@@ -21,10 +21,14 @@ from tests.api.columns import QUICK, ROWS, lists, raggeds, tensors
 
 
 def sized(num_rows: int) -> st.SearchStrategy[Batch]:
-    ragged_tensors = raggeds(num_rows).filter(lambda column: isinstance(column.values, torch.Tensor))
+    ragged_tensors = raggeds(num_rows).filter(
+        lambda column: isinstance(column.values, torch.Tensor)
+    )
     column = st.one_of(tensors(num_rows), lists(num_rows), ragged_tensors)
     drawn = st.dictionaries(st.sampled_from(["a", "keys", "batch_size", "x.y"]), column, max_size=3)
-    metas = st.fixed_dictionaries({}, optional={"step": st.integers(), "t": st.just(torch.tensor([1.0, torch.nan]))})
+    metas = st.fixed_dictionaries(
+        {}, optional={"step": st.integers(), "t": st.just(torch.tensor([1.0, torch.nan]))}
+    )
     return st.builds(lambda columns, meta: Batch(columns, meta, num_rows=num_rows), drawn, metas)
 
 
@@ -43,7 +47,14 @@ def there_and_back(column: Column) -> Any:
 
 def test_tensordict_keeps_items_of_lists() -> None:
     for column in (
-        *([], ["x"], ["x", "x"], [1, None, ("a", 2), float("nan")], [[1, 2], [1, 2]], [{"x": 1}, {"y": [2]}]),
+        *(
+            [],
+            ["x"],
+            ["x", "x"],
+            [1, None, ("a", 2), float("nan")],
+            [[1, 2], [1, 2]],
+            [{"x": 1}, {"y": [2]}],
+        ),
         *([torch.zeros(2), torch.zeros(3)], [np.zeros(2), np.zeros(2)]),
     ):
         assert same(there_and_back(column), column)
@@ -62,18 +73,30 @@ def test_tensordict_of_number_arrays() -> None:
     ):
         expected = torch.from_numpy(column.astype(column.dtype.newbyteorder("="), order="C"))
         assert same(there_and_back(column), expected)
-        assert same(there_and_back(Ragged(column, [0, 0, len(column)])), Ragged(expected, [0, 0, len(column)]))
+        assert same(
+            there_and_back(Ragged(column, [0, 0, len(column)])),
+            Ragged(expected, [0, 0, len(column)]),
+        )
 
 
 def test_tensordict_shares_writable_memory() -> None:
     read_only = np.zeros(3)
     read_only.flags.writeable = False
-    columns = {"t": torch.zeros(3), "a": np.zeros(3), "r": Ragged(torch.zeros(3), [0, 1, 2, 3]), "read_only": read_only}
+    columns = {
+        "t": torch.zeros(3),
+        "a": np.zeros(3),
+        "r": Ragged(torch.zeros(3), [0, 1, 2, 3]),
+        "read_only": read_only,
+    }
     batch = Batch(columns)  # type: ignore[arg-type]
     tensordict = batch.to_tensordict()
     tensordict["t"][0] = tensordict["a"][1] = tensordict["read_only"][0] = 1
     tensordict["r"].values()[2] = 1
-    assert [batch["t"].tolist(), batch["a"].tolist(), batch["r"].values.tolist()] == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    assert [batch["t"].tolist(), batch["a"].tolist(), batch["r"].values.tolist()] == [
+        [1, 0, 0],
+        [0, 1, 0],
+        [0, 0, 1],
+    ]
     assert read_only.tolist() == [0, 0, 0]
     assert Batch.from_tensordict(tensordict)["t"].data_ptr() == batch["t"].data_ptr()
 
@@ -100,8 +123,12 @@ def test_tensordict_meta_without_padding() -> None:
 def test_from_tensordict_foreign_entries() -> None:
     nested = torch.nested.nested_tensor([torch.arange(3), torch.arange(4)], layout=torch.jagged)
     starts, lengths = torch.tensor([1, 0]), torch.tensor([2, 3])
-    gaps = torch.nested.narrow(torch.arange(12).reshape(2, 6), 1, starts, lengths, layout=torch.jagged)
-    tensordict = TensorDict({"nested": nested, "gaps": gaps, "stack": NonTensorStack("x", "y")}, batch_size=[2])
+    gaps = torch.nested.narrow(
+        torch.arange(12).reshape(2, 6), 1, starts, lengths, layout=torch.jagged
+    )
+    tensordict = TensorDict(
+        {"nested": nested, "gaps": gaps, "stack": NonTensorStack("x", "y")}, batch_size=[2]
+    )
     tensordict["for_all"] = "text"
     batch = Batch.from_tensordict(tensordict)
     assert dict(batch.meta) == {"for_all": "text"}
@@ -116,13 +143,30 @@ def test_from_tensordict_foreign_entries() -> None:
         (
             lambda: Batch({"meta": torch.zeros(1)}, {"step": 1}).to_tensordict(),
             ValueError,
-            "a column is called 'meta', which is where a TensorDict would have the batch's meta; rename it",
+            (
+                "a column is called 'meta', which is where a TensorDict would have the batch's "
+                "meta; rename it"
+            ),
         ),
-        (lambda: Batch.from_tensordict({"a": 1}), TypeError, "a TensorDict is needed, not a dict; of a plain dict make"),
-        (lambda: Batch.from_tensordict(TensorDict({}, [2, 3])), ValueError, "has the batch size (2, 3); rows are one"),
-        (lambda: Batch.from_tensordict(TensorDict({}, [])), ValueError, "the TensorDict has the batch size ()"),
         (
-            lambda: Batch.from_tensordict(TensorDict({"deep": TensorDict({"a": torch.zeros(2)}, [2])}, [2])),
+            lambda: Batch.from_tensordict({"a": 1}),
+            TypeError,
+            "a TensorDict is needed, not a dict; of a plain dict make",
+        ),
+        (
+            lambda: Batch.from_tensordict(TensorDict({}, [2, 3])),
+            ValueError,
+            "has the batch size (2, 3); rows are one",
+        ),
+        (
+            lambda: Batch.from_tensordict(TensorDict({}, [])),
+            ValueError,
+            "the TensorDict has the batch size ()",
+        ),
+        (
+            lambda: Batch.from_tensordict(
+                TensorDict({"deep": TensorDict({"a": torch.zeros(2)}, [2])}, [2])
+            ),
             TypeError,
             "entry 'deep' is a TensorDict itself; flatten it first (flatten_keys)",
         ),
@@ -138,6 +182,8 @@ def test_tensordict_names_install_command(monkeypatch: pytest.MonkeyPatch) -> No
     tensordict = batch.to_tensordict()
     monkeypatch.setitem(sys.modules, "tensordict", None)
     for make in (batch.to_tensordict, lambda: Batch.from_tensordict(tensordict)):
-        with pytest.raises(BackendNotInstalledError, match=re.escape("pip install 'helmsman[tensordict]'")) as caught:
+        with pytest.raises(
+            BackendNotInstalledError, match=re.escape("pip install 'helmsman[tensordict]'")
+        ) as caught:
             make()
         assert caught.value.package == "tensordict"

@@ -28,12 +28,17 @@ TOPOLOGIES = st.builds(
 @given(TOPOLOGIES)
 def test_rank_at_and_rank_info_agree(topology: Topology) -> None:
     assert [info.rank for info in topology.ranks] == list(range(topology.world_size))
-    assert topology.world_size == topology.dp_size * topology.tp_size * topology.pp_size * topology.cp_size
+    assert (
+        topology.world_size
+        == topology.dp_size * topology.tp_size * topology.pp_size * topology.cp_size
+    )
     for info in topology.ranks:
         assert topology.get_rank_info(info.rank) is info
         assert topology.rank_at(**{axis: info.along(axis) for axis in AXES}) == info.rank
         assert info.world_size == topology.world_size
-        assert (info.dp_size, info.tp_size, info.pp_size, info.cp_size) == tuple(topology.sizes[axis] for axis in AXES)
+        assert (info.dp_size, info.tp_size, info.pp_size, info.cp_size) == tuple(
+            topology.sizes[axis] for axis in AXES
+        )
         assert all(0 <= info.along(axis) < topology.sizes[axis] for axis in AXES)
         assert (info.is_pipeline_first_stage, info.is_pipeline_last_stage) == (
             info.pp_rank == 0,
@@ -50,16 +55,24 @@ def test_part_of_first_axis_outermost(topology: Topology, axes: tuple[Axis, ...]
     assert len({parts.count(part) for part in parts}) == 1, "each part has as many ranks"
     for info in topology.ranks:
         coordinates = [info.along(axis) for axis in axes]
-        assert parts[info.rank] == (np.ravel_multi_index(coordinates, [topology.sizes[axis] for axis in axes]) if axes else 0)
+        assert parts[info.rank] == (
+            np.ravel_multi_index(coordinates, [topology.sizes[axis] for axis in axes])
+            if axes
+            else 0
+        )
 
 
 @QUICK
 @given(TOPOLOGIES)
 def test_rank_at_equals_device_mesh(topology: Topology) -> None:
     """torch.distributed.init_device_mesh lays out arange(world_size) in the shape of the mesh."""
-    layout = np.arange(topology.world_size).reshape([topology.sizes[axis] for axis in topology.mesh])
+    layout = np.arange(topology.world_size).reshape(
+        [topology.sizes[axis] for axis in topology.mesh]
+    )
     for position in np.ndindex(layout.shape):
-        assert topology.rank_at(**dict(zip(topology.mesh, position, strict=True))) == layout[position]
+        assert (
+            topology.rank_at(**dict(zip(topology.mesh, position, strict=True))) == layout[position]
+        )
 
 
 def groups(topology: Topology, *axes: Axis) -> list[list[int]]:
@@ -72,17 +85,60 @@ def groups(topology: Topology, *axes: Axis) -> list[list[int]]:
 
 
 def test_default_mesh_of_megatron() -> None:
-    """The example in the docstring of Megatron-LM's initialize_model_parallel: 16 devices, tensor 2, pipeline 4."""
+    """The example in the docstring of Megatron-LM's initialize_model_parallel: 16 devices, tensor
+    2, pipeline 4.
+    """
     topology = Topology.of(16, tp=2, pp=4)
-    assert groups(topology, "dp") == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
-    assert groups(topology, "tp") == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]]
+    assert groups(topology, "dp") == [
+        [0, 2],
+        [1, 3],
+        [4, 6],
+        [5, 7],
+        [8, 10],
+        [9, 11],
+        [12, 14],
+        [13, 15],
+    ]
+    assert groups(topology, "tp") == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+        [8, 9],
+        [10, 11],
+        [12, 13],
+        [14, 15],
+    ]
     assert groups(topology, "pp") == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
     # With context parallelism its default order is tp-cp-ep-dp-pp, innermost first.
     topology = Topology.of(16, tp=2, cp=2, pp=2)
     assert topology.mesh == DEFAULT_MESH == ("pp", "dp", "cp", "tp")
-    assert groups(topology, "cp") == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
-    assert groups(topology, "dp") == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
-    assert groups(topology, "dp", "cp") == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
+    assert groups(topology, "cp") == [
+        [0, 2],
+        [1, 3],
+        [4, 6],
+        [5, 7],
+        [8, 10],
+        [9, 11],
+        [12, 14],
+        [13, 15],
+    ]
+    assert groups(topology, "dp") == [
+        [0, 4],
+        [1, 5],
+        [2, 6],
+        [3, 7],
+        [8, 12],
+        [9, 13],
+        [10, 14],
+        [11, 15],
+    ]
+    assert groups(topology, "dp", "cp") == [
+        [0, 2, 4, 6],
+        [1, 3, 5, 7],
+        [8, 10, 12, 14],
+        [9, 11, 13, 15],
+    ]
 
 
 @QUICK
@@ -90,7 +146,10 @@ def test_default_mesh_of_megatron() -> None:
 def test_topology_of_derives_dp_size(topology: Topology) -> None:
     sizes: Any = {axis: size for axis, size in topology.sizes.items() if axis != "dp"}
     assert Topology.of(topology.world_size, **sizes, mesh=topology.mesh).ranks == topology.ranks
-    assert Topology.of(topology.world_size, dp=topology.dp_size, **sizes, mesh=topology.mesh).ranks == topology.ranks
+    assert (
+        Topology.of(topology.world_size, dp=topology.dp_size, **sizes, mesh=topology.mesh).ranks
+        == topology.ranks
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,8 +182,16 @@ def test_topology_plain_integers() -> None:
     [
         (lambda: Topology(dp=2.0), TypeError, "float"),  # type: ignore[arg-type]
         (lambda: Topology(dp=0), ValueError, "dp_size is 0; it is 1 or more"),
-        (lambda: Topology(mesh=("dp", "tp")), ValueError, "mesh is ('dp', 'tp'); it names each of dp, tp, pp, cp once"),
-        (lambda: Topology(mesh=("dp", "dp", "tp", "pp")), ValueError, "it names each of dp, tp, pp, cp once, outermost first"),
+        (
+            lambda: Topology(mesh=("dp", "tp")),
+            ValueError,
+            "mesh is ('dp', 'tp'); it names each of dp, tp, pp, cp once",
+        ),
+        (
+            lambda: Topology(mesh=("dp", "dp", "tp", "pp")),
+            ValueError,
+            "it names each of dp, tp, pp, cp once, outermost first",
+        ),
         (lambda: Topology(mesh="tp-cp-dp-pp"), ValueError, "mesh is 'tp-cp-dp-pp'; it names each"),  # type: ignore[arg-type]
         (lambda: Topology(mesh=("dp", 3, "tp", "pp")), ValueError, "mesh is ('dp', 3, 'tp', 'pp')"),  # type: ignore[arg-type]
         (lambda: Topology.of(0), ValueError, "world_size is 0; it is 1 or more"),
@@ -135,7 +202,11 @@ def test_topology_plain_integers() -> None:
             ValueError,
             "tp 2 x pp 2 x cp 1 does not make up a world of 10 ranks; it makes up 8 or 12",
         ),
-        (lambda: Topology.of(2, tp=4), ValueError, "tp 4 x pp 1 x cp 1 does not make up a world of 2 ranks; it makes up 4"),
+        (
+            lambda: Topology.of(2, tp=4),
+            ValueError,
+            "tp 4 x pp 1 x cp 1 does not make up a world of 2 ranks; it makes up 4",
+        ),
         (
             lambda: Topology.of(16, dp=3, tp=4),
             ValueError,
@@ -144,7 +215,11 @@ def test_topology_plain_integers() -> None:
         (lambda: Topology(dp=2).get_rank_info(2), IndexError, "rank 2; there are ranks 0 to 1"),
         (lambda: Topology(dp=2).get_rank_info(-1), IndexError, "rank -1; there are ranks 0 to 1"),
         (lambda: Topology(dp=2).rank_at(dp=2), IndexError, "dp=2; dp goes from 0 to 1"),
-        (lambda: Topology(dp=2).rank_at(ddp=1), ValueError, "axes are ddp; they are of dp, tp, pp, cp, each at most once"),
+        (
+            lambda: Topology(dp=2).rank_at(ddp=1),
+            ValueError,
+            "axes are ddp; they are of dp, tp, pp, cp, each at most once",
+        ),
         (lambda: Topology(dp=2).num_parts(["ep"]), ValueError, "axes are ep"),  # type: ignore[list-item]
         (lambda: Topology(dp=2).part_of(0, ["dp", "dp"]), ValueError, "axes are dp, dp"),
     ],

@@ -23,7 +23,9 @@ def test_mypy_errors_of_typing_cases() -> None:
     }
     assert len(expected) > 15, "the cases are there"
     command = [sys.executable, "-m", "mypy", "--no-pretty", "--show-error-codes", str(CASES)]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    told = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+    )
     found: defaultdict[int, set[str]] = defaultdict(set)
     for line in told.stdout.splitlines():
         if match := re.search(r"^([^:]+):(\d+): error: .*\[([\w-]+)\]$", line):

@@ -1,4 +1,5 @@
-"""Right and wrong uses of worker groups, as a type checker sees them; test_typing.py runs mypy over this file.
+"""Right and wrong uses of worker groups, as a type checker sees them; test_typing.py runs mypy over
+this file.
 
 A line that ends in ``# error: CODE`` must be refused with that code, every other line must pass.
 """

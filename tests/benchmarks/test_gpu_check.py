@@ -22,8 +22,19 @@ ROOT = Path(__file__).parents[2]
 )
 def test_gpu_check_rehearsal(num_devices: str, checks: list[str], tmp_path: Path) -> None:
     table = tmp_path / "gpu.md"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", num_devices, "--out", str(table), *checks]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=1100, cwd=ROOT, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--rehearse",
+        num_devices,
+        "--out",
+        str(table),
+        *checks,
+    ]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=1100, cwd=ROOT, check=False
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = [line for line in table.read_text().splitlines() if line.startswith("| ")][1:]
     results = [row.split(" | ")[1] for row in rows]

@@ -18,7 +18,14 @@ FIELDS = {"case", "ours", "floor", "unit", "ratio", "goal", "met"}
 
 
 def measured(pair: Pair, goal: str = "", unit: str = "KB") -> Result:
-    declared = Case(name="test.case", unit=unit, goal=goal, floor="a floor", is_default=True, prepare=lambda _: pair)
+    declared = Case(
+        name="test.case",
+        unit=unit,
+        goal=goal,
+        floor="a floor",
+        is_default=True,
+        prepare=lambda _: pair,
+    )
     with World() as world:
         return measure(declared, world)
 
@@ -33,15 +40,38 @@ def test_measure_sides_take_turns() -> None:
     def side(name: str) -> Callable[[], float]:
         return lambda: order.append(name) or 1.0  # type: ignore[func-returns-value]
 
-    measured(Pair(ours=side("ours"), floor=side("floor"), rounds=3, repeats=2, returns_figure=True, warm_up=1))
+    measured(
+        Pair(
+            ours=side("ours"),
+            floor=side("floor"),
+            rounds=3,
+            repeats=2,
+            returns_figure=True,
+            warm_up=1,
+        )
+    )
     assert order[:2] == ["ours", "floor"]
     assert order[2:] == ["ours"] * 2 + ["floor"] * 4 + ["ours"] * 4 + ["floor"] * 2
 
 
 def test_measure_ratio_median_over_rounds() -> None:
     # A machine that is ten times slower in one round is so for both: the ratio stays 2.
-    result = measured(Pair(ours=figures(2, 20, 6), floor=figures(1, 10, 3), rounds=3, returns_figure=True, warm_up=0))
-    assert (result.ours, result.floor, result.ratio, result.ratio_p10, result.ratio_p90) == (6, 3, 2, 2, 2)
+    result = measured(
+        Pair(
+            ours=figures(2, 20, 6),
+            floor=figures(1, 10, 3),
+            rounds=3,
+            returns_figure=True,
+            warm_up=0,
+        )
+    )
+    assert (result.ours, result.floor, result.ratio, result.ratio_p10, result.ratio_p90) == (
+        6,
+        3,
+        2,
+        2,
+        2,
+    )
     assert result.ours_p10 < result.ours < result.ours_p90
 
 
@@ -51,12 +81,15 @@ def test_measure_constant_floor() -> None:
 
 
 def test_measure_units() -> None:
-    result = measured(Pair(ours=figures(0.002), floor=figures(0.001), rounds=1, returns_figure=True), unit="ms")
+    result = measured(
+        Pair(ours=figures(0.002), floor=figures(0.001), rounds=1, returns_figure=True), unit="ms"
+    )
     assert (result.ours, result.floor) == (2, 1)
 
 
 @pytest.mark.parametrize(
-    ("goal", "ratio", "met"), [("<= 1/6", 0.16, True), ("<= 1/6", 0.17, False), (">= 1", 1.0, True), (">= 1", 0.99, False)]
+    ("goal", "ratio", "met"),
+    [("<= 1/6", 0.16, True), ("<= 1/6", 0.17, False), (">= 1", 1.0, True), (">= 1", 0.99, False)],
 )
 def test_meets_goals(goal: str, ratio: float, met: bool) -> None:
     assert meets(goal, ratio) is met
@@ -67,7 +100,10 @@ def test_goal_value_of_all_cases() -> None:
 
 
 def test_select_by_leading_parts() -> None:
-    assert {each.name for each in select(["imports", "planner.found"])} >= {"imports.helmsman", "planner.found.4"}
+    assert {each.name for each in select(["imports", "planner.found"])} >= {
+        "imports.helmsman",
+        "planner.found.4",
+    }
     assert not [each for each in select(["payload"]) if each.name.startswith("payload_large")]
     assert not [each for each in select([]) if not each.is_default]
     with pytest.raises(ValueError, match=r"'import'.*calls"):
@@ -81,7 +117,9 @@ def test_measure_broken_case_undone() -> None:
         world.until_case_ends.callback(undone.append, "undone")
         raise RuntimeError("broken")
 
-    declared = Case(name="test.broken", unit="s", goal="", floor="", is_default=True, prepare=prepare)
+    declared = Case(
+        name="test.broken", unit="s", goal="", floor="", is_default=True, prepare=prepare
+    )
     with World() as world, pytest.raises(RuntimeError, match="broken"):
         measure(declared, world)
     assert undone == ["undone"]
@@ -90,13 +128,20 @@ def test_measure_broken_case_undone() -> None:
 def test_main_cheap_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["planner.1250.instances_of_4,fanout.local.packed", "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
-    assert [result["case"] for result in results] == ["fanout.local.packed", "planner.1250.instances_of_4"]
+    assert [result["case"] for result in results] == [
+        "fanout.local.packed",
+        "planner.1250.instances_of_4",
+    ]
     for result in results:
         assert set(result) >= FIELDS
         assert result["ours"] > 0
         assert result["ratio_p10"] <= result["ratio"] <= result["ratio_p90"]
     assert (results[1]["goal"], results[1]["met"]) == (None, None)
-    assert (results[0]["goal"], results[0]["met"]) == ("<= 1", True)  # a count, which no load changes
+    # a count, which no load changes
+    assert (results[0]["goal"], results[0]["met"]) == (
+        "<= 1",
+        True,
+    )
     assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
     assert "1 of 1 goals met" in capsys.readouterr().out
 
@@ -118,11 +163,15 @@ def test_main_broken_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         declared = Case(name=name, unit="s", goal="", floor="", is_default=False, prepare=function)
         monkeypatch.setitem(CASES, name, declared)
     assert main(["test", "--out", str(tmp_path)]) == 1
-    assert [result["case"] for result in json.loads((tmp_path / "results.json").read_text())] == ["test.works"]
+    assert [result["case"] for result in json.loads((tmp_path / "results.json").read_text())] == [
+        "test.works"
+    ]
 
 
 def test_report_missed_goal(tmp_path: Path) -> None:
-    result = measured(Pair(ours=figures(3), floor=1.0, rounds=1, returns_figure=True), goal="<= 1.2")
+    result = measured(
+        Pair(ours=figures(3), floor=1.0, rounds=1, returns_figure=True), goal="<= 1.2"
+    )
     assert "MISSED" in line(result)
     write([result], tmp_path)
     assert (tmp_path / "ratios.png").exists()

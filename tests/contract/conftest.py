@@ -1,4 +1,6 @@
-"""Every test that asks for ``scheduler`` runs on each of our schedulers; the fixtures are those of the public suite."""
+"""Every test that asks for ``scheduler`` runs on each of our schedulers; the fixtures are those of
+the public suite.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ import pytest
 
 import helmsman
 from helmsman.api.scheduler import Job, Scheduler, Timeouts
-from helmsman.testing.contract import engine, gate, own_processes, peer, role, scheduler, shared_workers
+from helmsman.testing.contract import (
+    engine,
+    gate,
+    own_processes,
+    peer,
+    role,
+    scheduler,
+    shared_workers,
+)
 from tests.contract.engines import Counter
 from tests.contract.helpers import Driver, Engine
 
@@ -27,7 +37,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker of this suite."""
-    config.addinivalue_line("markers", "not_on(backend, reason): the promise makes no sense on that scheduler")
+    config.addinivalue_line(
+        "markers", "not_on(backend, reason): the promise makes no sense on that scheduler"
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -47,7 +59,9 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="package")
-def make_scheduler(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Scheduler]:
+def make_scheduler(
+    backend: str, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], Scheduler]:
     """Makes a scheduler of the backend."""
     options = {"log_dir": tmp_path_factory.mktemp("logs"), "timeouts": TIMEOUTS, **OPTIONS[backend]}
     options.pop("preload", None)  # these workers load torch, some of them, and find it imported
@@ -69,7 +83,9 @@ def engine_class() -> type[Counter]:
 
 @pytest.fixture
 def own(backend: str, scheduler: Scheduler, role: str) -> Engine:
-    """A Counter in a worker of this test alone; on Ray it shares no memory with the script, as on another machine."""
+    """A Counter in a worker of this test alone; on Ray it shares no memory with the script, as on
+    another machine.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if backend == "ray":
             patch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)

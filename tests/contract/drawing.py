@@ -1,4 +1,6 @@
-"""An engine that draws random numbers; its module loads the libraries for that, as those of train engines do."""
+"""An engine that draws random numbers; its module loads the libraries for that, as those of train
+engines do.
+"""
 
 from __future__ import annotations
 

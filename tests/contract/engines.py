@@ -23,13 +23,17 @@ from typing import Any, NoReturn
 from helmsman.testing.contract_engine import CountingEngine, wait_for_file
 
 _MOST_LOOKS = 2_000_000_000
-"""Some minutes of looks at a byte in memory, so that a failed test leaves no process that computes for ever."""
+"""Some minutes of looks at a byte in memory, so that a failed test leaves no process that computes
+for ever.
+"""
 
 
 def hold_interpreter(started: str) -> None:
-    """Write the file ``started``, then hold the interpreter's lock in C code until release_interpreter changes the file.
+    """Write the file ``started``, then hold the interpreter's lock in C code until
+    release_interpreter changes the file.
 
-    Neither the iterator nor what it calls is Python code, so the lock is never offered to another thread.
+    Neither the iterator nor what it calls is Python code, so the lock is never offered to another
+    thread.
     """
     Path(started).write_bytes(b"0")
     with open(started, "rb") as file, mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ) as page:
@@ -118,7 +122,7 @@ class Counter(CountingEngine):
         """A property that raises."""
         raise RuntimeError("this property is broken")
 
-    # --- failures -------------------------------------------------------------------------------------------------
+    # --- failures ---------------------------------------------------------------------------------
 
     def fail(self, kind: str) -> NoReturn:
         """Raise one of the awkward exceptions below, or a built-in one by name."""
@@ -140,7 +144,7 @@ class Counter(CountingEngine):
         """As unpicklable."""
         return {"model": [1, {"lock": threading.Lock()}]}
 
-    # --- deaths ---------------------------------------------------------------------------------------------------
+    # --- deaths -----------------------------------------------------------------------------------
 
     def print_lines(self, count: int) -> None:
         """Write to the worker's log."""
@@ -155,7 +159,7 @@ class Counter(CountingEngine):
             ctypes.string_at(0)
         os._exit(3)
 
-    # --- data -----------------------------------------------------------------------------------------------------
+    # --- data -------------------------------------------------------------------------------------
 
     def make(self, num_bytes: int) -> Any:
         """An array of that many bytes, each 7."""
@@ -250,13 +254,17 @@ def make_error(kind: str) -> BaseException:
         error = PlatformError("no such device")
         error.lock = threading.Lock()  # type: ignore[attr-defined]
         return error
-    return {"ValueError": ValueError("a bad value"), "KeyboardInterrupt": KeyboardInterrupt(), "SystemExit": SystemExit(7)}[
-        kind
-    ]
+    return {
+        "ValueError": ValueError("a bad value"),
+        "KeyboardInterrupt": KeyboardInterrupt(),
+        "SystemExit": SystemExit(7),
+    }[kind]
 
 
 class Family:
-    """An engine that starts processes of every kind, each of which writes its pid to a file of its own and waits for ever."""
+    """An engine that starts processes of every kind, each of which writes its pid to a file of its
+    own and waits for ever.
+    """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -271,7 +279,16 @@ class Family:
         self._forked("fork_setsid", os.setsid)
         self._daemonized()
         self._hidden()
-        kinds = ("subprocess", "grandchild", "new_session", "spawn", "fork", "fork_setsid", "daemon", "hidden")
+        kinds = (
+            "subprocess",
+            "grandchild",
+            "new_session",
+            "spawn",
+            "fork",
+            "fork_setsid",
+            "daemon",
+            "hidden",
+        )
         pids = {"worker": os.getpid()}
         for kind in kinds:
             path = f"{self.folder}/{kind}"
@@ -287,28 +304,42 @@ class Family:
         return self.memory.name
 
     def _hidden(self) -> None:
-        """A daemon of a program of its own, in its own session, with an empty environment and without inherited descriptors."""
+        """A daemon of a program of its own, in its own session, with an empty environment and
+        without inherited descriptors.
+        """
         script = (
-            f"import os, sys; sys.path[:] = {sys.path!r}; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); "
+            f"import os, sys; sys.path[:] = {sys.path!r}; os.fork() and os._exit(0); os.setsid(); "
+            "os.fork() and os._exit(0); "
             f"from tests.contract.engines import stay; stay({self.folder!r}, 'hidden')"
         )
-        subprocess.run([sys.executable, "-I", "-c", script], env={}, start_new_session=True, close_fds=True, check=True)
+        subprocess.run(
+            [sys.executable, "-I", "-c", script],
+            env={},
+            start_new_session=True,
+            close_fds=True,
+            check=True,
+        )
 
     def _subprocess(self, kind: str, **options: Any) -> None:
         script = f"from tests.contract.engines import stay; stay({self.folder!r}, {kind!r})"
         if kind == "subprocess":  # and it has a child of its own
             script = (
                 "import subprocess, sys; "
-                f"subprocess.Popen([sys.executable, '-c', \"from tests.contract.engines import stay; stay({self.folder!r}, "
+                "subprocess.Popen([sys.executable, '-c', \"from tests.contract.engines import "
+                f"stay; stay({self.folder!r}, "
                 f"'grandchild')\"]); {script}"
             )
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self.children.append(subprocess.Popen([sys.executable, "-c", script], env=environment, **options))
+        self.children.append(
+            subprocess.Popen([sys.executable, "-c", script], env=environment, **options)
+        )
 
     def _spawned(self) -> None:
         import multiprocessing
 
-        process = multiprocessing.get_context("spawn").Process(target=stay, args=(self.folder, "spawn"), daemon=True)
+        process = multiprocessing.get_context("spawn").Process(
+            target=stay, args=(self.folder, "spawn"), daemon=True
+        )
         process.start()
         self.children.append(process)
 
@@ -329,7 +360,9 @@ class Family:
 
 
 class Forking:
-    """Forks its worker in a method, and lets the child leave the method as the parent does, or by an error."""
+    """Forks its worker in a method, and lets the child leave the method as the parent does, or by
+    an error.
+    """
 
     def fork(self, raises: bool) -> int:
         """Returns the child's pid, or 0 in the child."""
@@ -398,7 +431,9 @@ class Ranked:
         import torch.distributed as dist
 
         timeout = datetime.timedelta(seconds=30)
-        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timeout, world_size=world_size, rank=rank)
+        dist.init_process_group(
+            "gloo", f"tcp://127.0.0.1:{port}", timeout, world_size=world_size, rank=rank
+        )
         self._group = dist.group.WORLD
 
     @property

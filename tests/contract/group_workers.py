@@ -73,7 +73,10 @@ class Member(GroupWorker):
         if not self.rank_info.is_pipeline_last_stage:
             return None
         ranks = [self.rank_info.rank] * len(batch)
-        return Batch({"x": batch["x"] + number + self.offset, "rank": ranks}, {"dp": self.rank_info.dp_rank, "same": True})
+        return Batch(
+            {"x": batch["x"] + number + self.offset, "rank": ranks},
+            {"dp": self.rank_info.dp_rank, "same": True},
+        )
 
     @register(Dispatch.DP_MP_COMPUTE, remainder="pad")
     def padded_add(self, batch: Batch) -> Any:
@@ -107,7 +110,12 @@ class Member(GroupWorker):
         """The sum of a part."""
         return sum(rows)
 
-    @register({"dispatch_fn": lambda topology, rows: ([rows], {}), "collect_fn": lambda topology, results: sum(results)})
+    @register(
+        {
+            "dispatch_fn": lambda topology, rows: ([rows], {}),
+            "collect_fn": lambda topology, results: sum(results),
+        }
+    )
     def custom(self, number: int) -> int:
         """The number."""
         return number
@@ -178,7 +186,9 @@ class Member(GroupWorker):
     def make(self, num_rows: int) -> Batch:
         """A large batch for each dp rank, told apart by the rank."""
         first = self.rank_info.dp_rank * num_rows
-        return Batch({"x": np.arange(first, first + num_rows), "payload": np.zeros((num_rows, 128))})
+        return Batch(
+            {"x": np.arange(first, first + num_rows), "payload": np.zeros((num_rows, 128))}
+        )
 
     @register(Dispatch.DP_MP_COMPUTE)
     def rows_of(self, batch: Batch) -> list[tuple[int, int]]:
@@ -186,7 +196,9 @@ class Member(GroupWorker):
         return [(self.rank_info.rank, int(value)) for value in batch["x"]]
 
     @register(Dispatch.ONE_TO_ALL)
-    def with_names_of_calls(self, *, timeout: float = 0, method: str = "", worker_id: int = 0) -> tuple[Any, ...]:
+    def with_names_of_calls(
+        self, *, timeout: float = 0, method: str = "", worker_id: int = 0
+    ) -> tuple[Any, ...]:
         """Its arguments, which have the names that a scheduler's calls use themselves."""
         return timeout, method, worker_id
 

@@ -1,4 +1,6 @@
-"""Helpers of the contract tests beside those of the public suite: drivers as scripts, and the remains of a run."""
+"""Helpers of the contract tests beside those of the public suite: drivers as scripts, and the
+remains of a run.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,10 @@ def processes_with(variable: str, value: str) -> dict[str, int]:
     found = {}
     for process in psutil.process_iter():
         try:
-            if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.environ().get(variable) == value
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found[f"{process.pid}: {' '.join(process.cmdline())[:120]}"] = process.pid
         except psutil.Error:
             continue
@@ -93,13 +98,17 @@ while True:
 
 
 class Driver:
-    """A script in a process group of its own, with a temporary folder of its own, that tells its state as JSON lines.
+    """A script in a process group of its own, with a temporary folder of its own, that tells its
+    state as JSON lines.
 
     Args:
-        script: Python source. It may use ``tell(**facts)``, ``folder`` and ``make()`` (a scheduler of ``backend``).
+        script: Python source. It may use ``tell(**facts)``, ``folder`` and ``make()`` (a scheduler
+            of ``backend``).
     """
 
-    def __init__(self, folder: Path, backend: str, script: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, backend: str, script: str, environment: dict[str, str] | None = None
+    ) -> None:
         self.folder = folder
         # Short: the path of a Unix socket has 107 bytes, and Ray's own ones lie below it.
         self.temporary = tempfile.TemporaryDirectory(prefix="hc-")
@@ -131,7 +140,9 @@ class Driver:
             if line.startswith("{"):
                 return dict(json.loads(line))
         code = self.process.wait()
-        pytest.fail(f"the driver ended with {code} before it told anything:\n{self.errors()}", pytrace=False)
+        pytest.fail(
+            f"the driver ended with {code} before it told anything:\n{self.errors()}", pytrace=False
+        )
 
     def errors(self) -> str:
         """What it wrote to stderr."""
@@ -142,29 +153,41 @@ class Driver:
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"the driver did not end within {limit_s:g} s:\n{self.errors()}", pytrace=False)
+            pytest.fail(
+                f"the driver did not end within {limit_s:g} s:\n{self.errors()}", pytrace=False
+            )
 
     def wait_nothing_left(self, limit_s: float = 10.0) -> None:
-        """Fail unless every process, socket, folder and shared memory of the run is gone within the limit."""
+        """Fail unless every process, socket, folder and shared memory of the run is gone within the
+        limit.
+        """
         deadline = time.monotonic() + limit_s
         while (left := self.left()) and time.monotonic() < deadline:
             time.sleep(0.05)
         if left:
             self._kill_all()
-            pytest.fail(f"left behind {limit_s:g} s after the driver's end: {left}\n{self.errors()}", pytrace=False)
+            pytest.fail(
+                f"left behind {limit_s:g} s after the driver's end: {left}\n{self.errors()}",
+                pytrace=False,
+            )
 
     def left(self) -> list[str]:
-        """What the run has not cleaned up yet. Logs are meant to stay; Ray keeps those of its session too."""
-        walked = os.walk(self.temporary.name)  # unlike rglob, it goes on where a folder is removed meanwhile
+        """What the run has not cleaned up yet. Logs are meant to stay; Ray keeps those of its
+        session too.
+        """
+        # unlike rglob, it goes on where a folder is removed meanwhile
+        walked = os.walk(self.temporary.name)
         paths = [Path(folder, name) for folder, _, names in walked for name in names]
-        sockets = [str(path) for path in paths if path.suffix == ".sock" and "ray" not in path.parts]
+        sockets = [
+            str(path) for path in paths if path.suffix == ".sock" and "ray" not in path.parts
+        ]
         run_dirs = [name for name in os.listdir(self.temporary.name) if _is_run_dir(name)]
         shared = [name for name in set(os.listdir("/dev/shm")) - self.before if self._is_ours(name)]
         return list(processes_with("HELMSMAN_DRIVER_MARK", self.mark)) + sockets + run_dirs + shared
 
     def _is_ours(self, name: str) -> bool:
-        # Other suites run beside this one on the same machine: a name with a pid tells whose it is, and weights are those of
-        # inference servers, which no driver here starts.
+        # Other suites run beside this one on the same machine: a name with a pid tells whose it is,
+        # and weights are those of inference servers, which no driver here starts.
         is_of_a_server = name.startswith("helmsman-weights.")
         return ("helmsman" in name and not is_of_a_server) or str(self.process.pid) in name
 
@@ -184,7 +207,8 @@ class Driver:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for run_id in runs:  # those that hide have an empty environment, and their guardians were killed just now
+        for run_id in runs:
+            # those that hide have an empty environment, and their guardians were killed just now
             guardian.end_all(functools.partial(guardian.run_members, run_id))
 
 

@@ -46,7 +46,8 @@ async def aact(item: Any, *details: Any) -> Any:
         case "together":
             _inside += 1
             deadline = time.monotonic() + WAIT_LIMIT_S
-            while _inside < details[0] and time.monotonic() < deadline:  # noqa: ASYNC110 - the others make it true
+            # The others make it true
+            while _inside < details[0] and time.monotonic() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             return threading.current_thread().name
         case "for ever":

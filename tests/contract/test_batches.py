@@ -31,22 +31,36 @@ class CheckingTrainer(RecordingTrainer):
 
 @pytest.fixture(scope="module")
 def actor(scheduler: Scheduler) -> Iterator[TrainController]:
-    """Two data-parallel ranks; one in the script's own process, where two ranks cannot be told apart."""
+    """Two data-parallel ranks; one in the script's own process, where two ranks cannot be told
+    apart.
+    """
     replicas = 1 if scheduler.shares_process else 2
-    with TrainController(scheduler, CheckingTrainer, Job(role="checking", replicas=replicas)) as made:
+    with TrainController(
+        scheduler, CheckingTrainer, Job(role="checking", replicas=replicas)
+    ) as made:
         made.initialize()
         yield made
 
 
 @pytest.mark.parametrize("index", range(len(SAMPLES)))
 def test_train_batch_bad_sample_index(actor: TrainController, index: int) -> None:
-    samples = [{**sample, "input_ids": [VOCAB_SIZE] * 3} if at == index else sample for at, sample in enumerate(SAMPLES)]
-    with pytest.raises(errors.HelmsmanError, match=f"sample {index}: 'input_ids' has ids outside the vocabulary"):
+    samples = [
+        {**sample, "input_ids": [VOCAB_SIZE] * 3} if at == index else sample
+        for at, sample in enumerate(SAMPLES)
+    ]
+    with pytest.raises(
+        errors.HelmsmanError, match=f"sample {index}: 'input_ids' has ids outside the vocabulary"
+    ):
         actor.train_batch(samples, "sft")
-    assert actor.train_batch(SAMPLES, "sft") == {"num_samples": len(SAMPLES) // actor.data_parallel_size}
+    assert actor.train_batch(SAMPLES, "sft") == {
+        "num_samples": len(SAMPLES) // actor.data_parallel_size
+    }
 
 
 def test_train_batch_unserializable_sample_index(actor: TrainController) -> None:
-    samples = [{**sample, "tag": threading.Lock() if at == 4 else "fine"} for at, sample in enumerate(SAMPLES)]
+    samples = [
+        {**sample, "tag": threading.Lock() if at == 4 else "fine"}
+        for at, sample in enumerate(SAMPLES)
+    ]
     with pytest.raises(errors.HelmsmanError, match=r"args\[0\]\[4\]\['tag'\]"):
         actor.train_batch(samples, "sft")

@@ -1,4 +1,6 @@
-"""Arguments of a call to a model-parallel group: given to its head, they reach every rank, or no rank runs the method."""
+"""Arguments of a call to a model-parallel group: given to its head, they reach every rank, or no
+rank runs the method.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,36 @@ from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from tests.contract.engines import Ranked, Unloadable
 from tests.contract.helpers import LIMIT_S, Engine
 
-pytestmark = [pytest.mark.slow, pytest.mark.not_on("inline", "one process, which has one default process group")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.not_on("inline", "one process, which has one default process group"),
+]
 
 
 @pytest.fixture(scope="module")
 def ranks(scheduler: Scheduler) -> Iterator[list[Engine]]:
     """Two gloo ranks of one model-parallel group."""
     name = "ranked"
-    workers = scheduler.create_workers(Job(role=name, replicas=2, tasks=[SchedulingSpec(port_count=1)]))
+    workers = scheduler.create_workers(
+        Job(role=name, replicas=2, tasks=[SchedulingSpec(port_count=1)])
+    )
     port = scheduler.get_workers(name)[0].engine_ports[0]
     engines = [Engine.create(scheduler, worker, Ranked) for worker in workers]
-    joining = [engine.begin("join", rank, 2, port, timeout=60) for rank, engine in enumerate(engines)]
+    joining = [
+        engine.begin("join", rank, 2, port, timeout=60) for rank, engine in enumerate(engines)
+    ]
     for each in joining:
         each.result(timeout=60)
     yield engines
     scheduler.delete_workers(name)
 
 
-def _both(ranks: list[Engine], method: str, arguments: list[tuple[Any, ...]], **meta: Any) -> list[Any]:
+def _both(
+    ranks: list[Engine], method: str, arguments: list[tuple[Any, ...]], **meta: Any
+) -> list[Any]:
     futures: list[Future[Any]] = [
-        engine.begin(method, *given, rpc_meta=meta or None) for engine, given in zip(ranks, arguments, strict=True)
+        engine.begin(method, *given, rpc_meta=meta or None)
+        for engine, given in zip(ranks, arguments, strict=True)
     ]
     outcomes: list[Any] = []
     for future in futures:
@@ -61,4 +73,6 @@ def test_broadcast_unloadable_runs_nowhere(ranks: list[Engine]) -> None:
 
 def test_broadcast_off_each_rank_its_own(ranks: list[Engine]) -> None:
     assert _both(ranks, "receive", [(0,), (1,)], broadcast=False) == [((0,), {}), ((1,), {})]
-    assert ranks[1].call("receive", "alone", rpc_meta={"broadcast": False}) == (("alone",), {}), "and no rank waits for another"
+    assert ranks[1].call("receive", "alone", rpc_meta={"broadcast": False}) == (("alone",), {}), (
+        "and no rank waits for another"
+    )

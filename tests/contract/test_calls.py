@@ -1,4 +1,6 @@
-"""Calls: order, threads, many callers at once, the environment, and what a scheduler does once it is closed."""
+"""Calls: order, threads, many callers at once, the environment, and what a scheduler does once it
+is closed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.contract.helpers import LIMIT_S, Driver, Engine, Gate, is_running, wa
 def test_create_engine_default_name(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     asyncio.run(scheduler.create_engine(worker, Counter, None, 3))
-    assert scheduler.call_engine(worker, "add") == scheduler.call_engine(worker, "add", worker, 0) == 4
+    assert (
+        scheduler.call_engine(worker, "add") == scheduler.call_engine(worker, "add", worker, 0) == 4
+    )
     asyncio.run(scheduler.create_engine(worker, "tests.contract.engines.Counter", "by-path", 7))
     asyncio.run(scheduler.create_engine(worker, "tests.contract.engines:Counter", "by-colon"))
     assert scheduler.call_engine(worker, "add", "by-path") == 8
@@ -32,10 +36,16 @@ def test_calls_from_threads_and_loop(engine: Engine, peer: Engine) -> None:
     from_threads, from_loop = 40, 40
 
     async def many() -> None:
-        await asyncio.gather(*(target.acall("add") for target in (engine, peer) for _ in range(from_loop)))
+        await asyncio.gather(
+            *(target.acall("add") for target in (engine, peer) for _ in range(from_loop))
+        )
 
     with ThreadPoolExecutor(16) as pool:
-        futures = [pool.submit(target.call, "add") for target in (engine, peer) for _ in range(from_threads)]
+        futures = [
+            pool.submit(target.call, "add")
+            for target in (engine, peer)
+            for _ in range(from_threads)
+        ]
         asyncio.run(many())
         results = [future.result(timeout=LIMIT_S) for future in futures]
     assert len(results) == 2 * from_threads
@@ -46,7 +56,9 @@ def test_call_engine_refused_on_own_loop(engine: Engine) -> None:
     async def blocks() -> None:
         engine.call("add")
 
-    with pytest.raises(RuntimeError, match="would wait for itself; use the form that does not block"):
+    with pytest.raises(
+        RuntimeError, match="would wait for itself; use the form that does not block"
+    ):
         submit(blocks()).result(timeout=LIMIT_S)
 
     async def awaits() -> int:
@@ -64,7 +76,12 @@ def test_close_refused_on_own_loop(backend: str, make_own: Callable[..., Schedul
         async def on_our_loop(work: Callable[[], None]) -> None:
             work()
 
-        for work in (own.close, lambda: own.delete_workers(f"own-{backend}"), own.delete_workers, lambda: own.release(kept)):
+        for work in (
+            own.close,
+            lambda: own.delete_workers(f"own-{backend}"),
+            own.delete_workers,
+            lambda: own.release(kept),
+        ):
             with pytest.raises(RuntimeError, match=r"await asyncio\.to_thread\(scheduler\.close\)"):
                 submit(on_our_loop(work)).result(timeout=LIMIT_S)
             assert engine.call("add", 0) == 5, "nothing has ended"
@@ -90,14 +107,19 @@ def test_environment_of_each_task(scheduler: Scheduler, role: str) -> None:
     specs = [SchedulingSpec(env_vars={"CONTRACT_RANK": str(rank)}) for rank in range(2)]
     workers = scheduler.create_workers(Job(role=role, replicas=2, tasks=specs))
     engines = [Engine.create(scheduler, worker, Counter) for worker in workers]
-    assert [engine.call("environ", "CONTRACT_RANK")["CONTRACT_RANK"] for engine in engines] == ["0", "1"]
+    assert [engine.call("environ", "CONTRACT_RANK")["CONTRACT_RANK"] for engine in engines] == [
+        "0",
+        "1",
+    ]
     assert len({engine.call("pid") for engine in engines}) == 2
 
 
 def test_delete_workers_destroys_engines(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
     workers = scheduler.create_workers(Job(role=role, replicas=2))
     for index, worker in enumerate(workers):
-        Engine.create(scheduler, worker, Counter).call("announce_destroy", str(tmp_path / str(index)))
+        Engine.create(scheduler, worker, Counter).call(
+            "announce_destroy", str(tmp_path / str(index))
+        )
     scheduler.delete_workers(role, reverse_order=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
@@ -111,7 +133,8 @@ def test_engine_fork_executes_no_calls(
     engine = Engine.create(scheduler, shared_workers[0], Forking, f"forking-{method}-{raises}")
     path = tmp_path / "executed"
     forked = engine.begin(method, raises)
-    answers = [engine.begin("note", str(path), number) for number in range(10)]  # they are queued when the worker is forked
+    # they are queued when the worker is forked
+    answers = [engine.begin("note", str(path), number) for number in range(10)]
     child = forked.result(LIMIT_S)
     assert child > 0
     assert [answer.result(LIMIT_S) for answer in answers] == list(range(10))
@@ -124,7 +147,9 @@ def test_script_fork_cannot_use_scheduler(engine: Engine) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            with pytest.raises(errors.SchedulerClosedError, match="forked child .* Make the call there"):
+            with pytest.raises(
+                errors.SchedulerClosedError, match="forked child .* Make the call there"
+            ):
                 engine.call("add", timeout=1)
             engine.scheduler.close()
             os._exit(7)
@@ -143,7 +168,9 @@ from tests.contract.helpers import Engine
 
 def call():
     threading.main_thread().join()
-    tell(sums=[int(engine.call("echo", value).sum()), int(asyncio.run(engine.acall("echo", value)).sum())])
+    called = engine.call("echo", value)
+    awaited = asyncio.run(engine.acall("echo", value))
+    tell(sums=[int(called.sum()), int(awaited.sum())])
 
 if __name__ == "__main__":
     scheduler = make()
@@ -182,7 +209,9 @@ def test_close_during_a_call(make_own: Callable[..., Scheduler], gate: Gate) -> 
 
 def test_create_engine_by_callable(scheduler: Scheduler, shared_workers: list[str]) -> None:
     name = "made-by-a-partial"
-    asyncio.run(scheduler.create_engine(shared_workers[0], functools.partial(Counter, start=3), name))
+    asyncio.run(
+        scheduler.create_engine(shared_workers[0], functools.partial(Counter, start=3), name)
+    )
     assert scheduler.call_engine(shared_workers[0], "add", name) == 4
 
 

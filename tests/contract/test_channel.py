@@ -1,4 +1,6 @@
-"""The connection to a worker: lost and restored while each call has one outcome, encrypted between machines."""
+"""The connection to a worker: lost and restored while each call has one outcome, encrypted between
+machines.
+"""
 
 from __future__ import annotations
 
@@ -104,8 +106,12 @@ def test_channel_cut_before_requests_read(own: Engine, kind: str) -> None:
     assert own.call("add", 0) == 6
 
 
-@pytest.mark.parametrize(("kind", "num_bytes"), [("close", 0), ("shutdown", 1 << 10), ("reset", 1 << 21)])
-def test_channel_cut_before_replies_read(own: Engine, tmp_path: Path, kind: str, num_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "num_bytes"), [("close", 0), ("shutdown", 1 << 10), ("reset", 1 << 21)]
+)
+def test_channel_cut_before_replies_read(
+    own: Engine, tmp_path: Path, kind: str, num_bytes: int
+) -> None:
     channel, sock = _channel(own), _socket(own)
     loop = background_loop()
     _on_loop(loop.remove_reader, sock)
@@ -134,7 +140,9 @@ def test_channel_cut_repeatedly(own: Engine) -> None:
     assert own.call("add", 0) == 100
 
 
-def test_channel_not_restored_fails_worker(own: Engine, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channel_not_restored_fails_worker(
+    own: Engine, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def refused() -> socket.socket:
         raise TimeoutError("no connection within 3 s")
 
@@ -146,11 +154,14 @@ def test_channel_not_restored_fails_worker(own: Engine, gate: Gate, monkeypatch:
     channel._connect = refused
     _on_loop(channel._drop, sock)
     with pytest.raises(
-        errors.WorkerFailedError, match="connection was lost and could not be restored within 0.2 s: no conn"
+        errors.WorkerFailedError,
+        match="connection was lost and could not be restored within 0.2 s: no conn",
     ) as lost:
         waiting.result(LIMIT_S)
     assert lost.value.pid == pid
-    with pytest.raises(errors.WorkerFailedError, match="was ended by this scheduler: its connection was lost"):
+    with pytest.raises(
+        errors.WorkerFailedError, match="was ended by this scheduler: its connection was lost"
+    ):
         own.call("add")
     wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "its process has ended")
 
@@ -166,9 +177,14 @@ def test_channel_drops_confirmed_frames(own: Engine) -> None:
 
 
 def test_channel_order_of_all_sizes(own: Engine) -> None:
-    """Between machines large arguments go through the object store, small ones by the connection."""
+    """Between machines large arguments go through the object store, small ones by the
+    connection.
+    """
     sizes = [0, 1 << 21, 0, 1 << 10, 1 << 22, 0, 1 << 15, 0]
-    calls = [own.begin("note_number", index, torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate(sizes)]
+    calls = [
+        own.begin("note_number", index, torch.zeros(size, dtype=torch.uint8))
+        for index, size in enumerate(sizes)
+    ]
     for call in calls:
         call.result(LIMIT_S)
     assert own.call("numbers") == list(range(len(sizes)))
@@ -192,7 +208,9 @@ def test_channel_unix_socket_or_tls(backend: str, engine: Engine, own: Engine) -
 
 
 @only_ray
-def test_channel_without_tls(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channel_without_tls(
+    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """HELMSMAN_TLS=0, which a scheduler reads when it is made."""
     monkeypatch.setattr(scheduler._backend, "_tls", False)  # type: ignore[attr-defined]
     monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
@@ -205,7 +223,9 @@ def test_channel_without_tls(scheduler: Scheduler, role: str, monkeypatch: pytes
 
 @only_ray
 @pytest.mark.parametrize("tls", [True, False])
-def test_channel_start_error_names_address(scheduler: Scheduler, role: str, tls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channel_start_error_names_address(
+    scheduler: Scheduler, role: str, tls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where a firewall lies between script and worker."""
 
     async def dropped(address: tuple[str, int], limit_s: float) -> None:
@@ -218,15 +238,20 @@ def test_channel_start_error_names_address(scheduler: Scheduler, role: str, tls:
         scheduler.create_workers(Job(role=role))
     address = r"\d+\.\d+\.\d+\.\d+"
     assert re.search(
-        rf"this process on {address} cannot connect to it at {address}, TCP port \d+: no connection within 3 s\. "
+        rf"this process on {address} cannot connect to it at {address}, TCP port \d+: no "
+        r"connection within 3 s\. "
         rf"Open this port from {address} to {address}, or set HELMSMAN_PORT_RANGE",
         caught.value.reason,
     )
 
 
 @only_ray
-def test_channel_falls_back_to_tls(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where worker and script are in two network namespaces, whose abstract sockets the kernel keeps apart."""
+def test_channel_falls_back_to_tls(
+    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where worker and script are in two network namespaces, whose abstract sockets the kernel
+    keeps apart.
+    """
 
     async def refused(path: str, limit_s: float) -> None:
         raise ConnectionRefusedError(path)
@@ -241,16 +266,24 @@ def test_channel_falls_back_to_tls(scheduler: Scheduler, role: str, monkeypatch:
 
 
 @only_ray
-def test_kept_results_reach_other_machines(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_results_reach_other_machines(
+    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It lies in a segment until a worker that cannot map that wants it."""
     scheduler.create_workers(Job(role=f"{role}-near", replicas=2))
-    near, neighbour = (Engine.create(scheduler, f"{role}-near/{index}", Counter) for index in range(2))
+    near, neighbour = (
+        Engine.create(scheduler, f"{role}-near/{index}", Counter) for index in range(2)
+    )
     monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
     scheduler.create_workers(Job(role=f"{role}-far", replicas=2))
     far = [Engine.create(scheduler, f"{role}-far/{index}", Counter) for index in range(2)]
-    kept = scheduler.call_engine(near.worker_id, "make", near.name, 1 << 20, rpc_meta={"keep": True})
+    kept = scheduler.call_engine(
+        near.worker_id, "make", near.name, 1 << 20, rpc_meta={"keep": True}
+    )
     put = scheduler.put(torch.full((1 << 20,), 3))
-    apart = scheduler.call_engine(far[0].worker_id, "make", far[0].name, 1 << 10, rpc_meta={"keep": True})
+    apart = scheduler.call_engine(
+        far[0].worker_id, "make", far[0].name, 1 << 10, rpc_meta={"keep": True}
+    )
     for engine in (neighbour, *far, near, far[0]):
         assert engine.call("total", kept, put, apart) == (7 << 20) + (3 << 20) + (7 << 10)
     assert scheduler.get(kept).sum() == 7 << 20
@@ -272,8 +305,12 @@ class _Redirected(socket.socket):
 
 
 @only_ray
-def test_channel_redirected_connection(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attacker leads connections astray: each worker answers only to those that are meant for it."""
+def test_channel_redirected_connection(
+    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attacker leads connections astray: each worker answers only to those that are meant for
+    it.
+    """
     monkeypatch.setattr(socket, "socket", _Redirected)
     workers = scheduler.create_workers(Job(role=role, replicas=2))
     engines = [Engine.create(scheduler, worker, Counter) for worker in workers]

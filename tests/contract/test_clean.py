@@ -1,4 +1,6 @@
-"""What a run leaves whose controller was killed with all that watches over it: found by its tag, and no other's is touched."""
+"""What a run leaves whose controller was killed with all that watches over it: found by its tag,
+and no other's is touched.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ import psutil
 import pytest
 
 from helmsman.controller._node.run_registry import RunRecord
-from tests.contract.helpers import ROOT, WAIT, WITH_FAMILY, Driver, is_running, processes_with, wait_gone, wait_until
+from tests.contract.helpers import (
+    ROOT,
+    WAIT,
+    WITH_FAMILY,
+    Driver,
+    is_running,
+    processes_with,
+    wait_gone,
+    wait_until,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,17 +51,29 @@ def _helmsman(driver: Driver, *arguments: str) -> subprocess.CompletedProcess[st
 def _records(driver: Driver) -> dict[int, RunRecord]:
     """Records of the driver's folder, by the pid of their controllers."""
     paths = Path(driver.temporary.name).glob("helmsman-*/runs/*.json")
-    return {record.pid: record for path in paths if (record := msgspec.json.decode(path.read_bytes(), type=RunRecord))}
+    return {
+        record.pid: record
+        for path in paths
+        if (record := msgspec.json.decode(path.read_bytes(), type=RunRecord))
+    }
 
 
 @pytest.fixture
 def abandoned(run_driver: Callable[..., Driver]) -> Iterator[tuple[Driver, dict[str, int]]]:
-    """A run of which only the families of its workers are left: all others were killed before they could do anything."""
+    """A run of which only the families of its workers are left: all others were killed before they
+    could do anything.
+    """
     driver = run_driver(WITH_FAMILY + WAIT)
-    family = {name: pid for name, pid in driver.facts()["pids"].items() if not name.startswith("worker")}
+    family = {
+        name: pid for name, pid in driver.facts()["pids"].items() if not name.startswith("worker")
+    }
     wait_until(lambda: all(map(is_running, family.values())), "its family runs")
     os.kill(driver.process.pid, signal.SIGSTOP)
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # all are held before the first dies, so that nobody can clean up
+    for number in (
+        signal.SIGSTOP,
+        signal.SIGKILL,
+    ):
+        # all are held before the first dies, so that nobody can clean up
         for pid in _run_processes(driver) - set(family.values()) - {driver.process.pid}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -70,7 +93,11 @@ def _run_processes(driver: Driver) -> set[int]:
             command = " ".join(process.cmdline())
             if "guardian.py" in command and run_id in command:  # started with an empty environment
                 found.add(process.pid)
-            found |= {child.pid for child in process.children(recursive=True)} if process.pid in found else set()
+            found |= (
+                {child.pid for child in process.children(recursive=True)}
+                if process.pid in found
+                else set()
+            )
     return found
 
 
@@ -91,7 +118,9 @@ def test_clean_removes_dead_run_only(
     nobodys, strange = temporary / "helmsman-0123456789-x1", temporary / "helmsman-notes-of-mine"
     for folder in (nobodys, strange, tmp_path / "other"):
         folder.mkdir()
-    other = run_driver(ONE_WORKER + WAIT, tmp_path / "other", environment={"TMPDIR": str(temporary)})
+    other = run_driver(
+        ONE_WORKER + WAIT, tmp_path / "other", environment={"TMPDIR": str(temporary)}
+    )
     living = other.facts()["pids"]
     run_id = _records(driver)[driver.process.pid].run_id
 
@@ -132,7 +161,9 @@ def test_clean_finds_nothing_after_close(run_driver: Callable[..., Driver]) -> N
     assert driver.wait() == 0
     assert _records(driver) == {}
     assert run_id not in _helmsman(driver, "clean").stdout
-    assert f"run {run_id}: nothing of it is here" in _helmsman(driver, "clean", "--run", run_id).stdout
+    assert (
+        f"run {run_id}: nothing of it is here" in _helmsman(driver, "clean", "--run", run_id).stdout
+    )
 
 
 @records_are_the_same

@@ -23,7 +23,14 @@ from helmsman.api.scheduler import ResultHandle, Scheduler, WorkerState
 from helmsman.api.worker_group import ClusterConfig
 from helmsman.controller._worker_groups.cluster import Cluster
 from helmsman.controller._worker_groups.resource_manager import ResourceManager
-from tests.contract.group_workers import AsRecord, Frozen, Member, Plain, WithAMetaclass, WithItsOwnView
+from tests.contract.group_workers import (
+    AsRecord,
+    Frozen,
+    Member,
+    Plain,
+    WithAMetaclass,
+    WithItsOwnView,
+)
 from tests.contract.helpers import LIMIT_S, wait_until
 
 ON_CPU = {"HELMSMAN_PLATFORM": "cpu"}
@@ -52,13 +59,17 @@ def resources(scheduler: Scheduler) -> Iterator[ResourceManager]:
 @pytest.fixture(scope="module")
 def members(resources: ResourceManager) -> Iterator[Members]:
     """2 dp x 2 tp x 2 pp, for tests that leave it well."""
-    config = ClusterConfig(device_mapping="0-7", tp_size=2, pp_size=2, num_cpus=0.5, env_vars=ON_CPU)
+    config = ClusterConfig(
+        device_mapping="0-7", tp_size=2, pp_size=2, num_cpus=0.5, env_vars=ON_CPU
+    )
     with Members("members", Member, resources, config, args=(100,)) as made:
         yield made
 
 
 @pytest.fixture
-def make_cluster(resources: ResourceManager, request: pytest.FixtureRequest) -> Iterator[Callable[..., Members]]:
+def make_cluster(
+    resources: ResourceManager, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Members]]:
     """Start clusters that end with the test."""
     made: list[Members] = []
 
@@ -78,21 +89,32 @@ def rows(size: int) -> Batch:
     return Batch({"x": np.arange(size)})
 
 
-# --- what it is -----------------------------------------------------------------------------------------------------------
+# --- what it is -----------------------------------------------------------------------------------
 
 
 def test_cluster_ranks_and_devices(members: Members, resources: ResourceManager) -> None:
-    assert (members.world_size, members.dp_size, members.tp_size, members.pp_size, members.cp_size) == (8, 2, 2, 2, 1)
+    assert (
+        members.world_size,
+        members.dp_size,
+        members.tp_size,
+        members.pp_size,
+        members.cp_size,
+    ) == (8, 2, 2, 2, 1)
     assert members.coordinates() == [str(members.get_rank_info(rank)) for rank in range(8)]
     assert members.worker_to_rank == {f"members/{rank}": rank for rank in range(8)}
-    assert {rank: worker.id for rank, worker in members.rank_to_worker.items()} == dict(enumerate(members.worker_to_rank))
-    assert {rank: [device.index for device in devices] for rank, devices in members.rank_to_devices.items()} == {
-        rank: [rank] for rank in range(8)
-    }
+    assert {rank: worker.id for rank, worker in members.rank_to_worker.items()} == dict(
+        enumerate(members.worker_to_rank)
+    )
+    assert {
+        rank: [device.index for device in devices]
+        for rank, devices in members.rank_to_devices.items()
+    } == {rank: [rank] for rank in range(8)}
     assert set(members.rank_to_node.values()) == {0}
     assert members.master_address == members.workers[0].ip
     assert members.master_port == int(members.workers[0].engine_ports[0])
-    assert [status.worker_id for status in members.health()] == [f"members/{rank}" for rank in range(8)]
+    assert [status.worker_id for status in members.health()] == [
+        f"members/{rank}" for rank in range(8)
+    ]
     assert "members/5" in members.table() and "dp=0/2 tp=1/2 pp=1/2 cp=0/1" in members.table()
     with pytest.raises(IndexError, match="rank 8; there are ranks 0 to 7"):
         members.get_rank_info(8)
@@ -105,7 +127,15 @@ def test_group_worker_rank_in_constructor(members: Members) -> None:
 
 @pytest.mark.not_on("inline", "one process, with one environment")
 def test_rendezvous_variables(members: Members) -> None:
-    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"]
+    names = [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "CUDA_VISIBLE_DEVICES",
+    ]
     assert members.method(Member.environment)(names) == [
         {
             "RANK": str(rank),
@@ -120,7 +150,7 @@ def test_rendezvous_variables(members: Members) -> None:
     ]
 
 
-# --- declared calls -------------------------------------------------------------------------------------------------------
+# --- declared calls -------------------------------------------------------------------------------
 
 
 def test_dispatch_rows_over_dp(members: Members) -> None:
@@ -139,7 +169,10 @@ def test_dispatch_modes(members: Members) -> None:
     assert members.method(Member.rank_of_zero)() == 0
     assert members.method(Member.own)(value) == [(rank, rank) for rank in value]  # type: ignore[arg-type]
     assert members.method(Member.padded_add)(rows(5)).tolist() == [1, 2, 3, 4, 5]  # type: ignore[arg-type]
-    assert members.method(Member.metrics)(rows(5)) == [{"rows": 3, "rank": 4}, {"rows": 2, "rank": 6}]
+    assert members.method(Member.metrics)(rows(5)) == [
+        {"rows": 3, "rank": 4},
+        {"rows": 2, "rank": 6},
+    ]
     assert members.method(Member.over_two_axes)(value) == value
     assert members.method(Member.first_only)(rows(4))["x"].tolist() == []  # type: ignore[index]
     assert members.method(Member.what_came)() == [2, -1, 2, -1, -1, -1, -1, -1]
@@ -152,7 +185,9 @@ def test_submit(members: Members) -> None:
     assert futures[0].result() is futures[0].result()
 
     async def awaited() -> list[Any]:
-        return await asyncio.gather(*(_awaited(members.add.submit(rows(4), number)) for number in range(3)))
+        return await asyncio.gather(
+            *(_awaited(members.add.submit(rows(4), number)) for number in range(3))
+        )
 
     assert [batch["x"][0] for batch in asyncio.run(awaited())] == [100, 101, 102]
     failing = members.fail_on.submit([2], "no")
@@ -172,16 +207,23 @@ def test_submit_keeps_order(members: Members) -> None:
     assert [future.result()[7] for future in futures[::2]] == [0, 2, 4]
 
 
-# --- calls by name --------------------------------------------------------------------------------------------------------
+# --- calls by name --------------------------------------------------------------------------------
 
 
 def test_execute_by_name(make_cluster: Callable[..., Members], resources: ResourceManager) -> None:
     group: Cluster[Any] = Cluster(
-        "plain", Plain, resources, ClusterConfig(world_size=4, tp_size=2, num_cpus=0.5), kwargs={"text": "t"}
+        "plain",
+        Plain,
+        resources,
+        ClusterConfig(world_size=4, tp_size=2, num_cpus=0.5),
+        kwargs={"text": "t"},
     )
     with group:
         value = [1, 2, 3, 4]
-        assert group.execute_all_sync("tell", value, key=value) == [("t", (value,), {"key": value})] * 4
+        assert (
+            group.execute_all_sync("tell", value, key=value)
+            == [("t", (value,), {"key": value})] * 4
+        )
         assert group.execute_all_sync("tell", Shard(value), Replicate(value)) == [
             ("t", (value[:2] if rank < 2 else value[2:], value), {}) for rank in range(4)
         ]
@@ -191,7 +233,10 @@ def test_execute_by_name(make_cluster: Callable[..., Members], resources: Resour
         assert group.execute_rank_zero_sync("tell", 1, timeout=LIMIT_S) == ("t", (1,), {})
         assert group.execute_rank_zero_async("tell", 2).result() == ("t", (2,), {})
         assert group.execute_all_async("tell", 3).result() == [("t", (3,), {})] * 4
-        assert group.execute_on([3, 1], "tell", Shard(value)) == [("t", ([3, 4],), {}), ("t", ([1, 2],), {})]
+        assert group.execute_on([3, 1], "tell", Shard(value)) == [
+            ("t", ([3, 4],), {}),
+            ("t", ([1, 2],), {}),
+        ]
         assert group.execute_on(np.array([1, 0]), "tell", 1) == [("t", (1,), {})] * 2  # type: ignore[arg-type]
         for wrong in ([], [1, 1]):
             with pytest.raises(ValueError, match="give one at least, and each once"):
@@ -204,17 +249,23 @@ def test_execute_by_name(make_cluster: Callable[..., Members], resources: Resour
         group.execute_all_sync("tell")
 
 
-@pytest.mark.parametrize("worker_cls", [Frozen, WithAMetaclass, AsRecord, "tests.contract.group_workers.Frozen"])
+@pytest.mark.parametrize(
+    "worker_cls", [Frozen, WithAMetaclass, AsRecord, "tests.contract.group_workers.Frozen"]
+)
 def test_worker_class(make_cluster: Callable[..., Members], worker_cls: Any) -> None:
     """Instances may be made otherwise than by the class alone, and the class may be a path."""
     assert make_cluster(worker_cls, 7, world_size=2).execute_all_sync("tell") == [(7, 0), (7, 1)]
 
 
-def test_worker_class_ray_or_invalid(make_cluster: Callable[..., Members], resources: ResourceManager) -> None:
+def test_worker_class_ray_or_invalid(
+    make_cluster: Callable[..., Members], resources: ResourceManager
+) -> None:
     ray = pytest.importorskip("ray")
     group = make_cluster(ray.remote(Plain), world_size=2)
     assert group.execute_all_sync("tell", 1) == [("", (1,), {})] * 2
-    with pytest.raises(TypeError, match="worker_cls is a class, a Ray actor class or an import path; got int"):
+    with pytest.raises(
+        TypeError, match="worker_cls is a class, a Ray actor class or an import path; got int"
+    ):
         make_cluster(7, name="seven", world_size=1)
     assert "seven" not in resources.allocations
 
@@ -224,19 +275,26 @@ def test_call_arguments_named_as_schedulers(members: Members, resources: Resourc
     assert members.method(Member.with_names_of_calls)(**named) == [(5, "m", 3)] * 8  # type: ignore[arg-type]
     config = ClusterConfig(world_size=1, num_cpus=0.5)
     with Cluster("named", Plain, resources, config, kwargs={"text": "t", "engine": "e"}) as group:  # type: ignore[var-annotated]
-        assert group.execute_all_sync("tell", worker_id=0, engine_name=1) == [("te", (), {"worker_id": 0, "engine_name": 1})]
+        assert group.execute_all_sync("tell", worker_id=0, engine_name=1) == [
+            ("te", (), {"worker_id": 0, "engine_name": 1})
+        ]
 
 
 def test_register_refuses_cluster_names() -> None:
     for name in ("close", "name", "workers", "topology"):
-        with pytest.raises(errors.DispatchError, match=f"a Cluster has a '{name}' of its own, which Member.echo would hide"):
+        with pytest.raises(
+            errors.DispatchError,
+            match=f"a Cluster has a '{name}' of its own, which Member.echo would hide",
+        ):
             type("Hiding", (Cluster,), {name: Member.echo})
 
 
 def test_method_refuses_undeclared(members: Members) -> None:
     undeclared: Any = Plain.tell
     for wrong in (undeclared, "echo", Member):
-        with pytest.raises(TypeError, match="method takes what register has declared.*execute_all_sync"):
+        with pytest.raises(
+            TypeError, match="method takes what register has declared.*execute_all_sync"
+        ):
             members.method(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="method takes what register has declared"):
         members.execute_all_sync(undeclared)
@@ -286,7 +344,7 @@ def _interrupt_once(began: Path) -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-# --- values ---------------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 class Counted:
@@ -315,7 +373,12 @@ def test_arguments_are_rank_local(members: Members, make_cluster: Callable[..., 
     results[0][:] = 1
     assert not any(result.any() for result in results[1:]) and not value.any()
     group = make_cluster(world_size=4, tp_size=2)
-    for size in (8, 1 << 10, 1 << 16):  # inside the message, beside it, and put for the ranks of one dp coordinate
+    for size in (
+        8,
+        1 << 10,
+        1 << 16,
+    ):
+        # inside the message, beside it, and put for the ranks of one dp coordinate
         value = np.zeros(size)
         assert group.method(Member.in_place)(value).tolist() == [1.0] * size  # type: ignore[arg-type]
         assert not value.any()
@@ -325,7 +388,9 @@ def test_argument_unserializable(make_cluster: Callable[..., Members]) -> None:
     group = make_cluster(world_size=2)
     with pytest.raises(errors.ArgumentNotSerializableError, match=r"args\[0\]\['lock'\]"):
         group.echo({"lock": __import__("threading").Lock()})
-    with pytest.raises(errors.ArgumentNotSerializableError, match=r"args\[0\]<part 1> \(a _thread.lock\)"):
+    with pytest.raises(
+        errors.ArgumentNotSerializableError, match=r"args\[0\]<part 1> \(a _thread.lock\)"
+    ):
         group.method(Member.own)([1, __import__("threading").Lock()])  # type: ignore[arg-type]
     with pytest.raises(errors.ArgumentNotSerializableError, match=r"args\[0\]\[3\]\['lock'\]"):
         group.method(Member.summed)([1, 2, 3, {"lock": __import__("threading").Lock()}])  # type: ignore[list-item]
@@ -338,7 +403,8 @@ def test_keep_passed_to_other_group(members: Members, make_cluster: Callable[...
     assert isinstance(kept, RemoteBatch)
     assert len(kept) == 12 and "members/4" in repr(kept) and "members/6" in repr(kept)
     other = make_cluster(world_size=3)
-    assert other.rows_of(kept) == [(value // 4, value) for value in range(12)]  # cut at other places than it lies
+    # cut at other places than it lies
+    assert other.rows_of(kept) == [(value // 4, value) for value in range(12)]
     assert other.rows_of(kept[1:10]) == [(value // 3, value + 1) for value in range(9)]
     assert other.method(Member.padded_add)(kept[:7]).tolist() == list(range(1, 8))  # type: ignore[arg-type]
     assert kept._fetched is None, "nothing came to the script so far"
@@ -355,7 +421,9 @@ def test_keep_passed_to_other_group(members: Members, make_cluster: Callable[...
 def test_keep_refuses_custom_collection(make_cluster: Callable[..., Members]) -> None:
     group = make_cluster(world_size=2)
     for method in (Member.summed, Member.custom):
-        with pytest.raises(errors.DispatchError, match="Call it without keep, or declare Collect.LIST"):
+        with pytest.raises(
+            errors.DispatchError, match="Call it without keep, or declare Collect.LIST"
+        ):
             group.method(method).keep([1, 2])
         assert group.method(method)([1, 2]) == 3
     assert group.make.options(keep=True).submit(2).result()["x"].tolist() == [0, 1, 2, 3]
@@ -363,11 +431,16 @@ def test_keep_refuses_custom_collection(make_cluster: Callable[..., Members]) ->
 
 
 @pytest.mark.parametrize(("instead", "kind"), [(None, "NoneType"), ([1, 2], "list")])
-def test_keep_joins_like_results(make_cluster: Callable[..., Members], instead: Any, kind: str) -> None:
+def test_keep_joins_like_results(
+    make_cluster: Callable[..., Members], instead: Any, kind: str
+) -> None:
     """What stays must not be a batch from which the rows of a part are missing."""
     group = make_cluster(world_size=2)
     for call in (group.method(Member.all_but_one_part), group.method(Member.all_but_one_part).keep):  # type: ignore[var-annotated]
-        with pytest.raises(errors.DispatchError, match=f"its parts returned Batch and {kind}, which cannot be joined"):
+        with pytest.raises(
+            errors.DispatchError,
+            match=f"its parts returned Batch and {kind}, which cannot be joined",
+        ):
             call(rows(4), instead)
     padded = rows(3).pad(4)
     with group.method(Member.same).keep(padded) as kept:
@@ -378,10 +451,14 @@ def test_keep_joins_like_results(make_cluster: Callable[..., Members], instead: 
 @pytest.mark.not_on("inline", "what a worker keeps is seen in its process")
 @pytest.mark.not_on("ray", "what a worker keeps is seen in its process")
 @pytest.mark.parametrize("how", ["a part fails", "a part is late", "nobody waits"])
-def test_keep_frees_failed_call(make_cluster: Callable[..., Members], tmp_path: Path, how: str) -> None:
+def test_keep_frees_failed_call(
+    make_cluster: Callable[..., Members], tmp_path: Path, how: str
+) -> None:
     group = make_cluster(world_size=3)
     batch = Batch({"x": np.zeros((3, 1 << 16))})
-    call = group.method(Member.same_unless).options(keep=True, timeout=0.5 if how == "a part is late" else LIMIT_S)
+    call = group.method(Member.same_unless).options(
+        keep=True, timeout=0.5 if how == "a part is late" else LIMIT_S
+    )
     with group.method(Member.same).keep(batch):
         assert _num_kept(group) == 3
     release = tmp_path / "release"
@@ -420,7 +497,10 @@ def test_keep_returns_handles(members: Members, scheduler: Scheduler) -> None:
     assert members.echo(kept[5]) == [{"a": 1}] * 8
     for handle in kept:
         scheduler.release(handle)  # type: ignore[arg-type]
-    with members.make.keep(2) as rows_kept, pytest.raises(TypeError, match="fetch\\(\\) them first"):
+    with (
+        members.make.keep(2) as rows_kept,
+        pytest.raises(TypeError, match="fetch\\(\\) them first"),
+    ):
         pickle.loads(pickle.dumps(rows_kept))
 
 
@@ -432,11 +512,13 @@ def test_put_and_pass_to_ranks(scheduler: Scheduler, members: Members) -> None:
     scheduler.release(handle)
     scheduler.release(handle)
     for use in (lambda: scheduler.get(handle), lambda: members.echo(handle)):
-        with pytest.raises((errors.HandleLostError, errors.GroupCallError), match="it was released"):
+        with pytest.raises(
+            (errors.HandleLostError, errors.GroupCallError), match="it was released"
+        ):
             use()
 
 
-# --- topology -------------------------------------------------------------------------------------------------------------
+# --- topology -------------------------------------------------------------------------------------
 
 
 def test_topology_check_asks_once(make_cluster: Callable[..., Members]) -> None:
@@ -450,17 +532,23 @@ def test_topology_check_asks_once(make_cluster: Callable[..., Members]) -> None:
     assert group.method(WithItsOwnView.asked)() == [0, 0, 0, 0]  # type: ignore[arg-type]
     before = num_calls()
     group.add(rows(4))
-    assert num_calls() == [count + 2 for count in before], "the question for its coordinates, and the step"
+    assert num_calls() == [count + 2 for count in before], (
+        "the question for its coordinates, and the step"
+    )
     group.add(rows(4))
     assert group.method(WithItsOwnView.asked)() == [1, 1, 1, 1]  # type: ignore[arg-type]
 
 
-def test_topology_check_has_call_limit(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
+def test_topology_check_has_call_limit(
+    make_cluster: Callable[..., Members], tmp_path: Path
+) -> None:
     group = make_cluster(WithItsOwnView, world_size=2)
     release = tmp_path / "release"
     waiting = group.method(Member.wait_on).submit([1], str(release))
     wait_until(Path(f"{release}.1").exists, "rank 1 is inside")
-    with pytest.raises(errors.HelmsmanError, match=r"get_rank_info did not finish within .*\(limit 0\.[0-9]+ s"):
+    with pytest.raises(
+        errors.HelmsmanError, match=r"get_rank_info did not finish within .*\(limit 0\.[0-9]+ s"
+    ):
         group.method(Member.add).options(timeout=0.4)(rows(2))
     release.touch()
     assert waiting.result(LIMIT_S) == [0, 1]
@@ -479,7 +567,8 @@ def test_submit_beside_topology_check(make_cluster: Callable[..., Members], tmp_
     steps = group.method(Member.steps).submit()
     late = group.execute_all_async("steps", timeout=0.3)
     with pytest.raises(
-        errors.CallTimeoutError, match="steps did not finish within .*not sent, since an earlier call still waits"
+        errors.CallTimeoutError,
+        match="steps did not finish within .*not sent, since an earlier call still waits",
     ):
         late.result(LIMIT_S)
     assert not (waiting.done() or summed.done() or added.done() or steps.done())
@@ -492,20 +581,27 @@ def test_submit_beside_topology_check(make_cluster: Callable[..., Members], tmp_
 def test_topology_check_fails(make_cluster: Callable[..., Members]) -> None:
     group = make_cluster(WithItsOwnView, 2, world_size=4, tp_size=2, name="astray")
     added, steps = group.method(Member.add).submit(rows(4)), group.method(Member.steps).submit()
-    with pytest.raises(errors.TopologyMismatchError, match="2 of the 4 ranks of cluster 'astray'") as caught:
+    with pytest.raises(
+        errors.TopologyMismatchError, match="2 of the 4 ranks of cluster 'astray'"
+    ) as caught:
         added.result(LIMIT_S)
-    assert caught.value.differences == {"astray/2": ("tp_rank=0", "tp_rank=1"), "astray/3": ("tp_rank=1", "tp_rank=2")}
+    assert caught.value.differences == {
+        "astray/2": ("tp_rank=0", "tp_rank=1"),
+        "astray/3": ("tp_rank=1", "tp_rank=2"),
+    }
     assert steps.result(LIMIT_S) == [0, 0, 0, 0]
 
 
-# --- failures -------------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def test_failure_of_many_ranks(members: Members) -> None:
     with pytest.raises(errors.GroupCallError) as caught:
         members.fail_on([2, 5, 6], "no room")
     assert caught.value.first.worker_id in ("members/2", "members/5", "members/6")  # type: ignore[attr-defined]
-    assert "failed on 3 of 8 ranks (2 other rank(s) failed as well" in str(caught.value) and "no room" in str(caught.value)
+    assert "failed on 3 of 8 ranks (2 other rank(s) failed as well" in str(
+        caught.value
+    ) and "no room" in str(caught.value)
     assert members.echo(1) == [1] * 8
 
 
@@ -518,7 +614,10 @@ def test_timeout_names_rank(members: Members, tmp_path: Path) -> None:
     running = [status.health.running if status.health else None for status in members.health()]
     assert [rank for rank, method in enumerate(running) if str(method).endswith("wait_on")] == [3]
     release.touch()
-    wait_until(lambda: all(status.state is WorkerState.READY for status in members.health()), "the rank is free again")
+    wait_until(
+        lambda: all(status.state is WorkerState.READY for status in members.health()),
+        "the rank is free again",
+    )
 
 
 @pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
@@ -534,7 +633,9 @@ def test_restart_dead_rank(make_cluster: Callable[..., Members], tmp_path: Path)
     group.restart(2)
     assert group.echo(1) == [1] * 4
     now = group.method(Member.pid)()
-    assert now[2] not in pids and [now[rank] for rank in (0, 1, 3)] == [pids[rank] for rank in (0, 1, 3)]
+    assert now[2] not in pids and [now[rank] for rank in (0, 1, 3)] == [
+        pids[rank] for rank in (0, 1, 3)
+    ]
     assert group.coordinates()[2] == str(group.get_rank_info(2))
     shown = group.method(Member.environment)(["RANK", "CUDA_VISIBLE_DEVICES", "MASTER_PORT"])
     assert shown[2] == {
@@ -556,12 +657,15 @@ def test_restart_concurrently(make_cluster: Callable[..., Members]) -> None:
     assert not set(first) & set(second)
     for pid in second[:2]:
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(errors.HelmsmanError, match="failed on 2 of 3 ranks(.|\n)*SIGKILL"):  # and not how the old ones ended
+    with pytest.raises(errors.HelmsmanError, match="failed on 2 of 3 ranks(.|\n)*SIGKILL"):
+        # and not how the old ones ended
         group.echo(1)
     for rank in (0, 1):
         group.restart(rank)
     assert group.method(Member.at_birth)() == [0, 1, 2]
-    assert {each["MASTER_PORT"] for each in group.method(Member.environment)(["MASTER_PORT"])} == {str(group.master_port)}
+    assert {each["MASTER_PORT"] for each in group.method(Member.environment)(["MASTER_PORT"])} == {
+        str(group.master_port)
+    }
 
 
 @pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
@@ -600,7 +704,9 @@ def test_restart_refuses_guest_worker(scheduler: Scheduler, role: str) -> None:
         scheduler.restart_worker(f"{role}/1")
 
 
-def test_cluster_failed_start_frees_devices(resources: ResourceManager, scheduler: Scheduler) -> None:
+def test_cluster_failed_start_frees_devices(
+    resources: ResourceManager, scheduler: Scheduler
+) -> None:
     config = ClusterConfig(device_mapping=[1, 3], num_cpus=0.5, env_vars=ON_CPU)
     with pytest.raises(errors.HelmsmanError, match="this one does not start"):
         Cluster("stillborn", Plain, resources, config, kwargs={"text": "refuse"})
@@ -609,14 +715,17 @@ def test_cluster_failed_start_frees_devices(resources: ResourceManager, schedule
         scheduler.get_workers("stillborn")
 
 
-# --- how many calls -------------------------------------------------------------------------------------------------------
+# --- how many calls -------------------------------------------------------------------------------
 
 
 def test_max_concurrency(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
     group = make_cluster(AsyncMember, world_size=2, max_concurrency=2)
     releases = [tmp_path / f"release-{number}" for number in range(3)]
     futures = [group.execute_all_async("hold", str(release)) for release in releases]
-    wait_until(lambda: all(Path(f"{release}.began").exists() for release in releases[:2]), "two are in flight")
+    wait_until(
+        lambda: all(Path(f"{release}.began").exists() for release in releases[:2]),
+        "two are in flight",
+    )
     assert not Path(f"{releases[2]}.began").exists()
     releases[1].touch()
     wait_until(Path(f"{releases[2]}.began").exists, "the third follows")
@@ -636,19 +745,30 @@ class AsyncMember:
         return True
 
 
-# --- devices --------------------------------------------------------------------------------------------------------------
+# --- devices --------------------------------------------------------------------------------------
 
 
-def test_device_mappings_overlap(resources: ResourceManager, make_cluster: Callable[..., Members], members: Members) -> None:
+def test_device_mappings_overlap(
+    resources: ResourceManager, make_cluster: Callable[..., Members], members: Members
+) -> None:
     train = make_cluster(device_mapping="4-7", name="train", num_gpus_per_worker=2)
     infer = make_cluster(device_mapping=[5, 4, 6], name="infer")
     assert train.colocated_with == ("members",) and infer.colocated_with == ("members", "train")
-    assert {rank: [device.index for device in devices] for rank, devices in train.rank_to_devices.items()} == {
+    assert {
+        rank: [device.index for device in devices]
+        for rank, devices in train.rank_to_devices.items()
+    } == {
         0: [4, 5],
         1: [6, 7],
     }
-    assert [(held.holder, held.rank) for held in resources.holders(5)] == [("members", 5), ("train", 0), ("infer", 0)]
-    assert [held.since for held in resources.holders(5)] == sorted(held.since for held in resources.holders(5))
+    assert [(held.holder, held.rank) for held in resources.holders(5)] == [
+        ("members", 5),
+        ("train", 0),
+        ("infer", 0),
+    ]
+    assert [held.since for held in resources.holders(5)] == sorted(
+        held.since for held in resources.holders(5)
+    )
     line = next(line for line in resources.table().splitlines() if line.startswith("5 "))
     assert "members/5 since " in line and "train/0 since " in line and "infer/0 since " in line
     train.close()
@@ -661,7 +781,10 @@ def test_device_mappings_overlap(resources: ResourceManager, make_cluster: Calla
     ("config", "said"),
     [
         ({"device_mapping": "0-3,3"}, "each device once; 3 is there twice"),
-        ({"device_mapping": "0-8"}, r"devices that this ResourceManager holds, which are 0 to 7 \(1 nodes x 8\)"),
+        (
+            {"device_mapping": "0-8"},
+            r"devices that this ResourceManager holds, which are 0 to 7 \(1 nodes x 8\)",
+        ),
         ({"device_mapping": "3-1"}, "ranges that rise; '3-1' falls"),
         ({"device_mapping": "all"}, "'all' is neither"),
         ({"device_mapping": []}, "one device at least"),
@@ -669,16 +792,25 @@ def test_device_mappings_overlap(resources: ResourceManager, make_cluster: Calla
         ({"device_mapping": [0.5]}, "whole numbers"),
         ({"device_mapping": "0-2", "num_gpus_per_worker": 2}, "a divisor of the 3 devices"),
         ({"device_mapping": "0-2", "num_gpus_per_worker": 0}, "a divisor of the 3 devices"),
-        ({"device_mapping": "0-2", "world_size": 2}, "3, which 3 devices with 1 for each worker give"),
+        (
+            {"device_mapping": "0-2", "world_size": 2},
+            "3, which 3 devices with 1 for each worker give",
+        ),
         ({}, "a number of workers, or a device_mapping"),
         ({"world_size": 0}, "'world_size'|world_size is 0|1 or more"),
-        ({"world_size": 6, "tp_size": 4}, "tp 4 x pp 1 x cp 1 does not make up a world of 6 ranks; it makes up 4 or 8"),
+        (
+            {"world_size": 6, "tp_size": 4},
+            "tp 4 x pp 1 x cp 1 does not make up a world of 6 ranks; it makes up 4 or 8",
+        ),
         ({"world_size": 4, "mesh": ("dp", "tp")}, "names each of"),
         ({"world_size": 2, "max_concurrency": 0}, "max_concurrency is 0; expected 1 or more"),
     ],
 )
 def test_cluster_config_refuses(
-    make_cluster: Callable[..., Members], resources: ResourceManager, config: dict[str, Any], said: str
+    make_cluster: Callable[..., Members],
+    resources: ResourceManager,
+    config: dict[str, Any],
+    said: str,
 ) -> None:
     with pytest.raises(errors.InvalidSpecError, match=said):
         make_cluster(name="nonsense", **config)

@@ -16,7 +16,9 @@ from tests.contract.helpers import Engine, is_running, wait_gone, wait_until
 
 def _alias(role: str, target: str, replicas: int, *, fork: bool = False) -> Job:
     return Job(
-        role=role, replicas=replicas, scheduling_strategy=SchedulingStrategy(type="colocation", target=target, fork=fork)
+        role=role,
+        replicas=replicas,
+        scheduling_strategy=SchedulingStrategy(type="colocation", target=target, fork=fork),
     )
 
 
@@ -67,7 +69,10 @@ def test_fork_dies_alone(scheduler: Scheduler, role: str) -> None:
     one, two = (Engine.create(scheduler, each, Counter) for each in (worker, sibling))
     pids = {"worker": one.call("pid"), "sibling": two.call("pid")}
     assert pids["worker"] != pids["sibling"]
-    masks = [engine.call("environ", "CUDA_VISIBLE_DEVICES")["CUDA_VISIBLE_DEVICES"] for engine in (one, two)]
+    masks = [
+        engine.call("environ", "CUDA_VISIBLE_DEVICES")["CUDA_VISIBLE_DEVICES"]
+        for engine in (one, two)
+    ]
     assert masks[0] == masks[1], "on the same devices"
     assert len(masks[0].split(",")) == 2
     os.kill(pids["sibling"], signal.SIGKILL)
@@ -122,4 +127,6 @@ def test_alias_environment(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     (alias,) = scheduler.create_workers(_alias(f"{role}-alias", role, 1))
     asyncio.run(scheduler.set_worker_env(alias, {"CONTRACT_ALIAS": "1"}))
-    assert Engine.create(scheduler, worker, Counter).call("environ", "CONTRACT_ALIAS") == {"CONTRACT_ALIAS": "1"}
+    assert Engine.create(scheduler, worker, Counter).call("environ", "CONTRACT_ALIAS") == {
+        "CONTRACT_ALIAS": "1"
+    }

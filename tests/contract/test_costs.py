@@ -78,7 +78,9 @@ def test_calls_do_not_leak(engine: Engine) -> None:
     assert blocks_after(600) - before < 300, "half a block for each call would already be a leak"
 
 
-@pytest.mark.parametrize(("arguments", "most_bytes"), [(((), {}), 64), (((1, "two"), {"three": 3.0}), 100)])
+@pytest.mark.parametrize(
+    ("arguments", "most_bytes"), [(((), {}), 64), (((1, "two"), {"three": 3.0}), 100)]
+)
 def test_message_size(arguments: Any, most_bytes: int) -> None:
     request, payload = Request(1000, Verb.CALL, "actor/0", "step"), encode(arguments)
     wire, segment = to_wire(payload)
@@ -89,7 +91,9 @@ def test_message_size(arguments: Any, most_bytes: int) -> None:
 
 
 @pytest.mark.not_on("inline", "nothing is sent")
-def test_call_all_encodes_once(scheduler: Scheduler, role: str, tasks: Tally[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_all_encodes_once(
+    scheduler: Scheduler, role: str, tasks: Tally[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     workers = scheduler.create_workers(Job(role=role, replicas=4))
     for worker in workers:
         Engine.create(scheduler, worker, Counter, worker)
@@ -130,7 +134,9 @@ def test_segments_reused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.not_on("inline", "nothing is sent")
-def test_copied_bytes(scheduler: Scheduler, engine: Engine, peer: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_bytes(
+    scheduler: Scheduler, engine: Engine, peer: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each byte of an argument once, for however many workers; none of a result."""
     copied: list[int] = []
 

@@ -1,4 +1,6 @@
-"""A worker that dies during a call: the caller hears it at once, with what is needed to find out why; nobody else is harmed."""
+"""A worker that dies during a call: the caller hears it at once, with what is needed to find out
+why; nobody else is harmed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ NOTICE_LIMIT_S = 2.0
     ],
 )
 def test_worker_death_during_call(
-    scheduler: Scheduler, role: str, how: str, exit_signal: int | None, exit_code: int | None, cause: str
+    scheduler: Scheduler,
+    role: str,
+    how: str,
+    exit_signal: int | None,
+    exit_code: int | None,
+    cause: str,
 ) -> None:
     first, second = scheduler.create_workers(Job(role=role, replicas=2))
     doomed = Engine.create(scheduler, second, Counter)
@@ -60,13 +67,25 @@ def test_worker_death_during_call(
     else:
         assert "Fatal Python error: Segmentation fault" in error.log_tail
         assert "in die" in error.log_tail
-    for fact in (second, error.node, str(pid), cause, f"while {second}.die ran", "was not sent again", "line 79"):
+    for fact in (
+        second,
+        error.node,
+        str(pid),
+        cause,
+        f"while {second}.die ran",
+        "was not sent again",
+        "line 79",
+    ):
         assert fact in str(error) or (fact == "line 79" and how == "SIGSEGV")
 
     for _ in range(3):
         with pytest.raises(errors.WorkerFailedError) as later:
             doomed.begin("add").result(timeout=NOTICE_LIMIT_S)
-        assert (later.value.exit_signal, later.value.exit_code, later.value.cause) == (exit_signal, exit_code, error.cause)
+        assert (later.value.exit_signal, later.value.exit_code, later.value.cause) == (
+            exit_signal,
+            exit_code,
+            error.cause,
+        )
         assert later.value.running == f"{second}.die", "what killed it stays known"
     with pytest.raises(errors.WorkerFailedError):
         Engine.create(scheduler, second, Counter, "another")
@@ -82,7 +101,9 @@ def test_worker_death_during_call(
     scheduler.delete_workers(role)
     with pytest.raises(errors.WorkerNotFoundError):
         doomed.call("add")
-    assert scheduler.create_workers(Job(role=role, replicas=2)) == [first, second], "the role can start anew"
+    assert scheduler.create_workers(Job(role=role, replicas=2)) == [first, second], (
+        "the role can start anew"
+    )
     assert Engine.create(scheduler, second, Counter).call("add") == 1
 
 
@@ -99,15 +120,22 @@ def test_worker_death_next_step(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     with pytest.raises(errors.WorkerFailedError) as caught:
         Engine.create(scheduler, worker, Counter).call("die", "exit 3")
-    advice = f"restart_worker('{worker}') starts it again, without its engines. delete_workers('{role}') frees"
+    advice = (
+        f"restart_worker('{worker}') starts it again, without its engines. "
+        f"delete_workers('{role}') frees"
+    )
     assert advice in str(caught.value)
     scheduler.restart_worker(worker)
     assert Engine.create(scheduler, worker, Counter).call("add") == 1, "which is true"
 
 
 @pytest.mark.not_on("ray", "controllers say the same on every scheduler")
-@pytest.mark.parametrize("kind", ["trainer", "recovered trainer", "rollout", "supervised rollout", "retrying rollout"])
-def test_worker_death_controller_next_step(scheduler: Scheduler, role: str, kind: str, gate: Gate) -> None:
+@pytest.mark.parametrize(
+    "kind", ["trainer", "recovered trainer", "rollout", "supervised rollout", "retrying rollout"]
+)
+def test_worker_death_controller_next_step(
+    scheduler: Scheduler, role: str, kind: str, gate: Gate
+) -> None:
     job = Job(role=role, tasks=[SchedulingSpec(cpu=0)])
     controller: TrainController | RolloutController
     if kind.endswith("trainer"):
@@ -115,12 +143,19 @@ def test_worker_death_controller_next_step(scheduler: Scheduler, role: str, kind
     else:
         retries = RetryGeneration() if kind == "retrying rollout" else None
         supervision = SupervisionPolicy() if kind == "supervised rollout" else None
-        controller = RolloutController(scheduler, CountingRollout, job, retries=retries, supervision=supervision)
+        controller = RolloutController(
+            scheduler, CountingRollout, job, retries=retries, supervision=supervision
+        )
     expected = {
-        "trainer": ["RecoverableTraining starts all ranks again and goes on from the last checkpoint"],
+        "trainer": [
+            "RecoverableTraining starts all ranks again and goes on from the last checkpoint"
+        ],
         "recovered trainer": ["RecoverableTraining goes on from the last checkpoint."],
         "rollout": ["With supervision=SupervisionPolicy()", "with retries=RetryGeneration()"],
-        "supervised rollout": ["Its RolloutController starts it again", "with retries=RetryGeneration()"],
+        "supervised rollout": [
+            "Its RolloutController starts it again",
+            "with retries=RetryGeneration()",
+        ],
         "retrying rollout": ["With supervision=SupervisionPolicy()", "its retries decide"],
     }[kind]
     with controller:
@@ -140,12 +175,16 @@ def test_worker_death_controller_next_step(scheduler: Scheduler, role: str, kind
             assert part in str(caught.value)
         assert "restart_worker" not in str(caught.value)
     (worker,) = scheduler.create_workers(Job(role=role))
-    with pytest.raises(errors.WorkerFailedError, match=f"restart_worker\\('{worker}'\\) starts it again"):
+    with pytest.raises(
+        errors.WorkerFailedError, match=f"restart_worker\\('{worker}'\\) starts it again"
+    ):
         Engine.create(scheduler, worker, Counter).call("die", "exit 3")
 
 
 @pytest.mark.parametrize("operation", ["delete_workers", "restart_worker"])
-def test_worker_ended_by_scheduler_cause(scheduler: Scheduler, role: str, gate: Gate, operation: str) -> None:
+def test_worker_ended_by_scheduler_cause(
+    scheduler: Scheduler, role: str, gate: Gate, operation: str
+) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker, Counter)
     running = engine.begin("wait", *gate.files)
@@ -174,7 +213,10 @@ def test_worker_death_while_idle(scheduler: Scheduler, role: str) -> None:
     pid = engine.call("pid")
     os.kill(pid, signal.SIGKILL)
     wait_gone({"worker": pid})
-    wait_until(lambda: {s.worker_id: s for s in scheduler.status()}[worker].health is None, "it is seen as dead")
+    wait_until(
+        lambda: {s.worker_id: s for s in scheduler.status()}[worker].health is None,
+        "it is seen as dead",
+    )
     with pytest.raises(errors.WorkerFailedError) as caught:
         engine.begin("add").result(timeout=NOTICE_LIMIT_S)
     assert caught.value.exit_signal == signal.SIGKILL
@@ -183,7 +225,9 @@ def test_worker_death_while_idle(scheduler: Scheduler, role: str) -> None:
 
 
 def test_worker_stopped_is_not_dead(scheduler: Scheduler, role: str) -> None:
-    """SIGSTOP is the shape of a machine that swaps: nothing answers, nothing died, and the same call comes back."""
+    """SIGSTOP is the shape of a machine that swaps: nothing answers, nothing died, and the same
+    call comes back.
+    """
     (worker,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker, Counter)
     pid = engine.call("pid")
@@ -197,11 +241,17 @@ def test_worker_stopped_is_not_dead(scheduler: Scheduler, role: str) -> None:
     assert engine.call("add") == 1
 
 
-@pytest.mark.not_on("ray", "the shared embedded cluster stays up; close with dead workers is part of the orphan tests")
+@pytest.mark.not_on(
+    "ray",
+    "the shared embedded cluster stays up; close with dead workers is part of the orphan tests",
+)
 def test_close_with_dead_and_stopped_workers(make_own: Callable[..., Scheduler]) -> None:
     scheduler = make_own(timeouts=Timeouts(shutdown_s=2.0))
     dead, stopped, well = scheduler.create_workers(Job(role="a", replicas=3))
-    pids = {worker: Engine.create(scheduler, worker, Counter).call("pid") for worker in (dead, stopped, well)}
+    pids = {
+        worker: Engine.create(scheduler, worker, Counter).call("pid")
+        for worker in (dead, stopped, well)
+    }
     os.kill(pids[dead], signal.SIGKILL)
     stop(pids[stopped])
     scheduler.close()

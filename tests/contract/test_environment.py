@@ -52,7 +52,9 @@ def test_environment_strange_values(scheduler: Scheduler, role: str) -> None:
 
 
 @pytest.mark.not_on("inline", "its workers have the script's own environment")
-def test_environment_forwarded_by_list(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_forwarded_by_list(
+    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NCCL_CONTRACT", "a,b=c")
     monkeypatch.setenv("CONTRACT_UNLISTED", "stays")
     monkeypatch.setenv("MASTER_ADDR", "the driver's")
@@ -61,14 +63,18 @@ def test_environment_forwarded_by_list(scheduler: Scheduler, role: str, monkeypa
     (worker,) = scheduler.create_workers(Job(role=role))
     found = described(scheduler, worker)
     assert found["NCCL_CONTRACT"] == EnvironmentVariable("NCCL_CONTRACT", "a,b=c", "driver")
-    assert found["CUDA_VISIBLE_DEVICES"] == EnvironmentVariable("CUDA_VISIBLE_DEVICES", "", "devices")
+    assert found["CUDA_VISIBLE_DEVICES"] == EnvironmentVariable(
+        "CUDA_VISIBLE_DEVICES", "", "devices"
+    )
     assert found.get("MASTER_ADDR") is None
     assert found.get("LOCAL_RANK") is None
     assert found.get("CONTRACT_UNLISTED") is None
     assert found["PATH"].value, "a program can be found in it"
 
 
-def test_environment_sources(scheduler: Scheduler, backend: str, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_sources(
+    scheduler: Scheduler, backend: str, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_CONTRACT", "x")
     spec = SchedulingSpec(env_vars={"CONTRACT_SPEC": "1", "CONTRACT_CHANGED": "1"})
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
@@ -90,18 +96,25 @@ def test_environment_sources(scheduler: Scheduler, backend: str, role: str, monk
         assert found["HELMSMAN_WORKER_TAG"].source == "helmsman"
 
 
-def test_environment_masks_secrets(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_masks_secrets(
+    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(MASK_VARIABLE, "contract_lic*, OTHER")
     pem = "-----BEGIN PRIVATE KEY-----\nhunter2\n-----END PRIVATE KEY-----\n"
     shown = {
         "CONTRACT_URL": ("http://me:hunter2@host/", f"http://{MASK}@host/"),
         "CONTRACT_PEM": (pem, f"{MASK}\n"),
-        **{f"CONTRACT_{name}": ("hunter2", MASK) for name in ("TOKEN", "API_KEY", "CREDS", "LICENCE")},
+        **{
+            f"CONTRACT_{name}": ("hunter2", MASK)
+            for name in ("TOKEN", "API_KEY", "CREDS", "LICENCE")
+        },
     }
     secrets = {name: value for name, (value, _) in shown.items()}
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(env_vars=secrets)]))
     found = described(scheduler, worker)
-    assert {name: found[name].value for name in secrets} == {name: masked for name, (_, masked) in shown.items()}
+    assert {name: found[name].value for name in secrets} == {
+        name: masked for name, (_, masked) in shown.items()
+    }
     assert "hunter2" not in str(found)
     engine = Engine.create(scheduler, worker, Counter)
     assert engine.call("environ", *secrets) == secrets, "the worker itself has them"
@@ -117,16 +130,23 @@ def test_environment_masks_secrets(scheduler: Scheduler, role: str, monkeypatch:
     ],
     ids=["cpu=2", "cpu=0.5", "overridden"],
 )
-def test_environment_threads_follow_cpus(scheduler: Scheduler, role: str, spec: SchedulingSpec, count: int) -> None:
+def test_environment_threads_follow_cpus(
+    scheduler: Scheduler, role: str, spec: SchedulingSpec, count: int
+) -> None:
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
     engine = Engine.create(scheduler, worker, Counter)
     assert engine.call("environ", *THREADS) == dict.fromkeys(THREADS, str(count))
-    assert engine.call("apply", torch_threads) == count  # torch takes no more than the machine's cores by itself
+    # torch takes no more than the machine's cores by itself
+    assert engine.call("apply", torch_threads) == count
 
 
-def test_environment_search_path(scheduler: Scheduler, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_search_path(
+    scheduler: Scheduler, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A script extends sys.path; what it can import then, its workers can import."""
-    (tmp_path / "only_the_scripts_own.py").write_text("class Here:\n    def where(self):\n        return __file__\n")
+    (tmp_path / "only_the_scripts_own.py").write_text(
+        "class Here:\n    def where(self):\n        return __file__\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     scheduler.create_workers(Job(role=role))
     here = Engine.create(scheduler, f"{role}/0", "only_the_scripts_own.Here")

@@ -1,4 +1,6 @@
-"""Whatever is wrong with a call is said by a class of its own, with the facts, at once, and leaves nothing behind."""
+"""Whatever is wrong with a call is said by a class of its own, with the facts, at once, and leaves
+nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,16 @@ def worker(shared_workers: list[str]) -> str:
     return shared_workers[0]
 
 
-# --- engines ------------------------------------------------------------------------------------------------------------
+# --- engines --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("path", "facts"),
     [
-        ("no_such_package.module.Engine", ["ModuleNotFoundError", "No module named 'no_such_package'"]),
+        (
+            "no_such_package.module.Engine",
+            ["ModuleNotFoundError", "No module named 'no_such_package'"],
+        ),
         (f"{ENGINES}.NoSuchEngine", ["AttributeError", "NoSuchEngine"]),
         ("Engine", ["ImportError", "it has no module part"]),
         ("", ["ImportError", "it has no module part"]),
@@ -46,7 +51,9 @@ def worker(shared_workers: list[str]) -> str:
         ("exiting_module.Engine", ["SystemExit"]),
     ],
 )
-def test_create_engine_bad_import_path(scheduler: Scheduler, worker: str, tmp_path: Path, path: str, facts: list[str]) -> None:
+def test_create_engine_bad_import_path(
+    scheduler: Scheduler, worker: str, tmp_path: Path, path: str, facts: list[str]
+) -> None:
     (tmp_path / "broken_module.py").write_text("answer = 42\n1 / 0\n")
     (tmp_path / "exiting_module.py").write_text("import sys\nsys.exit(3)\n")
     helper = Engine.create(scheduler, worker, Counter, next(_names))
@@ -57,7 +64,9 @@ def test_create_engine_bad_import_path(scheduler: Scheduler, worker: str, tmp_pa
     assert caught.value.engine_path == path
     for fact in (worker, repr(path), *facts):
         assert fact in str(caught.value)
-    assert Engine.create(scheduler, worker, Counter, name).call("add") == 1, "its name is free again"
+    assert Engine.create(scheduler, worker, Counter, name).call("add") == 1, (
+        "its name is free again"
+    )
     helper.call("apply", _remove_from_path, str(tmp_path))
 
 
@@ -80,7 +89,9 @@ def _remove_from_path(path: str) -> None:
         ("PlatformError with a lock", "helmsman.api.errors.PlatformError", "no such device"),
     ],
 )
-def test_create_engine_constructor_raises(scheduler: Scheduler, worker: str, kind: str, remote_type: str, text: str) -> None:
+def test_create_engine_constructor_raises(
+    scheduler: Scheduler, worker: str, kind: str, remote_type: str, text: str
+) -> None:
     name = next(_names)
     with pytest.raises(errors.EngineCreationError) as caught:
         Engine.create(scheduler, worker, Failing, name, kind)
@@ -90,16 +101,24 @@ def test_create_engine_constructor_raises(scheduler: Scheduler, worker: str, kin
     assert text in error.remote_message
     assert "raise make_error(kind)" in error.remote_traceback
     assert f"constructor of engine {name!r} raised {remote_type}" in str(error)
-    assert "helmsman/rpc_server" not in error.remote_traceback, "the host's own frames are of no use to the reader"
-    assert Engine.create(scheduler, worker, Counter, name).call("add") == 1, "its name is free again"
+    assert "helmsman/rpc_server" not in error.remote_traceback, (
+        "the host's own frames are of no use to the reader"
+    )
+    assert Engine.create(scheduler, worker, Counter, name).call("add") == 1, (
+        "its name is free again"
+    )
 
 
 def test_create_engine_wrong_arguments(scheduler: Scheduler, worker: str) -> None:
-    with pytest.raises(errors.EngineCreationError, match="takes from 1 to 2 positional arguments but 4 were given"):
+    with pytest.raises(
+        errors.EngineCreationError, match="takes from 1 to 2 positional arguments but 4 were given"
+    ):
         Engine.create(scheduler, worker, Counter, next(_names), 1, 2, 3)
 
 
-def test_create_engine_name_under_construction(scheduler: Scheduler, worker: str, gate: Gate) -> None:
+def test_create_engine_name_under_construction(
+    scheduler: Scheduler, worker: str, gate: Gate
+) -> None:
     name = next(_names)
 
     async def create_twice() -> None:
@@ -114,7 +133,7 @@ def test_create_engine_name_under_construction(scheduler: Scheduler, worker: str
     assert Engine(scheduler, worker, name).call("ready")
 
 
-# --- methods ------------------------------------------------------------------------------------------------------------
+# --- methods --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -122,7 +141,10 @@ def test_create_engine_name_under_construction(scheduler: Scheduler, worker: str
     [
         ("ehco", r"engine 'engine-\d+' \(a Counter\) .*Did you mean: echo"),
         ("zzzzzz", "methods of Counter without a leading underscore"),
-        *((private, "it is private") for private in ("_secret", "__init__", "__reduce__", "__class__")),
+        *(
+            (private, "it is private")
+            for private in ("_secret", "__init__", "__reduce__", "__class__")
+        ),
         ("log", "it is not callable"),
         ("broken", "it is a property"),
         ("", "has no public method ''"),
@@ -151,15 +173,26 @@ def test_call_engine_getattr_raises(scheduler: Scheduler, worker: str) -> None:
         ("WithLockError", "cannot be pickled", f"{ENGINES}.WithLockError", "it holds a lock"),
         ("TwoArgumentsError", "cannot be pickled", f"{ENGINES}.TwoArgumentsError", "one and two"),
         ("SilentError", "", f"{ENGINES}.SilentError", "its text could not be made"),
-        ("PlatformError with a lock", "cannot be pickled", "helmsman.api.errors.PlatformError", "no such device"),
+        (
+            "PlatformError with a lock",
+            "cannot be pickled",
+            "helmsman.api.errors.PlatformError",
+            "no such device",
+        ),
     ],
 )
-def test_call_engine_method_raises(engine: Engine, method: str, kind: str, unsent: str, remote_type: str, text: str) -> None:
+def test_call_engine_method_raises(
+    engine: Engine, method: str, kind: str, unsent: str, remote_type: str, text: str
+) -> None:
     with pytest.raises(errors.EngineCallError) as caught:
         engine.call(method, kind)
     error = caught.value
     assert error.unsent == unsent
-    assert (error.worker_id, error.engine_name, error.method) == (engine.worker_id, engine.name, method)
+    assert (error.worker_id, error.engine_name, error.method) == (
+        engine.worker_id,
+        engine.name,
+        method,
+    )
     assert error.remote_type == remote_type
     assert text in error.remote_message
     assert "raise make_error(kind)" in error.remote_traceback
@@ -172,7 +205,7 @@ def test_call_engine_method_raises(engine: Engine, method: str, kind: str, unsen
     assert engine.call("add") == 1, "the worker is well"
 
 
-# --- what travels -------------------------------------------------------------------------------------------------------
+# --- what travels ---------------------------------------------------------------------------------
 
 
 def test_argument_unpicklable(engine: Engine) -> None:
@@ -243,7 +276,8 @@ def test_exception_message_truncated(engine: Engine) -> None:
 
 def test_call_engine_forgotten_engine_name(engine: Engine) -> None:
     expected = (
-        r"call_engine: the argument engine_name is 2 \(of type int\), expected str \| None\. Nothing was sent\. .*"
+        r"call_engine: the argument engine_name is 2 \(of type int\), expected str \| None\. "
+        r"Nothing was sent\. .*"
         r'call_engine\(worker, "add", "counter", 2\)'
     )
     call: Any = engine.scheduler.call_engine
@@ -252,7 +286,9 @@ def test_call_engine_forgotten_engine_name(engine: Engine) -> None:
     with pytest.raises(TypeError, match=expected):
         asyncio.run(engine.scheduler.async_call_engine(engine.worker_id, "add", 2))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="call_many: the argument engine_name is 2 "):
-        run_sync(call_all(engine.scheduler, "shared", "add", {engine.worker_id: Call()}, engine_name=2))  # type: ignore[arg-type]
+        run_sync(
+            call_all(engine.scheduler, "shared", "add", {engine.worker_id: Call()}, engine_name=2)  # type: ignore[arg-type]
+        )
     with pytest.raises(TypeError, match=r'create_engine\(worker, engine, "counter", 2\)'):
         asyncio.run(engine.scheduler.create_engine(engine.worker_id, Counter, 2))  # type: ignore[arg-type]
     assert engine.call("add") == 1
@@ -268,7 +304,9 @@ def test_message_undecodable_is_refused(engine: Engine) -> None:
         return await await_reply(client, Outgoing(request, encode(((), {}))), LIMIT_S, "this test")
 
     for _ in range(3):
-        with pytest.raises(errors.ProtocolError, match="could not be decoded: Expected `str | null`, got `int`"):
+        with pytest.raises(
+            errors.ProtocolError, match="could not be decoded: Expected `str | null`, got `int`"
+        ):
             run_sync(send())
     assert engine.call("add") == 1
     assert engine.call("pid") == pid
@@ -277,7 +315,10 @@ def test_message_undecodable_is_refused(engine: Engine) -> None:
 @pytest.mark.not_on("inline", "its messages are not encoded")
 def test_message_unencodable_takes_no_number(engine: Engine) -> None:
     for method in ("\ud800", "add\udfff"):
-        with pytest.raises(errors.ProtocolError, match="cannot be encoded: .*surrogates not allowed. Nothing was sent"):
+        with pytest.raises(
+            errors.ProtocolError,
+            match="cannot be encoded: .*surrogates not allowed. Nothing was sent",
+        ):
             engine.call(method)
         with pytest.raises(errors.ProtocolError, match="cannot be encoded"):
             asyncio.run(engine.acall(method))
@@ -291,7 +332,10 @@ class _Text(str):
 
 
 def test_names_of_str_subclass(engine: Engine) -> None:
-    assert engine.scheduler.call_engine(_Text(engine.worker_id), _Text("add"), _Text(engine.name), 2) == 2
+    assert (
+        engine.scheduler.call_engine(_Text(engine.worker_id), _Text("add"), _Text(engine.name), 2)
+        == 2
+    )
 
 
 def test_rpc_meta_wrong_types(engine: Engine) -> None:
@@ -315,7 +359,7 @@ def test_set_worker_env_refuses_numbers(scheduler: Scheduler, worker: str) -> No
         asyncio.run(scheduler.set_worker_env(worker, {"N": 1}))  # type: ignore[dict-item]
 
 
-# --- jobs ---------------------------------------------------------------------------------------------------------------
+# --- jobs -----------------------------------------------------------------------------------------
 
 
 def of(**fields: Any) -> Job:
@@ -324,7 +368,9 @@ def of(**fields: Any) -> Job:
 
 
 def beside(target: str | None = None, replicas: int = 1, **fields: Any) -> Job:
-    return Job(role="r", replicas=replicas, scheduling_strategy=SchedulingStrategy(target=target, **fields))
+    return Job(
+        role="r", replicas=replicas, scheduling_strategy=SchedulingStrategy(target=target, **fields)
+    )
 
 
 SPECS = [SchedulingSpec(), SchedulingSpec(ray_placement_strategy="separate")]
@@ -350,23 +396,39 @@ SPECS = [SchedulingSpec(), SchedulingSpec(ray_placement_strategy="separate")]
         (of(resources={"x": -1}), "resources['x'] is -1"),
         (
             of(ray_placement_strategy="seperate"),
-            "tasks[0].ray_placement_strategy is 'seperate'; expected one of 'shared', 'separate', 'deferred'",
+            (
+                "tasks[0].ray_placement_strategy is 'seperate'; expected one of 'shared', "
+                "'separate', 'deferred'"
+            ),
         ),
         (of(nodelist="gpu-1"), "tasks[0].nodelist is 'gpu-1'; expected array, got str"),
         (of(env_vars={"A": 1}), "expected str, got int"),
-        (Job(role="r", replicas=2, tasks=SPECS), "is ['separate', 'shared']; expected the same for all tasks of a job"),
+        (
+            Job(role="r", replicas=2, tasks=SPECS),
+            "is ['separate', 'shared']; expected the same for all tasks of a job",
+        ),
         (Job(role=""), "role is ''"),
         (Job(role="a/b"), "role is 'a/b'"),
-        (beside(type="colocation"), "scheduling_strategy.target is None; expected the role to colocate with"),
+        (
+            beside(type="colocation"),
+            "scheduling_strategy.target is None; expected the role to colocate with",
+        ),
         (beside(fork=True), "target and fork only with colocation"),
-        (beside("shared", 3, type="colocation"), "replicas is 3; expected a divisor of the 2 workers of 'shared'"),
+        (
+            beside("shared", 3, type="colocation"),
+            "replicas is 3; expected a divisor of the 2 workers of 'shared'",
+        ),
         (beside("nobody", type="colocation"), "no role 'nobody'"),
         (beside("nobody", type="colocation", fork=True), "no role 'nobody'"),
     ],
 )
-def test_job_refuses_invalid_fields(scheduler: Scheduler, shared_workers: list[str], job: Job, message: str) -> None:
+def test_job_refuses_invalid_fields(
+    scheduler: Scheduler, shared_workers: list[str], job: Job, message: str
+) -> None:
     before = [status.worker_id for status in scheduler.status()]
-    with pytest.raises(errors.RoleNotFoundError if "no role" in message else errors.InvalidSpecError) as caught:
+    with pytest.raises(
+        errors.RoleNotFoundError if "no role" in message else errors.InvalidSpecError
+    ) as caught:
         scheduler.create_workers(job)
     assert message in str(caught.value)
     with pytest.raises(errors.RoleNotFoundError):

@@ -1,4 +1,6 @@
-"""Faults on request: each is caused by the worker itself, and seen from outside, in /proc and in the calls that it meets."""
+"""Faults on request: each is caused by the worker itself, and seen from outside, in /proc and in
+the calls that it meets.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,21 @@ from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
 from helmsman.testing import DropNode, FaultPlan, Hang, Kill, Slow
 from tests.contract.conftest import TIMEOUTS
 from tests.contract.engines import Counter
-from tests.contract.helpers import LIMIT_S, Engine, Gate, has_stopped, held, is_running, wait_gone, wait_until
+from tests.contract.helpers import (
+    LIMIT_S,
+    Engine,
+    Gate,
+    has_stopped,
+    held,
+    is_running,
+    wait_gone,
+    wait_until,
+)
 from tests.processes import command_of
 
-pytestmark = pytest.mark.not_on("inline", "one process, it cannot be killed or stopped without the script")
+pytestmark = pytest.mark.not_on(
+    "inline", "one process, it cannot be killed or stopped without the script"
+)
 
 
 class Ticker:
@@ -51,7 +64,9 @@ def _inject(scheduler: Scheduler, fault: Fault) -> Injection:
 
 
 def _helpers(pid: int) -> dict[str, int]:
-    """Those beside a worker; also one that has ended and is not reaped, which has no command line any more."""
+    """Those beside a worker; also one that has ended and is not reaped, which has no command line
+    any more.
+    """
     found = {}
     for child in psutil.Process(pid).children():
         command = command_of(child)
@@ -77,7 +92,11 @@ def test_kill_fails_calls(scheduler: Scheduler, worker: Engine, engine: Engine, 
     drill = FaultPlan([Kill(worker.worker_id, at_step=3)]).begin(scheduler)
     assert drill.step(2) == []
     (record,) = drill.step(3)
-    assert (record.injection.worker_id, record.injection.pid, record.injection.done) == (worker.worker_id, pid, True)
+    assert (record.injection.worker_id, record.injection.pid, record.injection.done) == (
+        worker.worker_id,
+        pid,
+        True,
+    )
     assert record.injection.outcome == "killed"
     assert record.injection.node
     with pytest.raises(errors.WorkerFailedError) as caught:
@@ -107,7 +126,9 @@ def test_hang_ends_after_its_time(scheduler: Scheduler, worker: Engine, gate: Ga
     assert worker.call("add") == 2
 
 
-@pytest.mark.parametrize("fault", [Hang("x/0", at_step=1, seconds=1e12), Slow("x/0", at_step=1, factor=20)])
+@pytest.mark.parametrize(
+    "fault", [Hang("x/0", at_step=1, seconds=1e12), Slow("x/0", at_step=1, factor=20)]
+)
 def test_pause_helper_ends_with_worker(scheduler: Scheduler, worker: Engine, fault: Fault) -> None:
     pid = worker.call("pid")
     _inject(scheduler, msgspec.structs.replace(fault, worker_id=worker.worker_id))
@@ -119,7 +140,9 @@ def test_pause_helper_ends_with_worker(scheduler: Scheduler, worker: Engine, fau
 
 
 def test_slow_worker_does_less(scheduler: Scheduler, role: str) -> None:
-    first, second = scheduler.create_workers(Job(role=role, replicas=2, tasks=[SchedulingSpec(cpu=0.5)]))
+    first, second = scheduler.create_workers(
+        Job(role=role, replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
+    )
     slow, other = Engine.create(scheduler, first, Ticker), Engine.create(scheduler, second, Ticker)
     injection = _inject(scheduler, Slow(first, at_step=1, factor=10))
     assert injection.outcome == "slowed by 10x until its end"
@@ -155,12 +178,16 @@ def test_inject_into_hung_worker(make_own: Callable[..., Scheduler]) -> None:
 
 def test_drop_node_of_the_script(make_own: Callable[..., Scheduler], engine: Engine) -> None:
     run = make_own(timeouts=TIMEOUTS)
-    workers = run.create_workers([Job(role="a", replicas=2), Job(role="b", tasks=[SchedulingSpec(cpu=0.5)])])
+    workers = run.create_workers(
+        [Job(role="a", replicas=2), Job(role="b", tasks=[SchedulingSpec(cpu=0.5)])]
+    )
     engines = [Engine.create(run, worker, Counter) for worker in workers]
     pids = {each.worker_id: each.call("pid") for each in engines}
     records = FaultPlan([DropNode("a/1", at_step=1)]).begin(run).step(1)
     assert {record.injection.worker_id: record.injection.pid for record in records} == pids
-    assert {record.injection.outcome for record in records} == {"killed; the node itself stays: the script runs on it"}
+    assert {record.injection.outcome for record in records} == {
+        "killed; the node itself stays: the script runs on it"
+    }
     wait_gone(pids)
     for each in engines:
         with pytest.raises(errors.WorkerFailedError):

@@ -1,6 +1,8 @@
-"""Health is answered within a second, also during a long call, with the running method and since when.
+"""Health is answered within a second, also during a long call, with the running method and since
+when.
 
-Where the worker cannot answer, as C code holds its interpreter's lock or its process is stopped, it is observed from outside.
+Where the worker cannot answer, as C code holds its interpreter's lock or its process is stopped, it
+is observed from outside.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ SHARED_LOCK = "script and engines share one interpreter's lock, so the script ca
 
 
 def _health(engine: Engine) -> WorkerHealth:
-    """The health of a worker, asked five times: one late answer is the load of a shared machine, and three are ours."""
+    """The health of a worker, asked five times: one late answer is the load of a shared machine,
+    and three are ours.
+    """
     elapsed_s = []
     for _ in range(5):
         started = time.monotonic()
@@ -87,7 +91,8 @@ def test_async_methods_after_thread_failure(scheduler: Scheduler, role: str) -> 
     try:
         for _ in range(2):
             with pytest.raises(
-                errors.EngineCallError, match="no thread for async methods can be started.*can't start new thread"
+                errors.EngineCallError,
+                match="no thread for async methods can be started.*can't start new thread",
             ):
                 engine.call("async_add")
         failure = asyncio.run(scheduler.check_health(worker_id)).failure
@@ -110,7 +115,9 @@ def _observed(engine: Engine) -> WorkerHealth:
         assert not health.answered
     assert sorted(elapsed_s)[2] < OBSERVED_LIMIT_S, "this is the promise"
     statuses = {status.worker_id: status for status in engine.scheduler.status()}
-    assert statuses[engine.worker_id].state is WorkerState.READY, "a question that was observed instead marks nothing"
+    assert statuses[engine.worker_id].state is WorkerState.READY, (
+        "a question that was observed instead marks nothing"
+    )
     assert statuses[engine.worker_id].health is not None
     return health
 
@@ -120,7 +127,10 @@ def _held_interpreter(engine: Engine, gate: Gate, method: str) -> Iterator[None]
     future = engine.begin(method, *gate.files)
     try:
         gate.wait_started()
-        wait_until(lambda: not asyncio.run(engine.scheduler.check_health(engine.worker_id)).answered, "the interpreter is held")
+        wait_until(
+            lambda: not asyncio.run(engine.scheduler.check_health(engine.worker_id)).answered,
+            "the interpreter is held",
+        )
         yield
     finally:
         release_interpreter(gate.started)
@@ -129,11 +139,15 @@ def _held_interpreter(engine: Engine, gate: Gate, method: str) -> Iterator[None]
 
 @pytest.mark.not_on("inline", SHARED_LOCK)
 def test_health_of_held_interpreter(own: Engine, gate: Gate) -> None:
-    wait_until(lambda: asyncio.run(own.scheduler.check_health(own.worker_id)).answered, "it answers")
+    wait_until(
+        lambda: asyncio.run(own.scheduler.check_health(own.worker_id)).answered, "it answers"
+    )
     pid = own.call("pid")
     with _held_interpreter(own, gate, "hold_interpreter"):
         began = time.monotonic()
-        wait_until(lambda: (_observed(own).stuck_s or 0.0) > 1.0, "the interpreter is seen to be stuck")
+        wait_until(
+            lambda: (_observed(own).stuck_s or 0.0) > 1.0, "the interpreter is seen to be stuck"
+        )
         health = _observed(own)
         assert (health.worker_id, health.pid) == (own.worker_id, pid)
         assert health.running == f"{own.name}.hold_interpreter"
@@ -146,7 +160,11 @@ def test_health_of_held_interpreter(own: Engine, gate: Gate) -> None:
         wait_until(lambda: _observed(own).process_state == "running", "it is seen to compute")
         assert asyncio.run(own.scheduler.check_health(own.worker_id)).is_busy
     health = wait_until(lambda: _answer(own), "it answers again")
-    assert (health.running, health.process_state, health.engines) == (None, None, {own.name: "Counter"})
+    assert (health.running, health.process_state, health.engines) == (
+        None,
+        None,
+        {own.name: "Counter"},
+    )
 
 
 def _answer(engine: Engine) -> WorkerHealth | None:
@@ -163,8 +181,14 @@ def test_health_of_held_interpreter_async(own: Engine, gate: Gate) -> None:
 @pytest.mark.not_on("inline", SHARED_LOCK)
 def test_health_of_sleeping_c_code(own: Engine) -> None:
     future = own.begin("sleep_with_interpreter", 6.0)
-    wait_until(lambda: not asyncio.run(own.scheduler.check_health(own.worker_id)).answered, "the interpreter is held")
-    wait_until(lambda: _observed(own).process_state == "sleeping", "threads that wait for the lock are not taken for work")
+    wait_until(
+        lambda: not asyncio.run(own.scheduler.check_health(own.worker_id)).answered,
+        "the interpreter is held",
+    )
+    wait_until(
+        lambda: _observed(own).process_state == "sleeping",
+        "threads that wait for the lock are not taken for work",
+    )
     future.result(timeout=LIMIT_S)
 
 

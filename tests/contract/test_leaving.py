@@ -45,7 +45,11 @@ def _live(path: str) -> None:
 def _leaving(scheduler: Scheduler, role: str) -> dict[str, Any]:
     for worker in scheduler.get_workers(role, timeout=0):
         asyncio.run(scheduler.check_health(worker.id))
-    return {id_: leaving for id_, leaving in asyncio.run(scheduler.preemption_notices()).items() if id_.startswith(f"{role}/")}
+    return {
+        id_: leaving
+        for id_, leaving in asyncio.run(scheduler.preemption_notices()).items()
+        if id_.startswith(f"{role}/")
+    }
 
 
 def test_preemption_notices_empty(scheduler: Scheduler, role: str) -> None:

@@ -1,8 +1,10 @@
-"""However the controller ends, every process that it caused is gone within 10 s, also grandchildren; and so are its files.
+"""However the controller ends, every process that it caused is gone within 10 s, also
+grandchildren; and so are its files.
 
-The families that the workers start are deaf to polite signals, and hold a process of every kind: started by subprocess (with
-a child of its own), in a session of its own, by multiprocessing's spawn, by fork, by fork and setsid, by the double fork of
-a daemon, and such a daemon whose program starts with an empty environment.
+The families that the workers start are deaf to polite signals, and hold a process of every kind:
+started by subprocess (with a child of its own), in a session of its own, by multiprocessing's
+spawn, by fork, by fork and setsid, by the double fork of a daemon, and such a daemon whose program
+starts with an empty environment.
 """
 
 from __future__ import annotations
@@ -18,10 +20,21 @@ import pytest
 
 from helmsman.api.scheduler import Job, Scheduler
 from tests.contract.engines import Driving, Family
-from tests.contract.helpers import WAIT, WITH_FAMILY, Driver, Engine, has_shared_memory, is_running, wait_gone, wait_until
+from tests.contract.helpers import (
+    WAIT,
+    WITH_FAMILY,
+    Driver,
+    Engine,
+    has_shared_memory,
+    is_running,
+    wait_gone,
+    wait_until,
+)
 
 pytestmark = pytest.mark.slow
-inline_has_no_processes = pytest.mark.not_on("inline", "one process, whose engines' children are the script's own")
+inline_has_no_processes = pytest.mark.not_on(
+    "inline", "one process, whose engines' children are the script's own"
+)
 
 
 def _sigkill(driver: Driver) -> None:
@@ -32,7 +45,8 @@ HUNG_CALL = """
 with scheduler:
     tell(**facts)
     asyncio.run(scheduler.create_engine("family/0", engines.Counter, "counter"))
-    scheduler.call_engine("family/0", "wait", "counter", os.path.join(folder, "started"), os.path.join(folder, "never"))
+    started, never = os.path.join(folder, "started"), os.path.join(folder, "never")
+    scheduler.call_engine("family/0", "wait", "counter", started, never)
 """
 CLOSE_BESIDE_A_CHILD = """
 child = os.fork()
@@ -42,20 +56,33 @@ if child == 0:
 began = time.monotonic()
 scheduler.close()
 scheduler.close()
-tell(**facts, child=child, elapsed_s=time.monotonic() - began, limit_s=scheduler.timeouts.shutdown_s)
+elapsed_s = time.monotonic() - began
+tell(**facts, child=child, elapsed_s=elapsed_s, limit_s=scheduler.timeouts.shutdown_s)
 """
-"""A child that a script forks holds a copy of every descriptor, so no closed connection tells that the driver ended."""
+"""A child that a script forks holds a copy of every descriptor, so no closed connection tells that
+the driver ended.
+"""
 
 
 def _wait_end(driver: Driver, facts: dict[str, Any]) -> None:
-    """Fail unless the families and all else of a driver that ends is gone in time, without complaints of the interpreter."""
+    """Fail unless the families and all else of a driver that ends is gone in time, without
+    complaints of the interpreter.
+    """
     wait_gone(facts["pids"])
     if "child" in facts:
         assert is_running(facts["child"]), "it is the script's own, and not touched"
         os.kill(facts["child"], signal.SIGKILL)
     driver.wait_nothing_left()
-    wait_until(lambda: not has_shared_memory(facts["memory"]), "the engines' shared memory is removed", limit_s=10.0)
-    complaints = [line for line in driver.errors().splitlines() if "Exception ignored" in line or "never awaited" in line]
+    wait_until(
+        lambda: not has_shared_memory(facts["memory"]),
+        "the engines' shared memory is removed",
+        limit_s=10.0,
+    )
+    complaints = [
+        line
+        for line in driver.errors().splitlines()
+        if "Exception ignored" in line or "never awaited" in line
+    ]
     assert not complaints, driver.errors()
 
 
@@ -68,14 +95,17 @@ def _wait_end(driver: Driver, facts: dict[str, Any]) -> None:
         pytest.param(CLOSE_BESIDE_A_CHILD, {0}, "", id="close"),
     ],
 )
-def test_driver_end(run_driver: Callable[..., Driver], last_words: str, codes: set[int], said: str) -> None:
+def test_driver_end(
+    run_driver: Callable[..., Driver], last_words: str, codes: set[int], said: str
+) -> None:
     driver = run_driver(WITH_FAMILY.replace("tell(", "facts = dict(") + last_words)
     facts = driver.facts()
     assert len(facts["pids"]) == 18
     if last_words is HUNG_CALL:
         wait_until(lambda: (driver.folder / "started").exists(), "the engine hangs")
         assert all(is_running(pid) for pid in facts["pids"].values())
-        os.killpg(driver.process.pid, signal.SIGINT)  # a terminal sends it to the whole foreground group
+        # a terminal sends it to the whole foreground group
+        os.killpg(driver.process.pid, signal.SIGINT)
     assert driver.wait(limit_s=15.0) in codes, driver.errors()
     assert said in driver.errors()
     assert facts.get("elapsed_s", 0.0) < facts.get("limit_s", 1.0)
@@ -88,7 +118,8 @@ scheduler.create_workers(Job(role="a", replicas=2))
 for index in range(2):
     asyncio.run(scheduler.create_engine(f"a/{index}", engines.Counter))
     pids[f"a/{index}"] = scheduler.call_engine(f"a/{index}", "pid")
-records = FaultPlan([Hang("a/0", at_step=1), Slow("a/1", at_step=1, factor=10)]).begin(scheduler).step(1)
+plan = FaultPlan([Hang("a/0", at_step=1), Slow("a/1", at_step=1, factor=10)])
+records = plan.begin(scheduler).step(1)
 assert all(record.injection.done for record in records), records
 child = os.fork()
 if child == 0:
@@ -101,13 +132,18 @@ tell(pids=pids, memory=memory, child=child)
 
 @inline_has_no_processes
 def test_driver_killed_beside_another(run_driver: Callable[..., Driver], tmp_path: Path) -> None:
-    """By SIGKILL with stopped workers and a forked child; then by SIGTERM another, which the first end has not touched."""
+    """By SIGKILL with stopped workers and a forked child; then by SIGTERM another, which the first
+    end has not touched.
+    """
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     first = run_driver(WITH_FAMILY.rpartition("tell(")[0] + STOPPED + WAIT, folder=tmp_path / "one")
     second = run_driver(WITH_FAMILY + WAIT, folder=tmp_path / "two")
     facts, others = first.facts(), second.facts()
-    wait_until(lambda: psutil.Process(facts["pids"]["a/0"]).status() == psutil.STATUS_STOPPED, "one is stopped")
+    wait_until(
+        lambda: psutil.Process(facts["pids"]["a/0"]).status() == psutil.STATUS_STOPPED,
+        "one is stopped",
+    )
     assert all(is_running(pid) for pid in facts["pids"].values())
     _sigkill(first)
     first.wait()
@@ -159,7 +195,8 @@ import ctypes, os, pathlib
 path = pathlib.Path(__file__).with_name("importing")
 path.with_suffix(".new").write_text(str(os.getpid()))
 path.with_suffix(".new").rename(path)
-ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock, as the loader of a library on a slow file system holds it
+# with the interpreter's lock, as the loader of a library on a slow file system holds it
+ctypes.PyDLL(None).sleep(600)
 """
 
 
@@ -195,7 +232,7 @@ make(preload=["stuck_module"]).create_workers(Job(role="a"))
     driver.wait_nothing_left()
 
 
-# --- a worker's family, while the driver lives --------------------------------------------------------------------------
+# --- a worker's family, while the driver lives ----------------------------------------------------
 
 
 @inline_has_no_processes
@@ -209,11 +246,17 @@ def test_worker_family_ends(scheduler: Scheduler, role: str, tmp_path: Path) -> 
     (killed, memory), (deleted, other_memory) = families
     os.kill(killed["worker"], signal.SIGKILL)
     wait_gone(killed)
-    wait_until(lambda: not has_shared_memory([memory]), "its shared memory is removed", limit_s=10.0)
-    assert all(is_running(pid) for pid in deleted.values()), "the other worker's family is untouched"
+    wait_until(
+        lambda: not has_shared_memory([memory]), "its shared memory is removed", limit_s=10.0
+    )
+    assert all(is_running(pid) for pid in deleted.values()), (
+        "the other worker's family is untouched"
+    )
     scheduler.delete_workers(role)
     wait_gone(deleted)
-    wait_until(lambda: not has_shared_memory([other_memory]), "its shared memory is removed", limit_s=10.0)
+    wait_until(
+        lambda: not has_shared_memory([other_memory]), "its shared memory is removed", limit_s=10.0
+    )
 
 
 @inline_has_no_processes
@@ -223,7 +266,9 @@ def test_worker_run_of_its_own_ends(scheduler: Scheduler, role: str, tmp_path: P
         folder = tmp_path / worker_id.rpartition("/")[2]
         folder.mkdir()
         engine = Engine.create(scheduler, worker_id, Driving)
-        runs.append({"the driver": engine.call("pid"), **engine.call("start", str(folder), timeout=60.0)})
+        runs.append(
+            {"the driver": engine.call("pid"), **engine.call("start", str(folder), timeout=60.0)}
+        )
     killed, deleted = runs
     os.kill(killed["the driver"], signal.SIGKILL)
     wait_gone(killed)

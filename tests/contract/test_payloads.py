@@ -50,7 +50,17 @@ class Config(msgspec.Struct, frozen=True):
         torch.ones(1).expand(5),
         torch.zeros(3, requires_grad=True),
     ],
-    ids=["bf16", "fp8", "0-d", "bool", "empty", "complex", "transposed", "expanded", "requires_grad"],
+    ids=[
+        "bf16",
+        "fp8",
+        "0-d",
+        "bool",
+        "empty",
+        "complex",
+        "transposed",
+        "expanded",
+        "requires_grad",
+    ],
 )
 def test_payload_tensors(engine: Engine, tensor: torch.Tensor) -> None:
     back = engine.call("echo", tensor)
@@ -134,14 +144,15 @@ with make() as scheduler:
         scheduler.call_engine("a/0", "fail")
     except errors.EngineCallError as error:
         cause = error.__cause__
-    tell(moved=[moved.x, moved.y], is_point=isinstance(moved, Point), is_own=isinstance(cause, OwnError))
+    is_point, is_own = isinstance(moved, Point), isinstance(cause, OwnError)
+    tell(moved=[moved.x, moved.y], is_point=is_point, is_own=is_own)
 """
     )
     assert driver.facts() == {"moved": [11, 22], "is_point": True, "is_own": True}
     assert driver.wait() == 0, driver.errors()
 
 
-# --- results that stay --------------------------------------------------------------------------------------------------
+# --- results that stay ----------------------------------------------------------------------------
 
 
 def test_kept_result_moves_between_workers(engine: Engine, peer: Engine) -> None:
@@ -159,7 +170,9 @@ def test_kept_result_moves_between_workers(engine: Engine, peer: Engine) -> None
     assert inside["weights"][0].nbytes == LARGE_BYTES
     del inside
     if type(engine.scheduler).__name__ == "LocalScheduler":
-        assert _resident_bytes() - before < LARGE_BYTES + (16 << 20), "only what was echoed came here"
+        assert _resident_bytes() - before < LARGE_BYTES + (16 << 20), (
+            "only what was echoed came here"
+        )
     written = peer.call("fill", handle, 1)
     assert written.sum() == LARGE_BYTES
     assert engine.call("total", handle) == 7 * LARGE_BYTES, "a receiver's writes are its own"
@@ -167,7 +180,10 @@ def test_kept_result_moves_between_workers(engine: Engine, peer: Engine) -> None
     engine.scheduler.release(handle)
     engine.scheduler.release(handle)
     for target in (engine, peer):
-        with pytest.raises(errors.HandleLostError, match=f"handle {handle.id} \\(made by {engine.worker_id}\\) is gone"):
+        with pytest.raises(
+            errors.HandleLostError,
+            match=f"handle {handle.id} \\(made by {engine.worker_id}\\) is gone",
+        ):
             target.call("total", handle)
     with pytest.raises(errors.HandleLostError):
         Engine.create(peer.scheduler, peer.worker_id, Counter, f"from-{handle.id}", handle)
@@ -206,17 +222,21 @@ def test_kept_result_dies_with_worker(scheduler: Scheduler, role: str, peer: Eng
     assert peer.call("add") == 1
 
 
-# --- random numbers -----------------------------------------------------------------------------------------------------
+# --- random numbers -------------------------------------------------------------------------------
 
 
 @pytest.mark.not_on("inline", "the random state is the script's own")
 def test_seeds_of_role_and_rank(scheduler: Scheduler, role: str) -> None:
     def draw(name: str, replicas: int) -> list[Any]:
         workers = scheduler.create_workers(Job(role=name, replicas=replicas))
-        engines = [Engine.create(scheduler, worker, "tests.contract.drawing.Drawing") for worker in workers]
+        engines = [
+            Engine.create(scheduler, worker, "tests.contract.drawing.Drawing") for worker in workers
+        ]
         drawn = [(*engine.call("drawn_first"), *engine.call("draw")) for engine in engines]
         second = Engine.create(scheduler, workers[0], "tests.contract.drawing.Drawing", "second")
-        assert second.call("drawn_first") != drawn[0][:3], "a second engine does not repeat the first one's numbers"
+        assert second.call("drawn_first") != drawn[0][:3], (
+            "a second engine does not repeat the first one's numbers"
+        )
         scheduler.delete_workers(name)
         return drawn
 
@@ -232,7 +252,10 @@ def test_seeds_of_role_and_rank(scheduler: Scheduler, role: str) -> None:
 def test_payload_without_descriptors(scheduler: Scheduler, role: str) -> None:
     """What cannot be mapped or sent for want of a descriptor fails alone; the worker lives."""
     if type(scheduler).__name__ != "LocalScheduler":
-        pytest.skip("only local: elsewhere a process without descriptors fails in Ray, or is the script itself")
+        pytest.skip(
+            "only local: elsewhere a process without descriptors fails in Ray, or is the script "
+            "itself"
+        )
     (worker,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker, Counter)
     engine.call("apply", _take_all_descriptors)

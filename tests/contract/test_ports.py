@@ -1,4 +1,6 @@
-"""Ports of workers on every scheduler: apart from each other's and everybody's, bound by their owners, free when those end."""
+"""Ports of workers on every scheduler: apart from each other's and everybody's, bound by their
+owners, free when those end.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Owner:
     """Binds its ports as the plainest program does."""
 
     def __init__(self, ports: list[str]) -> None:
-        self._listeners = [socket.create_server(("0.0.0.0", int(port)), reuse_port=False) for port in ports[::2]]
+        self._listeners = [
+            socket.create_server(("0.0.0.0", int(port)), reuse_port=False) for port in ports[::2]
+        ]
         for port in ports[1::2]:
             self._listeners.append(socket.socket())
             self._listeners[-1].bind(("0.0.0.0", int(port)))
@@ -63,7 +67,9 @@ def squatted() -> Iterator[set[int]]:
     """Ports of the range that other programs have bound, half of them without listening."""
     with contextlib.ExitStack() as stack:
         taken = set()
-        for number, port in enumerate(random.Random(7).sample(range(FIRST, LAST + 1), NUM_SQUATTERS)):
+        for number, port in enumerate(
+            random.Random(7).sample(range(FIRST, LAST + 1), NUM_SQUATTERS)
+        ):
             squatter = stack.enter_context(socket.socket())
             squatter.bind(("127.0.0.1" if number % 3 else "0.0.0.0", port))
             if number % 2:
@@ -90,7 +96,8 @@ def test_ports_among_squatters(scheduler: Scheduler, role: str, squatted: set[in
     assert not squatted & set(everything)
     assert all(FIRST <= port <= LAST for port in everything)
     owners = [
-        Engine.create(scheduler, worker, Owner, None, list(map(str, each))) for worker, each in zip(workers, ports, strict=True)
+        Engine.create(scheduler, worker, Owner, None, list(map(str, each)))
+        for worker, each in zip(workers, ports, strict=True)
     ]
     assert [sorted(owner.call("bound")) for owner in owners] == [sorted(each) for each in ports]
     with pytest.raises(errors.WorkerStartError) as caught:
@@ -105,8 +112,12 @@ def test_ports_among_squatters(scheduler: Scheduler, role: str, squatted: set[in
 
 
 @pytest.mark.not_on("inline", "its workers are not processes")
-@pytest.mark.skipif(sys.platform != "linux", reason="leases are sockets of Linux's abstract namespace")
-def test_ports_of_killed_worker_free(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="leases are sockets of Linux's abstract namespace"
+)
+def test_ports_of_killed_worker_free(
+    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(RANGE_VARIABLE, "20100-20107")
     spec = SchedulingSpec(port_count=8)
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
@@ -114,18 +125,27 @@ def test_ports_of_killed_worker_free(scheduler: Scheduler, role: str, monkeypatc
     with pytest.raises(errors.WorkerStartError, match=r"only 0 of 1 ports are free: .* leased 8, "):
         scheduler.create_workers(Job(role=f"{role}-other", tasks=[SchedulingSpec(port_count=1)]))
     os.kill(engine.call("pid"), signal.SIGKILL)
-    wait_until(lambda: all(status.health is None for status in scheduler.status() if status.worker_id == worker), "its death")
+    wait_until(
+        lambda: all(
+            status.health is None for status in scheduler.status() if status.worker_id == worker
+        ),
+        "its death",
+    )
     scheduler.create_workers(Job(role=f"{role}-heir", tasks=[spec]))
     assert sorted(leased(scheduler, f"{role}-heir")[0]) == list(range(20100, 20108))
 
 
-def test_port_range_invalid(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_range_invalid(
+    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(RANGE_VARIABLE, "20000")
-    with pytest.raises(errors.WorkerStartError, match=r"HELMSMAN_PORT_RANGE is '20000'; expected 'FIRST-LAST'"):
+    with pytest.raises(
+        errors.WorkerStartError, match=r"HELMSMAN_PORT_RANGE is '20000'; expected 'FIRST-LAST'"
+    ):
         scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(port_count=1)]))
 
 
-# --- commands -----------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 def answers(port: int) -> bool:
@@ -135,7 +155,11 @@ def answers(port: int) -> bool:
 
 
 def test_command_binds_ports(scheduler: Scheduler, role: str) -> None:
-    two = SchedulingSpec(cmd="http.server --bind 127.0.0.1 {port1}", port_count=2, env_vars={"CONTRACT_CMD": "a b,c=d"})
+    two = SchedulingSpec(
+        cmd="http.server --bind 127.0.0.1 {port1}",
+        port_count=2,
+        env_vars={"CONTRACT_CMD": "a b,c=d"},
+    )
     one = SchedulingSpec(cmd="http.server --bind '127.0.0.1' {port}")
     worker, _ = scheduler.create_workers(Job(role=role, replicas=2, tasks=[two, one]))
     ports, (port,) = leased(scheduler, role)
@@ -150,11 +174,19 @@ def test_command_binds_ports(scheduler: Scheduler, role: str) -> None:
     ("command", "reason"),
     [
         ("no.such.module {port}", "ended at once with exit code 1"),
-        ("http.server {port3}", "asks for {port3}, but the worker has 1 leased ports; set SchedulingSpec.port_count to 4"),
+        (
+            "http.server {port3}",
+            (
+                "asks for {port3}, but the worker has 1 leased ports; set "
+                "SchedulingSpec.port_count to 4"
+            ),
+        ),
         ("http.server 'unclosed", "No closing quotation"),
     ],
 )
-def test_command_fails_start(scheduler: Scheduler, backend: str, role: str, command: str, reason: str) -> None:
+def test_command_fails_start(
+    scheduler: Scheduler, backend: str, role: str, command: str, reason: str
+) -> None:
     with pytest.raises(errors.EngineCreationError) as caught:
         scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cmd=command)]))
     assert reason in str(caught.value)
@@ -168,5 +200,9 @@ def test_worker_context_has_ports(scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=role, replicas=2, tasks=[SchedulingSpec(port_count=2)]))
     for worker in scheduler.get_workers(role):
         worker_id, node, ports, later = Engine.create(scheduler, worker.id, Asker).call("seen")
-        assert (worker_id, node, ports) == (worker.id, worker.ip, [int(port) for port in worker.engine_ports])
+        assert (worker_id, node, ports) == (
+            worker.id,
+            worker.ip,
+            [int(port) for port in worker.engine_ports],
+        )
         assert later is None

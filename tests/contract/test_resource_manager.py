@@ -17,12 +17,19 @@ from tests.contract.test_clusters import ON_CPU, Members
 def test_resource_manager_destroy_ends_workers(scheduler: Scheduler) -> None:
     free = sum(node.num_free_devices for node in scheduler.nodes())
     manager = ResourceManager(2, scheduler=scheduler, name="short-lived")
-    group = Members("short", Member, manager, ClusterConfig(device_mapping="0-1", num_cpus=0.5, env_vars=ON_CPU))
+    group = Members(
+        "short", Member, manager, ClusterConfig(device_mapping="0-1", num_cpus=0.5, env_vars=ON_CPU)
+    )
     manager.destroy_placement_group()
     manager.destroy_placement_group()
     group.close()
-    wait_until(lambda: sum(node.num_free_devices for node in scheduler.nodes()) == free, "as many are free as before")
-    with pytest.raises(errors.HelmsmanError, match="'short-lived' were given back; make a new one for 'late'"):
+    wait_until(
+        lambda: sum(node.num_free_devices for node in scheduler.nodes()) == free,
+        "as many are free as before",
+    )
+    with pytest.raises(
+        errors.HelmsmanError, match="'short-lived' were given back; make a new one for 'late'"
+    ):
         manager.allocate_placement_group(1, holder="late")
     with manager:
         pass
@@ -30,7 +37,9 @@ def test_resource_manager_destroy_ends_workers(scheduler: Scheduler) -> None:
 
 def test_release_after_close() -> None:
     scheduler = make_scheduler("inline", num_gpus=1)
-    group = Members("late", Member, ResourceManager(1, scheduler=scheduler), ClusterConfig(world_size=2))
+    group = Members(
+        "late", Member, ResourceManager(1, scheduler=scheduler), ClusterConfig(world_size=2)
+    )
     handle = scheduler.put([1])
     with group.make.keep(2):
         scheduler.close()
@@ -59,8 +68,8 @@ def test_resource_manager_missing_nodes(scheduler: Scheduler) -> None:
         text = str(caught.value)
         wanted = num_nodes or 1
         assert (
-            f"requested:\n  {wanted} node{'s' if wanted > 1 else ''} with {num_gpus} devices each, {wanted * num_gpus} in all"
-            in text
+            f"requested:\n  {wanted} node{'s' if wanted > 1 else ''} with {num_gpus} devices "
+            f"each, {wanted * num_gpus} in all" in text
         )
         assert "observed:\n  node " in text and "8 GPU" in text and step in text
     for arguments, said in (((-1,), "num_gpus_per_node is -1"), ((8, 0), "num_nodes is 0")):

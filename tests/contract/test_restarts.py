@@ -1,4 +1,6 @@
-"""All processes of a role are replaced, whatever state they are in. A silent one is ended, and its calls say why."""
+"""All processes of a role are replaced, whatever state they are in. A silent one is ended, and its
+calls say why.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,18 @@ ONE_DEVICE = SchedulingSpec(cpu=0, gpu=1, port_count=1)
 @pytest.mark.not_on("inline", "one process, it cannot be stopped without the script")
 def test_kill_worker_stopped(scheduler: Scheduler, role: str, gate: Gate) -> None:
     stopped, other = scheduler.create_workers(Job(role=role, replicas=2))
-    engine, healthy = Engine.create(scheduler, stopped, Counter), Engine.create(scheduler, other, Counter)
+    engine, healthy = (
+        Engine.create(scheduler, stopped, Counter),
+        Engine.create(scheduler, other, Counter),
+    )
     pid = engine.call("pid")
     future = engine.begin("wait", *gate.files)
     gate.wait_started()
     stop(pid)
     asyncio.run(scheduler.kill_worker(stopped, "was ended because the test wanted it"))
-    with pytest.raises(errors.WorkerFailedError, match="was ended because the test wanted it while") as caught:
+    with pytest.raises(
+        errors.WorkerFailedError, match="was ended because the test wanted it while"
+    ) as caught:
         future.result(LIMIT_S)
     assert caught.value.worker_id == stopped
     assert caught.value.cause == "was ended because the test wanted it"
@@ -33,7 +40,9 @@ def test_kill_worker_stopped(scheduler: Scheduler, role: str, gate: Gate) -> Non
     assert healthy.call("add", 2) == 2
     with pytest.raises(errors.WorkerFailedError, match="because the test wanted it"):
         asyncio.run(scheduler.check_health(stopped))
-    assert {each.worker_id: each.state for each in scheduler.status()}[stopped] is WorkerState.FAILED
+    assert {each.worker_id: each.state for each in scheduler.status()}[
+        stopped
+    ] is WorkerState.FAILED
     scheduler.restart_worker(stopped)
     assert Engine.create(scheduler, stopped, Counter).call("add", 1) == 1
     with pytest.raises(errors.WorkerNotFoundError):
@@ -79,7 +88,10 @@ def test_restart_workers_replaces_all(scheduler: Scheduler, backend: str, role: 
         assert [worker.devices for worker in after] == [worker.devices for worker in before]
         with pytest.raises(errors.EngineNotFoundError):
             engines[2].call("add", 1)
-    engines = [Engine.create(scheduler, worker_id, Counter, None, rank) for rank, worker_id in enumerate(ids)]
+    engines = [
+        Engine.create(scheduler, worker_id, Counter, None, rank)
+        for rank, worker_id in enumerate(ids)
+    ]
     assert [engine.call("add", 1) for engine in engines] == [1, 2, 3]
     if backend != "inline":
         assert len(scheduler.scale(role, 8)) == 5, "nothing is held twice"
@@ -92,13 +104,19 @@ def test_restart_workers_names_dependents(scheduler: Scheduler, role: str) -> No
     sibling = Engine.create(scheduler, f"{role}-sibling/0", Counter)
     scheduler.restart_workers(role)
     assert sibling.call("add", 1) == 1
-    with pytest.raises(errors.InvalidSpecError, match=f"no other stands on; {role}-sibling would go with them"):
+    with pytest.raises(
+        errors.InvalidSpecError, match=f"no other stands on; {role}-sibling would go with them"
+    ):
         scheduler.restart_workers(role, elsewhere=True)
     inside = SchedulingStrategy(type="colocation", target=role)
     scheduler.create_workers(Job(role=f"{role}-guest", scheduling_strategy=inside))
-    with pytest.raises(errors.InvalidSpecError, match=f"no other stands on; {role}-guest would go with them"):
+    with pytest.raises(
+        errors.InvalidSpecError, match=f"no other stands on; {role}-guest would go with them"
+    ):
         scheduler.restart_workers(role)
-    with pytest.raises(errors.InvalidSpecError, match=f"a role with workers of its own; these are {role}'s"):
+    with pytest.raises(
+        errors.InvalidSpecError, match=f"a role with workers of its own; these are {role}'s"
+    ):
         scheduler.restart_workers(f"{role}-guest")
     with pytest.raises(errors.RoleNotFoundError):
         scheduler.restart_workers(f"{role}-nobody")
@@ -110,9 +128,17 @@ def test_restart_workers_after_removal(scheduler: Scheduler, role: str) -> None:
     spec = SchedulingSpec(cpu=0, port_count=1)
     scheduler.create_workers(Job(role=role, replicas=3, tasks=[spec]))
     scheduler.remove_workers(role, [f"{role}/1"])
-    before = {status.worker_id: status.pid for status in scheduler.status() if status.worker_id.startswith(f"{role}/")}
+    before = {
+        status.worker_id: status.pid
+        for status in scheduler.status()
+        if status.worker_id.startswith(f"{role}/")
+    }
     scheduler.restart_workers(role)
-    after = {status.worker_id: status.pid for status in scheduler.status() if status.worker_id.startswith(f"{role}/")}
+    after = {
+        status.worker_id: status.pid
+        for status in scheduler.status()
+        if status.worker_id.startswith(f"{role}/")
+    }
     assert list(after) == list(before) == [f"{role}/0", f"{role}/2"]
     assert not set(after.values()) & set(before.values())
     scheduler.restart_workers(role, elsewhere=True)

@@ -1,4 +1,6 @@
-"""RewardPool on every scheduler: each score once, and whatever takes too long, raises or dies fails alone."""
+"""RewardPool on every scheduler: each score once, and whatever takes too long, raises or dies fails
+alone.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,12 @@ def make_pool(scheduler: Scheduler, role: str) -> Iterator[MakePool]:
     """Make and start a pool of two workers; it is closed after the test."""
     with contextlib.ExitStack() as pools:
 
-        def make(function: Any = ACT, timeout_s: float | None = LIMIT_S, num: int = 2, **options: Any) -> RewardPool:
-            pool = pools.enter_context(RewardPool(scheduler, function, Job(role=role, replicas=num), timeout_s, **options))
+        def make(
+            function: Any = ACT, timeout_s: float | None = LIMIT_S, num: int = 2, **options: Any
+        ) -> RewardPool:
+            pool = pools.enter_context(
+                RewardPool(scheduler, function, Job(role=role, replicas=num), timeout_s, **options)
+            )
             pool.initialize()
             return pool
 
@@ -66,10 +72,14 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 def pids(pool: RewardPool) -> list[int]:
     """The processes of its workers, which must be idle."""
-    return [status.pid or 0 for status in pool.scheduler.status() if status.worker_id.startswith(f"{pool.role}/")]
+    return [
+        status.pid or 0
+        for status in pool.scheduler.status()
+        if status.worker_id.startswith(f"{pool.role}/")
+    ]
 
 
-# --- what works ---------------------------------------------------------------------------------------------------------
+# --- what works -----------------------------------------------------------------------------------
 
 
 def test_reward_pool_map_order(make_pool: MakePool) -> None:
@@ -87,7 +97,9 @@ def test_reward_pool_computes_once(make_pool: MakePool, tmp_path: Path) -> None:
     pool = make_pool()
 
     async def score() -> list[Any]:
-        return await asyncio.gather(*(pool("note", str(tmp_path), f"n{number}") for number in range(300)))
+        return await asyncio.gather(
+            *(pool("note", str(tmp_path), f"n{number}") for number in range(300))
+        )
 
     assert asyncio.run(score()) == [f"n{number}" for number in range(300)]
     noted = collections.Counter(name.partition("-")[0] for name in os.listdir(tmp_path))
@@ -109,15 +121,21 @@ def test_reward_pool_async_object(make_pool: MakePool) -> None:
 
 
 def test_reward_pool_refuses_non_function(make_pool: MakePool) -> None:
-    with pytest.raises((EngineCreationError, GroupCallError), match="the reward function is 3, which cannot be called"):
+    with pytest.raises(
+        (EngineCreationError, GroupCallError),
+        match="the reward function is 3, which cannot be called",
+    ):
         make_pool("tests.contract.reward_functions.UNCALLABLE")
     with pytest.raises((EngineCreationError, GroupCallError), match="no_such_function"):
         make_pool("tests.contract.reward_functions.no_such_function")
-    with pytest.raises((EngineCreationError, GroupCallError), match="'act' has no module; expected 'package.module.function'"):
+    with pytest.raises(
+        (EngineCreationError, GroupCallError),
+        match="'act' has no module; expected 'package.module.function'",
+    ):
         make_pool("act")
 
 
-# --- what fails ---------------------------------------------------------------------------------------------------------
+# --- what fails -----------------------------------------------------------------------------------
 
 
 def test_reward_pool_exception(make_pool: MakePool) -> None:
@@ -157,20 +175,32 @@ def test_reward_pool_unserializable(make_pool: MakePool) -> None:
     assert pool.map([4]) == [8]
 
 
-def test_reward_pool_stuck_function(make_pool: MakePool, gate: Gate, threads: ThreadPoolExecutor, backend: str) -> None:
+def test_reward_pool_stuck_function(
+    make_pool: MakePool, gate: Gate, threads: ThreadPoolExecutor, backend: str
+) -> None:
     pool = make_pool(timeout_s=3.0)
     before = pids(pool)
     stuck = begin(pool, threads, "wait", *gate.files)
     gate.wait_started()
     assert pool.map(range(50)) == [2 * number for number in range(50)], "the other worker goes on"
-    with pytest.raises(RewardTimeoutError, match=r"score\('wait', .* did not end within .*limit 3 s") as caught:
+    with pytest.raises(
+        RewardTimeoutError, match=r"score\('wait', .* did not end within .*limit 3 s"
+    ) as caught:
         stuck.result(LIMIT_S)
     assert "wait_for_file(release)" in caught.value.stack
     if backend != "inline":
-        wait_until(lambda: len(set(pids(pool)) - set(before)) == 1, "one worker has another process")
+        wait_until(
+            lambda: len(set(pids(pool)) - set(before)) == 1, "one worker has another process"
+        )
     other = Gate(Path(gate.started).parent, "other")
-    again = [begin(pool, threads, "wait", f"{other.started}{number}", other.release) for number in range(2)]
-    wait_until(lambda: all(os.path.exists(f"{other.started}{number}") for number in range(2)), "both workers serve")
+    again = [
+        begin(pool, threads, "wait", f"{other.started}{number}", other.release)
+        for number in range(2)
+    ]
+    wait_until(
+        lambda: all(os.path.exists(f"{other.started}{number}") for number in range(2)),
+        "both workers serve",
+    )
     other.open()
     assert [each.result(LIMIT_S) for each in again] == ["waited"] * 2
 
@@ -237,7 +267,7 @@ def test_reward_pool_restarts_spent(make_pool: MakePool) -> None:
         pool.map([1])
 
 
-# --- who waits no more --------------------------------------------------------------------------------------------------
+# --- who waits no more ----------------------------------------------------------------------------
 
 
 def test_reward_pool_cancelled_score(make_pool: MakePool, gate: Gate) -> None:
@@ -246,7 +276,10 @@ def test_reward_pool_cancelled_score(make_pool: MakePool, gate: Gate) -> None:
     async def score() -> list[Any]:
         running = asyncio.create_task(pool.ascore("wait", *gate.files))
         await asyncio.to_thread(gate.wait_started)
-        waiting = [asyncio.create_task(pool.ascore("note", str(Path(gate.started).parent), name)) for name in "ab"]
+        waiting = [
+            asyncio.create_task(pool.ascore("note", str(Path(gate.started).parent), name))
+            for name in "ab"
+        ]
         await asyncio.sleep(0)
         running.cancel()
         waiting[0].cancel()

@@ -35,7 +35,9 @@ def test_scale_up_and_down(scheduler: Scheduler, backend: str, role: str) -> Non
         assert [worker.id for worker in workers] == [first, *new]
         assert len({port for worker in workers for port in worker.engine_ports}) == 3
         if backend != "inline":
-            assert len({device for worker in workers for device in worker.devices}) == 3, "a device each"
+            assert len({device for worker in workers for device in worker.devices}) == 3, (
+                "a device each"
+            )
         grown = [Engine.create(scheduler, worker.id, Counter) for worker in workers[1:]]
         assert [each.call("add", 1) for each in grown] == [1, 1]
         assert scheduler.scale(role, 3) == []
@@ -57,7 +59,9 @@ def test_scale_failure_changes_nothing(scheduler: Scheduler, backend: str, role:
     kept = Engine.create(scheduler, first, Counter)
     with pytest.raises(errors.PlacementInfeasibleError, match="GPU"):
         scheduler.scale(role, 10)
-    assert [status.worker_id for status in scheduler.status() if status.worker_id.startswith(f"{role}/")] == [first]
+    assert [
+        status.worker_id for status in scheduler.status() if status.worker_id.startswith(f"{role}/")
+    ] == [first]
     assert kept.call("add", 2) == 2
     assert len(scheduler.scale(role, 8)) == 7, "nothing of the failed attempt is held"
 
@@ -101,29 +105,50 @@ def test_remove_workers_keeps_ids(scheduler: Scheduler, backend: str, role: str)
 
 def test_remove_workers_leaves_holes(scheduler: Scheduler, backend: str, role: str) -> None:
     specs = [
-        SchedulingSpec(cpu=0, gpu=0 if backend == "inline" else 1, port_count=1, env_vars={f"HOLES_{index}": "there"})
+        SchedulingSpec(
+            cpu=0,
+            gpu=0 if backend == "inline" else 1,
+            port_count=1,
+            env_vars={f"HOLES_{index}": "there"},
+        )
         for index in range(4)
     ]
     scheduler.create_workers(Job(role=role, replicas=4, tasks=specs))
     scheduler.remove_workers(role, [f"{role}/0", f"{role}/2"])
     left = [f"{role}/1", f"{role}/3"]
     assert list(scheduler.stacks(role)) == left
-    assert [status.worker_id for status in scheduler.status() if status.worker_id.startswith(f"{role}/")] == left
+    assert [
+        status.worker_id for status in scheduler.status() if status.worker_id.startswith(f"{role}/")
+    ] == left
     assert list(scheduler.environment(role)) == left
     scheduler.restart_worker(f"{role}/3")
     again = Engine.create(scheduler, f"{role}/3", Counter)
     assert again.call("environ", "HOLES_3") == {"HOLES_3": "there"}, "it has its own spec"
     guests = scheduler.create_workers(
-        Job(role=f"{role}-guest", replicas=2, scheduling_strategy=SchedulingStrategy(type="colocation", target=role))
+        Job(
+            role=f"{role}-guest",
+            replicas=2,
+            scheduling_strategy=SchedulingStrategy(type="colocation", target=role),
+        )
     )
     assert guests == [f"{role}-guest/0", f"{role}-guest/1"]
     asyncio.run(scheduler.create_engine(guests[1], Counter))
     assert scheduler.call_engine(guests[1], "pid") == again.call("pid")
     beside = SchedulingStrategy(type="colocation", target=role, fork=True)
-    assert len(scheduler.plan(Job(role=f"{role}-beside", replicas=2, scheduling_strategy=beside)).roles[0].workers) == 2
+    assert (
+        len(
+            scheduler.plan(Job(role=f"{role}-beside", replicas=2, scheduling_strategy=beside))
+            .roles[0]
+            .workers
+        )
+        == 2
+    )
     siblings = scheduler.fork_workers(f"{role}-beside", role)
     assert siblings == [f"{role}-beside/0", f"{role}-beside/1"]
-    devices = [[worker.devices for worker in scheduler.get_workers(name)] for name in (role, f"{role}-beside")]
+    devices = [
+        [worker.devices for worker in scheduler.get_workers(name)]
+        for name in (role, f"{role}-beside")
+    ]
     assert devices[0] == devices[1]
     with pytest.raises(errors.InvalidSpecError, match="stand on them"):
         scheduler.remove_workers(role, [f"{role}/1"])
@@ -142,7 +167,10 @@ def test_remove_workers_frees_devices(scheduler: Scheduler, backend: str, role: 
     assert _ids(scheduler, role) == [f"{role}/3", f"{role}/4", f"{role}/6"]
     assert len(scheduler.create_workers(_job(f"{role}-others", backend, replicas=5))) == 5
     devices = [
-        device for name in (role, f"{role}-others") for worker in scheduler.get_workers(name) for device in worker.devices
+        device
+        for name in (role, f"{role}-others")
+        for worker in scheduler.get_workers(name)
+        for device in worker.devices
     ]
     assert sorted(devices) == [str(index) for index in range(8)]
     scheduler.delete_workers(f"{role}-others")
@@ -177,7 +205,13 @@ def test_remove_workers_during_restart(scheduler: Scheduler, backend: str, role:
         doomed = f"{role}/{index + 1}"
         with ThreadPoolExecutor() as pool:
             restart = pool.submit(scheduler.restart_worker, doomed)
-            wait_until(lambda: doomed in scheduler._roles.role(role).restarts or restart.done(), "it is restarted")  # type: ignore[attr-defined]  # noqa: B023
+            wait_until(
+                lambda: (
+                    doomed in scheduler._roles.role(role).restarts  # type: ignore[attr-defined]  # noqa: B023
+                    or restart.done()  # noqa: B023
+                ),
+                "it is restarted",
+            )
             removal = pool.submit(scheduler.remove_workers, role, [doomed])
             removal.result(30)
             with contextlib.suppress(errors.WorkerNotFoundError):
@@ -192,12 +226,17 @@ def test_remove_workers_concurrently(scheduler: Scheduler, backend: str, role: s
     with ThreadPoolExecutor() as pool:
         removals = [pool.submit(scheduler.remove_workers, role, [f"{role}/1"]) for _ in range(4)]
         outcomes = [removal.exception(30) for removal in removals]
-    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["NoneType"] + ["WorkerNotFoundError"] * 3
+    assert (
+        sorted(type(outcome).__name__ for outcome in outcomes)
+        == ["NoneType"] + ["WorkerNotFoundError"] * 3
+    )
     assert _ids(scheduler, role) == [f"{role}/0", f"{role}/2"]
 
 
 @pytest.mark.not_on("inline", "nothing of it takes time to end")
-def test_remove_workers_interrupted(scheduler: Scheduler, backend: str, role: str, gate: Gate) -> None:
+def test_remove_workers_interrupted(
+    scheduler: Scheduler, backend: str, role: str, gate: Gate
+) -> None:
     scheduler.create_workers(_job(role, backend, replicas=2))
     engine = Engine.create(scheduler, f"{role}/0", Counter)
     pid = engine.call("pid")
@@ -208,12 +247,16 @@ def test_remove_workers_interrupted(scheduler: Scheduler, backend: str, role: st
         wait_gone({f"{role}/0": pid})
     with pytest.raises(errors.WorkerFailedError):
         call.result(30)
-    wait_until(lambda: sum(node.num_free_devices for node in scheduler.nodes()) == 7, "its device is free")
+    wait_until(
+        lambda: sum(node.num_free_devices for node in scheduler.nodes()) == 7, "its device is free"
+    )
     scheduler.scale(role, 8)
 
 
 @pytest.mark.parametrize("how", ["removed", "deleted"])
-def test_remove_workers_fails_calls(scheduler: Scheduler, backend: str, role: str, gate: Gate, how: str) -> None:
+def test_remove_workers_fails_calls(
+    scheduler: Scheduler, backend: str, role: str, gate: Gate, how: str
+) -> None:
     scheduler.create_workers(_job(role, backend, replicas=2))
     with held(Engine.create(scheduler, f"{role}/1", Counter), gate, "async_wait") as call:
         if how == "removed":
@@ -228,7 +271,11 @@ def test_add_workers_concurrently(scheduler: Scheduler, backend: str, role: str)
     scheduler.create_workers(_job(role, backend))
     with ThreadPoolExecutor() as pool:
         asked = [pool.submit(scheduler.add_workers, role, 1) for _ in range(4)]
-        removed = pool.submit(scheduler.remove_workers, role, [f"{role}/0"]) if asked[0].result(30) else None
+        removed = (
+            pool.submit(scheduler.remove_workers, role, [f"{role}/0"])
+            if asked[0].result(30)
+            else None
+        )
         new = [id_ for each in asked for id_ in each.result(30)]
     assert removed is not None
     assert removed.exception(30) is None
@@ -243,7 +290,10 @@ def test_add_workers_starts_commands(scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cpu=0, cmd=serve)]))
     assert scheduler.add_workers(role, 1) == [f"{role}/1"]
     for worker in scheduler.get_workers(role):
-        wait_until(lambda port=worker.engine_ports[0]: _answers(int(port)), f"the server of {worker.id} answers")  # type: ignore[misc]
+        wait_until(
+            lambda port=worker.engine_ports[0]: _answers(int(port)),  # type: ignore[misc]
+            f"the server of {worker.id} answers",
+        )
 
 
 def _answers(port: int) -> bool:

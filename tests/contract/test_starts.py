@@ -23,13 +23,17 @@ def _held_by_groups() -> dict[str, Any]:
     """Ray's placement groups that are not removed, by id."""
     from ray.util.placement_group import placement_group_table
 
-    return {id_: table for id_, table in placement_group_table().items() if table["state"] != "REMOVED"}
+    return {
+        id_: table for id_, table in placement_group_table().items() if table["state"] != "REMOVED"
+    }
 
 
 def _free() -> dict[str, float]:
     import ray
 
-    return {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
+    return {
+        name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")
+    }
 
 
 def test_create_workers_failure_leaves_nothing(
@@ -39,7 +43,11 @@ def test_create_workers_failure_leaves_nothing(
     before = [status.worker_id for status in scheduler.status()]
     groups, free = (_held_by_groups(), _free()) if backend == "ray" else ({}, {})
     workers = _workers_of_this_machine()
-    job = Job(role=role, replicas=2, tasks=[SchedulingSpec(gpu=0), SchedulingSpec(port_count=TOO_MANY_PORTS)])
+    job = Job(
+        role=role,
+        replicas=2,
+        tasks=[SchedulingSpec(gpu=0), SchedulingSpec(port_count=TOO_MANY_PORTS)],
+    )
     with pytest.raises(errors.WorkerStartError) as caught:
         scheduler.create_workers(job)
     error = caught.value
@@ -49,8 +57,13 @@ def test_create_workers_failure_leaves_nothing(
     assert [status.worker_id for status in scheduler.status()] == before
     wait_until(lambda: not (_workers_of_this_machine() - workers), "its processes are gone")
     if backend == "ray":
-        wait_until(lambda: _held_by_groups().keys() == groups.keys(), "its placement group is removed")
-        wait_until(lambda: all(_free().get(name, 0) >= amount for name, amount in free.items()), "what it held is free")
+        wait_until(
+            lambda: _held_by_groups().keys() == groups.keys(), "its placement group is removed"
+        )
+        wait_until(
+            lambda: all(_free().get(name, 0) >= amount for name, amount in free.items()),
+            "what it held is free",
+        )
     assert scheduler.create_workers(Job(role=role)) == [f"{role}/0"], "the name is free again"
 
 
@@ -82,7 +95,9 @@ def test_create_workers_worker_ends(backend: str, scheduler: Scheduler, role: st
 
 @pytest.mark.not_on("inline", "its workers start at once")
 def test_create_workers_one_deadline(backend: str, make_own: Callable[..., Scheduler]) -> None:
-    options: dict[str, Any] = {"preload": ["tests.contract.slow_module"]} if backend == "local" else {}
+    options: dict[str, Any] = (
+        {"preload": ["tests.contract.slow_module"]} if backend == "local" else {}
+    )
     scheduler = make_own(timeouts=Timeouts(start_s=0.05), **options)
     workers = _workers_of_this_machine()
     with pytest.raises((errors.WorkerStartError, errors.PlacementTimeoutError)) as caught:
@@ -93,22 +108,38 @@ def test_create_workers_one_deadline(backend: str, make_own: Callable[..., Sched
     wait_until(lambda: not (_workers_of_this_machine() - workers), "its processes are gone")
 
 
-# --- more than there is -------------------------------------------------------------------------------------------------
+# --- more than there is ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("replicas", "spec", "shortfall", "setting"),
     [
         (1, SchedulingSpec(cpu=999), "975 CPU", "Set SchedulingSpec.cpu to 24"),
-        (1, SchedulingSpec(gpu=9, ray_placement_strategy="separate"), "1 GPU", "Set SchedulingSpec.gpu to 8"),
+        (
+            1,
+            SchedulingSpec(gpu=9, ray_placement_strategy="separate"),
+            "1 GPU",
+            "Set SchedulingSpec.gpu to 8",
+        ),
         (3, SchedulingSpec(cpu=0, gpu=3), "1 GPU", "Set Job.replicas to 2"),
         (1, SchedulingSpec(mem=9000), "GB memory", "Set SchedulingSpec.mem to "),
-        (1, SchedulingSpec(resources={"license": 1}), "1 license", "Set SchedulingSpec.resources to {'license': 0}"),
+        (
+            1,
+            SchedulingSpec(resources={"license": 1}),
+            "1 license",
+            "Set SchedulingSpec.resources to {'license': 0}",
+        ),
         (1, SchedulingSpec(accelerator_type="H9000"), "accelerator_type:H9000", "SchedulingSpec"),
     ],
 )
 def test_create_workers_infeasible(
-    backend: str, scheduler: Scheduler, role: str, replicas: int, spec: SchedulingSpec, shortfall: str, setting: str
+    backend: str,
+    scheduler: Scheduler,
+    role: str,
+    replicas: int,
+    spec: SchedulingSpec,
+    shortfall: str,
+    setting: str,
 ) -> None:
     if backend != "ray" and spec.accelerator_type:
         pytest.skip(f"{backend}: one machine offers no choice of nodes")
@@ -124,24 +155,38 @@ def test_create_workers_infeasible(
 
 @pytest.mark.not_on("inline", "it has no devices to hand out")
 def test_create_workers_names_own_holder(backend: str, scheduler: Scheduler, role: str) -> None:
-    scheduler.create_workers(Job(role=f"{role}-holder", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=3)]))
+    scheduler.create_workers(
+        Job(role=f"{role}-holder", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=3)])
+    )
     groups = _held_by_groups() if backend == "ray" else {}
-    with pytest.raises(errors.PlacementTimeoutError) as caught:  # at once: nobody else would free what this run holds
+    with pytest.raises(errors.PlacementTimeoutError) as caught:
+        # at once: nobody else would free what this run holds
         scheduler.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)]))
     assert f"{role}-holder" in caught.value.holders
     assert "2" in caught.value.free
     if backend == "ray":
         wait_until(lambda: _held_by_groups().keys() == groups.keys(), "its group is removed")
     scheduler.delete_workers(f"{role}-holder")
-    assert len(scheduler.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)]))) == 3
+    assert (
+        len(
+            scheduler.create_workers(
+                Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)])
+            )
+        )
+        == 3
+    )
 
 
 @pytest.mark.not_on("inline", "it has no devices to hand out")
 @pytest.mark.not_on("local", "its machine's devices are its own to hand out")
-def test_create_workers_waits_for_others(make_own: Callable[..., Scheduler], scheduler: Scheduler, role: str) -> None:
+def test_create_workers_waits_for_others(
+    make_own: Callable[..., Scheduler], scheduler: Scheduler, role: str
+) -> None:
     other: Any = make_own(timeouts=Timeouts(start_s=0.5))
     with other:
-        scheduler.create_workers(Job(role=f"{role}-holder", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=3)]))
+        scheduler.create_workers(
+            Job(role=f"{role}-holder", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=3)])
+        )
         groups = _held_by_groups()
         with pytest.raises(errors.PlacementTimeoutError) as caught:
             other.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)]))
@@ -149,11 +194,19 @@ def test_create_workers_waits_for_others(make_own: Callable[..., Scheduler], sch
         assert f"{role}-holder" in caught.value.holders
         wait_until(lambda: _held_by_groups().keys() == groups.keys(), "its group is removed")
         scheduler.delete_workers(f"{role}-holder")
-        other.timeouts = Timeouts()  # Ray gives a pending group what has become free within a second
-        assert len(other.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)]))) == 3
+        # Ray gives a pending group what has become free within a second
+        other.timeouts = Timeouts()
+        assert (
+            len(
+                other.create_workers(
+                    Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)])
+                )
+            )
+            == 3
+        )
 
 
-# --- devices ------------------------------------------------------------------------------------------------------------
+# --- devices --------------------------------------------------------------------------------------
 
 MASKS = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
@@ -161,9 +214,13 @@ MASKS = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 @pytest.mark.not_on("inline", "it has no devices to hand out")
 def test_devices_visible_to_worker(scheduler: Scheduler, role: str) -> None:
     assert scheduler.n_gpus_per_node == 8
-    workers = scheduler.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=2)]))
+    workers = scheduler.create_workers(
+        Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=2)])
+    )
     workers += scheduler.create_workers(Job(role=f"{role}-cpu", tasks=[SchedulingSpec(cpu=1)]))
-    masks = [Engine.create(scheduler, worker, Counter).call("environ", *MASKS) for worker in workers]
+    masks = [
+        Engine.create(scheduler, worker, Counter).call("environ", *MASKS) for worker in workers
+    ]
     granted = [mask["CUDA_VISIBLE_DEVICES"].split(",") for mask in masks[:3]]
     assert all(len(ids) == 2 for ids in granted)
     assert len({id_ for ids in granted for id_ in ids}) == 6, "no device is given twice"
@@ -186,7 +243,10 @@ with make({options}) as scheduler:
     scheduler.create_workers(Job(role="a", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=2)]))
     for index in range(2):
         asyncio.run(scheduler.create_engine(f"a/{{index}}", engines.Counter))
-    seen = [scheduler.call_engine(f"a/{{index}}", "environ", None, {variable!r}) for index in range(2)]
+    seen = [
+        scheduler.call_engine(f"a/{{index}}", "environ", None, {variable!r})
+        for index in range(2)
+    ]
     tell(seen=[each[{variable!r}] for each in seen], per_node=scheduler.n_gpus_per_node)
 """,
         environment={variable: "0,1,2,3,4,5,6,7"},
@@ -198,7 +258,7 @@ with make({options}) as scheduler:
     driver.wait_nothing_left()
 
 
-# --- without Ray --------------------------------------------------------------------------------------------------------
+# --- without Ray ----------------------------------------------------------------------------------
 
 NO_RAY = """
 import importlib.abc
@@ -235,11 +295,14 @@ except errors.BackendNotInstalledError as error:
 
 
 def test_make_scheduler_unknown_backend() -> None:
-    with pytest.raises(errors.UnknownBackendError, match="there is no scheduler 'slurm'; choose one of: ray, local, inline"):
+    with pytest.raises(
+        errors.UnknownBackendError,
+        match="there is no scheduler 'slurm'; choose one of: ray, local, inline",
+    ):
         make_scheduler("slurm")
 
 
-# --- the forkserver of local workers ------------------------------------------------------------------------------------
+# --- the forkserver of local workers --------------------------------------------------------------
 
 only_local = pytest.mark.usefixtures("local_alone")
 
@@ -277,5 +340,7 @@ def test_local_long_temporary_folder(
     with make_own() as scheduler:
         (worker,) = scheduler.create_workers(Job(role="a"))
         assert Engine.create(scheduler, worker, Counter).call("add") == 1
-    assert [path for path in long.rglob("*") if not path.is_dir()] == [], "of the records of runs only their folder is left"
+    assert [path for path in long.rglob("*") if not path.is_dir()] == [], (
+        "of the records of runs only their folder is left"
+    )
     assert not list(long.glob(f"helmsman-{scheduler.run_id}-*"))  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""A call that outlives its time-out: it raises once, says where the engine is, and is never sent again."""
+"""A call that outlives its time-out: it raises once, says where the engine is, and is never sent
+again.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ def test_timeout_withdraws_constructor(
 ) -> None:
     name = next(_names)
     monkeypatch.setattr(scheduler, "timeouts", Timeouts(create_engine_s=LATE_S))
-    with held(engine, gate), pytest.raises(errors.CallTimeoutError, match=r"set by Timeouts.create_engine_s"):
+    with (
+        held(engine, gate),
+        pytest.raises(errors.CallTimeoutError, match=r"set by Timeouts.create_engine_s"),
+    ):
         Engine.create(scheduler, engine.worker_id, Counter, name)
     monkeypatch.undo()
     assert Engine.create(scheduler, engine.worker_id, Counter, name, 5).call("add") == 6
@@ -81,7 +86,9 @@ def test_timeout_near_zero(engine: Engine) -> None:
         before = engine.call("add", 0)
         try:
             outcome = (
-                engine.call("add", 1, bytes(0), timeout=timeout) if timeout > 1 else engine.call("add", 1, timeout=timeout)
+                engine.call("add", 1, bytes(0), timeout=timeout)
+                if timeout > 1
+                else engine.call("add", 1, timeout=timeout)
             )
         except errors.CallTimeoutError as error:
             outcome = error
@@ -94,13 +101,21 @@ def test_timeout_near_zero(engine: Engine) -> None:
 HOWS = ["sync", "async", "group"]
 
 
-def _begin(engine: Engine, how: str, method: str, *args: object, timeout: float) -> concurrent.futures.Future[Any]:
+def _begin(
+    engine: Engine, how: str, method: str, *args: object, timeout: float
+) -> concurrent.futures.Future[Any]:
     """Begin a call in one of the three ways in which there are limits."""
     if how == "group":
         calls = {engine.worker_id: Call(args)}
-        return submit(call_all(engine.scheduler, "role", method, calls, engine_name=engine.name, timeout=timeout))
+        return submit(
+            call_all(
+                engine.scheduler, "role", method, calls, engine_name=engine.name, timeout=timeout
+            )
+        )
     if how == "async":
-        return submit(asyncio.to_thread(lambda: asyncio.run(engine.acall(method, *args, timeout=timeout))))
+        return submit(
+            asyncio.to_thread(lambda: asyncio.run(engine.acall(method, *args, timeout=timeout)))
+        )
     return submit(asyncio.to_thread(lambda: engine.call(method, *args, timeout=timeout)))
 
 
@@ -117,7 +132,9 @@ def own(scheduler: Scheduler, role: str) -> Iterator[tuple[Engine, int]]:
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.not_on("inline", "one process, it cannot be stopped without the test")
-def test_timeout_of_stopped_worker(own: tuple[Engine, int], gate: Gate, caplog: pytest.LogCaptureFixture, how: str) -> None:
+def test_timeout_of_stopped_worker(
+    own: tuple[Engine, int], gate: Gate, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
     engine, pid = own
     with held(engine, gate) as running:
         stop(pid)
@@ -125,13 +142,23 @@ def test_timeout_of_stopped_worker(own: tuple[Engine, int], gate: Gate, caplog: 
         with pytest.raises(errors.CallTimeoutError) as caught:
             _begin(engine, how, "add", timeout=0.5).result(timeout=LIMIT_S)
         elapsed_s = time.monotonic() - started
-        assert 0.5 <= elapsed_s < 1.5, "a control request of its own would have waited for Timeouts.health_s, 10 s"
+        assert 0.5 <= elapsed_s < 1.5, (
+            "a control request of its own would have waited for Timeouts.health_s, 10 s"
+        )
         error = caught.value
-        assert (error.method, error.limit_s, error.worker_alive, error.stack) == ("add", 0.5, False, "")
+        assert (error.method, error.limit_s, error.worker_alive, error.stack) == (
+            "add",
+            0.5,
+            False,
+            "",
+        )
         assert error.elapsed_s < 1.5
         assert "did not say in time where the call is; the log has it once it does" in str(error)
         os.kill(pid, signal.SIGCONT)
-        late = wait_until(lambda: [each for each in caplog.messages if ".add timed out after" in each], "the stack is logged")
+        late = wait_until(
+            lambda: [each for each in caplog.messages if ".add timed out after" in each],
+            "the stack is logged",
+        )
         assert "had not begun behind" in late[0]
         assert "in wait" in late[0], "what it waited behind"
         wait_until(lambda: engine.state is WorkerState.READY, "the withdrawn call occupies nothing")
@@ -147,7 +174,9 @@ def test_timeout_of_ranks_withdraws_none_that_others_wait_for(
     collective = Gate(tmp_path, "collective")
     with held(engine, gate):
         calls = {each.worker_id: Call(collective.files) for each in (engine, other)}
-        late = submit(call_all(scheduler, "role", "wait", calls, engine_name=engine.name, timeout=3.0))
+        late = submit(
+            call_all(scheduler, "role", "wait", calls, engine_name=engine.name, timeout=3.0)
+        )
         with pytest.raises(errors.GroupCallError) as caught:
             late.result(timeout=LIMIT_S)
         assert "and will run after it, as other ranks may wait for it" in str(caught.value)
@@ -159,7 +188,10 @@ def test_timeout_of_ranks_withdraws_none_that_others_wait_for(
 def test_timeout_just_after_result(engine: Engine, gate: Gate, how: str) -> None:
     client = engine.scheduler._roles.client(engine.worker_id)  # type: ignore[attr-defined]
     future = _begin(engine, how, "wait", *gate.files, timeout=3.5)
-    wait_until(lambda: any(each._seen is not None for each in list(client.in_flight.values())), "the worker was asked")
+    wait_until(
+        lambda: any(each._seen is not None for each in list(client.in_flight.values())),
+        "the worker was asked",
+    )
     gate.open()
     assert future.result(timeout=LIMIT_S) in (1, [1])
     assert engine.state is WorkerState.READY
@@ -175,7 +207,9 @@ def test_timeout_short_has_stack(engine: Engine, gate: Gate, how: str) -> None:
 
 
 def test_timeout_of_many_calls_located(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    """One question and one answer serve them all: a question for each would keep the worker from answering in time."""
+    """One question and one answer serve them all: a question for each would keep the worker from
+    answering in time.
+    """
 
     async def late() -> list[Any]:
         calls = (engine.acall("park", timeout=3.0) for _ in range(300))
@@ -184,7 +218,9 @@ def test_timeout_of_many_calls_located(engine: Engine, caplog: pytest.LogCapture
     failures = asyncio.run(late())
     engine.call("unpark")
     assert {type(failure) for failure in failures} == {errors.CallTimeoutError}
-    assert {(failure.worker_alive, "in park" in failure.stack) for failure in failures} == {(True, True)}
+    assert {(failure.worker_alive, "in park" in failure.stack) for failure in failures} == {
+        (True, True)
+    }
     assert not [record for record in caplog.records if "timed out after" in record.message]
 
 
@@ -209,7 +245,10 @@ def test_timeout_worker_dies_before_limit(own: tuple[Engine, int], gate: Gate) -
     engine, pid = own
     client = engine.scheduler._roles.client(engine.worker_id)  # type: ignore[attr-defined]
     future = engine.begin("wait", *gate.files, timeout=3.5)
-    wait_until(lambda: any(each._seen is not None for each in list(client.in_flight.values())), "the worker was asked")
+    wait_until(
+        lambda: any(each._seen is not None for each in list(client.in_flight.values())),
+        "the worker was asked",
+    )
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(errors.WorkerFailedError) as caught:
         future.result(timeout=LIMIT_S)
@@ -224,4 +263,6 @@ def test_timeout_refuses_nan(engine: Engine) -> None:
 
 @pytest.mark.parametrize("number", [np.float32, np.int64, np.float64])
 def test_timeout_of_numpy(engine: Engine, number: Callable[[float], Any]) -> None:
-    assert engine.call("add", 0, timeout=number(LIMIT_S)) == asyncio.run(engine.acall("add", 0, timeout=number(LIMIT_S)))
+    assert engine.call("add", 0, timeout=number(LIMIT_S)) == asyncio.run(
+        engine.acall("add", 0, timeout=number(LIMIT_S))
+    )

@@ -13,7 +13,9 @@ from tests.engines.preload import PRELOAD
 
 @pytest.fixture
 def young_heap() -> Iterator[None]:
-    """Collections of garbage look at new objects alone: beside those of torch and Ray, each would take a second."""
+    """Collections of garbage look at new objects alone: beside those of torch and Ray, each would
+    take a second.
+    """
     gc.freeze()
     yield
     gc.unfreeze()
@@ -21,9 +23,11 @@ def young_heap() -> Iterator[None]:
 
 @pytest.fixture(scope="package")
 def forking() -> Iterator[LocalScheduler]:
-    """A scheduler whose workers have imported real engines when they start, which costs its forkserver seconds.
+    """A scheduler whose workers have imported real engines when they start, which costs its
+    forkserver seconds.
 
-    Not for the session: while it is open, this process must not use an accelerator platform, as tests of engines do.
+    Not for the session: while it is open, this process must not use an accelerator platform, as
+        tests of engines do.
     """
     with LocalScheduler(preload=PRELOAD) as scheduler:
         yield scheduler

@@ -1,4 +1,6 @@
-"""Engines of the controllers' tests; only the one that needs torch imports it, so workers start fast."""
+"""Engines of the controllers' tests; only the one that needs torch imports it, so workers start
+fast.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +45,28 @@ class RecordingTrainer:
         """Name, calls so far and the rendezvous variables."""
         return self.name, self.log, self.environment
 
-    def train_batch(self, samples: Sequence[Any], loss_fn: Any, loss_kwargs: Mapping[str, Any] | None) -> dict[str, float]:
+    def train_batch(
+        self, samples: Sequence[Any], loss_fn: Any, loss_kwargs: Mapping[str, Any] | None
+    ) -> dict[str, float]:
         """A step: the version counts, and the statistics tell this rank's share."""
         self.log.append("train_batch")
         self.version += 1
-        return {**self._figures(samples), "loss": float(loss_fn(len(samples), **(loss_kwargs or {})))}
+        return {
+            **self._figures(samples),
+            "loss": float(loss_fn(len(samples), **(loss_kwargs or {}))),
+        }
 
-    def eval_batch(self, samples: Sequence[Any], loss_fn: Any, loss_kwargs: Mapping[str, Any] | None) -> dict[str, float]:
+    def eval_batch(
+        self, samples: Sequence[Any], loss_fn: Any, loss_kwargs: Mapping[str, Any] | None
+    ) -> dict[str, float]:
         self.log.append("eval_batch")
         return self._figures(samples)
 
     def _figures(self, samples: Sequence[Any]) -> dict[str, float]:
-        return {"num_samples": len(samples), "num_tokens": sum(len(sample["input_ids"]) for sample in samples)}
+        return {
+            "num_samples": len(samples),
+            "num_tokens": sum(len(sample["input_ids"]) for sample in samples),
+        }
 
     def forward(self, samples: Sequence[Any]) -> list[list[int]]:
         self.log.append("forward")
@@ -91,8 +103,12 @@ class CollectiveTrainer(RecordingTrainer):
 
         dist.init_process_group("gloo")
 
-    def train_batch(self, samples: Sequence[Any], loss_fn: Any, loss_kwargs: Mapping[str, Any] | None) -> dict[str, float]:
-        """The number of samples on all ranks. Rank 1 'dies', or 'leaves' the group with an error, while rank 0 waits for it."""
+    def train_batch(
+        self, samples: Sequence[Any], loss_fn: Any, loss_kwargs: Mapping[str, Any] | None
+    ) -> dict[str, float]:
+        """The number of samples on all ranks. Rank 1 'dies', or 'leaves' the group with an error,
+        while rank 0 waits for it.
+        """
         import torch
         import torch.distributed as dist
 
@@ -108,7 +124,9 @@ class CollectiveTrainer(RecordingTrainer):
 
 
 class CountingRollout:
-    """A rollout engine whose requests end when ``finish`` says so, or at once with ``gated=False``."""
+    """A rollout engine whose requests end when ``finish`` says so, or at once with
+    ``gated=False``.
+    """
 
     worker_id: str = ""
 
@@ -126,7 +144,9 @@ class CountingRollout:
         self.ready = True
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """Answer with the prompt's tokens plus one, truncated to the most new tokens; the prompt [0] is refused."""
+        """Answer with the prompt's tokens plus one, truncated to the most new tokens; the prompt
+        [0] is refused.
+        """
         if request.prompt_ids == [0]:
             raise ValueError("token 0 is no prompt")
         self.served.append(request.request_id)
@@ -163,7 +183,9 @@ class CountingRollout:
         return chosen
 
     async def update_weights(self, weights: Mapping[str, Any], version: int) -> int:
-        """Take weights that tell their version; others are refused, 'stuck' ones ignored, and 'held' ones wait for finish."""
+        """Take weights that tell their version; others are refused, 'stuck' ones ignored, and
+        'held' ones wait for finish.
+        """
         self.num_updates += 1
         if "weight" not in weights:
             raise KeyError("weight")
@@ -211,7 +233,9 @@ class RolloutOfAChild(CountingRollout, InferenceEngine):  # type: ignore[misc]
         self.child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 
     def failure(self) -> str | None:
-        return None if self.child.poll() is None else f"its process ended with {self.child.returncode}"
+        return (
+            None if self.child.poll() is None else f"its process ended with {self.child.returncode}"
+        )
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
         answer = asyncio.ensure_future(super().agenerate(request))
@@ -243,7 +267,9 @@ class RolloutOfAChild(CountingRollout, InferenceEngine):  # type: ignore[misc]
 
 
 class SleepyRollout(CountingRollout):
-    """A CountingRollout that sleeps; where the file ``hold`` is there, it does not get to it until it is removed."""
+    """A CountingRollout that sleeps; where the file ``hold`` is there, it does not get to it until
+    it is removed.
+    """
 
     def __init__(self, hold: str) -> None:
         super().__init__()
@@ -269,12 +295,13 @@ class CountingRolloutThatStops(CountingRollout):
         super().__init__()
         if os.path.exists(path):
             os.remove(path)
-            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # at once: another thread may take it late
+            # at once: another thread may take it late
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 class SlowRollout(CountingRollout):
-    """A CountingRollout whose start a test holds by the two files of a gate, while the file ``hold`` is there, or refuses by
-    what that says."""
+    """A CountingRollout whose start a test holds by the two files of a gate, while the file
+    ``hold`` is there, or refuses by what that says."""
 
     def __init__(self, hold: str, started: str, release: str, gated: bool = False) -> None:
         super().__init__(gated)

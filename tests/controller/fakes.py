@@ -1,4 +1,6 @@
-"""A scheduler for tests that keeps to the contract: engines live in this process, and their deaths are caused at will."""
+"""A scheduler for tests that keeps to the contract: engines live in this process, and their deaths
+are caused at will.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,15 @@ def _unsupported(name: str) -> Any:
     return method
 
 
-_Base: Any = type("_Base", (Scheduler,), {name: _unsupported(name) for name in Scheduler.__abstractmethods__})
+_Base: Any = type(
+    "_Base", (Scheduler,), {name: _unsupported(name) for name in Scheduler.__abstractmethods__}
+)
 
 
 class FakeScheduler(_Base):  # type: ignore[misc]
-    """Engines run on the background loop; ``sent`` records every call, ``ips`` are the workers' addresses by index."""
+    """Engines run on the background loop; ``sent`` records every call, ``ips`` are the workers'
+    addresses by index.
+    """
 
     n_gpus_per_node = 0
 
@@ -73,7 +79,7 @@ class FakeScheduler(_Base):  # type: ignore[misc]
         """The methods called on a worker, in order."""
         return [call.method for call in self.sent if call.worker_id == worker_id]
 
-    # --- roles ------------------------------------------------------------------------------------------------------
+    # --- roles ------------------------------------------------------------------------------------
 
     def create_workers(self, job: Job) -> list[str]:
         job.validate()
@@ -109,7 +115,9 @@ class FakeScheduler(_Base):  # type: ignore[misc]
             Worker(
                 id=f"{role}/{index}",
                 ip=self.ips[index] if self.ips else "127.0.0.1",
-                engine_ports=[str(20000 + 10 * index + port) for port in range(job.spec(index).port_count)],
+                engine_ports=[
+                    str(20000 + 10 * index + port) for port in range(job.spec(index).port_count)
+                ],
             )
             for index in range(job.replicas)
         ]
@@ -137,7 +145,7 @@ class FakeScheduler(_Base):  # type: ignore[misc]
             raise errors.RoleNotFoundError(name=role, known=list(self.jobs))
         return self.jobs[role]
 
-    # --- workers ----------------------------------------------------------------------------------------------------
+    # --- workers ----------------------------------------------------------------------------------
 
     async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
         self.set_variables.setdefault(worker_id, {}).update(env)
@@ -151,7 +159,11 @@ class FakeScheduler(_Base):  # type: ignore[misc]
         if fault.worker_id not in self._deaths:
             raise errors.WorkerNotFoundError(name=fault.worker_id, known=list(self._deaths))
         self.injected.append(fault)
-        return [Injection(worker_id=fault.worker_id, pid=1, node="127.0.0.1", done=True, outcome="recorded")]
+        return [
+            Injection(
+                worker_id=fault.worker_id, pid=1, node="127.0.0.1", done=True, outcome="recorded"
+            )
+        ]
 
     async def preemption_notices(self) -> dict[str, PreemptionNotice]:
         return {}
@@ -162,10 +174,15 @@ class FakeScheduler(_Base):  # type: ignore[misc]
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         self.probed.append((role, address, port))
 
-    # --- calls ------------------------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
     async def create_engine(
-        self, worker_id: str, engine: str | type[Any] | EngineSpec, engine_name: str | None = None, *args: Any, **kwargs: Any
+        self,
+        worker_id: str,
+        engine: str | type[Any] | EngineSpec,
+        engine_name: str | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         assert isinstance(engine, type)
         self.sent.append(Sent(worker_id, "__init__", args, {}, None))
@@ -174,7 +191,9 @@ class FakeScheduler(_Base):  # type: ignore[misc]
             instance.worker_id = worker_id
             self.engines[worker_id] = instance
         except Exception as error:
-            raise errors.EngineCreationError(**_remote(worker_id, engine_name, "__init__", error)) from error
+            raise errors.EngineCreationError(
+                **_remote(worker_id, engine_name, "__init__", error)
+            ) from error
 
     def call_engine(self, *args: Any, **kwargs: Any) -> Any:
         return run_sync(self.async_call_engine(*args, **kwargs))
@@ -215,17 +234,25 @@ class FakeScheduler(_Base):  # type: ignore[misc]
         except Exception as error:
             if type(error).__module__ == "helmsman.api.errors":
                 raise
-            raise errors.EngineCallError(**_remote(worker_id, engine_name, method, error)) from error
+            raise errors.EngineCallError(
+                **_remote(worker_id, engine_name, method, error)
+            ) from error
         if rpc_meta and rpc_meta.get("keep") and value is not None:
             return self._keep(worker_id, value)
         return value
 
-    async def _run(self, worker_id: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    async def _run(
+        self, worker_id: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         engine = self.engines[worker_id]
         function = getattr(engine, method, None)
         if function is None:
             raise errors.MethodNotFoundError(
-                worker_id=worker_id, engine_name=worker_id, method=method, engine_type=type(engine).__name__, suggestions=()
+                worker_id=worker_id,
+                engine_name=worker_id,
+                method=method,
+                engine_type=type(engine).__name__,
+                suggestions=(),
             )
         result = function(*(self._value(argument) for argument in args), **kwargs)
         return await result if inspect.isawaitable(result) else result
@@ -234,7 +261,9 @@ class FakeScheduler(_Base):  # type: ignore[misc]
         if not isinstance(argument, ResultHandle):
             return argument
         if argument.id in self.released:
-            raise errors.HandleLostError(worker_id=argument.worker_id, handle_id=argument.id, reason="it was released")
+            raise errors.HandleLostError(
+                worker_id=argument.worker_id, handle_id=argument.id, reason="it was released"
+            )
         return self.kept[argument.id]
 
     def put(self, value: Any) -> ResultHandle:
@@ -247,12 +276,16 @@ class FakeScheduler(_Base):  # type: ignore[misc]
         self.released.append(handle.id)
 
     def _keep(self, worker_id: str, value: Any) -> ResultHandle:
-        handle = ResultHandle(id=f"handle-{len(self.kept)}", worker_id=worker_id, location=None, nbytes=0, summary="")
+        handle = ResultHandle(
+            id=f"handle-{len(self.kept)}", worker_id=worker_id, location=None, nbytes=0, summary=""
+        )
         self.kept[handle.id] = value
         return handle
 
 
-def _remote(worker_id: str, engine_name: str | None, method: str, error: Exception) -> dict[str, Any]:
+def _remote(
+    worker_id: str, engine_name: str | None, method: str, error: Exception
+) -> dict[str, Any]:
     return {
         "worker_id": worker_id,
         "engine_name": engine_name or worker_id,
@@ -268,7 +301,9 @@ async def awaited(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 
 
-def make_death(worker_id: str, engine_name: str | None = None, method: str = "health") -> errors.WorkerFailedError:
+def make_death(
+    worker_id: str, engine_name: str | None = None, method: str = "health"
+) -> errors.WorkerFailedError:
     """The error of a call to a worker that was killed."""
     return errors.WorkerFailedError(
         worker_id=worker_id,

@@ -24,7 +24,9 @@ HELD = "held"
 
 
 def plan_fault(folder: Path, moment: str, rank: int, kind: str = "kill") -> None:
-    """Have a rank meet a fault (a key of SIGNALS, RAISE or HOLD) the next time that it comes to this moment, and only then."""
+    """Have a rank meet a fault (a key of SIGNALS, RAISE or HOLD) the next time that it comes to
+    this moment, and only then.
+    """
     (folder / f"{moment}-{rank}-{kind}").touch()
 
 
@@ -40,7 +42,8 @@ def meet_fault(folder: str, moment: str) -> None:
         if kind == HOLD:
             hold_interpreter(str(planned.with_name(HELD)))
             continue
-        # To this thread: another that takes SIGSTOP may be scheduled late, and this one would finish the step meanwhile.
+        # To this thread: another that takes SIGSTOP may be scheduled late, and this one would
+        # finish the step meanwhile.
         signal.pthread_kill(threading.get_ident(), SIGNALS[kind])
 
 

@@ -34,12 +34,15 @@ class Trainer(FSDPTrainEngine):
         return version
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        return {name: full_tensor(tensor).cpu().clone() for name, tensor in named_tensors(self._built_model()).items()}
+        return {
+            name: full_tensor(tensor).cpu().clone()
+            for name, tensor in named_tensors(self._built_model()).items()
+        }
 
 
 class Marked(Trainer):
-    """Has weights by which every token is their version, whatever the prompt and the cache are; mixed with those of the version
-    before they give another one."""
+    """Has weights by which every token is their version, whatever the prompt and the cache are;
+    mixed with those of the version before they give another one."""
 
     def mark(self, version: int) -> None:
         model = self._built_model()
@@ -54,7 +57,9 @@ class Marked(Trainer):
                 elif name == "lm_head.weight":
                     value[version % len(value)] = sign
                 assert isinstance(parameter, DTensor)
-                parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
+                parameter.copy_(
+                    distribute_tensor(value, parameter.device_mesh, parameter.placements)
+                )
         self.set_version(version)
 
 
@@ -69,7 +74,10 @@ class Rollout(HFRolloutEngine):
         self._refuses = False
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in named_tensors(self._running()._model).items()}
+        return {
+            name: tensor.detach().clone()
+            for name, tensor in named_tensors(self._running()._model).items()
+        }
 
     def updates(self) -> int:
         return self.num_updates
@@ -101,7 +109,8 @@ class Rollout(HFRolloutEngine):
             self._memory = _inode_of(next(iter(weights.tensors.values())))
         fault, self._fault = self._fault, 0
         if fault:
-            signal.pthread_kill(threading.get_ident(), fault)  # at once: another thread may take it late
+            # at once: another thread may take it late
+            signal.pthread_kill(threading.get_ident(), fault)
         return await super().update_weights(weights, version)
 
 

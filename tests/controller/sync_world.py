@@ -12,7 +12,14 @@ from typing import Any, Self
 
 import torch
 
-from helmsman import Job, RolloutController, Scheduler, SchedulingSpec, SupervisionPolicy, TrainController
+from helmsman import (
+    Job,
+    RolloutController,
+    Scheduler,
+    SchedulingSpec,
+    SupervisionPolicy,
+    TrainController,
+)
 from helmsman.controller._generation.health import Health
 from helmsman.controller._weight_sync.sync import ViaCollective, ViaDisk, ViaMemory, Way, WeightSync
 from tests.engines.small_models import QWEN2, random_tokens
@@ -24,9 +31,18 @@ PROMPT = random_tokens(6, seed=1)
 
 
 class World:
-    """A trainer and a rollout that are ready. Starting them takes longer than most of what they are started for."""
+    """A trainer and a rollout that are ready. Starting them takes longer than most of what they are
+    started for.
+    """
 
-    def __init__(self, scheduler: Scheduler, num_ranks: int, num_instances: int, name: str = "", **options: Any) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        num_ranks: int,
+        num_instances: int,
+        name: str = "",
+        **options: Any,
+    ) -> None:
         self.scheduler = scheduler
         model = {"model": options.pop("model", QWEN2), "seed": 3}
         self.trainer = TrainController(
@@ -48,14 +64,18 @@ class World:
 
     def step(self) -> int:
         """Change the trainer's weights; returns their version."""
-        self.trainer.train_batch([{"input_ids": random_tokens(12, seed=5)} for _ in range(4)], "sft")
+        self.trainer.train_batch(
+            [{"input_ids": random_tokens(12, seed=5)} for _ in range(4)], "sft"
+        )
         return self.trainer.get_version()
 
     def differing(self, ids: Sequence[str] | None = None) -> dict[str, list[str]]:
         expected = self.expected()
         served = {id_: self.scheduler.call_engine(id_, "parameters") for id_ in ids or self.ids}
         return {
-            id_: [name for name, tensor in expected.items() if not torch.equal(tensor, tensors[name])]
+            id_: [
+                name for name, tensor in expected.items() if not torch.equal(tensor, tensors[name])
+            ]
             for id_, tensors in served.items()
         }
 
@@ -63,7 +83,10 @@ class World:
         """The trainer's parameters."""
 
         async def ask() -> list[Any]:
-            calls = (self.scheduler.async_call_engine(worker.id, "parameters") for worker in self.trainer.workers)
+            calls = (
+                self.scheduler.async_call_engine(worker.id, "parameters")
+                for worker in self.trainer.workers
+            )
             return list(await asyncio.gather(*calls))
 
         found: dict[str, torch.Tensor] = asyncio.run(ask())[0]
@@ -89,7 +112,11 @@ class World:
         self.trainer.close()
 
     def pid(self, worker_id: str) -> int:
-        return next(int(status.pid) for status in self.scheduler.status() if status.worker_id == worker_id)  # type: ignore[arg-type]
+        return next(
+            int(status.pid)  # type: ignore[arg-type]
+            for status in self.scheduler.status()
+            if status.worker_id == worker_id
+        )
 
     def num_segments(self) -> int:
         """How many segments of memory the trainer's rank 0 holds open."""
@@ -99,7 +126,11 @@ class World:
 
 def way_of(name: str, folder: Path) -> ViaMemory | ViaDisk | ViaCollective:
     """One of the three ways."""
-    return {"memory": ViaMemory, "collective": ViaCollective}[name]() if name != "disk" else ViaDisk(str(folder / "weights"))
+    return (
+        {"memory": ViaMemory, "collective": ViaCollective}[name]()
+        if name != "disk"
+        else ViaDisk(str(folder / "weights"))
+    )
 
 
 @contextlib.contextmanager

@@ -31,7 +31,9 @@ def test_plan_of_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", JOBS, "--cluster", CLUSTER]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["role", "ranks", "node", "devices", "ports"]
-    assert sum(line.startswith("train ") for line in lines) == 8, "a line for the ranks of each node"
+    assert sum(line.startswith("train ") for line in lines) == 8, (
+        "a line for the ranks of each node"
+    )
     assert lines[-1] == "128 devices on 17 of 21 nodes; 4 other nodes keep all of theirs free"
 
 
@@ -45,7 +47,13 @@ def test_plan_that_does_not_fit(files: Any, capsys: pytest.CaptureFixture[str]) 
     jobs = files("jobs.toml", '[[jobs]]\nrole = "big"\ntasks = [{gpu = 9}]\n')
     assert main(["plan", jobs, "--cluster", CLUSTER]) == 1
     told = capsys.readouterr().out
-    for fact in ("now or later", "9 GPU", "at most 8 GPU", "short of 1 GPU", "Set SchedulingSpec.gpu to 8"):
+    for fact in (
+        "now or later",
+        "9 GPU",
+        "at most 8 GPU",
+        "short of 1 GPU",
+        "Set SchedulingSpec.gpu to 8",
+    ):
         assert fact in told
     assert main(["plan", jobs, "--cluster", CLUSTER, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["shortfall"]["missing"] == {"GPU": 1.0}
@@ -65,10 +73,15 @@ def test_plan_that_does_not_fit_now(files: Any, capsys: pytest.CaptureFixture[st
     [
         (["plan", "nowhere.yaml", "--cluster", CLUSTER], ["nowhere.yaml", "No such file"]),
         (["plan", JOBS, "--cluster", JOBS], ["expected a list of nodes"]),
-        (["plan", JOBS, "--address", "127.0.0.1:9"], ["no Ray cluster at '127.0.0.1:9'", "nobody answers"]),
+        (
+            ["plan", JOBS, "--address", "127.0.0.1:9"],
+            ["no Ray cluster at '127.0.0.1:9'", "nobody answers"],
+        ),
     ],
 )
-def test_plan_refuses_invalid_input(capsys: pytest.CaptureFixture[str], arguments: list[str], facts: list[str]) -> None:
+def test_plan_refuses_invalid_input(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], facts: list[str]
+) -> None:
     assert main(arguments) == 2
     told = capsys.readouterr()
     for fact in facts:
@@ -110,5 +123,8 @@ def test_env(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 
 def test_cli_import_is_light() -> None:
-    script = "import sys, helmsman.controller.cli; sys.exit(any(name in sys.modules for name in ('ray', 'torch', 'yaml')))"
+    script = (
+        "import sys, helmsman.controller.cli; sys.exit(any(name in sys.modules for name in "
+        "('ray', 'torch', 'yaml')))"
+    )
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0

@@ -1,4 +1,6 @@
-"""Real engines that meet a device without room, or their end, in the method that the test has chosen."""
+"""Real engines that meet a device without room, or their end, in the method that the test has
+chosen.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from helmsman.engines.rollout import HFRolloutEngine
 from helmsman.engines.train import FSDPTrainEngine
 
 FAULTS = {
-    "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has 78 GiB in all."),
-    "npu": lambda: RuntimeError("NPU out of memory. Tried to allocate 20.00 MiB (NPU 0; 60.97 GiB total capacity)"),
+    "cuda": lambda: torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has 78 GiB in all."
+    ),
+    "npu": lambda: RuntimeError(
+        "NPU out of memory. Tried to allocate 20.00 MiB (NPU 0; 60.97 GiB total capacity)"
+    ),
     "other": lambda: RuntimeError("the mesh is bent"),
 }
 
@@ -44,7 +50,10 @@ class Trainer(_Faulty, FSDPTrainEngine):
     """An FSDPTrainEngine that meets faults."""
 
     def train_batch(
-        self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None = None
+        self,
+        samples: Sequence[Sample],
+        loss_fn: LossFn | str,
+        loss_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
         self._meet("train_batch")
         return super().train_batch(samples, loss_fn, loss_kwargs)

@@ -25,7 +25,9 @@ def ranks_end() -> Iterator[None]:
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Models this small gain nothing by more, and on busy cores threads that wait for each other take several times as long."""
+    """Models this small gain nothing by more, and on busy cores threads that wait for each other
+    take several times as long.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,7 +1,9 @@
-"""A small inference server, a process of its own that speaks vLLM's dialect or SGLang's over real sockets.
+"""A small inference server, a process of its own that speaks vLLM's dialect or SGLang's over real
+sockets.
 
-Its model is a sum: the next token follows from all tokens before it and from the weights, which are the first value of the
-first tensor by name in the folder that it was told to load. So what it generates shows what it was sent.
+Its model is a sum: the next token follows from all tokens before it and from the weights, which are
+the first value of the first tensor by name in the folder that it was told to load. So what it
+generates shows what it was sent.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def logprob_of(token: int, weight: float) -> float:
 
 
 def weight_in(folder: str) -> float:
-    """The first value of the first tensor by name, which is float32. Raises: ValueError for what is no number."""
+    """The first value of the first tensor by name, which is float32. Raises: ValueError for what is
+    no number.
+    """
     found: dict[str, float] = {}
     for path in Path(folder).glob("*.safetensors"):
         data = path.read_bytes()
@@ -78,7 +82,10 @@ class Server:
         if route == "/health" and self.num_starting:
             self.num_starting -= 1
             return web.Response(status=503)
-        if route not in ("/health", "/metrics") and request.headers.get("Authorization") != f"Bearer {self.options.key}":
+        if (
+            route not in ("/health", "/metrics")
+            and request.headers.get("Authorization") != f"Bearer {self.options.key}"
+        ):
             return web.Response(status=401, text="who are you?")
         if route not in ("/health", "/metrics"):
             self.seen.append({"route": route, "body": body, "params": dict(request.query)})
@@ -92,7 +99,11 @@ class Server:
             return web.Response(status=503, text="busy")
         handler = self.routes().get(route)
         try:
-            return web.Response(status=404, text="no such route") if handler is None else await handler(request, body)
+            return (
+                web.Response(status=404, text="no such route")
+                if handler is None
+                else await handler(request, body)
+            )
         except ConnectionResetError:  # its client has cancelled the request
             return web.Response()
 
@@ -119,18 +130,32 @@ class Server:
         }
 
     async def models(self, request: Any, body: Any) -> Any:
-        return web.json_response({"object": "list", "data": [{"id": "little", "max_model_len": self.options.max_model_len}]})
+        return web.json_response(
+            {
+                "object": "list",
+                "data": [{"id": "little", "max_model_len": self.options.max_model_len}],
+            }
+        )
 
     async def metrics(self, request: Any, body: Any) -> Any:
         names = {
-            "vllm": ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
+            "vllm": (
+                "vllm:num_requests_running",
+                "vllm:num_requests_waiting",
+                "vllm:kv_cache_usage_perc",
+            ),
             "sglang": ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"),
         }[self.options.dialect]
         values = (len(self.running), 0, 0.25)
-        lines = [f'{name}{{model_name="little"}} {value}' for name, value in zip(names, values, strict=True)]
-        return web.Response(text="# HELP something\n" + "\n".join(lines) + f'\n{names[0]}_by_lora{{a="b"}} 7\n')
+        lines = [
+            f'{name}{{model_name="little"}} {value}'
+            for name, value in zip(names, values, strict=True)
+        ]
+        return web.Response(
+            text="# HELP something\n" + "\n".join(lines) + f'\n{names[0]}_by_lora{{a="b"}} 7\n'
+        )
 
-    # --- control ----------------------------------------------------------------------------------------------------------
+    # --- control ----------------------------------------------------------------------------------
 
     async def pause(self, request: Any, body: Any) -> Any:
         self.is_paused = True
@@ -148,11 +173,15 @@ class Server:
     async def collective_rpc(self, request: Any, body: Any) -> Any:
         assert body["method"] == "helmsman_load_files"
         problem = self.load(*body["args"])
-        return web.json_response({"results": [{"error": ["ValueError", problem], "torn": True} if problem else {}]})
+        return web.json_response(
+            {"results": [{"error": ["ValueError", problem], "torn": True} if problem else {}]}
+        )
 
     async def update_weights_from_disk(self, request: Any, body: Any) -> Any:
         problem = self.load(body["model_path"])
-        return web.json_response({"success": not problem, "message": problem}, status=400 if problem else 200)
+        return web.json_response(
+            {"success": not problem, "message": problem}, status=400 if problem else 200
+        )
 
     def load(self, folder: str) -> str:
         """Returns why it cannot; '' where it can."""
@@ -169,9 +198,11 @@ class Server:
             self.running[body["rid"]].set()
         return await self.succeed(request, body)
 
-    # --- generation -------------------------------------------------------------------------------------------------------
+    # --- generation -------------------------------------------------------------------------------
 
-    async def events(self, request: Any, request_id: str, token_ids: list[int], most: int, stops: list[int]) -> Any:
+    async def events(
+        self, request: Any, request_id: str, token_ids: list[int], most: int, stops: list[int]
+    ) -> Any:
         """(number of tokens so far, new token or None, reason or None)"""
         assert request_id not in self.running, "a request id is used twice"
         end = self.running[request_id] = asyncio.Event()
@@ -203,7 +234,9 @@ class Server:
     async def completions(self, request: Any, body: Any) -> Any:
         response = await self.answer(request)
         if body["prompt"] == [49, 49]:
-            await response.write(b'data: {"error": {"message": "this prompt is refused", "code": 400}}\n\n')
+            await response.write(
+                b'data: {"error": {"message": "this prompt is refused", "code": 400}}\n\n'
+            )
             return response
         for sample in range(body["n"]):
             name = f"{id(request)}.{sample}"
@@ -217,7 +250,11 @@ class Server:
                     "index": sample,
                     "text": "",
                     "token_ids": tokens,
-                    "logprobs": {"token_logprobs": [logprob_of(each, self.weight) for each in tokens]} if tokens else None,
+                    "logprobs": {
+                        "token_logprobs": [logprob_of(each, self.weight) for each in tokens]
+                    }
+                    if tokens
+                    else None,
                     "finish_reason": reason,
                 }
                 if body["prompt"] == [49, 48] and token is not None:
@@ -247,12 +284,20 @@ class Server:
             meta: dict[str, Any] = {
                 "id": body["rid"],
                 "completion_tokens": num_made,
-                "output_token_logprobs": new if self.options.incremental_streaming_output else entries,
+                "output_token_logprobs": new
+                if self.options.incremental_streaming_output
+                else entries,
                 "finish_reason": None if reason is None else {"type": reason},
             }
             if body["input_ids"] == [49, 49]:
-                meta["finish_reason"] = {"type": "abort", "message": "this prompt is refused", "status_code": 400}
-            await response.write(b"data: " + json.dumps({"output_ids": [], "meta_info": meta}).encode() + b"\n\n")
+                meta["finish_reason"] = {
+                    "type": "abort",
+                    "message": "this prompt is refused",
+                    "status_code": 400,
+                }
+            await response.write(
+                b"data: " + json.dumps({"output_ids": [], "meta_info": meta}).encode() + b"\n\n"
+            )
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -293,23 +338,34 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--api-key", dest="key", default=os.environ.get("VLLM_API_KEY", ""))
     parser.add_argument("--max-model-len", "--context-length", type=int, default=100_000)
-    parser.add_argument("--held", action="store_true", help="generate nothing until weights have been loaded")
+    parser.add_argument(
+        "--held", action="store_true", help="generate nothing until weights have been loaded"
+    )
     parser.add_argument("--busy", type=int, default=0, help="answers of 503 before it is ready")
     parser.add_argument("--family", default="", help="a file for the ids of children that hide")
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")
     parser.add_argument("--incremental-streaming-output", action="store_true")
-    parser.add_argument("--enable-sleep-mode", "--enable-memory-saver", dest="sleepy", action="store_true")
+    parser.add_argument(
+        "--enable-sleep-mode", "--enable-memory-saver", dest="sleepy", action="store_true"
+    )
     options, _ = parser.parse_known_args()
     print(f"the little server was told {sys.argv[1:3]}", flush=True)
     if options.stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if options.family:
-        hide = "import os, time; os.fork() and os._exit(0); print(os.getpid(), flush=True); time.sleep(1000)"
+        hide = (
+            "import os, time; os.fork() and os._exit(0); print(os.getpid(), flush=True); "
+            "time.sleep(1000)"
+        )
         made = [
-            subprocess.Popen([sys.executable, "-c", code], env={}, start_new_session=True, stdout=subprocess.PIPE)
+            subprocess.Popen(
+                [sys.executable, "-c", code], env={}, start_new_session=True, stdout=subprocess.PIPE
+            )
             for code in ("import os, time; print(os.getpid(), flush=True); time.sleep(1000)", hide)
         ]
-        Path(options.family).write_text(" ".join(child.stdout.readline().decode().strip() for child in made if child.stdout))
+        Path(options.family).write_text(
+            " ".join(child.stdout.readline().decode().strip() for child in made if child.stdout)
+        )
     if options.mode == "exit":
         sys.exit("there is no room for the model")
     if options.mode == "hang":

@@ -54,7 +54,9 @@ def write_model(folder: Path, weight: float) -> str:
     return str(folder)
 
 
-def fields(dialect: str, model: str, *args: str, mode: str = "serve", **others: Any) -> dict[str, Any]:
+def fields(
+    dialect: str, model: str, *args: str, mode: str = "serve", **others: Any
+) -> dict[str, Any]:
     """Of a ServerConfig."""
     return {
         "dialect": dialect,

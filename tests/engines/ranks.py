@@ -24,7 +24,9 @@ _pools: list[Pool] = []
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on right now; the kernel gives none of these to others by itself."""
+    """A port of this machine that nobody listens on right now; the kernel gives none of these to
+    others by itself.
+    """
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -33,22 +35,32 @@ def free_port() -> int:
 
 
 def processes() -> ForkServerContext:
-    """Makes new processes, which have what engines import: to import it in each takes longer than most of these tests."""
+    """Makes new processes, which have what engines import: to import it in each takes longer than
+    most of these tests.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     return context
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """What ``function(*args)`` returns on each rank, with torch's variables set as a scheduler sets them.
+    """What ``function(*args)`` returns on each rank, with torch's variables set as a scheduler sets
+    them.
 
     The processes stay for other functions, but those of a function that failed.
     """
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world_size),
+    }
     while len(_pools) < world_size:
         _pools.append(processes().Pool(1))
     pending = [
-        pool.apply_async(_with_environment, (function, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, args))
+        pool.apply_async(
+            _with_environment,
+            (function, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, args),
+        )
         for rank, pool in enumerate(_pools[:world_size])
     ]
     try:
@@ -67,7 +79,9 @@ def end_ranks() -> None:
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
-def _with_environment(function: Callable[..., Any], environment: dict[str, str], args: tuple[Any, ...]) -> Any:
+def _with_environment(
+    function: Callable[..., Any], environment: dict[str, str], args: tuple[Any, ...]
+) -> Any:
     os.environ.update(environment, HELMSMAN_PLATFORM="cpu")
     torch.set_num_threads(1)
     return function(*args)

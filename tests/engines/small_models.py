@@ -15,7 +15,8 @@ _SIZE = {
     "num_key_value_heads": 2,
     "vocab_size": VOCAB,
     "max_position_embeddings": 4096,
-    # Far from the usual 0.02, so that logits differ enough for rounding not to decide between tokens.
+    # Far from the usual 0.02, so that logits differ enough for rounding not to decide between
+    # tokens.
     "initializer_range": 0.5,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -45,7 +46,11 @@ GPT2: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-QWEN3_NEXT_LINEAR: dict[str, Any] = {"model_type": "qwen3_next", **_SIZE, "layer_types": ["linear_attention", "full_attention"]}
+QWEN3_NEXT_LINEAR: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    **_SIZE,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 
 
 def random_tokens(length: int, seed: int) -> list[int]:

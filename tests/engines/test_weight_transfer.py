@@ -12,7 +12,14 @@ import msgspec
 import pytest
 import torch
 
-from helmsman.api.weights import ByCollective, IntoMemory, OntoDisk, WeightFormat, Weights, WeightTarget
+from helmsman.api.weights import (
+    ByCollective,
+    IntoMemory,
+    OntoDisk,
+    WeightFormat,
+    Weights,
+    WeightTarget,
+)
 from helmsman.engines._models.distributed import join_process_group, leave_process_group
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.weight_transfer import incoming, publish
@@ -39,7 +46,12 @@ def group_of_one() -> Iterator[None]:
     leave_process_group()
 
 
-def send(tensors: Mapping[str, torch.Tensor], target: WeightTarget, form: WeightFormat, group: WeightGroup) -> Any:
+def send(
+    tensors: Mapping[str, torch.Tensor],
+    target: WeightTarget,
+    form: WeightFormat,
+    group: WeightGroup,
+) -> Any:
     return publish(tensors, target, form, version=target.version, is_root=True, group=group)
 
 
@@ -52,11 +64,19 @@ def read(weights: Weights, group: WeightGroup) -> dict[str, torch.Tensor]:
     return found
 
 
-def members(world_size: int, timeout_s: float = 60.0) -> tuple[list[WeightGroup], list[ByCollective]]:
+def members(
+    world_size: int, timeout_s: float = 60.0
+) -> tuple[list[WeightGroup], list[ByCollective]]:
     groups = [WeightGroup(CPU) for _ in range(world_size)]
     port = groups[0].open_store("127.0.0.1")
     place = ByCollective(
-        version=1, group_id="a", address="127.0.0.1", port=port, rank=0, world_size=world_size, timeout_s=timeout_s
+        version=1,
+        group_id="a",
+        address="127.0.0.1",
+        port=port,
+        rank=0,
+        world_size=world_size,
+        timeout_s=timeout_s,
     )
     return groups, [msgspec.structs.replace(place, rank=rank) for rank in range(world_size)]
 
@@ -69,13 +89,17 @@ def test_incoming_every_dtype_and_bucket_size(way: str, bucket_bytes: int, tmp_p
     if way == "collective":
         groups, places = members(3)
         with concurrent.futures.ThreadPoolExecutor() as threads:
-            reading = [threads.submit(read, *each) for each in zip(places[1:], groups[1:], strict=True)]
+            reading = [
+                threads.submit(read, *each) for each in zip(places[1:], groups[1:], strict=True)
+            ]
             send(ODD, places[0], form, groups[0])
             arrived = [each.result(60) for each in reading]
         for group in groups:
             group.close()
     else:
-        target = IntoMemory(version=1) if way == "memory" else OntoDisk(version=1, folder=str(tmp_path))
+        target = (
+            IntoMemory(version=1) if way == "memory" else OntoDisk(version=1, folder=str(tmp_path))
+        )
         group = WeightGroup(CPU)
         arrived = [read(send(ODD, target, form, group), group)]
     for found in arrived:
@@ -87,11 +111,15 @@ def test_incoming_every_dtype_and_bucket_size(way: str, bucket_bytes: int, tmp_p
 
 
 def test_incoming_checksum_mismatch() -> None:
-    """In memory before the reader has seen any; by broadcasts, where the reader may stop at any bucket, when they come."""
+    """In memory before the reader has seen any; by broadcasts, where the reader may stop at any
+    bucket, when they come.
+    """
     form = WeightFormat(checksum=True)
     weights = send(ODD, IntoMemory(version=1), form, WeightGroup(CPU))
     weights.checksums["half"] += 1
-    with pytest.raises(ValueError, match=r"1 of 9 parameters did not arrive as they were sent \(CRC-32\): half"):
+    with pytest.raises(
+        ValueError, match=r"1 of 9 parameters did not arrive as they were sent \(CRC-32\): half"
+    ):
         read(weights, WeightGroup(CPU))
     groups, places = members(2)
     values = torch.arange(4, dtype=torch.uint8)
@@ -117,7 +145,12 @@ def test_publish_removes_versions_of_earlier_runs(tmp_path: Path) -> None:
     """They may have higher numbers, since every run begins to count anew."""
 
     def write(version: int) -> None:
-        send(ODD, OntoDisk(version=version, folder=str(tmp_path), num_kept=2), WeightFormat(), WeightGroup(CPU))
+        send(
+            ODD,
+            OntoDisk(version=version, folder=str(tmp_path), num_kept=2),
+            WeightFormat(),
+            WeightGroup(CPU),
+        )
 
     def there() -> list[int]:
         return sorted(int(path.name.removeprefix("version-")) for path in tmp_path.iterdir())
@@ -148,4 +181,11 @@ def test_incoming_without_room_leaves_group() -> None:
 
 def test_publish_other_version() -> None:
     with pytest.raises(ValueError, match="weight version 2.*1"):
-        publish(ODD, IntoMemory(version=1), WeightFormat(), version=2, is_root=True, group=WeightGroup(CPU))
+        publish(
+            ODD,
+            IntoMemory(version=1),
+            WeightFormat(),
+            version=2,
+            is_root=True,
+            group=WeightGroup(CPU),
+        )

@@ -35,7 +35,10 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     path = tmp_path / "tasks.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + b"".join(b'{"prompt": "%d", "answer": "a"}\n' % number for number in range(20, 30)))
+    path.write_bytes(
+        b"\xef\xbb\xbf"
+        + b"".join(b'{"prompt": "%d", "answer": "a"}\n' % number for number in range(20, 30))
+    )
     return path
 
 
@@ -51,7 +54,16 @@ def test_grpo_output_folder_impossible(refused: Refused, data: Path, tmp_path: P
 def test_grpo_model_folder_empty(refused: Refused, data: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "model").mkdir()
-    said = refused("--data", data, "--num-held-out", 2, "--model", tmp_path / "model", "--out", tmp_path / "out")
+    said = refused(
+        "--data",
+        data,
+        "--num-held-out",
+        2,
+        "--model",
+        tmp_path / "model",
+        "--out",
+        tmp_path / "out",
+    )
     assert f"'{tmp_path / 'model'}' has no tokenizer" in said
 
 
@@ -64,7 +76,9 @@ def test_grpo_model_of_replaced_run(refused: Refused, data: Path, tmp_path: Path
     (saved / "config.json").write_text(json.dumps(small_model(tokenizer, max_len=8)))
     write_json(out / "settings.json", Settings())
 
-    said = refused("--data", data, "--num-held-out", 2, "--model", out / "checkpoints" / "latest", "--out", out)
+    said = refused(
+        "--data", data, "--num-held-out", 2, "--model", out / "checkpoints" / "latest", "--out", out
+    )
     assert "lies in the run that this one would replace" in said
     assert saved.is_dir()
 
@@ -72,9 +86,14 @@ def test_grpo_model_of_replaced_run(refused: Refused, data: Path, tmp_path: Path
 def test_grpo_resume_impossible(refused: Refused, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    write_json(out / "settings.json", Settings(data=str(data), num_held_out=2, sft_steps=1, steps=3, scheduler="inline"))
+    write_json(
+        out / "settings.json",
+        Settings(data=str(data), num_held_out=2, sft_steps=1, steps=3, scheduler="inline"),
+    )
     Checkpoints(out / "checkpoints", num_kept=1).save(4, lambda folder: folder.mkdir())
 
-    assert "is at step 4 already; expected --steps 3 or more" in refused("--out", out, "--resume", "--steps", 2)
+    assert "is at step 4 already; expected --steps 3 or more" in refused(
+        "--out", out, "--resume", "--steps", 2
+    )
     MetricsLog(out / "metrics.jsonl").append(Record(step=0, phase="eval"))
     assert "lacks steps before the checkpoint of step 4" in refused("--out", out, "--resume")

@@ -60,7 +60,11 @@ def test_clear_foreign_folder(tmp_path: Path) -> None:
 
 
 def test_only_run_in_twice(tmp_path: Path) -> None:
-    with only_run_in(tmp_path), pytest.raises(BlockingIOError, match="another run writes to"), only_run_in(tmp_path):
+    with (
+        only_run_in(tmp_path),
+        pytest.raises(BlockingIOError, match="another run writes to"),
+        only_run_in(tmp_path),
+    ):
         pass
     with only_run_in(tmp_path):
         pass
@@ -95,5 +99,14 @@ def test_summarize_accuracies() -> None:
 
     summary = summarize(steps, Settings(sft_steps=2, steps=2, seed=7), "palindromes", seconds=12.34)
 
-    assert (summary.accuracy_before, summary.accuracy_after_sft, summary.accuracy_after_grpo) == (0.01, 0.3, 0.9)
-    assert (summary.tokens_per_s, summary.seconds, summary.seed, summary.scheduler) == (100.0, 12.3, 7, "ray")
+    assert (summary.accuracy_before, summary.accuracy_after_sft, summary.accuracy_after_grpo) == (
+        0.01,
+        0.3,
+        0.9,
+    )
+    assert (summary.tokens_per_s, summary.seconds, summary.seed, summary.scheduler) == (
+        100.0,
+        12.3,
+        7,
+        "ray",
+    )

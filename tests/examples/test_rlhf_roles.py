@@ -1,4 +1,6 @@
-"""The example of worker groups as its user runs it: the same output on every scheduler, and it learns."""
+"""The example of worker groups as its user runs it: the same output on every scheduler, and it
+learns.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def output(folder: Path, *flags: str) -> str:
 
 
 def rewards(text: str) -> list[float]:
-    return [float(found) for found in re.findall(r"^step +\d+  reward ([\d.]+)", text, re.MULTILINE)]
+    return [
+        float(found) for found in re.findall(r"^step +\d+  reward ([\d.]+)", text, re.MULTILINE)
+    ]
 
 
 def test_rlhf_roles_shows_placement_and_shares(tmp_path: Path) -> None:
@@ -62,7 +66,11 @@ def test_rlhf_roles_without_steps(tmp_path: Path) -> None:
 
 def test_rlhf_roles_invalid_flags() -> None:
     ran = subprocess.run(
-        [sys.executable, str(SCRIPT), "--steps", "-1"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(SCRIPT), "--steps", "-1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ran.returncode == 2
     assert "--steps is -1; expected 0 or more" in ran.stderr
@@ -71,8 +79,12 @@ def test_rlhf_roles_invalid_flags() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_rlhf_roles_same_output_on_schedulers(tmp_path: Path) -> None:
-    """To the byte, also the digest of the weights: seeds belong to rows, and shares are joined in the order of coordinates."""
-    ray, inline = (output(tmp_path, "--scheduler", name, "--seed", "1") for name in ("ray", "inline"))
+    """To the byte, also the digest of the weights: seeds belong to rows, and shares are joined in
+    the order of coordinates.
+    """
+    ray, inline = (
+        output(tmp_path, "--scheduler", name, "--seed", "1") for name in ("ray", "inline")
+    )
     assert ray == inline
     found = rewards(ray)
     assert len(found) == 15

@@ -19,7 +19,9 @@ def test_parse_defaults() -> None:
 
 def test_parse_task_parameters() -> None:
     assert parse(["--task", "chain_sum"])[0].task_params == {}
-    assert parse(["--task", "chain_sum", "--task-params", '{"max_terms": 3}'])[0].task_params == {"max_terms": 3}
+    assert parse(["--task", "chain_sum", "--task-params", '{"max_terms": 3}'])[0].task_params == {
+        "max_terms": 3
+    }
 
 
 def test_parse_pretrained_model() -> None:
@@ -29,13 +31,28 @@ def test_parse_pretrained_model() -> None:
 
 
 def test_parse_resume(tmp_path: Path) -> None:
-    first, _ = parse(["--scheduler", "local", "--seed", "5", "--task", "chain_sum", "--steps", "10", "--out", str(tmp_path)])
+    first, _ = parse(
+        [
+            "--scheduler",
+            "local",
+            "--seed",
+            "5",
+            "--task",
+            "chain_sum",
+            "--steps",
+            "10",
+            "--out",
+            str(tmp_path),
+        ]
+    )
     write_json(tmp_path / "settings.json", first)
 
     again, resume = parse(["--out", str(tmp_path), "--resume"])
     assert (again, resume) == (first, True)
 
-    longer, _ = parse(["--out", str(tmp_path), "--resume", "--steps", "20", "--scheduler", "ray", "--seed", "5"])
+    longer, _ = parse(
+        ["--out", str(tmp_path), "--resume", "--steps", "20", "--scheduler", "ray", "--seed", "5"]
+    )
     assert (longer.steps, longer.scheduler, longer.seed, longer.task) == (20, "ray", 5, "chain_sum")
 
 
@@ -57,19 +74,28 @@ def test_parse_resume(tmp_path: Path) -> None:
         (["--faults", "kill rollout/0"], "not a JSON array of objects: 'kill rollout/0'"),
         (["--faults", '[{"type": "Kil"}]'], "--faults: Invalid value 'Kil'"),
         (
-            ["--scheduler", "inline", "--faults", '[{"type": "Kill", "worker_id": "a/0", "at_step": 5}]'],
+            [
+                "--scheduler",
+                "inline",
+                "--faults",
+                '[{"type": "Kill", "worker_id": "a/0", "at_step": 5}]',
+            ],
             "use --scheduler local",
         ),
         (["--resume", "--out", "nowhere"], "there is no run to resume in nowhere"),
     ],
 )
-def test_parse_invalid_values(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parse_invalid_values(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse(arguments)
     assert message in capsys.readouterr().err
 
 
-def test_parse_resume_unreadable_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parse_resume_unreadable_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "settings.json").write_text("{")
 
     with pytest.raises(SystemExit, match="2"):

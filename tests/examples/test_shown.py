@@ -1,4 +1,6 @@
-"""What a run shows: lines where there is no terminal, a page where there is one, and a picture at the end."""
+"""What a run shows: lines where there is no terminal, a page where there is one, and a picture at
+the end.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ def records(sft_steps: int, steps: int) -> list[Record]:
     every += [Record(step=step, phase="sft", loss=1.0) for step in range(1, sft_steps + 1)]
     for step in range(sft_steps + 1, sft_steps + steps + 1):
         every.append(
-            Record(step=step, phase="grpo", reward=0.4, accuracy=0.35, tokens=10, tokens_per_s=5.0, weight_version=step)
+            Record(
+                step=step,
+                phase="grpo",
+                reward=0.4,
+                accuracy=0.35,
+                tokens=10,
+                tokens_per_s=5.0,
+                weight_version=step,
+            )
         )
     every[sft_steps].held_out_accuracy = 0.25
     every[-1].held_out_accuracy = 0.875
@@ -35,7 +45,11 @@ def test_draw_curve_every_mix_of_phases(tmp_path: Path, sft_steps: int, steps: i
     every = records(sft_steps, steps)
     path = tmp_path / "curve.png"
 
-    draw(every, path, summarize(every, Settings(sft_steps=sft_steps, steps=steps), "task", seconds=1.0))
+    draw(
+        every,
+        path,
+        summarize(every, Settings(sft_steps=sft_steps, steps=steps), "task", seconds=1.0),
+    )
 
     assert path.read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.iterdir()) == [path]
@@ -65,8 +79,22 @@ def page() -> Iterator[tuple[LiveView, Console]]:
     )
     scheduler = create_autospec(Scheduler, instance=True)
     scheduler.status.return_value = [
-        WorkerStatus(worker_id="train/0", state=WorkerState.READY, node="here", pid=42, log_path="", health=health),
-        WorkerStatus(worker_id="rollout/0", state=WorkerState.FAILED, node="there", pid=43, log_path="", health=None),
+        WorkerStatus(
+            worker_id="train/0",
+            state=WorkerState.READY,
+            node="here",
+            pid=42,
+            log_path="",
+            health=health,
+        ),
+        WorkerStatus(
+            worker_id="rollout/0",
+            state=WorkerState.FAILED,
+            node="there",
+            pid=43,
+            log_path="",
+            health=None,
+        ),
     ]
     console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
     view = LiveView(8, "GRPO", scheduler, console)
@@ -84,5 +112,15 @@ def test_live_view_page(page: tuple[LiveView, Console]) -> None:
 
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue().rpartition("GRPO ──")[2]
-    for text in ("step 8 of 8", "0.400", "35.0%", "87.5%", "train_batch for 1.5 s", "300 MB", "rollout/0", "failed", "there"):
+    for text in (
+        "step 8 of 8",
+        "0.400",
+        "35.0%",
+        "87.5%",
+        "train_batch for 1.5 s",
+        "300 MB",
+        "rollout/0",
+        "failed",
+        "there",
+    ):
         assert text in shown, shown

@@ -36,12 +36,19 @@ def test_simulate_failures() -> None:
 def test_simulate_prefix_affinity() -> None:
     options = parse([*SMALL, "--cache-tokens", "4096"])
     workload = make_workload(options)
-    cached = {name: run_virtually(simulate(name, policy(), workload, options)).cached for name, policy in POLICIES.items()}
+    cached = {
+        name: run_virtually(simulate(name, policy(), workload, options)).cached
+        for name, policy in POLICIES.items()
+    }
     assert cached["prefix affinity"] > cached["least outstanding tokens"] + 0.1
 
 
-@pytest.mark.parametrize(("flag", "value", "told"), [("--instances", "0", "1 or more"), ("--failures", "9", "0 to 8")])
-def test_parse_invalid_flags(flag: str, value: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flag", "value", "told"), [("--instances", "0", "1 or more"), ("--failures", "9", "0 to 8")]
+)
+def test_parse_invalid_flags(
+    flag: str, value: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parse([*SMALL, flag, value])
     assert told in capsys.readouterr().err

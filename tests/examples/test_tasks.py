@@ -8,13 +8,22 @@ from pathlib import Path
 import pytest
 
 from examples.common.settings import TASK_PARAMS
-from examples.common.tasks import Task, TaskSet, exact_match, jsonl_tasks, reasoning_gym_tasks, split
+from examples.common.tasks import (
+    Task,
+    TaskSet,
+    exact_match,
+    jsonl_tasks,
+    reasoning_gym_tasks,
+    split,
+)
 
 PALINDROMES = TASK_PARAMS["palindrome_generation"]
 
 
 def palindromes(seed: int = 0, num_tasks: int = 600) -> TaskSet:
-    return reasoning_gym_tasks("palindrome_generation", PALINDROMES, num_tasks=num_tasks, num_held_out=50, seed=seed)
+    return reasoning_gym_tasks(
+        "palindrome_generation", PALINDROMES, num_tasks=num_tasks, num_held_out=50, seed=seed
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -51,7 +60,9 @@ def test_task_set_score() -> None:
 
 
 def test_reasoning_gym_tasks_unknown() -> None:
-    with pytest.raises(ValueError, match=r"cannot make the task 'palindromes'.*palindrome_generation"):
+    with pytest.raises(
+        ValueError, match=r"cannot make the task 'palindromes'.*palindrome_generation"
+    ):
         reasoning_gym_tasks("palindromes", {}, num_tasks=10, num_held_out=2, seed=0)
 
 
@@ -77,7 +88,9 @@ def test_split_too_few_tasks() -> None:
 
 def test_jsonl_tasks_split_and_score(tmp_path: Path) -> None:
     path = tmp_path / "capitals.jsonl"
-    lines = [json.dumps({"prompt": f"number {i}?", "answer": f" {i}\n", "more": 1}) for i in range(20)]
+    lines = [
+        json.dumps({"prompt": f"number {i}?", "answer": f" {i}\n", "more": 1}) for i in range(20)
+    ]
     path.write_text("\n".join(lines) + "\n\n")
 
     tasks = jsonl_tasks(path, num_held_out=5, seed=1)
@@ -85,7 +98,12 @@ def test_jsonl_tasks_split_and_score(tmp_path: Path) -> None:
     assert tasks.name == "capitals"
     assert len(tasks.held_out) == 5
     assert not {task.prompt for task in tasks.train} & {task.prompt for task in tasks.held_out}
-    assert [tasks.score(Task("number 7?", " 7\n"), text) for text in ("7", " 7 ", "8", "7.")] == [1.0, 1.0, 0.0, 0.0]
+    assert [tasks.score(Task("number 7?", " 7\n"), text) for text in ("7", " 7 ", "8", "7.")] == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
     assert tasks.held_out == jsonl_tasks(path, num_held_out=5, seed=1).held_out
     assert tasks.held_out != jsonl_tasks(path, num_held_out=5, seed=2).held_out
 

@@ -12,7 +12,11 @@ from examples.common.tasks import load_tasks
 from examples.common.tokens import CharTokenizer, longest, make_tokenizer, small_model
 from helmsman.recipes.tokens import FolderTokenizer
 
-PROMPTS = ["Add the numbers 3, 4\nand 5.", "Add the numbers 10, 2\nand 7.", "Add the numbers 8, 6\nand 31."]
+PROMPTS = [
+    "Add the numbers 3, 4\nand 5.",
+    "Add the numbers 10, 2\nand 7.",
+    "Add the numbers 8, 6\nand 31.",
+]
 
 
 def test_char_tokenizer_decodes_answers() -> None:
@@ -51,7 +55,8 @@ def test_char_tokenizer_save_loads_in_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     tokenizer = CharTokenizer(PROMPTS, ["12"])
     tokenizer.save(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(small_model(tokenizer, max_len=32)))  # it decides which class is loaded
+    # it decides which class is loaded
+    (tmp_path / "config.json").write_text(json.dumps(small_model(tokenizer, max_len=32)))
 
     loaded = FolderTokenizer(str(tmp_path))
 

@@ -1,4 +1,6 @@
-"""Peers without the key that hold connections open: silent ones, slow ones, and such as stop in the middle of the handshake."""
+"""Peers without the key that hold connections open: silent ones, slow ones, and such as stop in the
+middle of the handshake.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,14 @@ KINDS = ["silent", "slow", "stalled"]
 
 
 @contextlib.asynccontextmanager
-async def peers_of_kind(kind: str, address: Any, *, tls: bool, count: int = NUM_PEERS) -> AsyncIterator[list[socket.socket]]:
+async def peers_of_kind(
+    kind: str, address: Any, *, tls: bool, count: int = NUM_PEERS
+) -> AsyncIterator[list[socket.socket]]:
     """Peers that are connected, and stay so as far as the listener lets them.
 
     Args:
-        kind: "silent" sends nothing; "slow" a byte at a time; "stalled" does the TLS handshake, where there is one, and half of
-            the rest.
+        kind: "silent" sends nothing; "slow" a byte at a time; "stalled" does the TLS handshake,
+            where there is one, and half of the rest.
         address: of the listener.
         tls: whether the listener uses TLS.
         count: how many there are.

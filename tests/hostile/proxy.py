@@ -1,4 +1,6 @@
-"""A process in the middle without the key: relays, alters, replays and injects bytes, or terminates TLS itself."""
+"""A process in the middle without the key: relays, alters, replays and injects bytes, or terminates
+TLS itself.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ GREETING = b"helmsman tls  \n"
 
 
 class Proxy:
-    """Relays connections to a port of this machine. The test acts on the latest connection once it is authenticated."""
+    """Relays connections to a port of this machine. The test acts on the latest connection once it
+    is authenticated.
+    """
 
     def __init__(self) -> None:
         self.sent = bytearray()
@@ -45,7 +49,9 @@ class Proxy:
         own_port: int = self._server.sockets[0].getsockname()[1]
         return own_port
 
-    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, is_forth: bool) -> None:
+    async def _carry(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, is_forth: bool
+    ) -> None:
         with contextlib.suppress(OSError, ssl.SSLError):
             while data := await source.read(1 << 16):
                 if asyncio.current_task() in self._silent:

@@ -1,4 +1,6 @@
-"""A worker's channel under attack: peers without the key get nothing, and keep no peer that has it waiting."""
+"""A worker's channel under attack: peers without the key get nothing, and keep no peer that has it
+waiting.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,14 @@ class Controller:
         self._address = worker.address if port is None else ("127.0.0.1", port)
         self._num_requests = 0
         process: Any = None  # nothing asks for its end
-        self.channel = Channel("target/0", self._connect, process, shares_memory=worker.mode == "unix")
+        self.channel = Channel(
+            "target/0", self._connect, process, shares_memory=worker.mode == "unix"
+        )
 
     @classmethod
-    async def of(cls, worker: Worker, port: int | None = None, *, reconnects: bool = False) -> Controller:
+    async def of(
+        cls, worker: Worker, port: int | None = None, *, reconnects: bool = False
+    ) -> Controller:
         """Connect, by way of a proxy's port where one is given."""
         controller = cls(worker, port, reconnects=reconnects)
         await controller.channel.open()
@@ -66,7 +72,9 @@ class Controller:
         if self.num_connections > 1 and not self._reconnects:
             self.lost.set_result(None)
             await asyncio.Event().wait()
-        return await connect(self._address, self._worker.key, LIMIT_S, tls=self._worker.mode == "tls")
+        return await connect(
+            self._address, self._worker.key, LIMIT_S, tls=self._worker.mode == "tls"
+        )
 
     def send(self, target: Path) -> Answer:
         """Send a request that adds a line to a file."""
@@ -90,7 +98,7 @@ def num_executed(target: Path) -> int:
     return len(target.read_text().splitlines()) if target.exists() else 0
 
 
-# --- a relay without the key ----------------------------------------------------------------------------------------------
+# --- a relay without the key ----------------------------------------------------------------------
 
 
 async def test_channel_relay_drops_connections(worker: Worker, proxy: Proxy, target: Path) -> None:
@@ -106,8 +114,12 @@ async def test_channel_relay_drops_connections(worker: Worker, proxy: Proxy, tar
 
 
 @pytest.mark.parametrize("attack", ["inject", "replay", "alter"])
-async def test_channel_relay_attacks_tls(make_worker: MakeWorker, proxy: Proxy, target: Path, attack: str) -> None:
-    """A frame of the relay's own, one that was sent before, and one with a changed bit end the connection, and do no more."""
+async def test_channel_relay_attacks_tls(
+    make_worker: MakeWorker, proxy: Proxy, target: Path, attack: str
+) -> None:
+    """A frame of the relay's own, one that was sent before, and one with a changed bit end the
+    connection, and do no more.
+    """
     worker = make_worker("tls")
     controller = await Controller.of(worker, await proxy.relay(worker.address[1]))
     begun = len(proxy.sent)
@@ -122,8 +134,12 @@ async def test_channel_relay_attacks_tls(make_worker: MakeWorker, proxy: Proxy, 
     assert num_executed(target) == 2
 
 
-async def test_channel_relay_injects_frame_without_tls(make_worker: MakeWorker, proxy: Proxy, target: Path) -> None:
-    """The documented limit of HELMSMAN_TLS=0: a relay in the network may add frames, as this one does."""
+async def test_channel_relay_injects_frame_without_tls(
+    make_worker: MakeWorker, proxy: Proxy, target: Path
+) -> None:
+    """The documented limit of HELMSMAN_TLS=0: a relay in the network may add frames, as this one
+    does.
+    """
     worker = make_worker("plain")
     await Controller.of(worker, await proxy.relay(worker.address[1]))
     proxy.inject(request_frame(99, target))
@@ -164,7 +180,7 @@ async def test_channel_listener_reflects_proof(make_worker: MakeWorker) -> None:
             await Controller.of(worker, port)
 
 
-# --- peers that hold connections open -------------------------------------------------------------------------------------
+# --- peers that hold connections open -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["tls", "plain", "unix"])
@@ -179,7 +195,10 @@ async def test_channel_admits_beside_held_connections(make_worker: MakeWorker, m
                 took_s.append(time.monotonic() - started)
                 sock.close()
             assert max(took_s) < 1.0
-            together = [connect(worker.address, worker.key, LIMIT_S, tls=mode == "tls") for _ in range(NUM_LEGITIMATE)]
+            together = [
+                connect(worker.address, worker.key, LIMIT_S, tls=mode == "tls")
+                for _ in range(NUM_LEGITIMATE)
+            ]
             for sock in await asyncio.gather(*together):
                 sock.close()
 
@@ -210,7 +229,11 @@ async def test_channel_garbage(worker: Worker, target: Path) -> None:
             await asyncio.wait_for(reader.read(), LIMIT_S)
         writer.close()
 
-    await asyncio.gather(*map(say, (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 300, b"\x16\x03\x01\x00\x05hello", bytes(64))))
+    await asyncio.gather(
+        *map(
+            say, (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 300, b"\x16\x03\x01\x00\x05hello", bytes(64))
+        )
+    )
     await (await Controller.of(worker)).call(target)
 
 
@@ -226,13 +249,15 @@ async def test_channel_unix_socket_of_another_user(make_worker: MakeWorker) -> N
         "except ConnectionError: print(0)\n"
     )
     command = [sys.executable, "-I", "-c", script, worker.address[1:]]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+    done = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "0"
     (await connect(worker.address, worker.key, LIMIT_S)).close()
     assert "a process on this machine is not taken: it belongs to another user" in worker.end()
 
 
-# --- the log --------------------------------------------------------------------------------------------------------------
+# --- the log --------------------------------------------------------------------------------------
 
 
 async def test_channel_refusals_log_is_bounded(worker: Worker) -> None:
@@ -249,9 +274,12 @@ async def test_channel_refusals_log_is_bounded(worker: Worker) -> None:
     await asyncio.gather(*(be_refused(num_refused // 20) for _ in range(20)))
     refused: Any = worker.end().splitlines()
     assert refused[0] == (
-        "helmsman: a process on 127.0.0.1 is not taken: it did not prove that it belongs to this run"
+        "helmsman: a process on 127.0.0.1 is not taken: it did not prove that it belongs to this "
+        "run"
         if worker.mode == "tls"
         else "helmsman: a process on 127.0.0.1 is not taken: it has another token"
     )
     assert f"{num_refused - 1} more connections were refused" in refused[-1]
-    assert len(refused) <= 4, "a line a minute: the first, at most two while this test runs, and the last"
+    assert len(refused) <= 4, (
+        "a line a minute: the first, at most two while this test runs, and the last"
+    )

@@ -1,4 +1,6 @@
-"""The control port of ``helmsman up`` under attack: peers without the token get nothing, and keep no member waiting."""
+"""The control port of ``helmsman up`` under attack: peers without the token get nothing, and keep
+no member waiting.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,14 @@ async def test_control_port_admits_beside_held_connections(head: Node, kind: str
         assert max(took_s) < 1.0
     for link in links:
         await link.close()
-    assert len(head.lines("made way for newer connections before it had proved that it belongs to this run")) <= 2
+    assert (
+        len(
+            head.lines(
+                "made way for newer connections before it had proved that it belongs to this run"
+            )
+        )
+        <= 2
+    )
 
 
 async def test_control_port_relay_injects_end(head: Node, proxy: Proxy) -> None:
@@ -105,6 +114,10 @@ async def test_control_port_switch_differs(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2, command=script("pass"))
     head = nodes.start(0, tls=False)
     member = nodes.start(1)
-    member.ends(92, f"127.0.0.1:{nodes.port} does not use TLS, and this one does. Set HELMSMAN_TLS to the same value")
+    member.ends(
+        92,
+        f"127.0.0.1:{nodes.port} does not use TLS, and this one does. Set HELMSMAN_TLS to the "
+        "same value",
+    )
     nodes.start(1, tls=False).ends(0)
     head.ends(0)

@@ -1,7 +1,9 @@
-"""Kills at random points of start, call, weight sync, delete and close, with engines whose children hide.
+"""Kills at random points of start, call, weight sync, delete and close, with engines whose children
+hide.
 
-After each: no call was executed twice, none that was answered is missing or wrong, and nothing of the run is left within 10 s.
-A round is its seed. HELMSMAN_SOAK_ROUNDS sets the number of rounds per scheduler, HELMSMAN_SOAK_SEED the first seed.
+After each: no call was executed twice, none that was answered is missing or wrong, and nothing of
+the run is left within 10 s. A round is its seed. HELMSMAN_SOAK_ROUNDS sets the number of rounds per
+scheduler, HELMSMAN_SOAK_SEED the first seed.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def plan_of(seed: int, *, has_workers: bool) -> Plan:
     phase = source.choice(list(_LONGEST_S))
     delay_s = source.uniform(0.0, _LONGEST_S[phase])
     if has_workers and phase != "start" and source.random() < 0.5:
-        target = source.choice(["rollout/0", "rollout/1"] + (["train/0", "train/1"] if phase != "close" else []))
+        target = source.choice(
+            ["rollout/0", "rollout/1"] + (["train/0", "train/1"] if phase != "close" else [])
+        )
         return Plan(phase, delay_s, source.choice([signal.SIGKILL, signal.SIGSTOP]), target)
     return Plan(phase, delay_s, source.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]), "")
 
@@ -69,7 +73,9 @@ class Round:
     def __init__(self, folder: Path, backend: str, plan: Plan, address: str = "") -> None:
         self.folder, self.plan = folder, plan
         options = f", address={address!r}" if address else ""
-        self.driver = Driver(folder, backend, SCRIPT.format(options=options, hides=backend != "inline"))
+        self.driver = Driver(
+            folder, backend, SCRIPT.format(options=options, hides=backend != "inline")
+        )
         self.run_id = ""
         self.pids: dict[str, int] = {}
 
@@ -82,7 +88,10 @@ class Round:
         with contextlib.suppress(ProcessLookupError):  # it has exited
             if not self.plan.worker:
                 os.kill(self.driver.process.pid, self.plan.signal)
-            elif guardian.mark_of(self.pids[self.plan.worker]) == (self.run_id, self.pids[self.plan.worker]):
+            elif guardian.mark_of(self.pids[self.plan.worker]) == (
+                self.run_id,
+                self.pids[self.plan.worker],
+            ):
                 os.kill(self.pids[self.plan.worker], self.plan.signal)
         code = self.driver.wait(limit_s=90.0)
         if self.plan.worker:
@@ -95,10 +104,14 @@ class Round:
     def check_calls(self) -> None:
         """Nothing is lost, duplicated or wrong."""
         executed = Counter(self._lines("executed"))
-        assert not [line for line, number in executed.items() if number > 1], "executed more than once"
+        assert not [line for line, number in executed.items() if number > 1], (
+            "executed more than once"
+        )
         assert not self._lines("wrong")
         outcomes = [line.partition(": ") for line in self._lines("outcomes")]
-        assert not [name for name, number in Counter(name for name, _, _ in outcomes).items() if number > 1]
+        assert not [
+            name for name, number in Counter(name for name, _, _ in outcomes).items() if number > 1
+        ]
         replied = {name for name, _, outcome in outcomes if outcome == "replied"}
         missing = {name for name in replied if name.startswith("call") and name not in executed}
         assert not missing, "answered and not executed"
@@ -121,13 +134,22 @@ class Round:
         members = guardian.run_members(self.run_id) if self.run_id else set()
         found = [f"process {pid} of the run: {_command(pid)}" for pid in members]
         found += [f"hidden process {pid}: {_command(pid)}" for pid in self._hidden()]
-        found += [f"shared memory {name}" for name in self._lines("memory") if has_shared_memory([name])]
+        found += [
+            f"shared memory {name}" for name in self._lines("memory") if has_shared_memory([name])
+        ]
         return found + self.driver.left()
 
     def _hidden(self) -> list[int]:
         table = guardian.process_table()
-        noted = [(int(row.split()[0]), int(row.rpartition(")")[2].split()[19])) for row in self._lines("pids")]
-        return [pid for pid, started in noted if (row := table.get(pid)) and row.started == started and row.state != "Z"]
+        noted = [
+            (int(row.split()[0]), int(row.rpartition(")")[2].split()[19]))
+            for row in self._lines("pids")
+        ]
+        return [
+            pid
+            for pid, started in noted
+            if (row := table.get(pid)) and row.started == started and row.state != "Z"
+        ]
 
     def _lines(self, name: str) -> list[str]:
         path = self.folder / name
@@ -136,7 +158,12 @@ class Round:
 
 def _command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120]
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")[:120]
+        )
     except OSError:
         return "it has exited"
 
@@ -148,7 +175,8 @@ def play(tmp_path: Path) -> Iterator[Callable[..., None]]:
 
     def begin(backend: str, seed: int, address: str = "") -> None:
         plan = plan_of(seed, has_workers=backend != "inline")
-        print(f"seed {seed} on {backend}{' at a cluster' if address else ''}: {plan}")  # pytest shows it where the test fails
+        # pytest shows it where the test fails
+        print(f"seed {seed} on {backend}{' at a cluster' if address else ''}: {plan}")
         played.append(Round(tmp_path, backend, plan, address))
         played[0].run()
         played[0].check_nothing_left()
@@ -160,7 +188,8 @@ def play(tmp_path: Path) -> Iterator[Callable[..., None]]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "seed"), [*(("local", seed) for seed in SEEDS), *(("inline", seed) for seed in SEEDS if seed % 3 == 0)]
+    ("backend", "seed"),
+    [*(("local", seed) for seed in SEEDS), *(("inline", seed) for seed in SEEDS if seed % 3 == 0)],
 )
 def test_kill(play: Callable[..., None], backend: str, seed: int) -> None:
     play(backend, seed)
@@ -187,5 +216,7 @@ def test_kill_on_an_embedded_ray(play: Callable[..., None], seed: int) -> None:
 def test_kill_on_a_cluster(play: Callable[..., None], cluster: Any, seed: int) -> None:
     play("ray", seed, cluster.address)
     wait_until(
-        lambda: cluster.free() == cluster.total(), "the cluster has its resources and placement groups back", limit_s=LEFT_S
+        lambda: cluster.free() == cluster.total(),
+        "the cluster has its resources and placement groups back",
+        limit_s=LEFT_S,
     )

@@ -1,4 +1,6 @@
-"""Another user plants directories, records and links where Helmsman keeps its own; nothing of a victim's is touched."""
+"""Another user plants directories, records and links where Helmsman keeps its own; nothing of a
+victim's is touched.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,28 @@ import pytest
 from helmsman.api.errors import BootstrapExit, HelmsmanError, UntrustedPathError, WorkerStartError
 from helmsman.api.scheduler import Job
 from helmsman.controller._bootstrap.up import run_folder
-from helmsman.controller._node.run_registry import UP, RunLock, RunRecord, default_log_dir, read_runs, user_dir
+from helmsman.controller._node.run_registry import (
+    UP,
+    RunLock,
+    RunRecord,
+    default_log_dir,
+    read_runs,
+    user_dir,
+)
 from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract.helpers import ROOT
 
 ATTACKER = 65_534
 RUN_ID = "0123456789"
-OPTIONS: dict[str, dict[str, Any]] = {"local": {"preload": ()}, "ray": {"address": "local", "num_cpus": 2, "preload": None}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "local": {"preload": ()},
+    "ray": {"address": "local", "num_cpus": 2, "preload": None},
+}
 
-NEEDS_ROOT = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")]
+NEEDS_ROOT = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user"),
+]
 
 
 def as_another_user(test: Any) -> Any:
@@ -35,7 +50,8 @@ def as_another_user(test: Any) -> Any:
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory for temporary files as /tmp is: everyone may write to it, and only owners may remove.
+    """A directory for temporary files as /tmp is: everyone may write to it, and only owners may
+    remove.
 
     ``tmp_path`` is made first, so that it lies elsewhere.
     """
@@ -60,7 +76,15 @@ def precious(tmp_path: Path) -> Iterator[Path]:
 
 def plant_record(log_dir: Path, *, name: str = RUN_ID, **changes: Any) -> Path:
     """A record of a dead run of ``helmsman up`` whose folder is said to be ``log_dir``."""
-    facts = {"run_id": RUN_ID, "pid": 1, "host": "h", "command": "c", "scheduler": UP, "log_dir": str(log_dir), "since": 1.0}
+    facts = {
+        "run_id": RUN_ID,
+        "pid": 1,
+        "host": "h",
+        "command": "c",
+        "scheduler": UP,
+        "log_dir": str(log_dir),
+        "since": 1.0,
+    }
     path = user_dir() / "runs" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.write_bytes(msgspec.json.encode(RunRecord(**{**facts, **changes})))
@@ -76,7 +100,12 @@ def give_to_attacker(path: Path) -> None:
 def helmsman(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command line, as the victim runs it."""
     return subprocess.run(
-        [sys.executable, "-m", "helmsman", *arguments], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+        [sys.executable, "-m", "helmsman", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
     )
 
 
@@ -95,12 +124,18 @@ class TestAnothersDirectoryOfOurName:
         give_to_attacker(user_dir())
         return user_dir()
 
-    @pytest.mark.parametrize("command", [("clean",), ("clean", "--logs", "--run", RUN_ID), ("runs",)])
+    @pytest.mark.parametrize(
+        "command", [("clean",), ("clean", "--logs", "--run", RUN_ID), ("runs",)]
+    )
     def test_clean_and_runs_refuse_it(self, command: tuple[str, ...], planted: Path) -> None:
         ended = helmsman(*command)
         assert ended.returncode == 1
         assert f"{planted} is not used: it is a directory" in ended.stderr
-        for fact in (f"of nobody (uid {ATTACKER})", f"expected a directory of {getpass.getuser()} (uid 0)", "TMPDIR"):
+        for fact in (
+            f"of nobody (uid {ATTACKER})",
+            f"expected a directory of {getpass.getuser()} (uid 0)",
+            "TMPDIR",
+        ):
             assert fact in ended.stderr
         assert "dead" not in ended.stdout
 
@@ -111,15 +146,23 @@ class TestAnothersDirectoryOfOurName:
 
     def test_scheduler_writes_no_logs_there(self, planted: Path) -> None:
         before = sorted(os.listdir(planted))
-        with make_scheduler("local", preload=()) as scheduler, pytest.raises(HelmsmanError) as caught:
+        with (
+            make_scheduler("local", preload=()) as scheduler,
+            pytest.raises(HelmsmanError) as caught,
+        ):
             scheduler.create_workers(Job(role="a"))
         assert f"{planted} is not used: it is a directory" in str(caught.value)
         assert sorted(os.listdir(planted)) == before
 
-    def test_scheduler_without_record_warns(self, planted: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_scheduler_without_record_warns(
+        self, planted: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         with make_scheduler("local", log_dir=tmp_path / "logs", preload=()) as scheduler:
             scheduler.create_workers(Job(role="a"))
-        assert f"has no record, and helmsman clean will not know it: {planted} is not used" in caplog.text
+        assert (
+            f"has no record, and helmsman clean will not know it: {planted} is not used"
+            in caplog.text
+        )
 
 
 class TestRecords:
@@ -174,7 +217,9 @@ class TestRecords:
     def test_run_lock_refuses_writable_directory(self, precious: Path) -> None:
         plant_record(precious)
         user_dir().chmod(0o777)
-        with pytest.raises(UntrustedPathError, match="is not used: it is a directory with mode 0777"):
+        with pytest.raises(
+            UntrustedPathError, match="is not used: it is a directory with mode 0777"
+        ):
             RunLock("fedcba9876", "Test", precious)
         assert all(found.run_id != RUN_ID for found, _ in read_runs())
 
@@ -193,7 +238,9 @@ class TestRecords:
 
 
 class TestFolders:
-    """Directories for sockets, and of ``helmsman up``, whose names are made from the id of a run."""
+    """Directories for sockets, and of ``helmsman up``, whose names are made from the id of a
+    run.
+    """
 
     @pytest.mark.parametrize("name", [f"helmsman-{RUN_ID}-x1", f"hm-{RUN_ID}"])
     def test_clean_follows_no_link(self, shared: Path, precious: Path, name: str) -> None:
@@ -221,7 +268,9 @@ class TestFolders:
         assert (shared / name).exists()
 
     def test_clean_leaves_up_folder_without_record(self, shared: Path) -> None:
-        """The run may wait for its head, without a process but its own, and have its record below another TMPDIR."""
+        """The run may wait for its head, without a process but its own, and have its record below
+        another TMPDIR.
+        """
         (shared / f"hm-{RUN_ID}").mkdir()
         assert helmsman("clean").returncode == 0
         assert (shared / f"hm-{RUN_ID}").exists()
@@ -243,7 +292,9 @@ class TestLogs:
         assert f"{log_dir} is not used: it is a symbolic link" in str(caught.value)
 
     @pytest.mark.parametrize("backend", OPTIONS)
-    def test_scheduler_refuses_log_file_link(self, backend: str, shared: Path, precious: Path, tmp_path: Path) -> None:
+    def test_scheduler_refuses_log_file_link(
+        self, backend: str, shared: Path, precious: Path, tmp_path: Path
+    ) -> None:
         log_dir = tmp_path / "logs"
         log_dir.mkdir()
         log = log_dir / "a-0.log"
@@ -266,4 +317,7 @@ class TestLogs:
             pytest.raises(HelmsmanError) as caught,
         ):
             scheduler.create_workers(Job(role="a"))
-        assert f"{shared / 'logs'} is not used: it is a symbolic link of nobody (uid {ATTACKER})" in str(caught.value)
+        assert (
+            f"{shared / 'logs'} is not used: it is a symbolic link of nobody (uid {ATTACKER})"
+            in str(caught.value)
+        )

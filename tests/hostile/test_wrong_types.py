@@ -1,4 +1,6 @@
-"""Arguments of wrong types, for every public method: an error says so at once, nothing is sent, and the worker goes on."""
+"""Arguments of wrong types, for every public method: an error says so at once, nothing is sent, and
+the worker goes on.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ Accepts = Callable[[Any], bool]
 
 
 def _is(*kinds: type[Any]) -> Accepts:
-    return lambda value: isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds)
+    return lambda value: (
+        isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds)
+    )
 
 
 def _or_none(accepts: Accepts) -> Accepts:
@@ -56,18 +60,48 @@ def _items(accepts: Accepts) -> Accepts:
 
 
 def _ids(value: Any) -> bool:
-    return isinstance(value, (str, set)) or _items(_is(str))(value)  # letters and sets of ids are told of by other errors
+    # letters and sets of ids are told of by other errors
+    return isinstance(value, (str, set)) or _items(_is(str))(value)
 
 
 _TEXT, _COUNT, _NUMBER, _FLAG, _MAPPING = _is(str), _is(int), _is(int, float), _is(bool), _is(dict)
 _SEQUENCE: Accepts = _is(list, tuple, range)
-_CODE: Accepts = lambda value: isinstance(value, str) or callable(value)  # noqa: E731 - beside its like
+# Beside its like
+_CODE: Accepts = lambda value: isinstance(value, str) or callable(value)  # noqa: E731
 _NOTHING: Accepts = lambda _: False  # noqa: E731
 ACCEPTS: Mapping[str, Accepts] = {
-    **dict.fromkeys(("worker_id", "role", "target_role", "method", "cause", "address", "path", "holder", "next_step"), _TEXT),
+    **dict.fromkeys(
+        (
+            "worker_id",
+            "role",
+            "target_role",
+            "method",
+            "cause",
+            "address",
+            "path",
+            "holder",
+            "next_step",
+        ),
+        _TEXT,
+    ),
     **dict.fromkeys(("in_flight", "on_error"), _TEXT),
-    **dict.fromkeys(("engine_name", "command", "dtype", "checkpoint", "role of delete_workers"), _or_none(_TEXT)),
-    **dict.fromkeys(("replicas", "count", "port", "rank", "device", "world_size", "version", "level", "num_samples"), _COUNT),
+    **dict.fromkeys(
+        ("engine_name", "command", "dtype", "checkpoint", "role of delete_workers"), _or_none(_TEXT)
+    ),
+    **dict.fromkeys(
+        (
+            "replicas",
+            "count",
+            "port",
+            "rank",
+            "device",
+            "world_size",
+            "version",
+            "level",
+            "num_samples",
+        ),
+        _COUNT,
+    ),
     **dict.fromkeys(("lr", "num_cpus"), _NUMBER),
     **dict.fromkeys(("reverse_order", "elsewhere", "background", "migrate", "weights_only"), _FLAG),
     **dict.fromkeys(("handle", "fault", "job", "jobs", "rollout"), _NOTHING),
@@ -80,7 +114,9 @@ ACCEPTS: Mapping[str, Accepts] = {
     "max_shard_bytes": _COUNT,
     "worker_ids": _ids,
     "request_ids": _or_none(_ids),
-    "device_mapping": lambda value: value is None or isinstance(value, str) or _items(_COUNT)(value),
+    "device_mapping": lambda value: (
+        value is None or isinstance(value, str) or _items(_COUNT)(value)
+    ),
     "ranks": _items(_COUNT),
 }
 """By name of an argument; said here once more, so that an annotation that is too wide is found."""
@@ -93,7 +129,11 @@ def _methods(owner: type[Any], own: type[Any]) -> list[tuple[str, str]]:
     found = []
     for name, method in inspect.getmembers(owner, inspect.isfunction):
         if not name.startswith("_") and hasattr(own, name):
-            found += [(name, each) for each in inspect.signature(method).parameters if each not in UNCHECKED]
+            found += [
+                (name, each)
+                for each in inspect.signature(method).parameters
+                if each not in UNCHECKED
+            ]
     return found
 
 
@@ -126,7 +166,9 @@ GOOD: Mapping[str, Any] = {
 """What the other arguments of a call are, where they have no default."""
 
 
-def _call(method: Callable[..., Any], wrong: str, value: Any, good: Mapping[str, Any] = GOOD) -> Any:
+def _call(
+    method: Callable[..., Any], wrong: str, value: Any, good: Mapping[str, Any] = GOOD
+) -> Any:
     """Call a method with one argument that is wrong; awaits what it gives."""
     arguments = {
         name: good[name]
@@ -158,14 +200,18 @@ def _wrong_for(argument: str, method: str = "") -> st.SearchStrategy[Any]:
     return st.sampled_from([value for value in VALUES if not accepts(value)])
 
 
-# --- schedulers -----------------------------------------------------------------------------------------------------
+# --- schedulers -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=list(OPTIONS))
-def scheduler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
+def scheduler(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scheduler]:
     """A scheduler with one worker, in which there is a Counter."""
     options = OPTIONS[request.param]
-    with make_scheduler(request.param, log_dir=tmp_path_factory.mktemp("logs"), timeouts=TIMEOUTS, **options) as made:
+    with make_scheduler(
+        request.param, log_dir=tmp_path_factory.mktemp("logs"), timeouts=TIMEOUTS, **options
+    ) as made:
         made.create_workers(Job(role="w"))
         asyncio.run(made.create_engine(WORKER, Counter, "counter"))
         yield made
@@ -202,7 +248,11 @@ def test_scheduler_wrong_types_keep_call_order(scheduler: Scheduler) -> None:
             accepts = ACCEPTS.get(f"{argument} of {method}", ACCEPTS[argument])
             value = random_numbers.choice([value for value in VALUES if not accepts(value)])
             await asyncio.to_thread(_refuses, getattr(scheduler, method), argument, value)
-            calls.append(asyncio.ensure_future(scheduler.async_call_engine(WORKER, "add", "counter", 1, timeout=20.0)))
+            calls.append(
+                asyncio.ensure_future(
+                    scheduler.async_call_engine(WORKER, "add", "counter", 1, timeout=20.0)
+                )
+            )
         return await asyncio.gather(*calls)
 
     first = scheduler.call_engine(WORKER, "add", "counter", 0)
@@ -210,7 +260,7 @@ def test_scheduler_wrong_types_keep_call_order(scheduler: Scheduler) -> None:
     assert sorted(results) == list(range(first + 1, first + 201))
 
 
-# --- controllers ------------------------------------------------------------------------------------------------------
+# --- controllers ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +285,12 @@ NOT_OURS = {
     ("execute_all_async", "method"): "as execute_all_sync",
     **{
         (name, "method"): "WorkerGroup.method says it, with what to do"
-        for name in ("execute_all_sync", "execute_rank_zero_sync", "execute_rank_zero_async", "method")
+        for name in (
+            "execute_all_sync",
+            "execute_rank_zero_sync",
+            "execute_rank_zero_async",
+            "method",
+        )
     },
     ("keeps", "weights"): "it compares, and sends nothing",
 }
@@ -269,4 +324,6 @@ def test_controllers_refuse_wrong_types(
 
 
 def test_create_engine_takes_engine_spec(scheduler: Scheduler) -> None:
-    asyncio.run(scheduler.create_engine(WORKER, EngineSpec(target=Counter), f"spec-{random.random()}"))
+    asyncio.run(
+        scheduler.create_engine(WORKER, EngineSpec(target=Counter), f"spec-{random.random()}")
+    )

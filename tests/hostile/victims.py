@@ -1,4 +1,6 @@
-"""The script of a kill round and its engines: they hide children, and note each call that they execute in a file."""
+"""The script of a kill round and its engines: they hide children, and note each call that they
+execute in a file.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ SPEC = SchedulingSpec(cpu=0.1)
 WORKERS = ["train/0", "train/1"]
 
 _HIDE = (
-    "import os, sys, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); os.closerange(0, 1000); "
-    "fd = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT); os.write(fd, open('/proc/self/stat', 'rb').read()); "
+    "import os, sys, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); "
+    "os.closerange(0, 1000); "
+    "fd = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT); os.write(fd, "
+    "open('/proc/self/stat', 'rb').read()); "
     "os.close(fd); time.sleep(600)"
 )
 
@@ -46,12 +50,14 @@ def result_of(number: int) -> int:
 
 
 class Hiding:
-    """Hides two children and creates a segment of shared memory, when it is made and again in each call.
+    """Hides two children and creates a segment of shared memory, when it is made and again in each
+    call.
 
     Args:
-        folder: where it notes its children, by their rows of the process table, the names of its segments, and the calls that
-            it has executed.
-        hides: whether it has children and segments; those of an inline engine would be the script's own.
+        folder: where it notes its children, by their rows of the process table, the names of its
+            segments, and the calls that it has executed.
+        hides: whether it has children and segments; those of an inline engine would be the script's
+            own.
     """
 
     def __init__(self, folder: str, hides: bool) -> None:
@@ -60,12 +66,16 @@ class Hiding:
         self.hide()
 
     def hide(self) -> None:
-        """Start daemons: one of its own program with an empty environment, and one that is a fork without descriptors."""
+        """Start daemons: one of its own program with an empty environment, and one that is a fork
+        without descriptors.
+        """
         if not self.hides:
             return
         from multiprocessing import shared_memory
 
-        subprocess.run([sys.executable, "-I", "-S", "-c", _HIDE, f"{self.folder}/pids"], env={}, check=True)
+        subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _HIDE, f"{self.folder}/pids"], env={}, check=True
+        )
         child = os.fork()
         if child == 0:
             os.setsid()
@@ -110,13 +120,16 @@ class HidingRollout(PureRollout):
 
 
 class Script:
-    """The controller of a round: start, calls, weight syncs, delete, close. It goes on when a worker fails.
+    """The controller of a round: start, calls, weight syncs, delete, close. It goes on when a
+    worker fails.
 
     Args:
         tell: reports that a phase begins.
     """
 
-    def __init__(self, scheduler: Scheduler, folder: str, hides: bool, tell: Callable[..., None]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, folder: str, hides: bool, tell: Callable[..., None]
+    ) -> None:
         self.scheduler, self.folder, self.tell = scheduler, folder, tell
         self.arguments = (folder, hides)
 
@@ -142,7 +155,12 @@ class Script:
 
     async def create(self) -> None:
         """An engine in each trainer."""
-        await asyncio.gather(*(self.scheduler.create_engine(worker, Hiding, None, *self.arguments) for worker in WORKERS))
+        await asyncio.gather(
+            *(
+                self.scheduler.create_engine(worker, Hiding, None, *self.arguments)
+                for worker in WORKERS
+            )
+        )
 
     async def calls(self) -> None:
         """Calls to both workers at once, each sent once; the answers are compared."""
@@ -163,7 +181,9 @@ class Script:
 
     def sync(self, rollout: RolloutController, version: int) -> None:
         """Bring weights from the first trainer to the rollout, past this process."""
-        handle = self.scheduler.call_engine("train/0", "export", None, version, rpc_meta={"keep": True})
+        handle = self.scheduler.call_engine(
+            "train/0", "export", None, version, rpc_meta={"keep": True}
+        )
         try:
             rollout.update_weights(handle, version)
         finally:

@@ -50,7 +50,9 @@ class Worker:
                 stderr=output,
             )
         assert self.process.stdout is not None
-        self.address: Any = msgspec.json.decode(self.process.stdout.readline(), type=str | tuple[str, int])
+        self.address: Any = msgspec.json.decode(
+            self.process.stdout.readline(), type=str | tuple[str, int]
+        )
 
     @property
     def num_threads(self) -> int:
@@ -101,7 +103,9 @@ def request_frame(request_id: int, target: Path) -> bytes:
 
 def serve(key: bytes, mode: str) -> None:
     """Serve until standard input ends."""
-    identity = WorkerIdentity(run_id="run", worker_id="target/0", role="target", rank=0, node="127.0.0.1")
+    identity = WorkerIdentity(
+        run_id="run", worker_id="target/0", role="target", rank=0, node="127.0.0.1"
+    )
     host = EngineHost(identity, SegmentStore(), seeding=False, pulse=Pulse(TAG))
     listener = channel.listen_abstract() if mode == "unix" else channel.listen_tcp("127.0.0.1")
     name = listener.getsockname()

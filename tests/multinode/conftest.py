@@ -1,4 +1,6 @@
-"""Clusters of several raylets on this machine, with logical devices; the driver is connected to the head, which has none."""
+"""Clusters of several raylets on this machine, with logical devices; the driver is connected to the
+head, which has none.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,13 @@ import pytest
 
 pytest.importorskip("ray", reason="several nodes need Ray")
 
-import helmsman.controller._ray_backend.scheduler  # noqa: F401 - decides how clusters authenticate, before Ray is imported
+# Decides how clusters authenticate, before Ray is imported
+import helmsman.controller._ray_backend.scheduler  # noqa: F401
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_worker_niceness", "0")
-# A raylet that answers its head late on a busy machine is no lost node (Ray's limit is 10 s); one that has ended refuses
-# connections, and is lost after five of them.
+# A raylet that answers its head late on a busy machine is no lost node (Ray's limit is 10 s); one
+# that has ended refuses connections, and is lost after five of them.
 os.environ.setdefault("RAY_health_check_timeout_ms", "120000")
 os.environ.setdefault("RAY_health_check_period_ms", "1000")
 
@@ -31,7 +34,9 @@ from helmsman.rpc_server._ray_forks.ray_patches import only_core_processes
 from tests.contract.conftest import gate  # noqa: F401 - a fixture of these tests too
 from tests.contract.helpers import wait_until
 
-TIMEOUTS = Timeouts(start_s=180.0, create_engine_s=120.0, call_s=120.0, health_s=20.0, shutdown_s=8.0)
+TIMEOUTS = Timeouts(
+    start_s=180.0, create_engine_s=120.0, call_s=120.0, health_s=20.0, shutdown_s=8.0
+)
 GB = 10**9
 _numbers = itertools.count()
 
@@ -51,7 +56,8 @@ class Nodes:
     """A running cluster."""
 
     def __init__(self, shapes: list[dict[str, Any]]) -> None:
-        no_prestart = {"RAY_prestart_worker_first_driver": "0"}  # or the head starts a worker for each of its CPUs
+        # or the head starts a worker for each of its CPUs
+        no_prestart = {"RAY_prestart_worker_first_driver": "0"}
         head = {"num_cpus": 4, "num_gpus": 0, "memory": 8 * GB, "env_vars": no_prestart}
         with only_core_processes():
             self.cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -94,7 +100,11 @@ class Nodes:
 
     def total(self) -> dict[str, dict[str, float]]:
         """What each node has."""
-        return {node["NodeID"]: _without_store(node["Resources"]) for node in ray.nodes() if node["Alive"]}
+        return {
+            node["NodeID"]: _without_store(node["Resources"])
+            for node in ray.nodes()
+            if node["Alive"]
+        }
 
     def close(self) -> None:
         """End it."""
@@ -111,7 +121,8 @@ Open = Callable[..., Nodes]
 
 @pytest.fixture(scope="package")
 def open_nodes() -> Iterator[Open]:
-    """Open a cluster of these nodes, beside its head without accelerators; the one that is open if it has this name.
+    """Open a cluster of these nodes, beside its head without accelerators; the one that is open if
+    it has this name.
 
     A process is connected to one cluster at a time, so opening another closes it.
     """
@@ -193,4 +204,6 @@ def run(make_run: Callable[..., RayScheduler]) -> RayScheduler:
 def left_as_found(nodes: Nodes) -> Iterator[None]:
     """All of the cluster is free after the test."""
     yield
-    wait_until(lambda: nodes.free() == nodes.total(), f"all is free again: {nodes.total()}", limit_s=10.0)
+    wait_until(
+        lambda: nodes.free() == nodes.total(), f"all is free again: {nodes.total()}", limit_s=10.0
+    )

@@ -1,4 +1,5 @@
-"""A controller of its own process: for each line of jobs it takes their placement groups, frees them, and says how it went.
+"""A controller of its own process: for each line of jobs it takes their placement groups, frees
+them, and says how it went.
 
 python -m tests.multinode.contender ADDRESS
 """
@@ -23,14 +24,20 @@ LIMIT_S = 120.0
 
 
 async def admit_and_free(prefix: str, jobs: Sequence[Job]) -> str:
-    """'placed' when all of the jobs had all of their groups, 'refused' when others held what they need until the deadline."""
+    """'placed' when all of the jobs had all of their groups, 'refused' when others held what they
+    need until the deadline.
+    """
     async with contextlib.AsyncExitStack() as stack:
-        stacks = {job.role: await stack.enter_async_context(contextlib.AsyncExitStack()) for job in jobs}
+        stacks = {
+            job.role: await stack.enter_async_context(contextlib.AsyncExitStack()) for job in jobs
+        }
         try:
             slots = await admit(jobs, prefix, Deadline(LIMIT_S), stacks)
         except errors.PlacementTimeoutError:
             return "refused"
-        complete = {role: len(found) for role, found in slots.items()} == {job.role: job.replicas for job in jobs}
+        complete = {role: len(found) for role, found in slots.items()} == {
+            job.role: job.replicas for job in jobs
+        }
         return "placed" if complete else f"incomplete: {slots}"
 
 
@@ -40,7 +47,10 @@ def main() -> None:
         print(json.dumps("ready"), flush=True)
         for line in sys.stdin:
             jobs: Any = msgspec.json.decode(line, type=list[Job])
-            print(json.dumps(submit(admit_and_free(f"helmsman/{run.run_id}", jobs)).result()), flush=True)
+            print(
+                json.dumps(submit(admit_and_free(f"helmsman/{run.run_id}", jobs)).result()),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -19,9 +19,16 @@ from tests.multinode.conftest import Nodes
 
 def test_channel_port_of_ray_workers(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
-    ranged = {"num_cpus": 1, "resources": {"ranged": 1}, "min_worker_port": 23_200, "max_worker_port": 23_299}
+    ranged = {
+        "num_cpus": 1,
+        "resources": {"ranged": 1},
+        "min_worker_port": 23_200,
+        "max_worker_port": 23_299,
+    }
     with nodes.added(ranged), RayScheduler(address=nodes.address) as run:
-        (worker,) = run.create_workers(Job(role="r", tasks=[SchedulingSpec(resources={"ranged": 1})]))
+        (worker,) = run.create_workers(
+            Job(role="r", tasks=[SchedulingSpec(resources={"ranged": 1})])
+        )
         transport: Any = run._roles.client(worker).transport
         assert 23_200 <= transport._socket.getpeername()[1] <= 23_299
 
@@ -49,11 +56,15 @@ def test_address_auto(nodes: Nodes) -> None:
     if services._find_address_from_flag("--gcs-address") != {nodes.address}:
         pytest.skip("another Ray runs on this machine")
     assert choose_address("auto") is None
-    second = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    second = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
     try:
         with pytest.raises(errors.AmbiguousAddressError) as caught:
             choose_address("auto")
-        assert {nodes.address, second.address} <= set(caught.value.candidates), "other Rays may have started meanwhile"
+        assert {nodes.address, second.address} <= set(caught.value.candidates), (
+            "other Rays may have started meanwhile"
+        )
         assert "RAY_ADDRESS" in str(caught.value)
     finally:
         second.shutdown()
@@ -62,7 +73,8 @@ def test_address_auto(nodes: Nodes) -> None:
 def test_address_auto_without_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray._private import services
 
-    monkeypatch.setattr(services.psutil, "process_iter", lambda _: iter(()))  # type: ignore[attr-defined]  # a machine on which nothing runs
+    # A machine on which nothing runs
+    monkeypatch.setattr(services.psutil, "process_iter", lambda _: iter(()))  # type: ignore[attr-defined]
     with pytest.raises(errors.ClusterNotFoundError, match="no Ray runs on this machine"):
         choose_address("auto")
 
@@ -73,6 +85,8 @@ def test_address_without_cluster() -> None:
         reserved.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
         script = f"import helmsman; helmsman.RayScheduler(address={address!r})"
-        ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        ended = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        )
     assert ended.returncode == 1
     assert f"there is no Ray cluster at '{address}': nobody answers there" in ended.stderr

@@ -43,7 +43,9 @@ def helmsman(nodes: Nodes) -> Helmsman:
 def jobs(tmp_path: Path) -> str:
     """Twelve devices in three pieces."""
     path = tmp_path / "jobs.yaml"
-    path.write_text("- {role: rollout, replicas: 3, tasks: [{gpu: 4, ray_placement_strategy: separate}]}")
+    path.write_text(
+        "- {role: rollout, replicas: 3, tasks: [{gpu: 4, ray_placement_strategy: separate}]}"
+    )
     return str(path)
 
 
@@ -59,7 +61,11 @@ def test_plan_names_holder(helmsman: Helmsman, run: RayScheduler, jobs: str) -> 
     run.create_workers(Job(role="holder", replicas=2, tasks=[spec]))
     ended = helmsman("plan", jobs)
     assert ended.returncode == 1, ended.stderr
-    for fact in ("does not fit now, but would if the cluster were empty", f"helmsman/{run.run_id}/holder/0", "5 GPU"):
+    for fact in (
+        "does not fit now, but would if the cluster were empty",
+        f"helmsman/{run.run_id}/holder/0",
+        "5 GPU",
+    ):
         assert fact in ended.stdout
 
 

@@ -1,4 +1,6 @@
-"""Siblings and aliases on every kind of target, on nodes of both kinds of accelerators and on CPUs."""
+"""Siblings and aliases on every kind of target, on nodes of both kinds of accelerators and on
+CPUs.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,20 @@ def run(module_run: RayScheduler) -> Iterator[RayScheduler]:
 
 def _target(kind: str, strategy: Any, replicas: int, gpu: int) -> Job:
     labels = {"kind": kind} if kind != "CPU" else {}
-    spec = SchedulingSpec(cpu=1, gpu=gpu if kind != "CPU" else 0, ray_placement_strategy=strategy, node_labels=labels)
+    spec = SchedulingSpec(
+        cpu=1, gpu=gpu if kind != "CPU" else 0, ray_placement_strategy=strategy, node_labels=labels
+    )
     return Job(role="target", replicas=replicas, tasks=[spec])
 
 
 def _beside(replicas: int, fork: bool, **fields: Any) -> Job:
     strategy = SchedulingStrategy(type="colocation", target="target", fork=fork)
-    return Job(role="sibling", replicas=replicas, tasks=[SchedulingSpec(cpu=1, **fields)], scheduling_strategy=strategy)
+    return Job(
+        role="sibling",
+        replicas=replicas,
+        tasks=[SchedulingSpec(cpu=1, **fields)],
+        scheduling_strategy=strategy,
+    )
 
 
 def _seen(run: RayScheduler, workers: list[Worker], kind: str, name: str) -> list[tuple[str, ...]]:
@@ -73,23 +82,32 @@ def _seen(run: RayScheduler, workers: list[Worker], kind: str, name: str) -> lis
         ("deferred", False, "NPU"),
     ],
 )
-def test_fork_has_devices_of_target(run: RayScheduler, strategy: str, fork: bool, kind: str) -> None:
+def test_fork_has_devices_of_target(
+    run: RayScheduler, strategy: str, fork: bool, kind: str
+) -> None:
     run.create_workers(_target(kind, strategy, replicas=2, gpu=4))
     run.create_workers(_beside(2, fork))
     target, siblings = run.get_workers("target"), run.get_workers("sibling")
-    assert [(worker.node_id, worker.devices) for worker in siblings] == [(worker.node_id, worker.devices) for worker in target]
+    assert [(worker.node_id, worker.devices) for worker in siblings] == [
+        (worker.node_id, worker.devices) for worker in target
+    ]
     seen = _seen(run, siblings, kind, "there")
     assert seen == [tuple(worker.devices) for worker in target] == _seen(run, target, kind, "here")
     assert [len(ids) for ids in seen] == [0 if kind == "CPU" else 4] * 2
     pids = [
-        {run.call_engine(worker.id, "pid", name) for worker in each} for each, name in ((target, "here"), (siblings, "there"))
+        {run.call_engine(worker.id, "pid", name) for worker in each}
+        for each, name in ((target, "here"), (siblings, "there"))
     ]
     assert (pids[0] == pids[1]) is not fork
     run.delete_workers("sibling")
-    assert [run.call_engine(worker.id, "add", "here") for worker in target] == [1, 1], "the target lives on"
+    assert [run.call_engine(worker.id, "add", "here") for worker in target] == [1, 1], (
+        "the target lives on"
+    )
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("shared", "GPU"), ("separate", "CPU"), ("deferred", "NPU")])
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("shared", "GPU"), ("separate", "CPU"), ("deferred", "NPU")]
+)
 def test_fork_failure_leaves_target(run: RayScheduler, strategy: str, kind: str) -> None:
     run.create_workers(_target(kind, strategy, replicas=2, gpu=2))
     engines = [Engine.create(run, f"target/{index}", Counter) for index in range(2)]
@@ -103,7 +121,9 @@ def test_fork_failure_leaves_target(run: RayScheduler, strategy: str, kind: str)
         run.create_workers(failing)
     assert [engine.call("add") for engine in engines] == [1, 1]
     assert len(run.status()) == 2
-    assert run.create_workers(_beside(2, fork=True)) == ["sibling/0", "sibling/1"], "the next one starts"
+    assert run.create_workers(_beside(2, fork=True)) == ["sibling/0", "sibling/1"], (
+        "the next one starts"
+    )
 
 
 def test_fork_one_for_two_targets(run: RayScheduler) -> None:
@@ -129,7 +149,9 @@ def test_fork_two_for_one_target(run: RayScheduler) -> None:
     run.create_workers(_target("GPU", "separate", replicas=2, gpu=2))
     run.create_workers(_beside(4, fork=True, gpu=1))
     target, siblings = run.get_workers("target"), run.get_workers("sibling")
-    assert [worker.devices for worker in siblings] == [[device] for worker in target for device in worker.devices]
+    assert [worker.devices for worker in siblings] == [
+        [device] for worker in target for device in worker.devices
+    ]
     with pytest.raises(errors.InvalidSpecError, match=r"gpu of replica 0 is 2; expected 1"):
         run.create_workers(msgspec.structs.replace(_beside(4, fork=True, gpu=2), role="greedy"))
 
@@ -143,7 +165,9 @@ def test_fork_workers_command(run: RayScheduler, strategy: str, kind: str) -> No
     assert len(set(ports)) == 2
     for pid, worker in zip(pids.values(), run.get_workers("target"), strict=True):
         with open(f"/proc/{pid}/environ") as file:
-            environment = dict(each.split("=", 1) for each in file.read().split("\0") if "=" in each)
+            environment = dict(
+                each.split("=", 1) for each in file.read().split("\0") if "=" in each
+            )
         assert environment["CUDA_VISIBLE_DEVICES"] == ",".join(worker.devices)
         with open(f"/proc/{pid}/cmdline") as file:
             assert file.read().split("\0")[-2] in ports

@@ -1,5 +1,5 @@
-"""What a worker sees, for every way in which a raylet may run: its own mask, Ray's NOSET variables, what Ray does to workers
-without devices, and both kinds of accelerators."""
+"""What a worker sees, for every way in which a raylet may run: its own mask, Ray's NOSET variables,
+what Ray does to workers without devices, and both kinds of accelerators."""
 
 from __future__ import annotations
 
@@ -44,9 +44,18 @@ def _name(kind: str, mask: str | None, noset: bool, on_zero: str) -> str:
 
 
 def _node(kind: str, mask: str | None, noset: bool, on_zero: str) -> dict[str, Any]:
-    env_vars = {ON_ZERO: on_zero, **({MASKS[kind]: mask} if mask else {}), **({NOSET[kind]: "1"} if noset else {})}
+    env_vars = {
+        ON_ZERO: on_zero,
+        **({MASKS[kind]: mask} if mask else {}),
+        **({NOSET[kind]: "1"} if noset else {}),
+    }
     sizes = {"num_gpus": 4} if kind == "GPU" else {"resources": {"NPU": 4}, "num_gpus": 0}
-    return {"num_cpus": 8, "env_vars": env_vars, "labels": {"cell": _name(kind, mask, noset, on_zero)}, **sizes}
+    return {
+        "num_cpus": 8,
+        "env_vars": env_vars,
+        "labels": {"cell": _name(kind, mask, noset, on_zero)},
+        **sizes,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -75,22 +84,38 @@ def _seen(run: RayScheduler, worker_id: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "mask", "noset", "on_zero"), NODES, ids=[_name(*each) for each in NODES])
+@pytest.mark.parametrize(
+    ("kind", "mask", "noset", "on_zero"), NODES, ids=[_name(*each) for each in NODES]
+)
 def test_devices_visible_to_worker(
-    run: RayScheduler, monkeypatch: pytest.MonkeyPatch, kind: str, mask: str | None, noset: bool, on_zero: str
+    run: RayScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    mask: str | None,
+    noset: bool,
+    on_zero: str,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "31")  # the driver's own, which is nobody else's
     cell = {"cell": _name(kind, mask, noset, on_zero)}
     spec = SchedulingSpec(cpu=1, gpu=2, node_labels=cell)
-    run.create_workers([Job(role="a", replicas=2, tasks=[spec]), Job(role="none", tasks=[SchedulingSpec(node_labels=cell)])])
+    run.create_workers(
+        [
+            Job(role="a", replicas=2, tasks=[spec]),
+            Job(role="none", tasks=[SchedulingSpec(node_labels=cell)]),
+        ]
+    )
     run.fork_workers("sibling", "a")
     on_node = mask.split(",") if mask else ["0", "1", "2", "3"]
     other = next(variable for each, variable in MASKS.items() if each != kind)
     for index, ids in enumerate((on_node[:2], on_node[2:])):
         for role in ("a", "sibling"):
-            assert run.get_workers(role)[index].devices == ids, "physical ids, in the order of the node"
+            assert run.get_workers(role)[index].devices == ids, (
+                "physical ids, in the order of the node"
+            )
             assert _seen(run, f"{role}/{index}") == {MASKS[kind]: ",".join(ids), other: ""}
-    assert _seen(run, "none/0") == dict.fromkeys(MASKS.values(), ""), "a worker that asked for none sees none"
+    assert _seen(run, "none/0") == dict.fromkeys(MASKS.values(), ""), (
+        "a worker that asked for none sees none"
+    )
 
 
 class Uses:
@@ -114,11 +139,18 @@ def test_platform_cpu_despite_devices(run: RayScheduler, kind: str) -> None:
     with pytest.raises(errors.EngineCreationError) as caught:
         Engine.create(run, "a/0", Uses)
     expected = (
-        ["torch_npu"] if kind == "NPU" else ["DeviceMismatchError", "a/0", "cuda 4,5", f"{MASKS[kind]}='4,5'", "on the CPU"]
+        ["torch_npu"]
+        if kind == "NPU"
+        else ["DeviceMismatchError", "a/0", "cuda 4,5", f"{MASKS[kind]}='4,5'", "on the CPU"]
     )
     for fact in expected:
         assert fact in str(caught.value)
-    run.create_workers(Job(role="b", tasks=[SchedulingSpec(gpu=2, node_labels=cell, env_vars={"HELMSMAN_PLATFORM": "cpu"})]))
+    run.create_workers(
+        Job(
+            role="b",
+            tasks=[SchedulingSpec(gpu=2, node_labels=cell, env_vars={"HELMSMAN_PLATFORM": "cpu"})],
+        )
+    )
     assert Engine.create(run, "b/0", Uses).call("platform") == "cpu", "on purpose"
 
 
@@ -140,7 +172,14 @@ with RayScheduler(address=sys.argv[1], log_dir=sys.argv[2]) as run:
 def test_devices_without_torch(nodes: Nodes, tmp_path: Path) -> None:
     """It runs on the head, which has no accelerator."""
     ended = subprocess.run(
-        [sys.executable, "-c", DRIVER, nodes.address, str(tmp_path), _name("NPU", None, False, "0")],
+        [
+            sys.executable,
+            "-c",
+            DRIVER,
+            nodes.address,
+            str(tmp_path),
+            _name("NPU", None, False, "0"),
+        ],
         capture_output=True,
         text=True,
         timeout=90,

@@ -1,4 +1,6 @@
-"""A drill that drops a node: its workers of this run, and its raylet where the cluster is this run's own."""
+"""A drill that drops a node: its workers of this run, and its raylet where the cluster is this
+run's own.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,36 @@ def nodes(base: Nodes) -> Nodes:
     return base
 
 
-def _drop(run: RayScheduler, node_id: str) -> tuple[list[FaultRecord], dict[str, Engine], dict[str, Engine]]:
-    """Drop a node under two jobs of two workers; returns the record, and the engines on that node and on others."""
+def _drop(
+    run: RayScheduler, node_id: str
+) -> tuple[list[FaultRecord], dict[str, Engine], dict[str, Engine]]:
+    """Drop a node under two jobs of two workers; returns the record, and the engines on that node
+    and on others.
+    """
     spec = SchedulingSpec(cpu=0, gpu=1)
     spread = SchedulingSpec(cpu=1, gpu=0, node_packing="strict_spread")
-    ids = run.create_workers([Job(role="rollout", replicas=4, tasks=[spec]), Job(role="train", replicas=2, tasks=[spread])])
-    there = {worker.id for role in ("rollout", "train") for worker in run.get_workers(role) if worker.node_id == node_id}
+    ids = run.create_workers(
+        [
+            Job(role="rollout", replicas=4, tasks=[spec]),
+            Job(role="train", replicas=2, tasks=[spread]),
+        ]
+    )
+    there = {
+        worker.id
+        for role in ("rollout", "train")
+        for worker in run.get_workers(role)
+        if worker.node_id == node_id
+    }
     engines = {worker_id: Engine.create(run, worker_id, Counter) for worker_id in ids}
     target = min(there)
     records = FaultPlan([DropNode(target, at_step=1)]).begin(run).step(1)
     assert {record.injection.worker_id for record in records} == there
     assert len(there) >= 2
-    return records, {id_: engines[id_] for id_ in there}, {id_: engines[id_] for id_ in engines.keys() - there}
+    return (
+        records,
+        {id_: engines[id_] for id_ in there},
+        {id_: engines[id_] for id_ in engines.keys() - there},
+    )
 
 
 def test_drop_node_of_foreign_cluster(nodes: Nodes, run: RayScheduler) -> None:
@@ -51,13 +71,22 @@ def test_drop_node_of_foreign_cluster(nodes: Nodes, run: RayScheduler) -> None:
     nodes.cluster.remove_node(doomed, allow_graceful=False)
 
 
-def test_drop_node_of_own_cluster(nodes: Nodes, run: RayScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drop_node_of_own_cluster(
+    nodes: Nodes, run: RayScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(RUN_VARIABLE, "drill")
     doomed = nodes.add(**gpu_node(num_gpus=2), labels={RUN_LABEL: "drill"})
     raylet = doomed.all_processes["raylet"][0].process.pid
     records, there, elsewhere = _drop(run, doomed.node_id)
-    assert {record.injection.outcome for record in records} == {"killed; its raylet was killed, too"}
-    wait_gone({"raylet": raylet, **{record.injection.worker_id: record.injection.pid or 0 for record in records}})
+    assert {record.injection.outcome for record in records} == {
+        "killed; its raylet was killed, too"
+    }
+    wait_gone(
+        {
+            "raylet": raylet,
+            **{record.injection.worker_id: record.injection.pid or 0 for record in records},
+        }
+    )
     for engine in there.values():
         with pytest.raises(errors.WorkerFailedError, match="lost with its node"):
             engine.call("add")

@@ -1,4 +1,6 @@
-"""Nodes that are drained, or die, under a rollout: its instances are built anew on others, and no request is lost."""
+"""Nodes that are drained, or die, under a rollout: its instances are built anew on others, and no
+request is lost.
+"""
 
 from __future__ import annotations
 
@@ -41,18 +43,27 @@ def _drain(nodes: Nodes, node_id: str, deadline_s: float = 600.0) -> None:
     reason: Any = autoscaler_pb2.DrainNodeReason  # type: ignore[attr-defined]
     client = ray._raylet.GcsClient(address=nodes.address)  # type: ignore[attr-defined]
     is_accepted, why = client.drain_node(
-        node_id, reason.DRAIN_NODE_REASON_PREEMPTION, "a test", int((time.time() + deadline_s) * 1000)
+        node_id,
+        reason.DRAIN_NODE_REASON_PREEMPTION,
+        "a test",
+        int((time.time() + deadline_s) * 1000),
     )
     assert is_accepted, why
 
 
 def _settle(node: Any) -> None:
-    """Wait until a node starts no worker: one that does not know its raylet yet outlives it by long."""
+    """Wait until a node starts no worker: one that does not know its raylet yet outlives it by
+    long.
+    """
     raylet = node.all_processes["raylet"][0].process.pid
 
     def starts_one() -> bool:
-        with contextlib.suppress(psutil.Error):  # it ends by itself, once it is drained and has no work
-            return any("default_worker.py" in command_of(each) for each in psutil.Process(raylet).children())
+        with contextlib.suppress(psutil.Error):
+            # it ends by itself, once it is drained and has no work
+            return any(
+                "default_worker.py" in command_of(each)
+                for each in psutil.Process(raylet).children()
+            )
         return False
 
     wait_until(lambda: not starts_one(), "workers have started")
@@ -92,41 +103,63 @@ def test_drained_node_requests_move(nodes: Nodes, run: RayScheduler) -> None:
         assert rollout.update_weights({"weight": [1.0]}, 5) == 5
         (leaving,) = _on(rollout, doomed)
         (staying,) = {worker.id for worker in rollout.workers} - {leaving}
-        futures = [rollout.submit([i + 1, i + 2, i + 3], SamplingParams(max_new_tokens=8)) for i in range(6)]
-        wait_until(lambda: len(run.call_engine(leaving, "figures")[2]) == 3, "half of them are there")
+        futures = [
+            rollout.submit([i + 1, i + 2, i + 3], SamplingParams(max_new_tokens=8))
+            for i in range(6)
+        ]
+        wait_until(
+            lambda: len(run.call_engine(leaving, "figures")[2]) == 3, "half of them are there"
+        )
         spare = nodes.add(**gpu_node(num_gpus=2))
         _settle(doomed)
         _drain(nodes, doomed.node_id)
-        wait_until(lambda: _on(rollout, spare) == [leaving] and _all_serve(rollout), "it is on the spare node", 60.0)
+        wait_until(
+            lambda: _on(rollout, spare) == [leaving] and _all_serve(rollout),
+            "it is on the spare node",
+            60.0,
+        )
         assert rollout.load().instances[staying].num_in_flight == 6
         _end(nodes, doomed)
         while not all(future.done() for future in futures):
             run.call_engine(staying, "finish")
         results = [future.result() for future in futures]
-        assert sorted(len(result.token_ids) for result in results) == [3, 3, 3, 8, 8, 8], "with the tokens that they had"
+        assert sorted(len(result.token_ids) for result in results) == [3, 3, 3, 8, 8, 8], (
+            "with the tokens that they had"
+        )
         assert {version for result in results for version in result.versions} == {5}
         assert rollout.versions() == {staying: 5, leaving: 5}
         assert run.scale("rollout", 1) == []
     _end(nodes, spare)
 
 
-def test_drained_node_without_room(nodes: Nodes, run: RayScheduler, caplog: pytest.LogCaptureFixture) -> None:
+def test_drained_node_without_room(
+    nodes: Nodes, run: RayScheduler, caplog: pytest.LogCaptureFixture
+) -> None:
     doomed = nodes.add(**gpu_node(num_gpus=2))
     with _rollout(run, 2) as rollout, caplog.at_level(logging.WARNING):
         (leaving,) = _on(rollout, doomed)
         _settle(doomed)
         _drain(nodes, doomed.node_id)
-        wait_until(lambda: rollout.load().instances[leaving].state is Health.DEAD, "it is given up", 60.0)
+        wait_until(
+            lambda: rollout.load().instances[leaving].state is Health.DEAD, "it is given up", 60.0
+        )
         assert len(rollout.generate([[1]] * 10)) == 10
         wait_until(
             lambda: (
-                re.search(f"{leaving} stays dead for \\d+ s, as its restarts are used up; 1 instances go on", caplog.text)
+                re.search(
+                    f"{leaving} stays dead for \\d+ s, as its restarts are used up; 1 instances "
+                    "go on",
+                    caplog.text,
+                )
                 is not None
             ),
             "it is said",
             90.0,
         )
-        assert f"{leaving} is drained, since its node {doomed.node_ip_address} is being drained; its requests" in caplog.text
+        assert (
+            f"{leaving} is drained, since its node {doomed.node_ip_address} is being drained; its "
+            "requests" in caplog.text
+        )
         rollout.remove([leaving])
         assert len(rollout.generate([[1]] * 10)) == 10
     _end(nodes, doomed)
@@ -138,19 +171,35 @@ def test_killed_node_instances_move(nodes: Nodes, run: RayScheduler) -> None:
         assert rollout.update_weights({"weight": [1.0]}, 3) == 3
         (lost,) = _on(rollout, doomed)
         spare = nodes.add(**gpu_node(num_gpus=2))
-        futures = [rollout.submit([i + 1, i + 2], SamplingParams(max_new_tokens=2)) for i in range(100)]
+        futures = [
+            rollout.submit([i + 1, i + 2], SamplingParams(max_new_tokens=2)) for i in range(100)
+        ]
         _end(nodes, doomed)
-        assert [future.result(60).token_ids for future in futures] == [[i + 2, i + 3] for i in range(100)]
-        wait_until(lambda: _on(rollout, spare) == [lost] and _all_serve(rollout), "it is on the spare node", 90.0)
+        assert [future.result(60).token_ids for future in futures] == [
+            [i + 2, i + 3] for i in range(100)
+        ]
+        wait_until(
+            lambda: _on(rollout, spare) == [lost] and _all_serve(rollout),
+            "it is on the spare node",
+            90.0,
+        )
         assert set(rollout.versions().values()) == {3}
         assert len(rollout.generate([[1]] * 10)) == 10
-    wait_until(lambda: nodes.free()[spare.node_id].get("GPU") == 2.0, "the spare node is free again")
+    wait_until(
+        lambda: nodes.free()[spare.node_id].get("GPU") == 2.0, "the spare node is free again"
+    )
     _end(nodes, spare)
 
 
 def test_preemption_notices_of_drained_node(nodes: Nodes, run: RayScheduler) -> None:
     doomed = nodes.add(**gpu_node(num_gpus=4))
-    run.create_workers(Job(role="shared", replicas=4, tasks=[SchedulingSpec(cpu=0, gpu=1, nodelist=[doomed.node_id])]))
+    run.create_workers(
+        Job(
+            role="shared",
+            replicas=4,
+            tasks=[SchedulingSpec(cpu=0, gpu=1, nodelist=[doomed.node_id])],
+        )
+    )
     assert asyncio.run(run.preemption_notices()) == {}
     _drain(nodes, doomed.node_id, deadline_s=300.0)
     notices = wait_until(lambda: asyncio.run(run.preemption_notices()), "it is told")
@@ -169,7 +218,9 @@ def test_preemption_notices_of_drained_node(nodes: Nodes, run: RayScheduler) -> 
 
 def test_restart_worker_after_node_loss(nodes: Nodes, run: RayScheduler) -> None:
     doomed = nodes.add(**gpu_node(num_gpus=2))
-    run.create_workers(Job(role="train", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=2, port_count=1)]))
+    run.create_workers(
+        Job(role="train", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=2, port_count=1)])
+    )
     before = {worker.id: worker for worker in run.get_workers("train")}
     (lost,) = [worker.id for worker in before.values() if worker.node_id == doomed.node_id]
     (kept,) = set(before) - {lost}
@@ -187,5 +238,8 @@ def test_restart_worker_after_node_loss(nodes: Nodes, run: RayScheduler) -> None
     for worker_id in after:
         assert Engine.create(run, worker_id, Counter).call("add", 1) == 1
     run.delete_workers("train")
-    wait_until(lambda: all(resources.get("GPU", 2.0) == 2.0 for resources in nodes.free().values()), "all is free again")
+    wait_until(
+        lambda: all(resources.get("GPU", 2.0) == 2.0 for resources in nodes.free().values()),
+        "all is free again",
+    )
     _end(nodes, spare)

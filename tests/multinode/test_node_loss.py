@@ -20,10 +20,18 @@ def nodes(base: Nodes) -> Nodes:
 
 def test_node_loss_fails_its_workers(nodes: Nodes, run: RayScheduler, gate: Gate) -> None:
     doomed = nodes.add(**gpu_node(num_gpus=2))
-    run.create_workers(Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=2, ray_placement_strategy="separate")]))
+    run.create_workers(
+        Job(
+            role="rollout",
+            replicas=2,
+            tasks=[SchedulingSpec(cpu=0, gpu=2, ray_placement_strategy="separate")],
+        )
+    )
     run.create_workers(Job(role="train", replicas=1, tasks=[SchedulingSpec(cpu=1, gpu=0)]))
     (lost,) = [worker for worker in run.get_workers("rollout") if worker.node_id == doomed.node_id]
-    engines = {worker.id: Engine.create(run, worker.id, Counter) for worker in run.get_workers("rollout")}
+    engines = {
+        worker.id: Engine.create(run, worker.id, Counter) for worker in run.get_workers("rollout")
+    }
     held = engines[lost.id].begin("wait", *gate.files)
     gate.wait_started()
     nodes.cluster.remove_node(doomed, allow_graceful=False)
@@ -33,7 +41,9 @@ def test_node_loss_fails_its_workers(nodes: Nodes, run: RayScheduler, gate: Gate
     assert "lost with its node" in str(caught.value)
     assert lost.ip in str(caught.value)
     assert "wait" in str(caught.value)
-    assert [engine.call("add", 1) for id_, engine in engines.items() if id_ != lost.id] == [1], "the others go on"
+    assert [engine.call("add", 1) for id_, engine in engines.items() if id_ != lost.id] == [1], (
+        "the others go on"
+    )
     states = {status.worker_id: status.state for status in run.status()}
     assert {id_ for id_, state in states.items() if state is WorkerState.FAILED} == {lost.id}
     with pytest.raises(errors.WorkerFailedError, match="lost with its node"):
@@ -41,7 +51,8 @@ def test_node_loss_fails_its_workers(nodes: Nodes, run: RayScheduler, gate: Gate
 
     run.delete_workers()
     wait_until(
-        lambda: all(resources.get("GPU", 2.0) == 2.0 for resources in nodes.free().values()), "the other node is free again"
+        lambda: all(resources.get("GPU", 2.0) == 2.0 for resources in nodes.free().values()),
+        "the other node is free again",
     )
     run.create_workers(Job(role="again", replicas=1, tasks=[SchedulingSpec(cpu=0, gpu=2)]))
     assert {worker.node_id for worker in run.get_workers("again")}.isdisjoint({doomed.node_id})

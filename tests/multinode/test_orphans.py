@@ -1,4 +1,6 @@
-"""However a controller on someone's cluster ends, its engines' processes exit within 10 s, and the cluster has all back."""
+"""However a controller on someone's cluster ends, its engines' processes exit within 10 s, and the
+cluster has all back.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.contract.helpers import WAIT, WITH_FAMILY, Driver, has_shared_memory, is_running, wait_gone, wait_until
+from tests.contract.helpers import (
+    WAIT,
+    WITH_FAMILY,
+    Driver,
+    has_shared_memory,
+    is_running,
+    wait_gone,
+    wait_until,
+)
 from tests.multinode.conftest import Nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("left_as_found")]
@@ -27,7 +37,9 @@ def driver(nodes: Nodes, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
 
 def _wait_end_of(facts: dict[str, Any], name: str, memory: list[str]) -> None:
     wait_gone({each: pid for each, pid in facts["pids"].items() if each.endswith(name)})
-    wait_until(lambda: not has_shared_memory(memory), "the engines' shared memory is removed", limit_s=10.0)
+    wait_until(
+        lambda: not has_shared_memory(memory), "the engines' shared memory is removed", limit_s=10.0
+    )
 
 
 @pytest.mark.parametrize("driver", [WAIT], indirect=True)

@@ -26,7 +26,7 @@ def _devices(run: RayScheduler, role: str) -> list[tuple[str, tuple[str, ...]]]:
     return [(worker.node_id, tuple(worker.devices)) for worker in run.get_workers(role)]
 
 
-# --- never --------------------------------------------------------------------------------------------------------------
+# --- never ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(30)  # start_s is 90: what is not refused at once fails
@@ -63,7 +63,7 @@ def test_create_workers_infeasible_together(run: RayScheduler) -> None:
     assert run.status() == []
 
 
-# --- where the planner says ---------------------------------------------------------------------------------------------
+# --- where the planner says -----------------------------------------------------------------------
 
 
 def test_placement_follows_plan(run: RayScheduler) -> None:
@@ -73,25 +73,37 @@ def test_placement_follows_plan(run: RayScheduler) -> None:
         Job(role="reward", replicas=2, tasks=[_spec()]),
     ]
     plan = run.plan(jobs)
-    assert run.create_workers(jobs) == [worker.worker_id for role in plan.roles for worker in role.workers]
+    assert run.create_workers(jobs) == [
+        worker.worker_id for role in plan.roles for worker in role.workers
+    ]
     for role in plan.roles:
-        assert [(worker.node_id, worker.devices) for worker in role.workers] == _devices(run, role.role)
+        assert [(worker.node_id, worker.devices) for worker in role.workers] == _devices(
+            run, role.role
+        )
     assert len({node for node, _ in _devices(run, "train")}) == 1, "the whole group on one node"
     head = {worker.node_id for worker in run.get_workers("reward")}
-    assert not head & {node for role in ("train", "rollout") for node, _ in _devices(run, role)}, "no CPU of a GPU node"
+    assert not head & {node for role in ("train", "rollout") for node, _ in _devices(run, role)}, (
+        "no CPU of a GPU node"
+    )
     for worker in run.get_workers("rollout"):
         masks = Engine.create(run, worker.id, Counter).call("environ", "CUDA_VISIBLE_DEVICES")
-        assert masks == {"CUDA_VISIBLE_DEVICES": ",".join(worker.devices)}, "what it sees is what is told of it"
+        assert masks == {"CUDA_VISIBLE_DEVICES": ",".join(worker.devices)}, (
+            "what it sees is what is told of it"
+        )
     run.delete_workers()
 
 
 def test_placement_rank_order(run: RayScheduler) -> None:
     # Every other device of a node is held first, so Ray hands out the rest in an order of its own.
     small = next(node.node_id for node in run.nodes() if node.num_devices == 4)
-    run.create_workers([Job(role=f"one-{index}", tasks=[_spec(gpu=1, nodelist=[small])]) for index in range(4)])
+    run.create_workers(
+        [Job(role=f"one-{index}", tasks=[_spec(gpu=1, nodelist=[small])]) for index in range(4)]
+    )
     for index in (2, 0):
         run.delete_workers(f"one-{index}")
-    run.create_workers(Job(role="train", replicas=10, tasks=[_spec(gpu=1, node_labels={"rack": "b"})]))
+    run.create_workers(
+        Job(role="train", replicas=10, tasks=[_spec(gpu=1, node_labels={"rack": "b"})])
+    )
     placed = _devices(run, "train")
     order = [node for node, _ in placed]
     assert order == sorted(order, key=order.index), "ranks of one node are neighbours"
@@ -118,7 +130,9 @@ def test_placement_selectors(nodes: Nodes, run: RayScheduler) -> None:
         run.delete_workers(role)
 
 
-@pytest.mark.parametrize(("packing", "num_nodes"), [("pack", 1), ("spread", 3), ("strict_spread", 3)])
+@pytest.mark.parametrize(
+    ("packing", "num_nodes"), [("pack", 1), ("spread", 3), ("strict_spread", 3)]
+)
 def test_placement_packing(run: RayScheduler, packing: Any, num_nodes: int) -> None:
     run.create_workers(Job(role="spread", replicas=3, tasks=[_spec(gpu=1, node_packing=packing)]))
     assert len({node for node, _ in _devices(run, "spread")}) == num_nodes
@@ -136,7 +150,9 @@ def test_placement_instance_over_nodes(run: RayScheduler) -> None:
     assert seen["CUDA_VISIBLE_DEVICES"] == ",".join(place.devices)
     instance = json.loads(seen["HELMSMAN_INSTANCE_DEVICES"])
     assert [(address, len(ids)) for address, ids in instance] == [(place.ip, 8), (place.ip, 8)]
-    assert engine.call("apply", _take_devices_of_the_group) == [8, 8], "the devices are the server's to take"
+    assert engine.call("apply", _take_devices_of_the_group) == [8, 8], (
+        "the devices are the server's to take"
+    )
     (sibling,) = run.fork_workers("beside", "server")
     assert Engine.create(run, sibling, Counter).call("environ", *seen) == seen
 
@@ -153,7 +169,12 @@ def _take_devices_of_the_group() -> list[int]:
         return len(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
     strategies = [PlacementGroupSchedulingStrategy(group, index) for index in range(2)]  # type: ignore[arg-type]
-    return list(ray.get([num_devices.options(scheduling_strategy=each).remote() for each in strategies], timeout=60))
+    return list(
+        ray.get(
+            [num_devices.options(scheduling_strategy=each).remote() for each in strategies],
+            timeout=60,
+        )
+    )
 
 
 def test_placement_deferred_devices_distinct(run: RayScheduler) -> None:
@@ -165,8 +186,12 @@ def test_placement_deferred_devices_distinct(run: RayScheduler) -> None:
 
 
 def test_placement_without_cpus(run: RayScheduler) -> None:
-    run.create_workers(Job(role="cpus", replicas=3, tasks=[_spec(cpu=32, node_packing="strict_spread")]))
-    run.create_workers(Job(role="gpus", replicas=5, tasks=[_spec(cpu=0, gpu=4, ray_placement_strategy="separate")]))
+    run.create_workers(
+        Job(role="cpus", replicas=3, tasks=[_spec(cpu=32, node_packing="strict_spread")])
+    )
+    run.create_workers(
+        Job(role="gpus", replicas=5, tasks=[_spec(cpu=0, gpu=4, ray_placement_strategy="separate")])
+    )
     assert len(set(_devices(run, "gpus"))) == 5
 
 

@@ -36,9 +36,10 @@ def test_resource_manager_groups_and_bundles(run: RayScheduler) -> None:
     with ResourceManager(2, scheduler=run) as manager:
         assert manager.num_nodes == 3
         assert [held.node_id for held in manager.nodes] == _topology_order(run, 2)
-        assert [(each.index, each.node_rank, each.device_rank, each.device_id) for each in manager.devices] == [
-            (index, index // 2, index % 2, str(index % 2)) for index in range(6)
-        ]
+        assert [
+            (each.index, each.node_rank, each.device_rank, each.device_id)
+            for each in manager.devices
+        ] == [(index, index // 2, index % 2, str(index % 2)) for index in range(6)]
         for node_rank, held in enumerate(manager.nodes):
             own = [device for device in manager.devices if device.node_rank == node_rank]
             assert {device.placement_group.id for device in own} == {held.placement_group.id}
@@ -47,8 +48,13 @@ def test_resource_manager_groups_and_bundles(run: RayScheduler) -> None:
             assert set(table["bundles_to_node_id"].values()) == {held.node_id}
             assert [bundle.get("GPU") for bundle in table["bundles"].values()] == [1.0] * 2
         assert sum(node.num_free_devices for node in run.nodes()) == 14
-        strategies = [PlacementGroupSchedulingStrategy(each.placement_group, each.bundle) for each in manager.devices]  # type: ignore[arg-type]
-        found = ray.get([where.options(scheduling_strategy=strategy).remote() for strategy in strategies])
+        strategies = [
+            PlacementGroupSchedulingStrategy(each.placement_group, each.bundle)  # type: ignore[arg-type]
+            for each in manager.devices
+        ]
+        found = ray.get(
+            [where.options(scheduling_strategy=strategy).remote() for strategy in strategies]
+        )
         assert found == [(device.node_id, [device.device_id]) for device in manager.devices]
 
 
@@ -57,13 +63,18 @@ def test_cluster_over_two_nodes(run: RayScheduler) -> None:
         config = ClusterConfig(device_mapping="0-3", tp_size=2, num_cpus=0.5, env_vars=ON_CPU)
         with Cluster("train", Member, manager, config) as train:  # type: ignore[var-annotated]
             assert train.rank_to_node == {rank: rank // 2 for rank in range(4)}
-            assert [worker.node_id for worker in train.workers] == [manager.nodes[rank // 2].node_id for rank in range(4)]
-            assert [worker.devices for worker in train.workers] == [[str(rank % 2)] for rank in range(4)]
+            assert [worker.node_id for worker in train.workers] == [
+                manager.nodes[rank // 2].node_id for rank in range(4)
+            ]
+            assert [worker.devices for worker in train.workers] == [
+                [str(rank % 2)] for rank in range(4)
+            ]
             masks = train.method(Member.environment)(["CUDA_VISIBLE_DEVICES"])
             assert masks == [{"CUDA_VISIBLE_DEVICES": str(rank % 2)} for rank in range(4)]
             joined = train.method(Member.add)(Batch({"x": np.arange(8)}))
             assert joined is not None and joined["rank"] == [0, 0, 0, 0, 2, 2, 2, 2]
-            # Large results stay where they are and go to other nodes directly; a value for all is put once.
+            # Large results stay where they are and go to other nodes directly; a value for all is
+            # put once.
             with train.method(Member.make).keep(2048) as kept:
                 assert train.method(Member.rows_of)(kept[2046:2050]) == [
                     (rank, 2046 + rank + i) for rank in (0, 2) for i in (0, 1)
@@ -71,7 +82,10 @@ def test_cluster_over_two_nodes(run: RayScheduler) -> None:
             value = np.arange(1 << 18)
             assert all(np.array_equal(each, value) for each in train.method(Member.echo)(value))  # type: ignore[arg-type]
             with Cluster(  # type: ignore[var-annotated]
-                "reference", Member, manager, ClusterConfig(device_mapping="1,2-3", num_cpus=0.5, env_vars=ON_CPU)
+                "reference",
+                Member,
+                manager,
+                ClusterConfig(device_mapping="1,2-3", num_cpus=0.5, env_vars=ON_CPU),
             ) as other:
                 assert other.colocated_with == ("train",)
                 assert other.rank_to_node == {0: 0, 1: 1, 2: 1}
@@ -81,13 +95,18 @@ def test_cluster_worker_on_one_node(run: RayScheduler) -> None:
     with ResourceManager(4, scheduler=run) as manager:
         config = ClusterConfig(device_mapping="2-5", num_gpus_per_worker=4)
         with pytest.raises(
-            errors.InvalidSpecError, match=r"devices of one node for each worker; rank 0 would have 2 on node 0, .* 4 on node 1"
+            errors.InvalidSpecError,
+            match=r"devices of one node for each worker; rank 0 would have 2 on node 0, .* 4 on "
+            r"node 1",
         ):
             Cluster("straddling", Member, manager, config)
 
 
 def test_cluster_of_cpus_spreads(run: RayScheduler) -> None:
-    with ResourceManager(4, 2, scheduler=run) as manager, ResourceManager(0, 3, scheduler=run, name="cpus") as cpus:
+    with (
+        ResourceManager(4, 2, scheduler=run) as manager,
+        ResourceManager(0, 3, scheduler=run, name="cpus") as cpus,
+    ):
         with Cluster("reward", Member, manager, ClusterConfig(world_size=4)) as reward:  # type: ignore[var-annotated]
             assert sorted(reward.rank_to_node.values()) == [0, 0, 1, 1]
             assert [worker.node_id for worker in reward.workers] == [
@@ -99,12 +118,15 @@ def test_cluster_of_cpus_spreads(run: RayScheduler) -> None:
 
 def test_resource_manager_of_some_devices(run: RayScheduler) -> None:
     with (
-        ResourceManager(4, 3, scheduler=run, name="wide") as wide,  # first: the other may take the node that has only four
+        # first: the other may take the node that has only four
+        ResourceManager(4, 3, scheduler=run, name="wide") as wide,
         ResourceManager(2, 1, scheduler=run, name="narrow") as narrow,
     ):
         assert narrow.num_devices == 2
         assert len({held.node_id for held in wide.nodes}) == 3
-        held = [(each.node_id, each.device_id) for manager in (wide, narrow) for each in manager.devices]
+        held = [
+            (each.node_id, each.device_id) for manager in (wide, narrow) for each in manager.devices
+        ]
         assert len(set(held)) == 14
 
 
@@ -113,12 +135,26 @@ def test_resource_manager_missing_nodes(run: RayScheduler) -> None:
         ResourceManager(8, 3, scheduler=run)
     text = str(caught.value)
     assert "3 nodes with 8 devices each, 24 in all" in text
-    assert text.count(" GPU") == 3 and "Set num_gpus_per_node to 4, or set num_nodes to 2, or add nodes" in text
+    assert (
+        text.count(" GPU") == 3
+        and "Set num_gpus_per_node to 4, or set num_nodes to 2, or add nodes" in text
+    )
 
 
 def test_resource_manager_of_npus(nodes: Nodes, run: RayScheduler) -> None:
     with nodes.added(npu_node(resources={"NPU": 9})), ResourceManager(9, scheduler=run) as manager:
-        assert [device.device_id for device in manager.devices] == [str(index) for index in range(9)]
-        with Cluster("npu", Member, manager, ClusterConfig(device_mapping="7,8", num_cpus=0.5, env_vars=ON_CPU)) as group:  # type: ignore[var-annotated]
-            masks = group.method(Member.environment)(["ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"])
-            assert masks == [{"ASCEND_RT_VISIBLE_DEVICES": name, "CUDA_VISIBLE_DEVICES": ""} for name in "78"]
+        assert [device.device_id for device in manager.devices] == [
+            str(index) for index in range(9)
+        ]
+        with Cluster(  # type: ignore[var-annotated]
+            "npu",
+            Member,
+            manager,
+            ClusterConfig(device_mapping="7,8", num_cpus=0.5, env_vars=ON_CPU),
+        ) as group:
+            masks = group.method(Member.environment)(
+                ["ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]
+            )
+            assert masks == [
+                {"ASCEND_RT_VISIBLE_DEVICES": name, "CUDA_VISIBLE_DEVICES": ""} for name in "78"
+            ]

@@ -34,7 +34,9 @@ class Told(Counter):
             file.write(f"{self.told[1]}\n")
 
 
-def test_delete_workers_dead_and_hung(make_run: Callable[..., RayScheduler], tmp_path: Path) -> None:
+def test_delete_workers_dead_and_hung(
+    make_run: Callable[..., RayScheduler], tmp_path: Path
+) -> None:
     run = make_run(timeouts=Timeouts(start_s=90.0, shutdown_s=4.0))
     spec = SchedulingSpec(cpu=1, gpu=1, node_packing="spread")
     ids = run.create_workers(Job(role="train", replicas=5, tasks=[spec]))
@@ -50,7 +52,9 @@ def test_delete_workers_dead_and_hung(make_run: Callable[..., RayScheduler], tmp
 
     run.delete_workers("train", reverse_order=True)
     wait_gone(pids)
-    assert sorted(told.read_text().split()) == ["train/0", "train/2", "train/4"], "all that could be destroyed were"
+    assert sorted(told.read_text().split()) == ["train/0", "train/2", "train/4"], (
+        "all that could be destroyed were"
+    )
     run.delete_workers()  # once more, with nothing there
     with pytest.raises(errors.RoleNotFoundError):
         run.delete_workers("train")
@@ -77,5 +81,6 @@ def test_delete_workers_rank_zero_last(run: RayScheduler) -> None:
     run.delete_workers("train", reverse_order=True)
     watching.join(30)
     assert sorted(itertools.chain(*ended)) == ids
-    # Ray calls a worker dead as soon as it has told its node to end it, so the last moments of others may overlap with its end.
+    # Ray calls a worker dead as soon as it has told its node to end it, so the last moments of
+    # others may overlap with its end.
     assert "train/0" not in ended[0]

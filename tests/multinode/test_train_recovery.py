@@ -61,8 +61,12 @@ def test_recovery_after_node_loss(nodes: Nodes, run: RayScheduler, tmp_path: Pat
     def step(number: int) -> None:
         if (fault := to_come.pop(number, None)) is not None:
             fault()
-        samples = [{"input_ids": random_tokens(4 + each, seed=100 * number + each)} for each in range(6)]
-        loss = trainer.train_batch(samples, "tests.controller.recovery_engines.sft_with_faults", {"faults": str(faults)})
+        samples = [
+            {"input_ids": random_tokens(4 + each, seed=100 * number + each)} for each in range(6)
+        ]
+        loss = trainer.train_batch(
+            samples, "tests.controller.recovery_engines.sft_with_faults", {"faults": str(faults)}
+        )
         losses.setdefault(number, []).append(loss["loss"])
 
     def on_begin(number: int) -> None:
@@ -70,7 +74,9 @@ def test_recovery_after_node_loss(nodes: Nodes, run: RayScheduler, tmp_path: Pat
 
     with trainer:
         trainer.initialize()
-        policy = RecoveryPolicy(checkpoints=tmp_path / "checkpoints", save_every=2, pause_s=0.1, dead_s=240.0)
+        policy = RecoveryPolicy(
+            checkpoints=tmp_path / "checkpoints", save_every=2, pause_s=0.1, dead_s=240.0
+        )
         RecoverableTraining(trainer, policy, step, on_begin=on_begin).run(1, 5)
         removals[0].join()
         first, after_node = places
@@ -78,6 +84,8 @@ def test_recovery_after_node_loss(nodes: Nodes, run: RayScheduler, tmp_path: Pat
         assert set(after_node) != set(first), "one of them is on the node that was spare"
         assert trainer.get_version() == 5
     assert {number: len(each) for number, each in losses.items()} == {1: 1, 2: 1, 3: 2, 4: 1, 5: 1}
-    assert all(len(set(each)) == 1 for each in losses.values()), "a step that is done again does the same"
+    assert all(len(set(each)) == 1 for each in losses.values()), (
+        "a step that is done again does the same"
+    )
     for node in added.values():
         nodes.cluster.remove_node(node)

@@ -1,4 +1,6 @@
-"""Several jobs and several controllers: all of a start or nothing of it, and nobody waits for ever."""
+"""Several jobs and several controllers: all of a start or nothing of it, and nobody waits for
+ever.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def _job(role: str, replicas: int, gpu: int, strategy: Any = "separate", **field
 
 
 def _beside(role: str, target: str) -> Job:
-    return Job(role=role, scheduling_strategy=SchedulingStrategy(type="colocation", target=target, fork=True))
+    return Job(
+        role=role,
+        scheduling_strategy=SchedulingStrategy(type="colocation", target=target, fork=True),
+    )
 
 
 def _groups() -> list[str]:
@@ -47,7 +52,9 @@ def _groups() -> list[str]:
 
 
 def test_create_workers_many_jobs(run: RayScheduler) -> None:
-    ids = run.create_workers([_beside("rollout", "train"), _job("train", 2, 1, "shared"), _job("reference", 1, 2)])
+    ids = run.create_workers(
+        [_beside("rollout", "train"), _job("train", 2, 1, "shared"), _job("reference", 1, 2)]
+    )
     assert ids == ["rollout/0", "train/0", "train/1", "reference/0"]
     (rollout,), train = run.get_workers("rollout"), run.get_workers("train")
     assert rollout.devices == [device for worker in train for device in worker.devices]
@@ -98,12 +105,17 @@ def test_create_workers_names_holders(make_run: Callable[..., RayScheduler]) -> 
     ray.kill(stranger)  # type: ignore[arg-type]
 
 
-def test_create_workers_waits(make_run: Callable[..., RayScheduler], caplog: pytest.LogCaptureFixture) -> None:
+def test_create_workers_waits(
+    make_run: Callable[..., RayScheduler], caplog: pytest.LogCaptureFixture
+) -> None:
     holder, other = make_run(), make_run()
     holder.create_workers(_job("holder", 5, 4))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(other.create_workers, _job("waits", 2, 8))
-        told = wait_until(lambda: [record for record in caplog.records if "still waiting" in record.message], "it says so")
+        told = wait_until(
+            lambda: [record for record in caplog.records if "still waiting" in record.message],
+            "it says so",
+        )
         for fact in (
             "'waits'",
             f"of at most {TIMEOUTS.start_s:g} s",
@@ -117,7 +129,9 @@ def test_create_workers_waits(make_run: Callable[..., RayScheduler], caplog: pyt
 
 
 def test_remove_group_in_flight(nodes: Nodes, run: RayScheduler) -> None:
-    """Or the node would keep the bundle for ever: the head tells it nothing of a removal that overtakes its question."""
+    """Or the node would keep the bundle for ever: the head tells it nothing of a removal that
+    overtakes its question.
+    """
     from ray.util.placement_group import placement_group, remove_placement_group
 
     from helmsman.controller._ray_backend import cluster_state
@@ -129,14 +143,24 @@ def test_remove_group_in_flight(nodes: Nodes, run: RayScheduler) -> None:
     bundle, selector = [{"GPU": 8.0}], [{cluster_state.NODE_ID_LABEL: node.node_id}]
 
     def stopped_while_asked() -> tuple[Any, float]:
-        """The head sees what is freed 0.1 s later and tries again within a second; in between the node is stopped."""
+        """The head sees what is freed 0.1 s later and tries again within a second; in between the
+        node is stopped.
+        """
         holder = placement_group(bundle, bundle_label_selector=selector)
         wait_until(lambda: _progress(holder).phase.value == "created", "the holder is created")
         asked_at = time.monotonic()
         waiting = placement_group(bundle, bundle_label_selector=selector)
-        wait_until(lambda: _progress(waiting).phase.value == "waiting", "there is no room for the other")
+        wait_until(
+            lambda: _progress(waiting).phase.value == "waiting", "there is no room for the other"
+        )
         remove_placement_group(holder)
-        wait_until(lambda: nodes.free()[node.node_id].get("GPU") == 8 or _progress(waiting).phase.value != "waiting", "room")
+        wait_until(
+            lambda: (
+                nodes.free()[node.node_id].get("GPU") == 8
+                or _progress(waiting).phase.value != "waiting"
+            ),
+            "room",
+        )
         os.kill(raylet, signal.SIGSTOP)
         wait_until(lambda: _progress(waiting).phase.value != "waiting", "the head has tried again")
         return waiting, asked_at
@@ -172,7 +196,9 @@ def _progress(group: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_create_workers_many_groups(make_run: Callable[..., RayScheduler]) -> None:
-    """Two controllers that want twenty groups together, and there is room for one of them at a time."""
+    """Two controllers that want twenty groups together, and there is room for one of them at a
+    time.
+    """
     runs = [make_run(timeouts=Timeouts(start_s=240.0)) for _ in range(2)]
 
     def start_and_end(run: RayScheduler) -> int:
@@ -181,14 +207,19 @@ def test_create_workers_many_groups(make_run: Callable[..., RayScheduler]) -> No
         return started
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        assert [each.result(280) for each in [pool.submit(start_and_end, run) for run in runs]] == [10, 10]
+        assert [each.result(280) for each in [pool.submit(start_and_end, run) for run in runs]] == [
+            10,
+            10,
+        ]
     assert _groups() == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 10 * NUM_ROUNDS)
 def test_admission_of_contending_controllers(nodes: Nodes, run: RayScheduler) -> None:
-    """Each round two processes admit jobs of a random shape at once, up to all devices each; groups without workers."""
+    """Each round two processes admit jobs of a random shape at once, up to all devices each; groups
+    without workers.
+    """
     random_ = random.Random(20)
     outcomes: Counter[str] = Counter()
     other = subprocess.Popen(
@@ -205,7 +236,9 @@ def test_admission_of_contending_controllers(nodes: Nodes, run: RayScheduler) ->
             ours, theirs = _random_jobs(random_), _random_jobs(random_)
             other.stdin.write(msgspec.json.encode(theirs).decode() + "\n")
             other.stdin.flush()
-            outcomes[submit(admit_and_free(f"helmsman/{run.run_id}", ours)).result(2 * CONTENDER_LIMIT_S)] += 1
+            outcomes[
+                submit(admit_and_free(f"helmsman/{run.run_id}", ours)).result(2 * CONTENDER_LIMIT_S)
+            ] += 1
             outcomes[json.loads(other.stdout.readline())] += 1
             assert _groups() == []
         other.stdin.close()

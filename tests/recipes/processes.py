@@ -43,11 +43,16 @@ def wait_for(condition: Callable[[], object], limit_s: float) -> None:
 
 
 def run_here(main: Callable[[Sequence[str]], int], flags: Sequence[str]) -> int:
-    """Call the main function of a script in this process, which has imported torch already; returns its exit code."""
+    """Call the main function of a script in this process, which has imported torch already; returns
+    its exit code.
+    """
     import torch
 
     num_threads = torch.get_num_threads()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     torch.set_num_threads(1)
     try:
         return main(flags)

@@ -22,7 +22,9 @@ from helmsman.recipes.rewards import Scored
 from tests.recipes.data import settings
 
 
-def answer(tokens: list[int], reward: float, *, version: int = 3, stop: StopReason = "stop") -> Answer:
+def answer(
+    tokens: list[int], reward: float, *, version: int = 3, stop: StopReason = "stop"
+) -> Answer:
     result = GenerationResult(
         request_id="",
         token_ids=tokens,
@@ -44,7 +46,9 @@ GROUPS = [
 
 
 def test_make_samples_masks_and_advantages() -> None:
-    samples = make_samples(GROUPS, settings(("samples_per_prompt", "2"), ("algorithm.preset", "dr_grpo")))
+    samples = make_samples(
+        GROUPS, settings(("samples_per_prompt", "2"), ("algorithm.preset", "dr_grpo"))
+    )
     assert samples[0] == {
         "input_ids": [8, 9, 1, 2],
         "loss_mask": [0, 0, 1, 1],
@@ -65,13 +69,19 @@ def test_make_samples_overlong_filter() -> None:
     [("grpo", [9 / 8, 9 / 16, 9 / 4, 9 / 8]), ("dr_grpo", [9 / 64] * 4), ("dapo", [1.0] * 4)],
 )
 def test_with_weights_of_presets(preset: str, weights: list[float]) -> None:
-    found = settings(("samples_per_prompt", "2"), ("algorithm.preset", preset), ("algorithm.overlong_filter", "false"))
+    found = settings(
+        ("samples_per_prompt", "2"),
+        ("algorithm.preset", preset),
+        ("algorithm.overlong_filter", "false"),
+    )
     samples = with_weights(make_samples(GROUPS, found), found)
     assert [sample["loss_weights"] for sample in samples] == pytest.approx(weights)
 
 
 def test_overlong_cost() -> None:
-    algorithm = settings(("algorithm.overlong_buffer", "4"), ("algorithm.overlong_penalty", "0.5")).algorithm
+    algorithm = settings(
+        ("algorithm.overlong_buffer", "4"), ("algorithm.overlong_penalty", "0.5")
+    ).algorithm
     assert [overlong_cost(length, algorithm, 16) for length in (1, 12, 14, 16)] == [0, 0, 0.25, 0.5]
 
 
@@ -101,4 +111,10 @@ def test_train_metrics_mean_by_tokens() -> None:
         {"loss": 1.0, "ref_kl": 0.5, "grad_norm": 1.0, "lr": 1.0, "num_tokens": 30.0},
         {"loss": 3.0, "ref_kl": 0.5, "grad_norm": 1.0, "lr": 2.0, "num_tokens": 10.0},
     ]
-    assert train_metrics(every) == {"loss": 1.5, "kl": 0.5, "grad_norm": 1.0, "lr": 2.0, "num_tokens": 40.0}
+    assert train_metrics(every) == {
+        "loss": 1.5,
+        "kl": 0.5,
+        "grad_norm": 1.0,
+        "lr": 2.0,
+        "num_tokens": 40.0,
+    }

@@ -1,4 +1,5 @@
-"""Settings of the GRPO recipe: what is refused and how, what the command line means, and that everything is documented."""
+"""Settings of the GRPO recipe: what is refused and how, what the command line means, and that
+everything is documented."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "recipes.md"
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text('model = "m"\nsteps = 3\n[data]\ntrain = "t.jsonl"\n[[rewards]]\nuse = "exact"\n')
+    path.write_text(
+        'model = "m"\nsteps = 3\n[data]\ntrain = "t.jsonl"\n[[rewards]]\nuse = "exact"\n'
+    )
     return path
 
 
@@ -31,9 +34,19 @@ def test_load_every_file_can_be_placed(name: str) -> None:
     found = settings(name=name)
     cluster = found.cluster
     kind = "NPU" if "npu" in name else "GPU"
-    total = {"CPU": 64.0, "memory": 1e12, **({kind: float(cluster.devices_per_node)} if cluster.devices_per_node else {})}
+    total = {
+        "CPU": 64.0,
+        "memory": 1e12,
+        **({kind: float(cluster.devices_per_node)} if cluster.devices_per_node else {}),
+    }
     nodes = tuple(
-        NodeState(node_id=f"node-{index}", address=f"node-{index}", total=total, available=total, labels={})
+        NodeState(
+            node_id=f"node-{index}",
+            address=f"node-{index}",
+            total=total,
+            available=total,
+            labels={},
+        )
         for index in range(cluster.num_nodes)
     )
     plan = plan_jobs(ClusterSnapshot(nodes=nodes), make_jobs(found))
@@ -45,7 +58,9 @@ def test_load_every_file_can_be_placed(name: str) -> None:
         for worker in role.workers
         for device in worker.devices
     ]
-    assert len(devices) == len(set(devices)) == cluster.num_nodes * cluster.devices_per_node, "all devices, each once"
+    assert len(devices) == len(set(devices)) == cluster.num_nodes * cluster.devices_per_node, (
+        "all devices, each once"
+    )
 
 
 def test_load_one_machine_and_many_nodes() -> None:
@@ -56,17 +71,25 @@ def test_load_one_machine_and_many_nodes() -> None:
 
 def test_load_unknown_keys(file: Path) -> None:
     file.write_text(file.read_text().replace("steps = 3", "step = 3"))
-    with pytest.raises(ValueError, match=r"run.toml: there is no setting 'step'; did you mean 'steps'\?"):
+    with pytest.raises(
+        ValueError, match=r"run.toml: there is no setting 'step'; did you mean 'steps'\?"
+    ):
         config.load(GRPOSettings, file)
-    with pytest.raises(ValueError, match=r"--train.learning_rate: there is no setting .*; did you mean 'lr'"):
+    with pytest.raises(
+        ValueError, match=r"--train.learning_rate: there is no setting .*; did you mean 'lr'"
+    ):
         settings(("train.learning_rate", "1"))
-    with pytest.raises(ValueError, match=r"there is no setting 'rollout.temprature'; did you mean 'temperature'\?"):
+    with pytest.raises(
+        ValueError, match=r"there is no setting 'rollout.temprature'; did you mean 'temperature'\?"
+    ):
         settings(("rollout.temprature", "1"))
 
 
 def test_load_unknown_key_in_list(file: Path) -> None:
     file.write_text(file.read_text().replace('use = "exact"', 'use = "exact"\nwieght = 2'))
-    with pytest.raises(ValueError, match=r"there is no setting 'rewards\[0\].wieght'; did you mean 'weight'\?"):
+    with pytest.raises(
+        ValueError, match=r"there is no setting 'rewards\[0\].wieght'; did you mean 'weight'\?"
+    ):
         config.load(GRPOSettings, file)
 
 
@@ -85,7 +108,12 @@ def test_load_overrides() -> None:
         ("cluster.env_vars.OMP_NUM_THREADS", "4"),
         ("data.system_prompt", '{"answer": "in this form"}'),
     )
-    assert (found.train.lr, found.steps, found.data.held_out, found.check.weights) == (3e-6, 7, "7", True)
+    assert (found.train.lr, found.steps, found.data.held_out, found.check.weights) == (
+        3e-6,
+        7,
+        "7",
+        True,
+    )
     assert found.sync.dtype is None
     assert found.train.engine == {"num_warmup_steps": 5, "compute_dtype": "float32"}
     assert [(reward.use, reward.weight) for reward in found.rewards] == [("number", 2.0)]
@@ -97,7 +125,9 @@ def test_load_value_of_wrong_type() -> None:
     with pytest.raises(ValueError, match=r"steps: Expected `int`, got `str`"):
         settings(("steps", "many"))
     with pytest.raises(
-        ValueError, match=r"cluster.placement: Invalid enum value 'together'; expected 'separated' or 'colocated'$"
+        ValueError,
+        match=r"cluster.placement: Invalid enum value 'together'; expected 'separated' or "
+        r"'colocated'$",
     ):
         settings(("cluster.placement", "together"))
 
@@ -110,7 +140,10 @@ def test_load_origin_of_values(file: Path) -> None:
             ("train.engine.learning_rate", "1"),
             "^--train.engine.learning_rate: .*unknown field `learning_rate`; did you mean 'lr'",
         ),
-        (("rewards", '[{"use": "exact"}, {"use": "exact"}]'), "run.toml with --rewards: two rewards are called"),
+        (
+            ("rewards", '[{"use": "exact"}, {"use": "exact"}]'),
+            "run.toml with --rewards: two rewards are called",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             config.load(GRPOSettings, file, [("train.lr", "1e-6"), override])
@@ -124,28 +157,64 @@ def test_load_origin_of_values(file: Path) -> None:
     [
         (("steps", "0"), "steps is 0; expected 1 or more"),
         (("samples_per_prompt", "1"), "samples_per_prompt is 1"),
-        (("train.engine.tensor_parallel_size", "3"), "of 3, which does not divide cluster.train_workers, 2"),
+        (
+            ("train.engine.tensor_parallel_size", "3"),
+            "of 3, which does not divide cluster.train_workers, 2",
+        ),
         (("train.minibatches", "3"), "does not divide prompts_per_step, 4"),
         (("evaluation.k", "[2]"), r"evaluation.k is \[2\]; each is 1 to evaluation.samples, 1"),
         (("evaluation.reward", "nothing"), "evaluation.reward is 'nothing'; the rewards are exact"),
         (("rewards", '[{"use": "exact"}, {"use": "exact"}]'), "two rewards are called 'exact'"),
         (("cluster.scheduler", "inline"), "expected cluster.train_workers 1"),
         (("data.held_out", "other.jsonl"), "data.held_out and data.num_held_out are both given"),
-        (("train.engine.gradient_checkpoint", "true"), "train.engine: Object contains unknown field `gradient_checkpoint`"),
+        (
+            ("train.engine.gradient_checkpoint", "true"),
+            "train.engine: Object contains unknown field `gradient_checkpoint`",
+        ),
         (("train.engine.eps", "small"), "train.engine.eps: Expected `float`, got `str`"),
-        (("train.engine.head", "reward"), "train.engine.head: Invalid enum value 'reward'; expected 'lm' or 'value'"),
-        (("sync.dtype", "int3"), "sync.dtype: Invalid enum value 'int3'; expected 'float32' or 'bfloat16' or 'float16'"),
-        (("algorithm.loss", "grop"), "algorithm.loss is 'grop'; expected sft, .*, or a function's import path"),
+        (
+            ("train.engine.head", "reward"),
+            "train.engine.head: Invalid enum value 'reward'; expected 'lm' or 'value'",
+        ),
+        (
+            ("sync.dtype", "int3"),
+            "sync.dtype: Invalid enum value 'int3'; expected 'float32' or 'bfloat16' or 'float16'",
+        ),
+        (
+            ("algorithm.loss", "grop"),
+            "algorithm.loss is 'grop'; expected sft, .*, or a function's import path",
+        ),
         (("evaluation.top_p", "0"), "evaluation.top_p is 0; expected more than 0 and at most 1"),
-        (("rollout.engine", "vlm"), "rollout.engine is 'vlm'; expected vllm, hf, server, or a class's import path"),
-        (("rewards.use", "math"), "--rewards.use: rewards has no keys below it; give it as a whole, in JSON"),
-        (("rewards", "[{use: math}]"), r"--rewards: '\[\{use: math\}\]' is no JSON: JSON is malformed"),
-        (("rewards", '[{"use": "exact", "weight": "nan"}]'), r"rewards\[0\].weight is nan; expected a finite number"),
-        (("evaluation.right_from", "inf"), "evaluation.right_from is inf; expected a finite number"),
-        (("seed", str(2**64)), "seed is 18446744073709551616; expected a number of at most 64 bits"),
+        (
+            ("rollout.engine", "vlm"),
+            "rollout.engine is 'vlm'; expected vllm, hf, server, or a class's import path",
+        ),
+        (
+            ("rewards.use", "math"),
+            "--rewards.use: rewards has no keys below it; give it as a whole, in JSON",
+        ),
+        (
+            ("rewards", "[{use: math}]"),
+            r"--rewards: '\[\{use: math\}\]' is no JSON: JSON is malformed",
+        ),
+        (
+            ("rewards", '[{"use": "exact", "weight": "nan"}]'),
+            r"rewards\[0\].weight is nan; expected a finite number",
+        ),
+        (
+            ("evaluation.right_from", "inf"),
+            "evaluation.right_from is inf; expected a finite number",
+        ),
+        (
+            ("seed", str(2**64)),
+            "seed is 18446744073709551616; expected a number of at most 64 bits",
+        ),
         (("cluster.train_cpus", "-1"), "cluster.train_cpus is -1.0; expected 0 or more"),
         (("cluster.start_timeout_s", "0"), "cluster.start_timeout_s is 0; expected more than 0"),
-        (("train.engine.lr", "1e-3"), "train.engine.lr is a setting of its own here; set train.lr instead"),
+        (
+            ("train.engine.lr", "1e-3"),
+            "train.engine.lr is a setting of its own here; set train.lr instead",
+        ),
     ],
 )
 def test_load_invalid_values(override: tuple[str, str], message: str) -> None:
@@ -159,26 +228,44 @@ def test_load_colocated_placement() -> None:
         settings(*colocated, ("rollout.staleness", "1"))
     with pytest.raises(ValueError, match="sync.way 'collective'"):
         settings(*colocated, ("sync.way", "collective"))
-    with pytest.raises(ValueError, match="rollout_devices is 4; with placement 'colocated' they have the trainers' devices"):
+    with pytest.raises(
+        ValueError,
+        match="rollout_devices is 4; with placement 'colocated' they have the trainers' devices",
+    ):
         settings(*colocated, ("cluster.rollout_devices", "2"))
-    assert engine_arguments(settings(*colocated, ("rollout.engine", "vllm")))["enable_sleep_mode"] is True
+    assert (
+        engine_arguments(settings(*colocated, ("rollout.engine", "vllm")))["enable_sleep_mode"]
+        is True
+    )
 
 
 def test_load_preset() -> None:
-    algorithm = settings(("algorithm.preset", "dapo"), ("algorithm.overlong_filter", "false")).algorithm
-    assert (algorithm.clip_high, algorithm.aggregation, algorithm.dynamic_sampling) == (0.28, "token", True)
+    algorithm = settings(
+        ("algorithm.preset", "dapo"), ("algorithm.overlong_filter", "false")
+    ).algorithm
+    assert (algorithm.clip_high, algorithm.aggregation, algorithm.dynamic_sampling) == (
+        0.28,
+        "token",
+        True,
+    )
     assert algorithm.overlong_filter is False
     assert settings(("algorithm.preset", "dr_grpo")).algorithm.normalize_std is False
 
 
 def test_load_yaml_number_without_dot(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("model: m\ndata: {train: t}\nrewards: [{use: exact}]\ntrain: {engine: {eps: 1e-6}}\n")
+    path.write_text(
+        "model: m\ndata: {train: t}\nrewards: [{use: exact}]\ntrain: {engine: {eps: 1e-6}}\n"
+    )
     assert config.load(GRPOSettings, path).train.engine == {"eps": 1e-6}
 
 
 def test_load_toml_date(file: Path) -> None:
-    file.write_text(file.read_text().replace('train = "t.jsonl"', 'train = "t.jsonl"\ntemplate_args = {today = 2026-01-31}'))
+    file.write_text(
+        file.read_text().replace(
+            'train = "t.jsonl"', 'train = "t.jsonl"\ntemplate_args = {today = 2026-01-31}'
+        )
+    )
     found = config.load(GRPOSettings, file)
     assert found.data.template_args == {"today": "2026-01-31"}
     assert msgspec.json.decode(msgspec.json.encode(found), type=type(found)) == found
@@ -192,14 +279,20 @@ def test_load_file_extends_itself(tmp_path: Path) -> None:
 
 
 def test_as_yaml_loads_again(tmp_path: Path) -> None:
-    found = settings(("data.system_prompt", 'say "yes", or: no'), ("train.engine.weight_decay", "1e-6"))
+    found = settings(
+        ("data.system_prompt", 'say "yes", or: no'), ("train.engine.weight_decay", "1e-6")
+    )
     again = tmp_path / "again.yaml"
     again.write_text(config.as_yaml(found))
     assert config.load(GRPOSettings, again) == found
 
 
 def test_make_jobs_large_instances() -> None:
-    found = settings(("cluster.rollout_devices", "16"), ("cluster.rollout_instances", "1"), name="many_nodes_gpu.yaml")
+    found = settings(
+        ("cluster.rollout_devices", "16"),
+        ("cluster.rollout_instances", "1"),
+        name="many_nodes_gpu.yaml",
+    )
     rollout = make_jobs(found)[1]
     assert (rollout.tasks[0].ray_placement_strategy, rollout.tasks[0].gpu) == ("deferred", 16)
     assert engine_arguments(found)["tensor_parallel_size"] == 16
@@ -207,7 +300,11 @@ def test_make_jobs_large_instances() -> None:
 
 def test_make_jobs_reference() -> None:
     assert [job.role for job in make_jobs(settings())] == ["train", "rollout"]
-    assert [job.role for job in make_jobs(settings(("algorithm.kl_coef", "0.01")))] == ["train", "rollout", "reference"]
+    assert [job.role for job in make_jobs(settings(("algorithm.kl_coef", "0.01")))] == [
+        "train",
+        "rollout",
+        "reference",
+    ]
 
 
 def test_settings_documented() -> None:

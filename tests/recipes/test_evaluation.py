@@ -13,7 +13,9 @@ from helmsman.recipes.prompts import Row
 from helmsman.recipes.settings import Evaluation
 
 
-@pytest.mark.parametrize(("num_samples", "num_right"), [(1, 0), (1, 1), (5, 0), (5, 1), (5, 3), (6, 6)])
+@pytest.mark.parametrize(
+    ("num_samples", "num_right"), [(1, 0), (1, 1), (5, 0), (5, 1), (5, 3), (6, 6)]
+)
 def test_pass_at_k(num_samples: int, num_right: int) -> None:
     answers = [True] * num_right + [False] * (num_samples - num_right)
     for k in range(1, num_samples + 1):
@@ -48,11 +50,15 @@ async def test_evaluate_all_and_each_source() -> None:
     assert {name: each.num_prompts for name, each in found.items()} == {"all": 3, "a": 2, "b": 1}
     assert found["all"].greedy_accuracy == pytest.approx(1 / 3)
     assert (found["a"].greedy_accuracy, found["b"].greedy_accuracy) == (0.0, 1.0)
-    assert found["all"].pass_at_k[4] == pytest.approx((2 * found["a"].pass_at_k[4] + found["b"].pass_at_k[4]) / 3)
+    assert found["all"].pass_at_k[4] == pytest.approx(
+        (2 * found["a"].pass_at_k[4] + found["b"].pass_at_k[4]) / 3
+    )
     drawn = [each for each in asked if each.temperature]
     assert len(drawn) == 12
     assert len({each.seed for each in drawn}) == 12
-    assert {(each.temperature, each.top_p, each.max_new_tokens, each.stop_token_ids) for each in drawn} == {(0.7, 0.9, 9, (1,))}
+    assert {
+        (each.temperature, each.top_p, each.max_new_tokens, each.stop_token_ids) for each in drawn
+    } == {(0.7, 0.9, 9, (1,))}
     assert (await evaluate(rows, settings, sampling, judge, seed=3)) == found
 
 

@@ -1,6 +1,8 @@
-"""the GRPO recipe as its user runs it, with Helmsman's own rollout engine. tests/vllm/test_grpo.py does it with vLLM.
+"""the GRPO recipe as its user runs it, with Helmsman's own rollout engine. tests/vllm/test_grpo.py
+does it with vLLM.
 
-What does not need processes is run in this one, by `main` and the inline scheduler; what only processes can meet comes last.
+What does not need processes is run in this one, by `main` and the inline scheduler; what only
+processes can meet comes last.
 """
 
 from __future__ import annotations
@@ -25,7 +27,16 @@ from tests.recipes.runs import begin_here, command, lines, require_served_weight
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PLAIN = ("--evaluation.every", "0", "--train.lr", "1e-3")
-TWO_STEPS = ("--steps", "2", "--prompts_per_step", "2", "--samples_per_prompt", "2", "--rollout.max_new_tokens", "4")
+TWO_STEPS = (
+    "--steps",
+    "2",
+    "--prompts_per_step",
+    "2",
+    "--samples_per_prompt",
+    "2",
+    "--rollout.max_new_tokens",
+    "4",
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +52,9 @@ def begin(given: tuple[Path, Path, str], tmp_path: Path) -> Callable[..., int]:
     """Run it here, into a folder of that name; returns the exit code."""
     model, data, _ = given
     rewards = write_reward(tmp_path, on_cluster=True)
-    return lambda name, *flags: begin_here(model, data, tmp_path / name, *PLAIN, "--rewards", rewards, *flags)
+    return lambda name, *flags: begin_here(
+        model, data, tmp_path / name, *PLAIN, "--rewards", rewards, *flags
+    )
 
 
 @pytest.fixture
@@ -49,16 +62,31 @@ def metrics(tmp_path: Path) -> Callable[[str], list[dict[str, Any]]]:
     return lambda name: lines(tmp_path / name / "metrics.jsonl")
 
 
-# --- in this process --------------------------------------------------------------------------------------------------
+# --- in this process ------------------------------------------------------------------------------
 
-DAPO = ("--algorithm.preset", "dapo", "--algorithm.overlong_filter", "false", "--train.minibatches", "2")
+DAPO = (
+    "--algorithm.preset",
+    "dapo",
+    "--algorithm.overlong_filter",
+    "false",
+    "--train.minibatches",
+    "2",
+)
 
 
 def test_grpo_hf_resume_equals_unbroken(
     begin: Callable[..., int], metrics: Callable[[str], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     """With dynamic sampling, which uses a number of prompts that nobody knows before."""
-    flags = (*DAPO, "--samples_per_prompt", "2", "--rollout.max_new_tokens", "3", "--train.lr_schedule", "cosine")
+    flags = (
+        *DAPO,
+        "--samples_per_prompt",
+        "2",
+        "--rollout.max_new_tokens",
+        "3",
+        "--train.lr_schedule",
+        "cosine",
+    )
     flags = (*flags, "--steps", "6", "--checkpoints.every", "4")  # type: ignore[assignment]
     assert begin("whole", *flags) == 0
     whole = metrics("whole")
@@ -69,36 +97,67 @@ def test_grpo_hf_resume_equals_unbroken(
     (tmp_path / "whole").rename(cut)
     (cut / "checkpoints" / "step-000006").rename(tmp_path / "elsewhere")
     assert begin("cut", *flags, "--resume") == 0
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (cut / "model").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in (cut / "model").iterdir()
+    }
     found = metrics("cut")
     assert [each["step"] for each in found] == list(range(7))
     assert found[:5] == whole[:5]
     for ours, theirs in zip(found[5:], whole[5:], strict=True):
         assert ours is not theirs
-        for name in ("loss", "reward/mean", "groups/filtered", "epoch", "lr", "response_length/mean"):
+        for name in (
+            "loss",
+            "reward/mean",
+            "groups/filtered",
+            "epoch",
+            "lr",
+            "response_length/mean",
+        ):
             assert ours[name] == pytest.approx(theirs[name], abs=2e-4), (ours["step"], name)
 
 
-def test_grpo_hf_resume_unreadable_files(begin: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_grpo_hf_resume_unreadable_files(
+    begin: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert begin("out", *TWO_STEPS) == 0
-    draws, metrics = tmp_path / "out" / "checkpoints" / "latest" / "draws.json", tmp_path / "out" / "metrics.jsonl"
+    draws, metrics = (
+        tmp_path / "out" / "checkpoints" / "latest" / "draws.json",
+        tmp_path / "out" / "metrics.jsonl",
+    )
     draws.write_text("{")
     assert begin("out", *TWO_STEPS, "--steps", "3", "--resume") == 1
-    assert re.search(r"CheckpointError: .*step-000002: draws.json: .* Remove it", capsys.readouterr().err)
+    assert re.search(
+        r"CheckpointError: .*step-000002: draws.json: .* Remove it", capsys.readouterr().err
+    )
     metrics.write_text("nonsense\n" * 2)
     assert begin("out", *TWO_STEPS, "--steps", "3", "--resume") == 2
     assert "metrics.jsonl is not the record of a run" in capsys.readouterr().err
 
 
-def test_grpo_hf_check_weights_difference(begin: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert begin("out", *TWO_STEPS, "--check-weights", "--sync.dtype", "bfloat16", "--check.tolerance", "1e-4") == 1
+def test_grpo_hf_check_weights_difference(
+    begin: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        begin(
+            "out",
+            *TWO_STEPS,
+            "--check-weights",
+            "--sync.dtype",
+            "bfloat16",
+            "--check.tolerance",
+            "1e-4",
+        )
+        == 1
+    )
     said = capsys.readouterr().err
     assert "WeightsDifferError: rollout/" in said
     assert "does not compute what the trainer does after the update to weight version 1" in said
     assert "check.tolerance is 0.0001" in said
 
 
-def test_grpo_hf_plan_starts_nothing(begin: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_grpo_hf_plan_starts_nothing(
+    begin: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert begin("out", "--plan", "--cluster.scheduler", "ray") == 0
     said = capsys.readouterr().out
     assert "92 prompts to train on, 8 held out" in said
@@ -108,10 +167,17 @@ def test_grpo_hf_plan_starts_nothing(begin: Callable[..., int], tmp_path: Path, 
     assert len(lines(tmp_path / "out" / "checks.jsonl")) == 2
 
 
-def test_grpo_hf_nothing_to_learn(begin: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_grpo_hf_nothing_to_learn(
+    begin: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     exact = ("--rewards", '[{"use": "exact", "on_cluster": true}]')
-    assert begin("out", *exact, "--algorithm.preset", "dapo", "--algorithm.max_filtered_batches", "2") == 1
-    assert capsys.readouterr().err.startswith("NothingToLearnError: dynamic sampling has thrown away 9 prompts in a row")
+    assert (
+        begin("out", *exact, "--algorithm.preset", "dapo", "--algorithm.max_filtered_batches", "2")
+        == 1
+    )
+    assert capsys.readouterr().err.startswith(
+        "NothingToLearnError: dynamic sampling has thrown away 9 prompts in a row"
+    )
 
 
 def test_grpo_hf_reward_raises(
@@ -122,35 +188,76 @@ def test_grpo_hf_reward_raises(
         "    assert answer != '7'\n"
         "    return 1.0 if answer == '8' else float('nan') if answer == '9' else num_tokens / 100\n"
     )
-    rewards = json.dumps([{"use": f"{tmp_path / 'picky.py'}:picky", "on_cluster": True, "processes": 1}])
-    data = write_jsonl(tmp_path / "five.jsonl", [{"prompt": f"{each}=", "answer": str(each)} for each in range(5, 10)])
+    rewards = json.dumps(
+        [{"use": f"{tmp_path / 'picky.py'}:picky", "on_cluster": True, "processes": 1}]
+    )
+    data = write_jsonl(
+        tmp_path / "five.jsonl",
+        [{"prompt": f"{each}=", "answer": str(each)} for each in range(5, 10)],
+    )
     held_out = ("--data.num_held_out", "0", "--data.held_out", str(data), "--evaluation.every", "1")
     assert begin("out", "--rewards", rewards, "--data.train", str(data), *TWO_STEPS, *held_out) == 0
     found = metrics("out")
     assert [each["step"] for each in found] == [0, 1, 2]
-    assert [(each["eval/greedy_accuracy"], each["eval/pass@1"]) for each in found] == [(0.2, 0.2)] * 3
+    assert [(each["eval/greedy_accuracy"], each["eval/pass@1"]) for each in found] == [
+        (0.2, 0.2)
+    ] * 3
     assert [each["eval/reward/failed"] for each in found] == [4.0] * 3
 
 
-# --- in processes -----------------------------------------------------------------------------------------------------
+# --- in processes ---------------------------------------------------------------------------------
 
 
-def test_grpo_hf_ray_weights_of_every_instance(given: tuple[Path, Path, str], tmp_path: Path) -> None:
+def test_grpo_hf_ray_weights_of_every_instance(
+    given: tuple[Path, Path, str], tmp_path: Path
+) -> None:
     model, data, rewards = given
     out = tmp_path / "out"
-    flags = ("--check-weights", "--rewards", rewards, "--train.lr", "1e-3", "--steps", "3", "--evaluation.every", "2")
+    flags = (
+        "--check-weights",
+        "--rewards",
+        rewards,
+        "--train.lr",
+        "1e-3",
+        "--steps",
+        "3",
+        "--evaluation.every",
+        "2",
+    )
     kept = ("--checkpoints.every", "1", "--checkpoints.keep", "4", "--checkpoints.export", "all")
-    said = run(model, data, out, *flags, *kept, "--evaluation.samples", "2", "--evaluation.k", "[1,2]")
+    said = run(
+        model, data, out, *flags, *kept, "--evaluation.samples", "2", "--evaluation.k", "[1,2]"
+    )
     assert "rollout  1" in said
     assert require_served_weights(out, num_instances=2, steps=3) < 1e-3
     metrics = lines(out / "metrics.jsonl")
-    assert [each["step"] for each in metrics] == [each["weight_version"] for each in metrics] == list(range(4))
+    assert (
+        [each["step"] for each in metrics]
+        == [each["weight_version"] for each in metrics]
+        == list(range(4))
+    )
     for each in metrics[1:]:
         assert each["logprob_diff/mean"] <= each["logprob_diff/max"] < 1e-3
-        assert {"reward/mean", "loss", "grad_norm", "clip_fraction", "response_length/mean", "tokens_per_second"} <= each.keys()
-        assert {"time/generate", "time/logprobs", "time/train", "time/sync", "time/check", "time/step"} <= each.keys()
+        assert {
+            "reward/mean",
+            "loss",
+            "grad_norm",
+            "clip_fraction",
+            "response_length/mean",
+            "tokens_per_second",
+        } <= each.keys()
+        assert {
+            "time/generate",
+            "time/logprobs",
+            "time/train",
+            "time/sync",
+            "time/check",
+            "time/step",
+        } <= each.keys()
     assert {"eval/greedy_accuracy", "eval/pass@2", "eval/small/pass@1"} <= metrics[2].keys()
-    assert sorted(path.name for path in (out / "evaluations").iterdir()) == [f"step-{step:06d}.json" for step in (0, 2, 3)]
+    assert sorted(path.name for path in (out / "evaluations").iterdir()) == [
+        f"step-{step:06d}.json" for step in (0, 2, 3)
+    ]
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -161,15 +268,29 @@ def test_grpo_hf_ray_weights_of_every_instance(given: tuple[Path, Path, str], tm
     assert not exported.lm_head.weight.equal(first.lm_head.weight)
 
 
-LOCAL = ("--cluster.scheduler", "local", "--cluster.train_workers", "1", "--cluster.rollout_instances", "1", *PLAIN)
+LOCAL = (
+    "--cluster.scheduler",
+    "local",
+    "--cluster.train_workers",
+    "1",
+    "--cluster.rollout_instances",
+    "1",
+    *PLAIN,
+)
 
 
-def begin_run(given: tuple[Path, Path, str], out: Path, *flags: str, **options: Any) -> subprocess.Popen[str]:
+def begin_run(
+    given: tuple[Path, Path, str], out: Path, *flags: str, **options: Any
+) -> subprocess.Popen[str]:
     """Start a run on a local scheduler in a process of its own."""
     model, data, rewards = given
     flags = (*LOCAL, "--rewards", rewards, *flags)
     return subprocess.Popen(
-        command(model, data, out, *flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+        command(model, data, out, *flags),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
     )
 
 
@@ -181,7 +302,9 @@ def _num_steps(out: Path) -> int:
 def test_grpo_hf_asynchronous_reference_killed_twice(
     given: tuple[Path, Path, str], metrics: Callable[[str], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """Partial rollouts, a reference, and log-probabilities of the trainer; a second death while the reference is rebuilt."""
+    """Partial rollouts, a reference, and log-probabilities of the trainer; a second death while the
+    reference is rebuilt.
+    """
     out = tmp_path / "out"
     ahead = (
         "--rollout.staleness",
@@ -193,13 +316,22 @@ def test_grpo_hf_asynchronous_reference_killed_twice(
         "--sync.way",
         "collective",
     )
-    reference = ("--algorithm.kl_coef", "0.01", "--algorithm.old_logprobs", "trainer", "--cluster.train_workers", "2")
+    reference = (
+        "--algorithm.kl_coef",
+        "0.01",
+        "--algorithm.old_logprobs",
+        "trainer",
+        "--cluster.train_workers",
+        "2",
+    )
     process = begin_run(given, out, *ahead, *reference, "--steps", "6")
     try:
         wait_for(lambda: process.poll() is not None or _num_steps(out) > 1, 120.0)
         victims = set(pids_of("reference", out))
         os.kill(min(victims), signal.SIGKILL)
-        wait_for(lambda: process.poll() is not None or set(pids_of("reference", out)) - victims, 120.0)
+        wait_for(
+            lambda: process.poll() is not None or set(pids_of("reference", out)) - victims, 120.0
+        )
         for victim in set(pids_of("reference", out)) - victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
@@ -212,7 +344,9 @@ def test_grpo_hf_asynchronous_reference_killed_twice(
     found = metrics("out")[1:]
     assert max(each["staleness/max"] for each in found) == 1
     assert all(each["kl"] >= 0 and "time/reference" in each for each in found)
-    assert all(each["ratio"] == pytest.approx(1.0, abs=1e-3) for each in found), "its own log-probabilities are the old ones"
+    assert all(each["ratio"] == pytest.approx(1.0, abs=1e-3) for each in found), (
+        "its own log-probabilities are the old ones"
+    )
 
 
 def test_grpo_hf_colocated_equals_separated(
@@ -229,9 +363,22 @@ def test_grpo_hf_colocated_equals_separated(
     on_one = ("--cluster.placement", "colocated", "--cluster.devices_per_node", "1")
     shared = (*on_one, "--cluster.env_vars.HELMSMAN_PLATFORM", "cpu")
     model, data, rewards = given
-    reference = ("--algorithm.kl_coef", "1e-9")  # it takes its turn, too, and does not change what is learned
+    # it takes its turn, too, and does not change what is learned
+    reference = (
+        "--algorithm.kl_coef",
+        "1e-9",
+    )
     said = run(
-        model, data, tmp_path / "colocated", *LOCAL, "--rewards", rewards, *flags, *shared, *reference, "--check-weights"
+        model,
+        data,
+        tmp_path / "colocated",
+        *LOCAL,
+        "--rewards",
+        rewards,
+        *flags,
+        *shared,
+        *reference,
+        "--check-weights",
     )
     assert "rollout (beside train)" in said
     separated, colocated = metrics("separated"), metrics("colocated")
@@ -247,11 +394,14 @@ def test_grpo_hf_colocated_equals_separated(
 def test_grpo_hf_interrupted(given: tuple[Path, Path, str], tmp_path: Path) -> None:
     out, mark = tmp_path / "out", f"interrupted-{os.getpid()}"
     flags = ("--steps", "100000", "--checkpoints.every", "1")
-    process = begin_run(given, out, *flags, env={**os.environ, "MARK": mark}, start_new_session=True)
+    process = begin_run(
+        given, out, *flags, env={**os.environ, "MARK": mark}, start_new_session=True
+    )
     try:
         wait_for(lambda: process.poll() is not None or _num_steps(out) > 2, 120.0)
         assert process.poll() is None, process.stdout and process.stdout.read()
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal's Ctrl-C, which all processes of its group get
+        # as a terminal's Ctrl-C, which all processes of its group get
+        os.killpg(process.pid, signal.SIGINT)
         said, _ = process.communicate(timeout=60.0)
     finally:
         process.kill()
@@ -262,9 +412,14 @@ def test_grpo_hf_interrupted(given: tuple[Path, Path, str], tmp_path: Path) -> N
 
 
 def test_grpo_hf_workers_killed(
-    given: tuple[Path, Path, str], begin: Callable[..., int], metrics: Callable[[str], list[dict[str, Any]]], tmp_path: Path
+    given: tuple[Path, Path, str],
+    begin: Callable[..., int],
+    metrics: Callable[[str], list[dict[str, Any]]],
+    tmp_path: Path,
 ) -> None:
-    """A rollout instance and a train worker are killed; every step is recorded once and does what it does in a quiet run."""
+    """A rollout instance and a train worker are killed; every step is recorded once and does what
+    it does in a quiet run.
+    """
     flags = ("--steps", "6", "--checkpoints.every", "2", "--checkpoints.in_background", "true")
     assert begin("quiet", *flags) == 0
     out = tmp_path / "out"

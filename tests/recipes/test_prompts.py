@@ -34,7 +34,10 @@ def test_chat_tokenizer_encode_template(folder: Path) -> None:
     assert tokenizer.encode(chat(("user", "1+1=")))[0] == text
     told = ChatTokenizer(str(folder), Data(train="", system_prompt="add"))
     assert told.encode("1+1=")[0] == "<system>add\n<user>1+1=\n<assistant>"
-    assert told.encode(chat(("system", "mine"), ("user", "x")))[0] == "<system>mine\n<user>x\n<assistant>"
+    assert (
+        told.encode(chat(("system", "mine"), ("user", "x")))[0]
+        == "<system>mine\n<user>x\n<assistant>"
+    )
 
 
 def test_chat_tokenizer_encode_without_template(folder: Path) -> None:
@@ -46,7 +49,9 @@ def test_chat_tokenizer_encode_without_template(folder: Path) -> None:
 
 def test_chat_tokenizer_encode_own_template(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}{{ '?' if curious }}")
-    data = Data(train="", chat_template=str(tmp_path / "mine.jinja"), template_args={"curious": True})
+    data = Data(
+        train="", chat_template=str(tmp_path / "mine.jinja"), template_args={"curious": True}
+    )
     assert ChatTokenizer(str(folder), data).encode("x")[0] == "x?"
 
 
@@ -58,7 +63,9 @@ def test_chat_tokenizer_stop_ids(folder: Path) -> None:
 
 def test_chat_tokenizer_invalid_files(folder: Path, tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
-    with pytest.raises(ValueError, match=r"generation_config.json: Expected `int`, got `str` - at `\$.eos_token_id"):
+    with pytest.raises(
+        ValueError, match=r"generation_config.json: Expected `int`, got `str` - at `\$.eos_token_id"
+    ):
         ChatTokenizer(str(folder), Data(train=""))
     (folder / "generation_config.json").unlink()
     (tmp_path / "mine.jinja").write_bytes(b"\xff\xfe")
@@ -72,7 +79,10 @@ def test_load_dataset_long_prompts(folder: Path, tmp_path: Path) -> None:
     found = load_dataset(data, ChatTokenizer(str(folder), data), seed=0)
     assert (len(found.train), len(found.held_out), found.num_too_long) == (4, 2, 1)
     strict = Data(train=str(path), max_prompt_tokens=40, on_long_prompt="error")
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 7: the prompt has 78 tokens; data.max_prompt_tokens is 40"):
+    with pytest.raises(
+        ValueError,
+        match=r"rows.jsonl, line 7: the prompt has 78 tokens; data.max_prompt_tokens is 40",
+    ):
         load_dataset(strict, ChatTokenizer(str(folder), strict), seed=0)
 
 
@@ -87,7 +97,10 @@ def test_load_dataset_held_out_by_seed(folder: Path, tmp_path: Path) -> None:
 
 
 def test_load_dataset_num_in_both(folder: Path, tmp_path: Path) -> None:
-    train, held_out = write_jsonl(tmp_path / "train.jsonl", SUMS[:7]), write_jsonl(tmp_path / "test.jsonl", SUMS[5:10])
+    train, held_out = (
+        write_jsonl(tmp_path / "train.jsonl", SUMS[:7]),
+        write_jsonl(tmp_path / "test.jsonl", SUMS[5:10]),
+    )
     data = Data(train=str(train), held_out=str(held_out))
     found = load_dataset(data, ChatTokenizer(str(folder), data), seed=0)
     assert (len(found.train), len(found.held_out), found.num_in_both) == (7, 5, 2)

@@ -37,14 +37,21 @@ def digits(completions: list[str], level: list[int], **columns: Any) -> list[flo
 
 def inline(model: Path, out: Path, **settings: Any) -> GRPO:
     """Return a run of two steps in this process."""
-    small = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2, "rollout": {"max_new_tokens": 4}}
+    small = {
+        "steps": 2,
+        "prompts_per_step": 2,
+        "samples_per_prompt": 2,
+        "rollout": {"max_new_tokens": 4},
+    }
     rows = [{"prompt": f"{number}+1=", "level": number} for number in range(8)]
     reward = {"use": digits, "on_cluster": True, "processes": 1}
     given: dict[str, Any] = {"data": rows, "rewards": [reward], **small, **settings}
     return GRPO(model, cluster={"scheduler": "inline"}, out=str(out), **given)
 
 
-def test_grpo_of_rows_and_functions(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_grpo_of_rows_and_functions(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     summary = inline(model, tmp_path / "out").train()
     assert summary.steps == 2
     assert [row["step"] for row in lines(tmp_path / "out" / "metrics.jsonl")] == [0, 1, 2]
@@ -81,7 +88,9 @@ def test_grpo_plan_shows_arithmetic(model: Path, tmp_path: Path) -> None:
 
 def minimal(**cluster: Any) -> GRPOSettings:
     rewards = (Reward(use="exact"),)
-    return GRPOSettings(model="m", data=Data(train="t"), rewards=rewards, cluster=Cluster(**cluster))
+    return GRPOSettings(
+        model="m", data=Data(train="t"), rewards=rewards, cluster=Cluster(**cluster)
+    )
 
 
 def test_choose_threads_of_roles_that_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +98,14 @@ def test_choose_threads_of_roles_that_alternate(monkeypatch: pytest.MonkeyPatch)
     found, choices = choose(minimal(), frozenset({"cluster.devices_per_node"}))
     cores = str(num_cores())
     assert [job.tasks[0].env_vars["OMP_NUM_THREADS"] for job in make_jobs(found)] == [cores, cores]
-    assert sum(job.tasks[0].cpu for job in make_jobs(found)) == num_cores(), "they fit beside each other"
+    assert sum(job.tasks[0].cpu for job in make_jobs(found)) == num_cores(), (
+        "they fit beside each other"
+    )
     assert f"the roles alternate on {cores} cores" in {choice.reason for choice in choices}
 
-    ahead = msgspec.structs.replace(minimal(), rollout=msgspec.structs.replace(minimal().rollout, staleness=1.0))
+    ahead = msgspec.structs.replace(
+        minimal(), rollout=msgspec.structs.replace(minimal().rollout, staleness=1.0)
+    )
     found, _ = choose(ahead, frozenset({"cluster.devices_per_node"}))
     assert found.cluster.train_threads == 0, "roles that work at once share the cores"
     found, _ = choose(minimal(), frozenset({"cluster.devices_per_node", "cluster.train_cpus"}))
@@ -108,7 +121,10 @@ def test_choose_groups_of_devices() -> None:
     assert (found.cluster.train_workers, found.cluster.rollout_instances) == (4, 4)
     found, _ = choose(minimal(devices_per_node=1), given)
     assert (found.cluster.placement, found.cluster.train_workers) == ("colocated", 1)
-    found, _ = choose(minimal(devices_per_node=8, num_nodes=4, rollout_devices=2), given | {"cluster.rollout_devices"})
+    found, _ = choose(
+        minimal(devices_per_node=8, num_nodes=4, rollout_devices=2),
+        given | {"cluster.rollout_devices"},
+    )
     assert found.cluster.scheduler == "ray"
     assert (found.cluster.train_workers, found.cluster.rollout_instances) == (16, 8)
 
@@ -128,7 +144,10 @@ def test_sizes_from_device_memory(tmp_path: Path) -> None:
     found, choices = read(GRPOSettings, given={**given, "cluster": cluster})
     sizes = {choice.key: choice for choice in choices}
     assert found.train.engine["max_tokens_per_micro_batch"] == 4096
-    assert "80 GB of a device - 32.1 GB of state" in sizes["train.engine.max_tokens_per_micro_batch"].reason
+    assert (
+        "80 GB of a device - 32.1 GB of state"
+        in sizes["train.engine.max_tokens_per_micro_batch"].reason
+    )
     assert found.rollout.max_in_flight == 128, "512 answers for 4 instances"
     assert sizes["rollout.max_in_flight"].value == 128
     small, _ = read(GRPOSettings, given={**given, "cluster": {**cluster, "device_memory_gb": 24.0}})
@@ -136,7 +155,11 @@ def test_sizes_from_device_memory(tmp_path: Path) -> None:
 
 
 def test_grpo_rewards_of_every_kind(model: Path) -> None:
-    recipe = GRPO(model, ["1+1="], ["exact", digits, {"use": "number", "weight": 2.0}, Reward(use="json:dumps", name="j")])
+    recipe = GRPO(
+        model,
+        ["1+1="],
+        ["exact", digits, {"use": "number", "weight": 2.0}, Reward(use="json:dumps", name="j")],
+    )
     uses = [reward.use for reward in recipe.settings.rewards]
     assert uses == ["exact", f"{__name__}:digits", "number", "json:dumps"]
     assert list(recipe.functions) == [f"{__name__}:digits"]
@@ -147,13 +170,39 @@ def test_grpo_rewards_of_every_kind(model: Path) -> None:
 def test_command_grpo(model: Path, tmp_path: Path) -> None:
     """As a user types it, with a configuration of the package by its name."""
     data = write_jsonl(tmp_path / "sums.jsonl", SUMS)
-    flags = ["--config", "cpu_smoke", "--model", str(model), "--data", str(data), "--cluster.scheduler", "local"]
-    small = ["--steps", "1", "--rollout.max_new_tokens", "4", "--evaluation.every", "0", "--out", "out"]
+    flags = [
+        "--config",
+        "cpu_smoke",
+        "--model",
+        str(model),
+        "--data",
+        str(data),
+        "--cluster.scheduler",
+        "local",
+    ]
+    small = [
+        "--steps",
+        "1",
+        "--rollout.max_new_tokens",
+        "4",
+        "--evaluation.every",
+        "0",
+        "--out",
+        "out",
+    ]
 
     def run(*more: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "helmsman", "grpo", *flags, *small, *more]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False, env=environment)
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+            env=environment,
+        )
 
     ran = run()
     assert ran.returncode == 0, ran.stdout + ran.stderr

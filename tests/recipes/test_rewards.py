@@ -1,4 +1,5 @@
-"""Rewards of the GRPO recipe: by name, by the user's function, in processes with a limit of time."""
+"""Rewards of the GRPO recipe: by name, by the user's function, in processes with a limit of
+time."""
 
 from __future__ import annotations
 
@@ -26,7 +27,15 @@ def score(*rewards: Reward, completion: str = "2", num_tokens: int = 1) -> Score
 def alone(use: str, completion: str, answer: Any = None, **args: Any) -> float:
     caller = make_caller(Reward(use=use, args=args))
     value: float = caller(
-        {"completion": completion, "answer": answer, "prompt": "", "source": "", "row": {}, "token_ids": [], "chat": ""}
+        {
+            "completion": completion,
+            "answer": answer,
+            "prompt": "",
+            "source": "",
+            "row": {},
+            "token_ids": [],
+            "chat": "",
+        }
     )
     return value
 
@@ -37,9 +46,11 @@ def mine(tmp_path: Path) -> Path:
     path.write_text(
         "import asyncio, time\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return {'score': float(solution_str == ground_truth) + extra_info['level'], 'note': data_source}\n"
+        "    return {'score': float(solution_str == ground_truth) + extra_info['level'], 'note': "
+        "data_source}\n"
         "def with_more(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
-        "    return float(solution_str == ground_truth) + len(kwargs) + ('solution_str' in kwargs)\n"
+        "    return float(solution_str == ground_truth) + len(kwargs) + ('solution_str' in "
+        "kwargs)\n"
         "async def by_a_judge(completion, scale=1.0):\n"
         "    await asyncio.sleep(0)\n"
         "    return scale * len(completion)\n"
@@ -67,7 +78,9 @@ def test_reward_number() -> None:
     assert [alone("number", text, "1234.5") for text in texts] == [1, 1, 1, 0, 0]
     assert alone("number", "0.333", 1 / 3, tolerance=0.01) == 1
     assert alone("number", "-5", -5) == 1
-    assert [alone("number", text, "5") for text in ("1e9999999", "-1e99999999999999999999", "5e0")] == [0, 0, 1]
+    assert [
+        alone("number", text, "5") for text in ("1e9999999", "-1e99999999999999999999", "5e0")
+    ] == [0, 0, 1]
 
 
 def test_reward_format() -> None:
@@ -78,7 +91,9 @@ def test_reward_format() -> None:
         make_caller(Reward(use="format"))
     with pytest.raises(ValueError, match="the reward 'format' does not take"):
         make_caller(Reward(use="format", args={"pattern": "("}))
-    with pytest.raises(ValueError, match="the reward 'number' does not take {'tolerance': 'small'}"):
+    with pytest.raises(
+        ValueError, match="the reward 'number' does not take {'tolerance': 'small'}"
+    ):
         make_caller(Reward(use="number", args={"tolerance": "small"}))
 
 
@@ -104,12 +119,19 @@ def test_make_caller_unknown_reward(use: str, message: str) -> None:
 
 
 def test_make_caller_signature_mismatch(mine: Path) -> None:
-    with pytest.raises(ValueError, match="of_a_list' cannot be called: missing a required argument: 'answers'. It is given"):
+    with pytest.raises(
+        ValueError,
+        match="of_a_list' cannot be called: missing a required argument: 'answers'. It is given",
+    ):
         make_caller(Reward(use=f"{mine}:of_a_list"))
     assert make_caller(Reward(use=f"{mine}:of_a_list", args={"answers": []}))
     with_more = make_caller(Reward(use=f"{mine}:with_more"))
-    assert with_more(dict.fromkeys(GIVEN)) == 1.0 + len(GIVEN), "and one that takes any is given all by their first names"
-    with pytest.raises(ValueError, match="broken' cannot be called: got an unexpected keyword argument 'sharpness'"):
+    assert with_more(dict.fromkeys(GIVEN)) == 1.0 + len(GIVEN), (
+        "and one that takes any is given all by their first names"
+    )
+    with pytest.raises(
+        ValueError, match="broken' cannot be called: got an unexpected keyword argument 'sharpness'"
+    ):
         make_caller(Reward(use=f"{mine}:broken", args={"sharpness": 1}))
 
 
@@ -118,7 +140,9 @@ def test_scorer_weighted_sum(mine: Path) -> None:
     found = score(
         Reward(use="exact", processes=1),
         Reward(use=f"{mine}:compute_score", weight=0.5, processes=1),
-        Reward(use=f"{mine}:by_a_judge", name="judge", weight=2.0, args={"scale": 0.25}, processes=1),
+        Reward(
+            use=f"{mine}:by_a_judge", name="judge", weight=2.0, args={"scale": 0.25}, processes=1
+        ),
     )
     assert found.values == {"exact": 1.0, "compute_score": 4.0, "judge": 0.25}
     assert found.total == 1.0 + 2.0 + 0.5
@@ -126,7 +150,10 @@ def test_scorer_weighted_sum(mine: Path) -> None:
 
 @pytest.mark.slow
 def test_scorer_timeout(mine: Path) -> None:
-    found = score(Reward(use=f"{mine}:never_ends", timeout_s=0.2, processes=1), Reward(use="exact", processes=1))
+    found = score(
+        Reward(use=f"{mine}:never_ends", timeout_s=0.2, processes=1),
+        Reward(use="exact", processes=1),
+    )
     assert (found.values, found.total, found.failed) == ({"never_ends": 0.0, "exact": 1.0}, 1.0, 1)
 
 
@@ -135,7 +162,10 @@ def test_scorer_function_raises(mine: Path) -> None:
     with pytest.raises(EngineCallError, match="oops"):
         score(Reward(use=f"{mine}:broken", processes=1))
     for completion, returned in (("text", "'good'"), ("nothing", "nan"), ("2", "None")):
-        with pytest.raises(ValueError, match=f"the reward 'no_number' returned {returned}; expected a finite number"):
+        with pytest.raises(
+            ValueError,
+            match=f"the reward 'no_number' returned {returned}; expected a finite number",
+        ):
             score(Reward(use=f"{mine}:no_number", processes=1), completion=completion)
 
 

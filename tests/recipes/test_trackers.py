@@ -29,7 +29,11 @@ def test_metrics_file_rewinds(tmp_path: Path) -> None:
         cut.write(b'{"step":4,"lo')
     file.rewind(1)
     file.log(2, {"loss": 7.0})
-    assert file.read() == [{"step": 0, "loss": 0.0}, {"step": 1, "loss": 0.5}, {"step": 2, "loss": 7.0}]
+    assert file.read() == [
+        {"step": 0, "loss": 0.0},
+        {"step": 1, "loss": 0.5},
+        {"step": 2, "loss": 7.0},
+    ]
 
 
 def test_console_rows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,13 @@ import pytest
 
 from helmsman.rpc_server.ports import FIRST_PORT, RANGE_VARIABLE, PortLeases, port_range
 
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="leases are sockets of Linux's abstract namespace")
-TAKE_PLAINLY = "import socket, sys; s = socket.socket(); s.bind(('0.0.0.0', int(sys.argv[1]))); s.listen(); print('bound')"
+LINUX = pytest.mark.skipif(
+    sys.platform != "linux", reason="leases are sockets of Linux's abstract namespace"
+)
+TAKE_PLAINLY = (
+    "import socket, sys; s = socket.socket(); s.bind(('0.0.0.0', int(sys.argv[1]))); "
+    "s.listen(); print('bound')"
+)
 
 
 @pytest.fixture
@@ -46,7 +51,10 @@ def test_lease_skips_bound_port(leases: PortLeases, monkeypatch: pytest.MonkeyPa
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", port))
-        with pytest.raises(OSError, match=rf"only 0 of 1 .* {port}-{port} .* leased 0, other programs have bound 1 "):
+        with pytest.raises(
+            OSError,
+            match=rf"only 0 of 1 .* {port}-{port} .* leased 0, other programs have bound 1 ",
+        ):
             leases.lease(1)
     assert leases.lease(1) == [port]
 
@@ -56,7 +64,9 @@ def test_lease_too_few_free(leases: PortLeases, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(RANGE_VARIABLE, "20100-20109")
     other = PortLeases()
     theirs = other.lease(4)
-    with pytest.raises(OSError, match=rf"only 6 of 7 ports are free: .* leased 4, .* bound 0 .*{RANGE_VARIABLE}"):
+    with pytest.raises(
+        OSError, match=rf"only 6 of 7 ports are free: .* leased 4, .* bound 0 .*{RANGE_VARIABLE}"
+    ):
         leases.lease(7)
     assert not leases._held
     assert sorted(leases.lease(6) + theirs) == list(range(20100, 20110))
@@ -76,11 +86,14 @@ def test_port_range_from_environment() -> None:
 def test_lease_port_bindable_by_owner(port: int) -> None:
     for _ in range(2):
         subprocess.run([sys.executable, "-c", TAKE_PLAINLY, str(port)], check=True)
-        with socket.create_server(("0.0.0.0", port)), socket.create_connection(("127.0.0.1", port), timeout=10.0):
+        with (
+            socket.create_server(("0.0.0.0", port)),
+            socket.create_connection(("127.0.0.1", port), timeout=10.0),
+        ):
             pass
 
 
-# --- the end of a lease -------------------------------------------------------------------------------------------------
+# --- the end of a lease ---------------------------------------------------------------------------
 
 HOLDER = """
 import os, sys
@@ -95,10 +108,14 @@ input()
 
 @LINUX
 @pytest.mark.parametrize("fork", ["alone", "forks"])
-def test_lease_ends_with_its_process(leases: PortLeases, monkeypatch: pytest.MonkeyPatch, fork: str) -> None:
+def test_lease_ends_with_its_process(
+    leases: PortLeases, monkeypatch: pytest.MonkeyPatch, fork: str
+) -> None:
     monkeypatch.setenv(RANGE_VARIABLE, "20120-20122")
     command = [sys.executable, "-c", HOLDER, fork]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None
         assert sorted(map(int, holder.stdout.readline().split())) == [20120, 20121, 20122]
         if fork == "forks":

@@ -15,10 +15,26 @@ EXAMPLE = re.search(r"```python\n(.*?)```", (ROOT / "docs/testing.md").read_text
 def run_suite(folder: Path, my_package: str, *options: str) -> str:
     (folder / "my_package.py").write_text(my_package)
     (folder / "test_my_scheduler.py").write_text(EXAMPLE)
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *options, "test_my_scheduler.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        *options,
+        "test_my_scheduler.py",
+    ]
     path = f"{ROOT}{os.pathsep}{folder}"
     done = subprocess.run(
-        command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=110, check=False
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     return done.stdout + done.stderr
 

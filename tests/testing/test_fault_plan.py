@@ -29,7 +29,9 @@ def test_fault_plan_order_and_forms() -> None:
     plan = FaultPlan(FAULTS)
     assert [fault.at_step for fault in plan.faults] == [0, 3, 5, 7, 9, 10]
     assert "slow rollout/2 by 3x at step 3 for 90 s\n" in str(plan)
-    assert FaultPlan(msgspec.json.decode(msgspec.json.encode(plan.faults), type=list[Fault])) == plan
+    assert (
+        FaultPlan(msgspec.json.decode(msgspec.json.encode(plan.faults), type=list[Fault])) == plan
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,14 +41,23 @@ def test_fault_plan_order_and_forms() -> None:
         (lambda: Kill("rollout/0", at_step=-1), "at step -1; expected 0 or more"),
         (lambda: Hang("rollout/0", at_step=1, seconds=float("nan")), "seconds is nan"),
         (lambda: Hang("rollout/0", at_step=1, seconds=float("inf")), "seconds is inf"),
-        (lambda: Hang("rollout/0", at_step=1, seconds=0), "seconds is 0 in a fault of rollout/0; expected more than 0"),
+        (
+            lambda: Hang("rollout/0", at_step=1, seconds=0),
+            "seconds is 0 in a fault of rollout/0; expected more than 0",
+        ),
         (lambda: Slow("rollout/0", at_step=1, factor=1001), "factor is 1001"),
         (
             lambda: Slow("rollout/0", at_step=1, factor=1),
             "factor is 1 in a fault.*more than 1, and at most 1000",
         ),
-        (lambda: FaultPlan.random(1, WORKERS, 10, {"burn": 0.1}), "rates has 'burn': 0.1; expected"),
-        (lambda: FaultPlan.random(1, WORKERS, 10, {"kill": 1.5}), "rates has 'kill': 1.5; expected"),
+        (
+            lambda: FaultPlan.random(1, WORKERS, 10, {"burn": 0.1}),
+            "rates has 'burn': 0.1; expected",
+        ),
+        (
+            lambda: FaultPlan.random(1, WORKERS, 10, {"kill": 1.5}),
+            "rates has 'kill': 1.5; expected",
+        ),
         (lambda: FaultPlan.random(1, [], 10, {"kill": 0.1}), "workers is empty; expected"),
     ],
 )
@@ -55,7 +66,7 @@ def test_fault_plan_refuses_invalid_values(make: Callable[[], object], message: 
         make()
 
 
-# --- from a seed --------------------------------------------------------------------------------------------------------
+# --- from a seed ----------------------------------------------------------------------------------
 
 
 RATES = {"kill": 0.2, "hang": 0.1, "slow": 0.05, "drop": 0.01}
@@ -87,12 +98,17 @@ def test_fault_plan_random_rates() -> None:
     assert max(hit.values()) < 1.3 * min(hit.values())
     assert {fault.at_step for fault in plan.faults} <= set(range(1, 10_001))
     slow = [fault for fault in plan.faults if isinstance(fault, Slow)]
-    assert all(3 <= fault.factor <= 4 and fault.seconds is not None and 1 <= fault.seconds <= 2 for fault in slow)
-    alone = FaultPlan.random(1, WORKERS, 10_000, {"slow": 0.05}, seconds=(1.0, 2.0), factor=(3.0, 4.0))
+    assert all(
+        3 <= fault.factor <= 4 and fault.seconds is not None and 1 <= fault.seconds <= 2
+        for fault in slow
+    )
+    alone = FaultPlan.random(
+        1, WORKERS, 10_000, {"slow": 0.05}, seconds=(1.0, 2.0), factor=(3.0, 4.0)
+    )
     assert list(alone.faults) == slow
 
 
-# --- drills -------------------------------------------------------------------------------------------------------------
+# --- drills ---------------------------------------------------------------------------------------
 
 
 def _fake(*steps: int) -> tuple[FakeScheduler, FaultPlan]:
@@ -104,10 +120,18 @@ def _fake(*steps: int) -> tuple[FakeScheduler, FaultPlan]:
 def test_injector_injects_each_fault_once() -> None:
     scheduler, plan = _fake(1, 2, 4, 5, 9)
     drill = plan.begin(scheduler)
-    happened = {step: [record.fault.at_step for record in drill.step(step)] for step in (1, 2, 2, 3, 6, 5, 8)}
+    happened = {
+        step: [record.fault.at_step for record in drill.step(step)]
+        for step in (1, 2, 2, 3, 6, 5, 8)
+    }
     assert happened == {1: [1], 2: [], 3: [], 6: [4, 5], 5: [], 8: []}
     assert [fault.at_step for fault in scheduler.injected] == [1, 2, 4, 5]
-    assert [(record.step, record.fault.at_step) for record in drill.record] == [(1, 1), (2, 2), (6, 4), (6, 5)]
+    assert [(record.step, record.fault.at_step) for record in drill.record] == [
+        (1, 1),
+        (2, 2),
+        (6, 4),
+        (6, 5),
+    ]
 
 
 def test_injector_of_resumed_run() -> None:
@@ -133,7 +157,10 @@ def test_injector_records_missing_worker() -> None:
 def test_injector_refuses_inline_workers() -> None:
     with make_scheduler("inline") as scheduler:
         scheduler.create_workers(Job(role="a"))
-        with pytest.raises(FaultsUnsupportedError, match="InlineScheduler has its workers in the script's own process"):
+        with pytest.raises(
+            FaultsUnsupportedError,
+            match="InlineScheduler has its workers in the script's own process",
+        ):
             FaultPlan([Kill("a/0", at_step=1)]).begin(scheduler)
         with pytest.raises(FaultsUnsupportedError):
             asyncio.run(scheduler.inject(Kill("a/0", at_step=1)))

@@ -1,4 +1,6 @@
-"""Simulated instances take the time that is reckoned by hand, and the default policy comes near the bound."""
+"""Simulated instances take the time that is reckoned by hand, and the default policy comes near the
+bound.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,21 @@ import pytest
 
 from helmsman.api.errors import InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult
-from helmsman.controller._generation.routing import LeastOutstandingTokens, PrefixAffinity, RoundRobin, RoutingPolicy
+from helmsman.controller._generation.routing import (
+    LeastOutstandingTokens,
+    PrefixAffinity,
+    RoundRobin,
+    RoutingPolicy,
+)
 from helmsman.controller._generation.scheduler import GenerateScheduler
-from helmsman.testing import EngineModel, Lengths, SimulatedBackend, SimulatedInstance, log_normal_lengths, run_virtually
+from helmsman.testing import (
+    EngineModel,
+    Lengths,
+    SimulatedBackend,
+    SimulatedInstance,
+    log_normal_lengths,
+    run_virtually,
+)
 from tests.controller.generation.backends import make_request, settle, virtually, waits
 
 MODEL = EngineModel(step_s=0.02, per_request_s=0.01, prefill_s=0.001)
@@ -30,7 +44,9 @@ def by_id(request: GenerationRequest) -> int:
     return int(request.request_id.rpartition("-")[2])
 
 
-def make_instance(model: EngineModel = MODEL, lengths: Lengths = by_id, version: int = 0) -> SimulatedInstance:
+def make_instance(
+    model: EngineModel = MODEL, lengths: Lengths = by_id, version: int = 0
+) -> SimulatedInstance:
     return SimulatedInstance("i0", model, lengths, version)
 
 
@@ -38,12 +54,14 @@ def sized(request_id: str, num_prompt: int = 0, max_new_tokens: int = 10_000) ->
     return make_request(request_id, prompt=[1] * num_prompt, max_new_tokens=max_new_tokens)
 
 
-async def timed(instance: SimulatedInstance, request: GenerationRequest) -> tuple[GenerationResult, float]:
+async def timed(
+    instance: SimulatedInstance, request: GenerationRequest
+) -> tuple[GenerationResult, float]:
     result = await instance.generate(request)
     return result, now()
 
 
-# --- time ---------------------------------------------------------------------------------------------------------------
+# --- time -----------------------------------------------------------------------------------------
 
 STRAGGLER = msgspec.structs.replace(MODEL, slowdown=3.0)
 
@@ -60,7 +78,9 @@ def test_instance_time_of_prompt_and_steps(
     model: EngineModel, limit: int, takes_s: float, num_tokens: int, stop_reason: str
 ) -> None:
     async def main() -> tuple[GenerationResult, float]:
-        return await timed(make_instance(model), sized("r-100", num_prompt=50, max_new_tokens=limit))
+        return await timed(
+            make_instance(model), sized("r-100", num_prompt=50, max_new_tokens=limit)
+        )
 
     result, at = run_virtually(main())
     assert at == pytest.approx(takes_s)
@@ -86,7 +106,9 @@ async def test_instance_slower_with_larger_batch() -> None:
 
 @virtually
 async def test_instance_prefix_cache() -> None:
-    instance = make_instance(EngineModel(step_s=0.02, per_request_s=0.01, prefill_s=0.001, cached_tokens=256))
+    instance = make_instance(
+        EngineModel(step_s=0.02, per_request_s=0.01, prefill_s=0.001, cached_tokens=256)
+    )
     shared = [5] * 128
 
     async def prefill_s(request_id: str, prompt: list[int]) -> float:
@@ -96,7 +118,9 @@ async def test_instance_prefix_cache() -> None:
 
     assert await prefill_s("a-1", [*shared, *[1] * 32]) == pytest.approx(0.160)
     assert await prefill_s("b-1", [*shared, *[2] * 32]) == pytest.approx(0.032)
-    assert await prefill_s("c-1", [*[9] * 64, *shared]) == pytest.approx(0.192), "the same blocks after others"
+    assert await prefill_s("c-1", [*[9] * 64, *shared]) == pytest.approx(0.192), (
+        "the same blocks after others"
+    )
     assert (instance.num_cached_tokens, instance.num_prompt_tokens) == (128, 512)
     assert await prefill_s("d-1", [7] * 256) == pytest.approx(0.256)
     assert await prefill_s("e-1", shared) == pytest.approx(0.128), "it was pushed out"
@@ -105,14 +129,16 @@ async def test_instance_prefix_cache() -> None:
 @virtually
 async def test_instance_counts_tokens() -> None:
     instance = make_instance(EngineModel(), log_normal_lengths(0, 50.0, 1.0))
-    results = await asyncio.gather(*(instance.generate(make_request(f"r{n}", max_new_tokens=500)) for n in range(10_000)))
+    results = await asyncio.gather(
+        *(instance.generate(make_request(f"r{n}", max_new_tokens=500)) for n in range(10_000))
+    )
     assert instance.num_new_tokens == sum(len(result.token_ids) for result in results)
     start = now()
     await instance.generate(make_request("one", prompt=[], max_new_tokens=1))
     assert now() - start == pytest.approx(0.02005), "the batch is empty again"
 
 
-# --- early ends ---------------------------------------------------------------------------------------------------------
+# --- early ends -----------------------------------------------------------------------------------
 
 
 @virtually
@@ -122,7 +148,8 @@ async def test_instance_abort_keeps_tokens() -> None:
     other = asyncio.create_task(timed(instance, sized("b-100")))
     await asyncio.sleep(25.5 * 0.04)
     instance.abort(["a-100", "unknown"])
-    again = asyncio.create_task(instance.generate(sized("a-100")))  # its id may be used again at once
+    # its id may be used again at once
+    again = asyncio.create_task(instance.generate(sized("a-100")))
     result, at = await aborted
     assert at == pytest.approx(25.5 * 0.04)
     assert (len(result.token_ids), result.stop_reason) == (25, "abort")
@@ -135,7 +162,9 @@ async def test_instance_abort_keeps_tokens() -> None:
 @virtually
 async def test_instance_abort_and_death_in_prefill() -> None:
     instance = make_instance()
-    aborted, lost = [asyncio.create_task(timed(instance, sized(id_, num_prompt=1000))) for id_ in ("a-5", "b-5")]
+    aborted, lost = [
+        asyncio.create_task(timed(instance, sized(id_, num_prompt=1000))) for id_ in ("a-5", "b-5")
+    ]
     await asyncio.sleep(0.1)
     instance.abort(["a-5"])
     result, at = await aborted
@@ -152,7 +181,7 @@ async def test_instance_abort_and_death_in_prefill() -> None:
     assert not after.value.may_have_begun
 
 
-# --- versions -----------------------------------------------------------------------------------------------------------
+# --- versions -------------------------------------------------------------------------------------
 
 
 @virtually
@@ -173,7 +202,7 @@ async def test_instance_versions_of_tokens() -> None:
     assert (await task).versions == [7] * 10 + [8] * 2
 
 
-# --- lengths and the clock ----------------------------------------------------------------------------------------------
+# --- lengths and the clock ------------------------------------------------------------------------
 
 
 def test_log_normal_lengths_mean() -> None:
@@ -182,7 +211,9 @@ def test_log_normal_lengths_mean() -> None:
     assert drawn == [lengths(make_request(f"r{number}")) for number in range(20_000)]
     assert sum(drawn) / len(drawn) == pytest.approx(500.0, rel=0.05)
     assert min(drawn) >= 1
-    assert drawn != [log_normal_lengths(2, 500.0, 1.0)(make_request(f"r{number}")) for number in range(20_000)]
+    assert drawn != [
+        log_normal_lengths(2, 500.0, 1.0)(make_request(f"r{number}")) for number in range(20_000)
+    ]
 
 
 def test_virtual_loop_timers_keep_order() -> None:
@@ -219,7 +250,7 @@ def test_virtual_loop_waits_for_sockets() -> None:
     run_virtually(main())
 
 
-# --- policies -----------------------------------------------------------------------------------------------------------
+# --- policies -------------------------------------------------------------------------------------
 
 
 LENGTHS = log_normal_lengths(seed=7, mean=1000.0, sigma=1.0)
@@ -229,7 +260,9 @@ PLACES = 64
 async def makespan(
     policy: RoutingPolicy, requests: list[GenerationRequest], model: EngineModel, num: int
 ) -> tuple[float, float]:
-    """Seconds from the first to the last of a batch over instances of 64 places; and its share of cached prompt tokens."""
+    """Seconds from the first to the last of a batch over instances of 64 places; and its share of
+    cached prompt tokens.
+    """
     instances = {f"i{k:02}": SimulatedInstance(f"i{k:02}", model, LENGTHS) for k in range(num)}
     scheduler = GenerateScheduler(SimulatedBackend(instances), policy=policy)
     for id_ in instances:
@@ -244,7 +277,9 @@ async def makespan(
 def test_routing_long_tail_near_bound() -> None:
     """4,096 log-normal requests on 64 instances: within 5 % of what no policy can beat."""
     model, limit, num = EngineModel(), 16_384, 64
-    requests = [make_request(f"r{n}", prompt=[1] * 64, max_new_tokens=limit) for n in range(num * PLACES)]
+    requests = [
+        make_request(f"r{n}", prompt=[1] * 64, max_new_tokens=limit) for n in range(num * PLACES)
+    ]
     lengths = [min(LENGTHS(request), limit) for request in requests]
     bound_s = max(sum(lengths) / (num * PLACES * model.rate(PLACES)), max(lengths) / model.rate(1))
     default_s, _ = run_virtually(makespan(LeastOutstandingTokens(), requests, model, num))
@@ -254,10 +289,15 @@ def test_routing_long_tail_near_bound() -> None:
 
 
 def test_routing_by_prefix_hits_caches() -> None:
-    """61 prompts of 2,048 tokens, 8 samples each in any order, on caches of which each holds a quarter of the prompts."""
+    """61 prompts of 2,048 tokens, 8 samples each in any order, on caches of which each holds a
+    quarter of the prompts.
+    """
     model, num = EngineModel(prefill_s=0.0002, cached_tokens=16 * 2048), 8
     cases = itertools.product(range(8), range(61))
-    requests = [make_request(f"{n}-{group}", prompt=[group] * 2048, max_new_tokens=256) for n, group in cases]
+    requests = [
+        make_request(f"{n}-{group}", prompt=[group] * 2048, max_new_tokens=256)
+        for n, group in cases
+    ]
     random.Random(3).shuffle(requests)
     affine_s, affine = run_virtually(makespan(PrefixAffinity(), requests, model, num))
     least_s, least = run_virtually(makespan(LeastOutstandingTokens(), requests, model, num))
@@ -267,7 +307,10 @@ def test_routing_by_prefix_hits_caches() -> None:
 
 @virtually
 async def test_routing_of_migrated_request() -> None:
-    instances = {id_: SimulatedInstance(id_, MODEL, by_id, version) for version, id_ in enumerate(("i0", "i1"))}
+    instances = {
+        id_: SimulatedInstance(id_, MODEL, by_id, version)
+        for version, id_ in enumerate(("i0", "i1"))
+    }
     scheduler = GenerateScheduler(SimulatedBackend(instances))
     scheduler.add("i0", 4)
     (ticket,) = scheduler.put([sized("r-100")])
@@ -278,4 +321,6 @@ async def test_routing_of_migrated_request() -> None:
     await scheduler.wait_idle()
     await settle()
     assert ticket.future.result().versions == [0] * 40 + [1] * 60
-    assert now() == pytest.approx(100.5 * 0.03 + 40 * 0.001, abs=1e-5), "the 40 tokens are a prompt there"
+    assert now() == pytest.approx(100.5 * 0.03 + 40 * 0.001, abs=1e-5), (
+        "the 40 tokens are a prompt there"
+    )

@@ -1,4 +1,6 @@
-"""Tests of any rollout engine on vLLM, inside a worker or as its server; a module has them for its fixture ``served``."""
+"""Tests of any rollout engine on vLLM, inside a worker or as its server; a module has them for its
+fixture ``served``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ import torch
 from helmsman.api.generation import SamplingParams
 from helmsman.api.weights import WeightsInMemory, WeightsOnDisk
 from helmsman.engines._weights.sending import checksum_of
-from tests.vllm.vllm_models import LLAMA, MAX_LEN, VOCAB, differences, is_greedy, model_of, weights_of
+from tests.vllm.vllm_models import (
+    LLAMA,
+    MAX_LEN,
+    VOCAB,
+    differences,
+    is_greedy,
+    model_of,
+    weights_of,
+)
 from tests.vllm.vllm_served import GREEDY, PROMPTS, Served, require_the_trainers, written
 
 LONG = MAX_LEN - 8
@@ -31,7 +41,9 @@ class EngineSuite:
     async def test_generate_stop_token(self, served: Served) -> None:
         (whole,) = await served.generate(PROMPTS[:1])
         stop = whole.token_ids[9]
-        (cut,) = await served.generate(PROMPTS[:1], msgspec.structs.replace(GREEDY, stop_token_ids=(stop,)))
+        (cut,) = await served.generate(
+            PROMPTS[:1], msgspec.structs.replace(GREEDY, stop_token_ids=(stop,))
+        )
         first = whole.token_ids.index(stop)
         assert (cut.token_ids, cut.stop_reason) == (whole.token_ids[: first + 1], "stop")
         assert len(cut.logprobs) == len(cut.token_ids)
@@ -50,9 +62,16 @@ class EngineSuite:
 
     @pytest.mark.parametrize(
         ("prompt", "message"),
-        [([], "empty prompt"), ([VOCAB], "has the token 128"), ([-1], "has the token -1"), ([1] * MAX_LEN, "leaves no room")],
+        [
+            ([], "empty prompt"),
+            ([VOCAB], "has the token 128"),
+            ([-1], "has the token -1"),
+            ([1] * MAX_LEN, "leaves no room"),
+        ],
     )
-    async def test_generate_refuses_request(self, served: Served, prompt: list[int], message: str) -> None:
+    async def test_generate_refuses_request(
+        self, served: Served, prompt: list[int], message: str
+    ) -> None:
         with pytest.raises(ValueError, match=message):
             await served.engine.agenerate(served.request(prompt))
 
@@ -77,16 +96,25 @@ class EngineSuite:
         await served.generate([[1] * 300])  # whose keys and values must not be found again
         model = model_of(LLAMA, seed=2)
         tensors = weights_of(model)
-        weights = WeightsInMemory(tensors, {name: checksum_of(tensor) for name, tensor in tensors.items()})
+        weights = WeightsInMemory(
+            tensors, {name: checksum_of(tensor) for name, tensor in tensors.items()}
+        )
         version = served.engine.get_version() + 1
-        assert await served.engine.update_weights(weights, version) == served.engine.get_version() == version
+        assert (
+            await served.engine.update_weights(weights, version)
+            == served.engine.get_version()
+            == version
+        )
         served.model = model
         await require_the_trainers(served, "memory")
 
     async def test_update_weights_from_files(self, served: Served, tmp_path: Path) -> None:
         served_before = served.engine.get_version()
         model = model_of(LLAMA, seed=3)
-        assert await served.engine.update_weights(written(model, tmp_path), served_before + 1) == served_before + 1
+        assert (
+            await served.engine.update_weights(written(model, tmp_path), served_before + 1)
+            == served_before + 1
+        )
         served.model = model
         await require_the_trainers(served, "files")
 
@@ -99,7 +127,10 @@ class EngineSuite:
                 "3 missing: model.layers.0.self_attn.k_proj",
             ),
             ({**tensors, "model.norm.bias": torch.zeros(128)}, "1 unexpected: model.norm.bias"),
-            ({**tensors, "lm_head.weight": torch.zeros(VOCAB + 1, 128)}, r"1 of another shape: lm_head.weight \(129, 128\)"),
+            (
+                {**tensors, "lm_head.weight": torch.zeros(VOCAB + 1, 128)},
+                r"1 of another shape: lm_head.weight \(129, 128\)",
+            ),
         ]
         for weights, message in unfit:
             with pytest.raises(ValueError, match=message):

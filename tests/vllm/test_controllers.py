@@ -1,4 +1,6 @@
-"""vLLM as a rollout's instances beside FSDPTrainEngine's ranks, inside workers and as their servers: weights, deaths, ends."""
+"""vLLM as a rollout's instances beside FSDPTrainEngine's ranks, inside workers and as their
+servers: weights, deaths, ends.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,15 @@ from helmsman import (
 from helmsman.controller._generation.health import Health
 from tests.contract.helpers import wait_until
 from tests.processes import command_of
-from tests.vllm.vllm_models import ENGINE, MAX_LEN, QWEN2_TIED, SPEC_ENV, folder_of, model_of, report
+from tests.vllm.vllm_models import (
+    ENGINE,
+    MAX_LEN,
+    QWEN2_TIED,
+    SPEC_ENV,
+    folder_of,
+    model_of,
+    report,
+)
 
 pytestmark = pytest.mark.timeout(900)  # a start takes 15 s, and 60 s beside other work
 
@@ -68,7 +78,11 @@ class World:
         self.rollout = RolloutController(
             scheduler,
             engine,
-            Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5, port_count=num_ports, env_vars=SPEC_ENV)]),
+            Job(
+                role="rollout",
+                replicas=2,
+                tasks=[SchedulingSpec(cpu=0.5, port_count=num_ports, env_vars=SPEC_ENV)],
+            ),
             engine_kwargs={"model": model, **kwargs},
             retries=RetryGeneration(),
             supervision=POLICY,
@@ -77,7 +91,9 @@ class World:
         self.rollout.initialize()
 
     def pid(self, worker_id: str) -> int:
-        return next(each.pid for each in self.scheduler.status() if each.worker_id == worker_id) or 0
+        return (
+            next(each.pid for each in self.scheduler.status() if each.worker_id == worker_id) or 0
+        )
 
     def children(self, worker_id: str, name: str = "") -> list[psutil.Process]:
         """vLLM's processes of a worker: EngineCore, Worker; and a server with its guard."""
@@ -88,11 +104,16 @@ class World:
         return self.rollout.load().instances[worker_id].state
 
     def require_the_trainers(self, what: str) -> None:
-        """Tokens and log-probabilities are those of the trainer's weights, of the trainer's version, from both instances."""
+        """Tokens and log-probabilities are those of the trainer's weights, of the trainer's
+        version, from both instances.
+        """
         before, prompts = self.generated(), PROMPTS * 4
         results = self.rollout.generate(prompts, GREEDY)
         rows = self.trainer.forward(
-            [{"input_ids": prompt + each.token_ids} for prompt, each in zip(prompts, results, strict=True)]
+            [
+                {"input_ids": prompt + each.token_ids}
+                for prompt, each in zip(prompts, results, strict=True)
+            ]
         )
         found = torch.cat(
             [
@@ -102,16 +123,25 @@ class World:
         )
         report(what, found)
         assert found.max() < 1e-3
-        assert {version for each in results for version in each.versions} == {self.trainer.get_version()}
+        assert {version for each in results for version in each.versions} == {
+            self.trainer.get_version()
+        }
         assert set(self.rollout.versions().values()) == {self.trainer.get_version()}
-        assert all(now > earlier for now, earlier in zip(self.generated(), before, strict=True)), "both have taken part"
+        assert all(now > earlier for now, earlier in zip(self.generated(), before, strict=True)), (
+            "both have taken part"
+        )
 
     def generated(self) -> list[float]:
-        return [self.scheduler.call_engine(each.id, "stats")["num_generated_tokens"] for each in self.rollout.workers]
+        return [
+            self.scheduler.call_engine(each.id, "stats")["num_generated_tokens"]
+            for each in self.rollout.workers
+        ]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World]:
     model = folder_of(model_of(QWEN2_TIED, seed=1), tmp_path_factory.mktemp("qwen2"))
     with LocalScheduler() as scheduler:
         yield World(scheduler, model, request.param)
@@ -119,7 +149,11 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("way", ["memory", "collective", "disk"])
 def test_train_step_reaches_vllm(world: World, way: str, tmp_path: Path) -> None:
-    ways = {"memory": ViaMemory(), "collective": ViaCollective(timeout_s=60.0), "disk": ViaDisk(str(tmp_path))}
+    ways = {
+        "memory": ViaMemory(),
+        "collective": ViaCollective(timeout_s=60.0),
+        "disk": ViaDisk(str(tmp_path)),
+    }
     world.trainer.train_batch([SAMPLE] * 4, "sft")
     form = WeightFormat(bucket_bytes=200_000, checksum=True)  # buckets that end within layers
     done = WeightSync(world.trainer, world.rollout, ways[way], form=form).push()  # type: ignore[arg-type]
@@ -144,8 +178,13 @@ def test_push_during_requests(world: World) -> None:
 def _begun(world: World) -> list[Future[GenerationResult]]:
     """More requests than both instances decode at once, of which both have tokens."""
     before = world.generated()
-    futures = [world.rollout.submit([*prompt, number], LONG) for number in range(24) for prompt in PROMPTS]
-    both = lambda: all(now > earlier for now, earlier in zip(world.generated(), before, strict=True))  # noqa: E731
+    futures = [
+        world.rollout.submit([*prompt, number], LONG) for number in range(24) for prompt in PROMPTS
+    ]
+
+    def both() -> bool:
+        return all(now > earlier for now, earlier in zip(world.generated(), before, strict=True))
+
     wait_until(both, "both decode", limit_s=WAIT_S)
     return futures
 
@@ -157,15 +196,26 @@ def test_vllm_death_fails_instance(world: World, name: str) -> None:
     worker, version = world.pid("rollout/0"), world.trainer.get_version()
     family = world.children("rollout/0")
     (victim,) = [each for each in family if name in command_of(each)]
-    futures = _begun(world) if name == "EngineCore" else []  # the other time it is idle, and only a probe can tell
+    # the other time it is idle, and only a probe can tell
+    futures = _begun(world) if name == "EngineCore" else []
     victim.kill()
     assert not futures or not all(future.done() for future in futures)
-    wait_until(lambda: world.state("rollout/0") is not Health.HEALTHY, "it is taken for dead", limit_s=WAIT_S)
+    wait_until(
+        lambda: world.state("rollout/0") is not Health.HEALTHY,
+        "it is taken for dead",
+        limit_s=WAIT_S,
+    )
     assert world.state("rollout/1") is Health.HEALTHY
     for future in futures:
         result = future.result(WAIT_S)
-        assert (len(result.token_ids), result.stop_reason, set(result.versions)) == (LONG.max_new_tokens, "length", {version})
-    wait_until(lambda: world.state("rollout/0") is Health.HEALTHY, "it is built anew", limit_s=WAIT_S)
+        assert (len(result.token_ids), result.stop_reason, set(result.versions)) == (
+            LONG.max_new_tokens,
+            "length",
+            {version},
+        )
+    wait_until(
+        lambda: world.state("rollout/0") is Health.HEALTHY, "it is built anew", limit_s=WAIT_S
+    )
     assert world.pid("rollout/0") != worker
     _ended(family)
     world.require_the_trainers(f"after the death of {name}")  # with the weights of the last update
@@ -185,8 +235,16 @@ def test_destroy_ends_vllm_processes(world: World) -> None:
 def test_worker_end_ends_vllm(world: World) -> None:
     """The last test of this module: the instance is still being built anew when all is closed."""
     worker, family = world.pid("rollout/1"), world.children("rollout/1")
-    assert len(family) >= 3, "EngineCore, its worker and Python's tracker of their shared memory; or guard, server, EngineCore"
-    shared = {each.path for process in family for each in process.memory_maps() if each.path.startswith("/dev/shm/psm")}
+    assert len(family) >= 3, (
+        "EngineCore, its worker and Python's tracker of their shared memory; or guard, server, "
+        "EngineCore"
+    )
+    shared = {
+        each.path
+        for process in family
+        for each in process.memory_maps()
+        if each.path.startswith("/dev/shm/psm")
+    }
     assert shared
     os.kill(worker, signal.SIGKILL)
     _ended(family)

@@ -1,4 +1,5 @@
-"""the GRPO recipe with real vLLM: 10 steps of two FSDP2 ranks through Ray, the weights in vLLM compared at each."""
+"""the GRPO recipe with real vLLM: 10 steps of two FSDP2 ranks through Ray, the weights in vLLM
+compared at each."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ def test_grpo_hf_changes_vllm_weights(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(
         *(model, data, out, "--check-weights", "--rewards", rewards, "--train.lr", "1e-3"),
-        *("--rollout.engine", "vllm", "--rollout.engine_args", '{"enforce_eager": true}', "--cluster.rollout_instances", "1"),
+        *(
+            "--rollout.engine",
+            "vllm",
+            "--rollout.engine_args",
+            '{"enforce_eager": true}',
+            "--cluster.rollout_instances",
+            "1",
+        ),
         *("--cluster.env_vars", '{"VLLM_CPU_KVCACHE_SPACE": "1"}'),
         *(
             "--checkpoints.every",
@@ -41,8 +49,12 @@ def test_grpo_hf_changes_vllm_weights(tmp_path: Path) -> None:
     assert max(each["logprob_diff/max"] for each in metrics[1:]) < 1e-3
     assert all(each["check/max_diff"] < 1e-3 for each in metrics[1:])
     assert all("reward/math/mean" in each for each in metrics[1:])
-    assert metrics[-1]["reward/digits/mean"] > metrics[1]["reward/digits/mean"], "it learns to write digits"
+    assert metrics[-1]["reward/digits/mean"] > metrics[1]["reward/digits/mean"], (
+        "it learns to write digits"
+    )
     print(
-        f"vLLM and trainer: at most {max(each['logprob_diff/max'] for each in metrics[1:]):.1e} apart on what was trained on, "
-        f"{sum(each['logprob_diff/mean'] for each in metrics[1:]) / 10:.1e} in the mean; vLLM and transformers {apart:.1e}"
+        f"vLLM and trainer: at most {max(each['logprob_diff/max'] for each in metrics[1:]):.1e} "
+        "apart on what was trained on, "
+        f"{sum(each['logprob_diff/mean'] for each in metrics[1:]) / 10:.1e} in the mean; vLLM and "
+        f"transformers {apart:.1e}"
     )

@@ -1,7 +1,8 @@
 """Losses and their gradients against trl's own code, on the same logits.
 
-trl's losses are methods of its trainers; they are called on an object that has what they read and nothing else. trl
-normalises by itself, so ours are divided as the engine does it: by the tokens (or pairs) of the batch.
+trl's losses are methods of its trainers; they are called on an object that has what they read and
+nothing else. trl normalises by itself, so ours are divided as the engine does it: by the tokens (or
+pairs) of the batch.
 """
 
 from __future__ import annotations
@@ -36,18 +37,27 @@ def gather(tensor: torch.Tensor, **_: Any) -> torch.Tensor:
 
 
 ACCELERATOR = SimpleNamespace(
-    num_processes=1, device=torch.device("cpu"), gather=gather, gather_for_metrics=gather, reduce=gather, sync_gradients=True
+    num_processes=1,
+    device=torch.device("cpu"),
+    gather=gather,
+    gather_for_metrics=gather,
+    reduce=gather,
+    sync_gradients=True,
 )
 
 
 def token_logprobs(logits: torch.Tensor, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Of every token given those before it; 0 at the first."""
-    return torch.nn.functional.pad(target_logprobs(logits[:, :-1], input_ids[:, 1:], **kwargs), (1, 0))
+    return torch.nn.functional.pad(
+        target_logprobs(logits[:, :-1], input_ids[:, 1:], **kwargs), (1, 0)
+    )
 
 
 @pytest.fixture
 def tensors() -> dict[str, torch.Tensor]:
-    """A batch: policies that differ by about a fifth per token, some by far more, so that every clip has something to do."""
+    """A batch: policies that differ by about a fifth per token, some by far more, so that every
+    clip has something to do.
+    """
     random = torch.Generator().manual_seed(7)
 
     def noise(scale: float) -> torch.Tensor:
@@ -70,12 +80,20 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def trl_policy_loss(tensors: dict[str, torch.Tensor], logits: torch.Tensor, **settings: Any) -> torch.Tensor:
+def trl_policy_loss(
+    tensors: dict[str, torch.Tensor], logits: torch.Tensor, **settings: Any
+) -> torch.Tensor:
     """GRPOTrainer's loss of these logits."""
 
-    def logps_and_entropies(_model: Any, input_ids: torch.Tensor, *_args: Any, **_kwargs: Any) -> tuple[Any, Any, None]:
+    def logps_and_entropies(
+        _model: Any, input_ids: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Any, Any, None]:
         kept, targets = logits[:, :-1][:, -NUM_COMPLETION:], input_ids[:, -NUM_COMPLETION:]
-        return trl_utils.selective_log_softmax(kept, targets), trl_utils.entropy_from_logits(kept), None
+        return (
+            trl_utils.selective_log_softmax(kept, targets),
+            trl_utils.entropy_from_logits(kept),
+            None,
+        )
 
     fields: dict[str, Any] = {
         "loss_type": "bnpo",
@@ -90,7 +108,9 @@ def trl_policy_loss(tensors: dict[str, torch.Tensor], logits: torch.Tensor, **se
     }
     trainer = SimpleNamespace(
         **fields,
-        args=SimpleNamespace(delta=fields["delta"], use_bias_correction_kl=False, steps_per_generation=1),
+        args=SimpleNamespace(
+            delta=fields["delta"], use_bias_correction_kl=False, steps_per_generation=1
+        ),
         accelerator=ACCELERATOR,
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
@@ -122,7 +142,11 @@ def trl_policy_loss(tensors: dict[str, torch.Tensor], logits: torch.Tensor, **se
 
 
 def our_policy_loss(
-    name: str, tensors: dict[str, torch.Tensor], logits: torch.Tensor, aggregation: Any = "token", **kwargs: Any
+    name: str,
+    tensors: dict[str, torch.Tensor],
+    logits: torch.Tensor,
+    aggregation: Any = "token",
+    **kwargs: Any,
 ) -> torch.Tensor:
     weights = sequence_weights(LENGTHS, aggregation, max_tokens=MAX_TOKENS)
     columns = {
@@ -165,13 +189,22 @@ def assert_same(ours: Any, theirs: Any, tensors: dict[str, torch.Tensor]) -> Non
             "gspo",
             "sequence",
             {"clip_low": 0.05, "clip_high": 0.1},
-            {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.1},
+            {
+                "loss_type": "grpo",
+                "importance_sampling_level": "sequence",
+                "epsilon_low": 0.05,
+                "epsilon_high": 0.1,
+            },
         ),
         ("cispo", "token", {"ratio_cap": 1.2}, {"loss_type": "cispo", "epsilon_high": 1.2}),
     ],
 )
 def test_policy_losses_match_trl(
-    name: str, aggregation: str, kwargs: dict[str, Any], settings: dict[str, Any], tensors: dict[str, torch.Tensor]
+    name: str,
+    aggregation: str,
+    kwargs: dict[str, Any],
+    settings: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
 ) -> None:
     assert_same(
         lambda logits: our_policy_loss(name, tensors, logits, aggregation, **kwargs),
@@ -182,8 +215,8 @@ def test_policy_losses_match_trl(
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 def test_importance_sampling_matches_trl(mode: str, tensors: dict[str, torch.Tensor]) -> None:
-    """trl makes the ratios while it generates (``token_truncate``, ``token_mask``); here they are made as there, and its loss
-    applies them."""
+    """trl makes the ratios while it generates (``token_truncate``, ``token_mask``); here they are
+    made as there, and its loss applies them."""
     ratios = (tensors["logprobs"] - tensors["behaviour"]).exp()[:, NUM_PROMPT:]
     assert (ratios > 1.5).any()
     ratios = ratios.clamp(max=1.5) if mode == "truncate" else ratios.masked_fill(ratios > 1.5, 0.0)
@@ -198,14 +231,19 @@ def test_importance_sampling_matches_trl(mode: str, tensors: dict[str, torch.Ten
 
 def test_logprobs_and_entropies_match_trl(tensors: dict[str, torch.Tensor]) -> None:
     assert_same(
-        lambda logits: (token_logprobs(logits, tensors["input_ids"], chunk_numel=30) * tensors["ref_logprobs"]).sum(),
         lambda logits: (
-            trl_utils.selective_log_softmax(logits[:, :-1], tensors["input_ids"][:, 1:]) * tensors["ref_logprobs"][:, 1:]
+            token_logprobs(logits, tensors["input_ids"], chunk_numel=30) * tensors["ref_logprobs"]
+        ).sum(),
+        lambda logits: (
+            trl_utils.selective_log_softmax(logits[:, :-1], tensors["input_ids"][:, 1:])
+            * tensors["ref_logprobs"][:, 1:]
         ).sum(),
         tensors,
     )
     assert_same(
-        lambda logits: (distribution_entropies(logits, chunk_numel=30) * tensors["ref_logprobs"]).sum(),
+        lambda logits: (
+            distribution_entropies(logits, chunk_numel=30) * tensors["ref_logprobs"]
+        ).sum(),
         lambda logits: (trl_utils.entropy_from_logits(logits) * tensors["ref_logprobs"]).sum(),
         tensors,
     )
@@ -226,14 +264,25 @@ def test_sft_loss_matches_transformers(tensors: dict[str, torch.Tensor]) -> None
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge"])
 def test_dpo_matches_trl(loss_type: str, beta: float, tensors: dict[str, torch.Tensor]) -> None:
     mask = tensors["loss_mask"]
-    chosen_first = [0, 2, 1, 3]  # rows 0, 1 and 2, 3 are our pairs; trl has all preferred ones first
+    # rows 0, 1 and 2, 3 are our pairs; trl has all preferred ones first
+    chosen_first = [
+        0,
+        2,
+        1,
+        3,
+    ]
 
     def theirs(logits: torch.Tensor) -> torch.Tensor:
         def model(**_: Any) -> Any:
-            logps = trl_utils.selective_log_softmax(logits[:, :-1], tensors["input_ids"][:, 1:]) * mask[:, 1:]
+            logps = (
+                trl_utils.selective_log_softmax(logits[:, :-1], tensors["input_ids"][:, 1:])
+                * mask[:, 1:]
+            )
             ignored = torch.zeros_like(logps)
             order = torch.tensor(chosen_first)
-            return SimpleNamespace(log_probs=logps[order], entropy=ignored, mean_logits=ignored, is_top1=ignored > 0)
+            return SimpleNamespace(
+                log_probs=logps[order], entropy=ignored, mean_logits=ignored, is_top1=ignored > 0
+            )
 
         trainer = SimpleNamespace(
             accelerator=ACCELERATOR,
@@ -263,8 +312,14 @@ def test_dpo_matches_trl(loss_type: str, beta: float, tensors: dict[str, torch.T
         return loss
 
     def ours(logits: torch.Tensor) -> torch.Tensor:
-        batch = {"loss_mask": mask, "ref_logprobs": tensors["ref_logprobs"], "pair": torch.tensor([0, 0, 5, 5])}
-        loss, _ = LOSSES["dpo"](token_logprobs(logits, tensors["input_ids"]), batch, beta=beta, loss_type=loss_type)
+        batch = {
+            "loss_mask": mask,
+            "ref_logprobs": tensors["ref_logprobs"],
+            "pair": torch.tensor([0, 0, 5, 5]),
+        }
+        loss, _ = LOSSES["dpo"](
+            token_logprobs(logits, tensors["input_ids"]), batch, beta=beta, loss_type=loss_type
+        )
         return loss / 2
 
     assert_same(ours, theirs, tensors)
@@ -299,7 +354,9 @@ def test_reward_model_matches_trl(
         batch = {"loss_mask": tensors["loss_mask"], "pair": torch.tensor([0, 0, 1, 1])}
         if margin is not None:
             batch["margin"] = torch.tensor([margin[0], margin[0], margin[1], margin[1]])
-        loss, _ = LOSSES["reward_model"](logits[..., 0], batch, **({} if center is None else {"center_coef": center}))
+        loss, _ = LOSSES["reward_model"](
+            logits[..., 0], batch, **({} if center is None else {"center_coef": center})
+        )
         return loss / 2
 
     assert_same(ours, theirs, tensors)
@@ -308,4 +365,6 @@ def test_reward_model_matches_trl(
 def test_soft_overlong_punishment_matches_trl() -> None:
     lengths = range(16)
     theirs = trl_rewards.get_soft_overlong_punishment(12, 5)([[0] * length for length in lengths])
-    assert [soft_overlong_punishment(length, max_tokens=12, cache_tokens=5) for length in lengths] == pytest.approx(theirs)
+    assert [
+        soft_overlong_punishment(length, max_tokens=12, cache_tokens=5) for length in lengths
+    ] == pytest.approx(theirs)

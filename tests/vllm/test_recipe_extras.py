@@ -1,4 +1,5 @@
-"""What the GRPO recipe does with packages that only this environment has: math-verify, TensorBoard, Weights & Biases."""
+"""What the GRPO recipe does with packages that only this environment has: math-verify, TensorBoard,
+Weights & Biases."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def score_all(pairs: Sequence[tuple[str, str]], timeout_s: float = 60.0) -> list
 
     async def score(scorer: Scorer) -> list[Scored]:
         rows = [(Row([1], "", answer, "", {}), text) for answer, text in pairs]
-        return await asyncio.gather(*(scorer.score(row, text, num_tokens=1, is_truncated=False) for row, text in rows))
+        return await asyncio.gather(
+            *(scorer.score(row, text, num_tokens=1, is_truncated=False) for row, text in rows)
+        )
 
     rewards = [Reward(use="math", processes=2, timeout_s=timeout_s)]
     with InlineScheduler() as scheduler, Scorer(rewards, scheduler) as scorer:
@@ -43,7 +46,9 @@ def test_math_verify_in_pool() -> None:
 
 
 def test_math_verify_endless_expression() -> None:
-    found = score_all([("9^{9^{9^{9}}}", "$8^{8^{8^{8}}}$"), ("2", "$2$"), ("3", "$3$")], timeout_s=15.0)
+    found = score_all(
+        [("9^{9^{9^{9}}}", "$8^{8^{8^{8}}}$"), ("2", "$2$"), ("3", "$3$")], timeout_s=15.0
+    )
     assert [(each.total, each.failed) for each in found] == [(0, 1), (1, 0), (1, 0)]
 
 
@@ -66,7 +71,9 @@ def test_wandb_offline_resumes_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    found = settings(("out", str(tmp_path)), ("tracking.to", '["wandb"]'), ("tracking.name", "mine"))
+    found = settings(
+        ("out", str(tmp_path)), ("tracking.to", '["wandb"]'), ("tracking.name", "mine")
+    )
     for step in (1, 2):
         with open_trackers(found, MetricsFile(tmp_path / "metrics.jsonl")) as trackers:
             trackers.log(step, {"loss": 1.0})

@@ -19,7 +19,15 @@ from helmsman.engines.server_engine import ServerEngine
 from helmsman.rpc_server.ports import PortLeases
 from tests.processes import command_of
 from tests.vllm.engine_suite import LONG, EngineSuite
-from tests.vllm.vllm_models import LLAMA, MAX_LEN, SPEC_ENV, differences, folder_of, is_greedy, model_of
+from tests.vllm.vllm_models import (
+    LLAMA,
+    MAX_LEN,
+    SPEC_ENV,
+    differences,
+    folder_of,
+    is_greedy,
+    model_of,
+)
 from tests.vllm.vllm_served import PROMPTS, OnOneLoop, Served, require_the_trainers, until
 
 pytestmark = pytest.mark.timeout(400)  # a server starts within one
@@ -33,7 +41,9 @@ def leases() -> Iterator[PortLeases]:
 
 
 def engine_of(leases: PortLeases, model: str, *args: str) -> ServerEngine:
-    with within(WorkerContext(worker_id="rollout/0", node="127.0.0.1", ports=(leases.lease(1)[0],))):
+    with within(
+        WorkerContext(worker_id="rollout/0", node="127.0.0.1", ports=(leases.lease(1)[0],))
+    ):
         return ServerEngine(
             model=model,
             dtype="float32",
@@ -66,11 +76,15 @@ async def test_generate_samples_differ(served: Served) -> None:
 
 
 async def test_abort_stops_requests_in_server(served: Served) -> None:
-    requests = [served.request(prompt, SamplingParams(temperature=0.0, max_new_tokens=LONG)) for prompt in PROMPTS[:2]]
+    requests = [
+        served.request(prompt, SamplingParams(temperature=0.0, max_new_tokens=LONG))
+        for prompt in PROMPTS[:2]
+    ]
     tasks = [await served.begun(each) for each in requests]
     for ids, num_left in (([requests[0].request_id], 1), (None, 0)):
         assert await served.engine.abort(ids) == 1
-        while (await served.stats())["num_running"] > num_left:  # noqa: ASYNC110 - it happens in the server
+        # It happens in the server
+        while (await served.stats())["num_running"] > num_left:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert [(await each).stop_reason for each in tasks] == ["abort"] * 2
 
@@ -85,8 +99,14 @@ async def test_update_during_requests_recomputes(served: Served) -> None:
         assert result.versions == [before] * num_old + [before + 1] * (200 - num_old)
         assert num_old > 0
         assert is_greedy(old, prompt, result.token_ids[:num_old])
-        cut = [*prompt, *result.token_ids[:num_old]]  # nothing that the old model computed is used afterwards
-        after = msgspec.structs.replace(result, token_ids=result.token_ids[num_old:], logprobs=result.logprobs[num_old:])
+        # nothing that the old model computed is used afterwards
+        cut = [
+            *prompt,
+            *result.token_ids[:num_old],
+        ]
+        after = msgspec.structs.replace(
+            result, token_ids=result.token_ids[num_old:], logprobs=result.logprobs[num_old:]
+        )
         assert is_greedy(new, cut, after.token_ids)
         assert differences(new, [cut], [after]).max() < 1e-3
     assert not os.listdir(served.engine._exchange)
@@ -103,11 +123,20 @@ def test_start_error_quotes_vllm(leases: PortLeases, tmp_path: Path) -> None:
 
 async def test_engine_core_death_fails_server(served: Served) -> None:
     """The last test of this module: it ends what the others share."""
-    family = [psutil.Process(served.engine.server_pid()), *psutil.Process(served.engine.server_pid()).children(recursive=True)]
+    family = [
+        psutil.Process(served.engine.server_pid()),
+        *psutil.Process(served.engine.server_pid()).children(recursive=True),
+    ]
     assert len(family) >= 2
-    task = await served.begun(served.request(PROMPTS[0], SamplingParams(temperature=0.0, max_new_tokens=LONG)))
-    os.kill(next(each.pid for each in family[1:] if "EngineCore" in command_of(each)), signal.SIGKILL)
+    task = await served.begun(
+        served.request(PROMPTS[0], SamplingParams(temperature=0.0, max_new_tokens=LONG))
+    )
+    os.kill(
+        next(each.pid for each in family[1:] if "EngineCore" in command_of(each)), signal.SIGKILL
+    )
     with pytest.raises(ServerLostError):
         await task
     await until(lambda: served.engine.failure() is not None)
-    assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE
+    ]

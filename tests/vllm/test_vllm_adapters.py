@@ -29,11 +29,21 @@ def _adapter(model: Any, seed: int, folder: Path) -> str:
     for name, weight in weights_of(model).items():
         if any(f".{target}." in name for target in TARGETS):
             path = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors[f"{path}.lora_A.weight"] = torch.randn(RANK, weight.shape[1], generator=generator) * 0.1
-            tensors[f"{path}.lora_B.weight"] = torch.randn(weight.shape[0], RANK, generator=generator) * 0.1
+            tensors[f"{path}.lora_A.weight"] = (
+                torch.randn(RANK, weight.shape[1], generator=generator) * 0.1
+            )
+            tensors[f"{path}.lora_B.weight"] = (
+                torch.randn(weight.shape[0], RANK, generator=generator) * 0.1
+            )
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": TARGETS, "bias": "none"}
+    config = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "target_modules": TARGETS,
+        "bias": "none",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -45,7 +55,12 @@ def _merged(config: dict[str, Any], seed: int, adapter: str) -> Any:
         for name, weight in model.named_parameters():
             path = f"base_model.model.{name.removesuffix('.weight')}"
             if f"{path}.lora_A.weight" in tensors:
-                weight += ALPHA / RANK * tensors[f"{path}.lora_B.weight"] @ tensors[f"{path}.lora_A.weight"]
+                weight += (
+                    ALPHA
+                    / RANK
+                    * tensors[f"{path}.lora_B.weight"]
+                    @ tensors[f"{path}.lora_A.weight"]
+                )
     return model
 
 
@@ -93,7 +108,9 @@ async def test_adapter_replaced_by_name(served: Served, tmp_path: Path) -> None:
     _adapter(model_of(LLAMA, seed=1), 4, tmp_path / "third")
     await served.engine.load_lora("first", third)
     served.model = _merged(LLAMA, 1, third)
-    await require_the_trainers(served, "an adapter replaced in its folder, whose keys and values are not found again")
+    await require_the_trainers(
+        served, "an adapter replaced in its folder, whose keys and values are not found again"
+    )
 
 
 async def test_adapter_base_weights_updated(served: Served, tmp_path: Path) -> None:
@@ -106,11 +123,16 @@ async def test_adapter_base_weights_updated(served: Served, tmp_path: Path) -> N
 
 async def test_update_death_in_the_middle(served: Served) -> None:
     """The last test of this module: it ends what the others share."""
-    weights = Fatal(weights_of(model_of(LLAMA, seed=5)), at_look=3)  # as the first bucket is made, when loading has begun
+    # as the first bucket is made, when loading has begun
+    weights = Fatal(weights_of(model_of(LLAMA, seed=5)), at_look=3)
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         await served.engine.update_weights(weights, 2)
     assert "SIGKILL" in str(served.engine.failure())
-    for call in (served.engine.agenerate(served.request([3])), served.engine.sleep(), served.engine.load_lora("a", "nowhere")):
+    for call in (
+        served.engine.agenerate(served.request([3])),
+        served.engine.sleep(),
+        served.engine.load_lora("a", "nowhere"),
+    ):
         with pytest.raises(EngineDeadError):
             await call
     assert served.engine.get_version() == 1

@@ -10,7 +10,16 @@ import torch
 
 from helmsman.api.errors import EngineDeadError
 from helmsman.engines.vllm_engine import VLLMEngine
-from tests.vllm.vllm_models import ENGINE, QWEN2_TIED, differences, folder_of, logprobs_of, model_of, report, weights_of
+from tests.vllm.vllm_models import (
+    ENGINE,
+    QWEN2_TIED,
+    differences,
+    folder_of,
+    logprobs_of,
+    model_of,
+    report,
+    weights_of,
+)
 from tests.vllm.vllm_served import PROMPTS, Fatal, Served
 
 pytestmark = pytest.mark.timeout(300)
@@ -35,7 +44,9 @@ async def test_bfloat16_serves_float32_update(engine: VLLMEngine) -> None:
     report("bfloat16, vLLM from float32", found)
     short = copy.deepcopy(model).to(torch.bfloat16)
     pairs = [(prompt, each.token_ids) for prompt, each in zip(PROMPTS, results, strict=True)]
-    theirs = torch.cat([(logprobs_of(short, *pair) - logprobs_of(model, *pair)).abs() for pair in pairs])
+    theirs = torch.cat(
+        [(logprobs_of(short, *pair) - logprobs_of(model, *pair)).abs() for pair in pairs]
+    )
     report("bfloat16, transformers from float32", theirs)
     assert found.mean() < 2 * theirs.mean()
     assert found.max() < 3 * theirs.max()

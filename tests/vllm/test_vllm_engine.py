@@ -32,7 +32,15 @@ from tests.vllm.vllm_models import (
     model_of,
     weights_of,
 )
-from tests.vllm.vllm_served import GREEDY, PROMPTS, Served, broadcast, require_the_trainers, until, written
+from tests.vllm.vllm_served import (
+    GREEDY,
+    PROMPTS,
+    Served,
+    broadcast,
+    require_the_trainers,
+    until,
+    written,
+)
 
 pytestmark = pytest.mark.timeout(300)  # a start takes 15 s, and 60 s beside other work
 
@@ -43,7 +51,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         # Buckets that end within layers: what comes of a layer has to wait for its rest.
-        engine = VLLMEngine(model=folder_of(model, tmp_path_factory.mktemp("llama")), bucket_bytes=200_000, **ENGINE)
+        engine = VLLMEngine(
+            model=folder_of(model, tmp_path_factory.mktemp("llama")), bucket_bytes=200_000, **ENGINE
+        )
         engine.initialize()
         yield Served(engine, model)
         engine.destroy()
@@ -53,7 +63,7 @@ class TestSuite(EngineSuite):
     """By VLLMEngine."""
 
 
-# --- requests -----------------------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 async def test_generate_ignores_end_token(served: Served) -> None:
@@ -61,7 +71,9 @@ async def test_generate_ignores_end_token(served: Served) -> None:
     results = await served.generate([[each] for each in range(8)], drawn)
     assert {len(each.token_ids) for each in results} == {256}
     assert any(EOS in each.token_ids for each in results), "it was drawn"
-    ended = await served.generate([[each] for each in range(8)], msgspec.structs.replace(drawn, stop_token_ids=(EOS,)))
+    ended = await served.generate(
+        [[each] for each in range(8)], msgspec.structs.replace(drawn, stop_token_ids=(EOS,))
+    )
     for whole, cut in zip(results, ended, strict=True):
         if EOS in whole.token_ids:
             assert cut.token_ids == whole.token_ids[: whole.token_ids.index(EOS) + 1]
@@ -71,10 +83,14 @@ async def test_generate_seeded_continuation(served: Served) -> None:
     drawn = SamplingParams(seed=4, max_new_tokens=8)
     (first,) = await served.generate([[7]], drawn)
     request = served.request([7, *first.token_ids], drawn, num_generated=8)
-    again = await asyncio.gather(*(served.engine.agenerate(msgspec.structs.replace(request, request_id=x)) for x in "ab"))
+    again = await asyncio.gather(
+        *(served.engine.agenerate(msgspec.structs.replace(request, request_id=x)) for x in "ab")
+    )
     assert again[0].token_ids == again[1].token_ids
     (fresh,) = await served.generate([[7, *first.token_ids]], drawn)
-    assert again[0].token_ids != fresh.token_ids, "a stream of its own, or it would draw the first numbers again"
+    assert again[0].token_ids != fresh.token_ids, (
+        "a stream of its own, or it would draw the first numbers again"
+    )
 
 
 async def test_generate_many_seeded_prompts(served: Served) -> None:
@@ -85,13 +101,17 @@ async def test_generate_many_seeded_prompts(served: Served) -> None:
 
 async def test_generate_samples_seeds_and_prefill(served: Served) -> None:
     prompt = [(7 * each) % VOCAB for each in range(300)]  # two blocks of 128 tokens, and a rest
-    requests = [served.request(prompt, SamplingParams(seed=seed, max_new_tokens=16)) for seed in range(8)]
+    requests = [
+        served.request(prompt, SamplingParams(seed=seed, max_new_tokens=16)) for seed in range(8)
+    ]
     before = served.engine.stats()
     results = await served.engine.agenerate_samples(requests)
     after = served.engine.stats()
     assert [each.request_id for each in results] == [each.request_id for each in requests]
     assert len({tuple(each.token_ids) for each in results}) == 8
-    assert results[3].token_ids == (await served.generate([prompt], requests[3].sampling))[0].token_ids
+    assert (
+        results[3].token_ids == (await served.generate([prompt], requests[3].sampling))[0].token_ids
+    )
     computed = after["num_prompt_tokens"] - before["num_prompt_tokens"]
     assert computed == 300 + 7 * (300 - 256), "all but the last block by the first alone"
     assert after["num_prefix_hits"] - before["num_prefix_hits"] == 7 * 256
@@ -100,15 +120,21 @@ async def test_generate_samples_seeds_and_prefill(served: Served) -> None:
     twice = served.request([1], SamplingParams(max_new_tokens=LONG))
     with pytest.raises(ValueError, match="already in flight"):
         await served.engine.agenerate_samples([twice, twice])
-    await until(lambda: not served.engine.stats()["num_running"] + served.engine.stats()["num_waiting"])
-    assert (await served.engine.agenerate(msgspec.structs.replace(twice, sampling=GREEDY))).stop_reason == "length"
+    await until(
+        lambda: not served.engine.stats()["num_running"] + served.engine.stats()["num_waiting"]
+    )
+    assert (
+        await served.engine.agenerate(msgspec.structs.replace(twice, sampling=GREEDY))
+    ).stop_reason == "length"
 
 
 async def test_generate_cancelled(served: Served) -> None:
     async def usage() -> float:
         found = 0.0
         while not found:  # it may have ended before it was asked
-            short = await served.begun(served.request([1], SamplingParams(temperature=0.0, max_new_tokens=120)))
+            short = await served.begun(
+                served.request([1], SamplingParams(temperature=0.0, max_new_tokens=120))
+            )
             found = served.engine.stats()["kv_cache_usage"]
             await short
         return found
@@ -121,11 +147,15 @@ async def test_generate_cancelled(served: Served) -> None:
         await task
     await until(lambda: served.engine.stats()["num_running"] == 0)
     assert await usage() == alone, "nobody else has any of the cache"
-    assert (await served.engine.agenerate(msgspec.structs.replace(request, sampling=GREEDY))).stop_reason == "length"
+    assert (
+        await served.engine.agenerate(msgspec.structs.replace(request, sampling=GREEDY))
+    ).stop_reason == "length"
 
 
 async def test_stats_load_and_cache(served: Served) -> None:
-    task = await served.begun(served.request([3] * 200, SamplingParams(temperature=0.0, max_new_tokens=256)), num=8)
+    task = await served.begun(
+        served.request([3] * 200, SamplingParams(temperature=0.0, max_new_tokens=256)), num=8
+    )
     busy = served.engine.stats()
     assert (busy["num_running"], busy["num_waiting"]) == (1, 0)
     assert 0 < busy["kv_cache_usage"] <= 1
@@ -136,10 +166,13 @@ async def test_stats_load_and_cache(served: Served) -> None:
 
 
 def test_calls_from_any_event_loop(served: Served) -> None:
-    assert asyncio.run(served.generate([[1]]))[0].token_ids == asyncio.run(served.generate([[1]]))[0].token_ids
+    assert (
+        asyncio.run(served.generate([[1]]))[0].token_ids
+        == asyncio.run(served.generate([[1]]))[0].token_ids
+    )
 
 
-# --- weights ------------------------------------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 async def test_update_weights_by_broadcast(served: Served) -> None:
@@ -154,7 +187,9 @@ async def test_update_weights_by_broadcast(served: Served) -> None:
 
 async def test_update_torn_blocks_decoding(served: Served, tmp_path: Path) -> None:
     version = served.engine.get_version()
-    running = await served.begun(served.request([3], SamplingParams(temperature=0.0, max_new_tokens=LONG)))
+    running = await served.begun(
+        served.request([3], SamplingParams(temperature=0.0, max_new_tokens=LONG))
+    )
     torn = written(model_of(LLAMA, seed=6), tmp_path, spoilt="model.norm.weight")
     with pytest.raises(PartialWeightUpdateError, match="model.norm.weight"):
         await served.engine.update_weights(torn, version + 1)
@@ -187,14 +222,18 @@ async def test_update_during_requests_keeps_cache(served: Served) -> None:
         expected = _over_old_keys(old, new, prompt, result.token_ids, num_old)
         assert (expected - torch.tensor(result.logprobs)).abs().max() < 1e-3
         by_old = logprobs_of(old, prompt, result.token_ids)
-        assert (by_old - torch.tensor(result.logprobs)).abs()[num_old] > 1e-3, "the first of the new version is by it"
+        assert (by_old - torch.tensor(result.logprobs)).abs()[num_old] > 1e-3, (
+            "the first of the new version is by it"
+        )
     assert set((await waiting).versions) <= {version, version + 1}
 
 
 @torch.no_grad()
-def _over_old_keys(old: Any, new: Any, prompt: list[int], tokens: list[int], num_old: int) -> torch.Tensor:
-    """Log-probabilities by the old model, then by the new one over the old one's keys and values: it begins with the last token
-    of the old one, which nobody has computed yet."""
+def _over_old_keys(
+    old: Any, new: Any, prompt: list[int], tokens: list[int], num_old: int
+) -> torch.Tensor:
+    """Log-probabilities by the old model, then by the new one over the old one's keys and values:
+    it begins with the last token of the old one, which nobody has computed yet."""
     seen = [*prompt, *tokens[: num_old - 1]]
     by_old = old(torch.tensor([seen]), use_cache=True)
     rest = torch.tensor([tokens[num_old - 1 : -1]])
@@ -215,11 +254,13 @@ async def test_update_of_cancelled_caller_ends(served: Served) -> None:
     await require_the_trainers(served, "after a cancelled call")
 
 
-# --- sleep --------------------------------------------------------------------------------------------------------------------
+# --- sleep ----------------------------------------------------------------------------------------
 
 
 async def test_sleep_refuses_requests_and_weights(served: Served) -> None:
-    running = await served.begun(served.request([3], SamplingParams(temperature=0.0, max_new_tokens=LONG)))
+    running = await served.begun(
+        served.request([3], SamplingParams(temperature=0.0, max_new_tokens=LONG))
+    )
     with pytest.raises(RuntimeError, match="1 requests are in flight"):
         await served.engine.sleep()
     await served.engine.abort()
@@ -265,7 +306,9 @@ def test_failed_start_leaves_no_thread(tmp_path: Path) -> None:
     model = folder_of(model_of(LLAMA, seed=1), tmp_path)
     before = [each for each in threading.enumerate() if each.name == "helmsman-vllm"]
     engine = VLLMEngine(model=model, engine_args={"max_num_sequences": 3}, **ENGINE)
-    with pytest.raises(ValueError, match="'max_num_sequences', which .* did you mean 'max_num_seqs'"):
+    with pytest.raises(
+        ValueError, match="'max_num_sequences', which .* did you mean 'max_num_seqs'"
+    ):
         engine.initialize()
     assert [each for each in threading.enumerate() if each.name == "helmsman-vllm"] == before
     engine.destroy()
@@ -275,10 +318,17 @@ async def test_destroy_ends_requests_and_update(served: Served) -> None:
     """The last test of this module: it ends what the others share."""
     store = WeightGroup(torch.device("cpu"))
     place = ByCollective(
-        version=99, group_id="nobody", address="127.0.0.1", port=store.open_store("127.0.0.1"), rank=1, world_size=2,
+        version=99,
+        group_id="nobody",
+        address="127.0.0.1",
+        port=store.open_store("127.0.0.1"),
+        rank=1,
+        world_size=2,
         timeout_s=600.0,
-    )  # fmt: skip
-    running = await served.begun(served.request([3], SamplingParams(temperature=0.0, max_new_tokens=LONG)))
+    )
+    running = await served.begun(
+        served.request([3], SamplingParams(temperature=0.0, max_new_tokens=LONG))
+    )
     updating = asyncio.ensure_future(served.engine.update_weights(place, 99))
     await until(lambda: served.engine.stats()["num_waiting"] == 1)
     await asyncio.to_thread(served.engine.destroy)

@@ -1,4 +1,6 @@
-"""Two tensor-parallel ranks inside one vLLM instance: each takes its part of what a trainer sends."""
+"""Two tensor-parallel ranks inside one vLLM instance: each takes its part of what a trainer
+sends.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import torch
 from helmsman.api.generation import SamplingParams
 from helmsman.engines.vllm_engine import VLLMEngine
 from helmsman.engines.weights import PartialWeightUpdateError
-from tests.vllm.vllm_models import ENGINE, QWEN2_TIED, differences, folder_of, logprobs_of, model_of, weights_of
+from tests.vllm.vllm_models import (
+    ENGINE,
+    QWEN2_TIED,
+    differences,
+    folder_of,
+    logprobs_of,
+    model_of,
+    weights_of,
+)
 from tests.vllm.vllm_served import PROMPTS, Served, broadcast, require_the_trainers, written
 
 pytestmark = pytest.mark.timeout(300)  # a start takes 15 s, and 60 s beside other work
@@ -26,7 +36,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         environment.setenv("OMP_NUM_THREADS", "1")
         engine = VLLMEngine(
-            model=folder, tensor_parallel_size=2, bucket_bytes=200_000, load_format="dummy", in_flight="recompute", **ENGINE
+            model=folder,
+            tensor_parallel_size=2,
+            bucket_bytes=200_000,
+            load_format="dummy",
+            in_flight="recompute",
+            **ENGINE,
         )
         engine.initialize()
         yield Served(engine, model)
@@ -51,13 +66,20 @@ async def test_ranks_update_weights_by_broadcast(served: Served) -> None:
     await broadcast(served, model, 3, weights_of(model))
     await require_the_trainers(served, "two ranks, broadcasts")
     with pytest.raises(ValueError, match="1 missing: model.norm.weight"):
-        await broadcast(served, model, 4, {k: each for k, each in weights_of(model).items() if k != "model.norm.weight"})
+        await broadcast(
+            served,
+            model,
+            4,
+            {k: each for k, each in weights_of(model).items() if k != "model.norm.weight"},
+        )
     await require_the_trainers(served, "two ranks, after broadcasts that did not fit")
 
 
 async def test_ranks_torn_update(served: Served, tmp_path: Path) -> None:
     with pytest.raises(PartialWeightUpdateError, match="model.norm.weight"):
-        await served.engine.update_weights(written(model_of(QWEN2_TIED, seed=5), tmp_path, spoilt="model.norm.weight"), 5)
+        await served.engine.update_weights(
+            written(model_of(QWEN2_TIED, seed=5), tmp_path, spoilt="model.norm.weight"), 5
+        )
     model = model_of(QWEN2_TIED, seed=6)
     await broadcast(served, model, 6, weights_of(model))
     await require_the_trainers(served, "two ranks, after a torn update and a whole one")
@@ -65,12 +87,17 @@ async def test_ranks_torn_update(served: Served, tmp_path: Path) -> None:
 
 async def test_ranks_recompute_cache(served: Served) -> None:
     version, old, new = served.engine.get_version(), served.model, model_of(QWEN2_TIED, seed=7)
-    tasks = [await served.begun(served.request(prompt, SamplingParams(seed=3, max_new_tokens=200))) for prompt in PROMPTS]
+    tasks = [
+        await served.begun(served.request(prompt, SamplingParams(seed=3, max_new_tokens=200)))
+        for prompt in PROMPTS
+    ]
     await served.bring(new, version + 1)
     for prompt, result in zip(PROMPTS, await asyncio.gather(*tasks), strict=True):
         num_old = result.versions.count(version)
         assert 0 < num_old < 200
         assert result.versions == [version] * num_old + [version + 1] * (200 - num_old)
         by_old, by_new = (logprobs_of(model, prompt, result.token_ids) for model in (old, new))
-        found = (torch.cat([by_old[:num_old], by_new[num_old:]]) - torch.tensor(result.logprobs)).abs()
+        found = (
+            torch.cat([by_old[:num_old], by_new[num_old:]]) - torch.tensor(result.logprobs)
+        ).abs()
         assert found.max() < 1e-3

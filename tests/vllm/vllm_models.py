@@ -1,4 +1,6 @@
-"""Small models with random weights, in folders and as transformers has them; and what each says of tokens."""
+"""Small models with random weights, in folders and as transformers has them; and what each says of
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ _SIZE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": VOCAB,
     "max_position_embeddings": MAX_LEN,
-    # Far from the usual 0.02, so that logits differ enough for rounding not to decide between tokens.
+    # Far from the usual 0.02, so that logits differ enough for rounding not to decide between
+    # tokens.
     "initializer_range": 0.2,
     "bos_token_id": 1,
     "eos_token_id": EOS,
@@ -32,7 +35,12 @@ LLAMA: dict[str, Any] = {"model_type": "llama", **_SIZE, "tie_word_embeddings": 
 QWEN2_TIED: dict[str, Any] = {"model_type": "qwen2", **_SIZE, "tie_word_embeddings": True}
 """With biases in its fused projection, and one tensor for embeddings and head."""
 
-ENGINE: dict[str, Any] = {"max_model_len": MAX_LEN, "max_concurrency": 16, "enforce_eager": True, "dtype": "float32"}
+ENGINE: dict[str, Any] = {
+    "max_model_len": MAX_LEN,
+    "max_concurrency": 16,
+    "enforce_eager": True,
+    "dtype": "float32",
+}
 SPEC_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
@@ -40,10 +48,13 @@ def model_of(config: Mapping[str, Any], seed: int) -> Any:
     """A float32 model with weights drawn from a seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**config), dtype=torch.float32
+        ).eval()
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
-                torch.nn.init.normal_(parameter, std=0.5)  # they begin as zeros, which would hide that they are not brought
+                # they begin as zeros, which would hide that they are not brought
+                torch.nn.init.normal_(parameter, std=0.5)
     return model
 
 
@@ -76,7 +87,9 @@ def is_greedy(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
     return logits.argmax(-1).tolist() == list(tokens)
 
 
-def differences(model: Any, prompts: Sequence[Sequence[int]], results: Sequence[GenerationResult]) -> torch.Tensor:
+def differences(
+    model: Any, prompts: Sequence[Sequence[int]], results: Sequence[GenerationResult]
+) -> torch.Tensor:
     """Of vLLM's log-probabilities from the model's, absolute, of all tokens."""
     parts = [
         (logprobs_of(model, prompt, result.token_ids) - torch.tensor(result.logprobs)).abs()
@@ -88,5 +101,6 @@ def differences(model: Any, prompts: Sequence[Sequence[int]], results: Sequence[
 def report(what: str, found: torch.Tensor) -> None:
     """Print the figures, which pytest shows with -s, or when a test fails."""
     print(
-        f"{what}: {found.numel()} tokens, log-probabilities differ by {found.max():.2e} at most, {found.mean():.2e} on average"
+        f"{what}: {found.numel()} tokens, log-probabilities differ by {found.max():.2e} at most, "
+        f"{found.mean():.2e} on average"
     )

@@ -1,4 +1,6 @@
-"""An engine of vLLM in the test's own process beside the model whose weights it has, and the ways of bringing it others."""
+"""An engine of vLLM in the test's own process beside the model whose weights it has, and the ways
+of bringing it others.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,28 @@ class Served:
         self.engine, self.model = engine, model
         self._numbers = iter(range(10**9))
 
-    def request(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY, **fields: Any) -> GenerationRequest:
-        return GenerationRequest(request_id=f"r{next(self._numbers)}", prompt_ids=list(prompt), sampling=sampling, **fields)
+    def request(
+        self, prompt: Sequence[int], sampling: SamplingParams = GREEDY, **fields: Any
+    ) -> GenerationRequest:
+        return GenerationRequest(
+            request_id=f"r{next(self._numbers)}",
+            prompt_ids=list(prompt),
+            sampling=sampling,
+            **fields,
+        )
 
-    async def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams = GREEDY) -> list[GenerationResult]:
-        return list(await asyncio.gather(*(self.engine.agenerate(self.request(prompt, sampling)) for prompt in prompts)))
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams = GREEDY
+    ) -> list[GenerationResult]:
+        return list(
+            await asyncio.gather(
+                *(self.engine.agenerate(self.request(prompt, sampling)) for prompt in prompts)
+            )
+        )
 
-    async def begun(self, request: GenerationRequest, num: int = 5) -> asyncio.Task[GenerationResult]:
+    async def begun(
+        self, request: GenerationRequest, num: int = 5
+    ) -> asyncio.Task[GenerationResult]:
         """A request that has so many tokens."""
         before = (await self.stats())["num_generated_tokens"]
         task = asyncio.ensure_future(self.engine.agenerate(request))
@@ -73,14 +90,16 @@ class OnOneLoop:
         found = getattr(self.engine, name)
 
         def begin(*args: Any, **kwargs: Any) -> Any:
-            return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(found(*args, **kwargs), self._loop))
+            return asyncio.wrap_future(
+                asyncio.run_coroutine_threadsafe(found(*args, **kwargs), self._loop)
+            )
 
         return begin if inspect.iscoroutinefunction(found) else found
 
 
 class Fatal(dict[str, torch.Tensor]):
-    """Weights whose reading is the death of the process EngineCore, the first time for checksums, then for shapes, then for the
-    first bucket."""
+    """Weights whose reading is the death of the process EngineCore, the first time for checksums,
+    then for shapes, then for the first bucket."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], at_look: int) -> None:
         super().__init__(tensors)
@@ -103,18 +122,27 @@ async def until(holds: Callable[[], bool]) -> None:
 async def require_the_trainers(served: Served, what: str) -> None:
     prompts = [*PROMPTS, [1] * 300]
     results = await served.generate(prompts)
-    assert all(is_greedy(served.model, prompt, each.token_ids) for prompt, each in zip(prompts, results, strict=True)), what
+    assert all(
+        is_greedy(served.model, prompt, each.token_ids)
+        for prompt, each in zip(prompts, results, strict=True)
+    ), what
     found = differences(served.model, prompts, results)
     report(what, found)
     assert found.max() < 1e-3
-    assert {version for each in results for version in each.versions} == {served.engine.get_version()}
+    assert {version for each in results for version in each.versions} == {
+        served.engine.get_version()
+    }
 
 
 def written(model: Any, folder: Path, spoilt: str = "") -> WeightsOnDisk:
-    """Two files and an index with checksums; one of the tensors may be another than its checksum says."""
+    """Two files and an index with checksums; one of the tensors may be another than its checksum
+    says.
+    """
     tensors = weights_of(model)
     names = list(tensors)
-    files = {name: f"model-{1 + (names.index(name) >= len(names) // 2)}.safetensors" for name in names}
+    files = {
+        name: f"model-{1 + (names.index(name) >= len(names) // 2)}.safetensors" for name in names
+    }
     checksums = {name: checksum_of(tensor) for name, tensor in tensors.items()}
     for file in sorted(set(files.values())):
         part = {name: tensors[name] + (name == spoilt) for name in names if files[name] == file}
@@ -125,8 +153,12 @@ def written(model: Any, folder: Path, spoilt: str = "") -> WeightsOnDisk:
     return WeightsOnDisk(str(folder))
 
 
-async def broadcast(served: Served, model: Any, version: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Bring tensors as a trainer of one rank does that is this process, in broadcasts with checksums."""
+async def broadcast(
+    served: Served, model: Any, version: int, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Bring tensors as a trainer of one rank does that is this process, in broadcasts with
+    checksums.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = WeightGroup(torch.device("cpu"))
     try:
@@ -137,17 +169,26 @@ async def broadcast(served: Served, model: Any, version: int, tensors: dict[str,
     served.model = model
 
 
-async def _broadcast_by(group: WeightGroup, served: Served, version: int, tensors: dict[str, torch.Tensor]) -> None:
+async def _broadcast_by(
+    group: WeightGroup, served: Served, version: int, tensors: dict[str, torch.Tensor]
+) -> None:
     place = ByCollective(
-        version=version, group_id=f"g{version}", address="127.0.0.1", port=group.open_store("127.0.0.1"), rank=0,
-        world_size=2, timeout_s=WAIT_S,
-    )  # fmt: skip
+        version=version,
+        group_id=f"g{version}",
+        address="127.0.0.1",
+        port=group.open_store("127.0.0.1"),
+        rank=0,
+        world_size=2,
+        timeout_s=WAIT_S,
+    )
     form = WeightFormat(bucket_bytes=150_000, checksum=True)
 
     def send() -> Any:
         return publish(tensors, place, form, version=version, is_root=True, group=group)
 
-    taking = asyncio.ensure_future(served.engine.update_weights(msgspec.structs.replace(place, rank=1), version))
+    taking = asyncio.ensure_future(
+        served.engine.update_weights(msgspec.structs.replace(place, rank=1), version)
+    )
     sent, taken = await asyncio.gather(asyncio.to_thread(send), taking, return_exceptions=True)
     assert sent == sum(tensor.nbytes for tensor in tensors.values()), sent
     if isinstance(taken, BaseException):

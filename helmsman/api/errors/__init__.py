@@ -19,9 +19,9 @@ HelmsmanError
 │   ├── RayStartError
 │   └── ClusterLostError (ConnectionError)  the Ray that a scheduler has started has ended
 ├── LauncherError (ValueError)            flags and variables conflict, or do not identify this node
-├── BootstrapError                        a cluster that does not come up, or that this node has to leave; see BootstrapExit
+├── BootstrapError                        no cluster, or one to be left; see BootstrapExit
 │   ├── PreflightError (ValueError)       this node cannot take part as it is
-│   └── ClusterMismatchError (ConnectionError)  the Ray cluster at this address belongs to another run
+│   └── ClusterMismatchError (ConnectionError)  the cluster at this address is of another run
 ├── StartError                            nothing of the job remains when one of these is raised
 │   ├── PlacementInfeasibleError
 │   ├── PlacementTimeoutError (TimeoutError)
@@ -38,19 +38,19 @@ HelmsmanError
 │   ├── ArgumentNotLoadableError
 │   ├── ResultNotSerializableError (TypeError)
 │   ├── PeerNotReadyError
-│   ├── WorkerBacklogError                not sent, since the worker does not take what was sent before
+│   ├── WorkerBacklogError                not sent: the worker has not taken what came before
 │   └── HandleLostError (LookupError)
 ├── GenerationError                       one generation request
 │   ├── InstanceLostError (ConnectionError)  its instance has exited or cannot be reached
 │   ├── RequestDeadlineError (TimeoutError)
 │   └── RequestsInFlightError (TimeoutError) they did not end, or were not returned, in time
 ├── ServerStartError                      an inference server did not get ready
-├── ServerRequestError                    an inference server refused a request, or its answer cannot be read
+├── ServerRequestError                    a server refused a request, or its answer cannot be read
 ├── FaultsUnsupportedError                workers that share the process of the script
 ├── EpisodeTimeoutError (TimeoutError)    an episode of a workflow took too long
 ├── WorkflowFailuresError                 too many episodes have failed
 ├── EngineDeadError (ConnectionError)     the processes that an engine started have ended
-│   └── ServerLostError                   its inference server has ended, or the connection to it broke
+│   └── ServerLostError                   its inference server has ended, or the connection broke
 ├── RewardTimeoutError (TimeoutError)     a score of a RewardPool took too long
 ├── RewardLostError                       a score of a RewardPool was lost with its worker
 ├── RewardWorkersSpentError               a RewardPool has no worker left, and may restart none
@@ -60,26 +60,27 @@ HelmsmanError
 ├── DevicesNotOwnedError                  a call needs devices that another role owns now
 ├── DeviceMemoryError                     devices without room, on which two roles take turns
 ├── RecoveryExhaustedError                train workers were lost more often than is tolerated
-├── DispatchError (TypeError)             arguments or results that do not go with how a method is dispatched
+├── DispatchError (TypeError)             arguments or results unfit for how a method is dispatched
 ├── UnevenBatchError (ValueError)         rows that do not divide over the ranks
-├── TopologyMismatchError                 workers that see other coordinates than the controller has computed
+├── TopologyMismatchError                 workers see other coordinates than the controller
 ├── ParallelLayoutError (ValueError)      sizes of a parallel layout that do not divide
-├── ResourcesNotMetError                  the cluster lacks nodes or devices that a ResourceManager expects
+├── ResourcesNotMetError                  the cluster lacks what a ResourceManager expects
 ├── CodecError                            a payload that cannot be packed or unpacked
 │   ├── NotSerializableError (TypeError)
 │   └── NotLoadableError
 ├── ProtocolError                         a peer broke the wire protocol or failed to prove itself
 ├── PlatformError
-│   ├── DeviceMismatchError               a process that does not see the devices that it was granted
+│   ├── DeviceMismatchError               a process that does not see the devices granted to it
 │   └── PlatformPicklingError (TypeError)
 ├── SchedulerClosedError
 ├── ShutdownIncompleteError
 ├── LogDirectoryError (OSError)           the log directory of a run cannot be made or used
 └── UntrustedPathError (PermissionError)  a file or directory that another user may have planted
 
-To add an error: subclass the branch it belongs to, declare its fields as annotations and its message as ``template``, with the
-next step for the user last; or compute the message in ``describe()``. Draw it in the tree above, and give the table in
-tests/api/test_errors.py a row. Fields must be picklable: errors are rebuilt from their message and ``__dict__``, without
+To add an error: subclass the branch it belongs to, declare its fields as annotations and its
+message as ``template``, with the next step for the user last; or compute the message in
+``describe()``. Draw it in the tree above, and give the table in tests/api/test_errors.py a row.
+Fields must be picklable: errors are rebuilt from their message and ``__dict__``, without
 ``__init__``.
 """
 

@@ -1,4 +1,6 @@
-"""The base of all errors: declared fields, a message made of them, and pickling; and parts of messages that several share."""
+"""The base of all errors: declared fields, a message made of them, and pickling; and parts of
+messages that several share.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any, ClassVar, dataclass_transform
 
 
 class _Shown:
-    """Fields and properties of an error as a template shows them: a sequence as its items, or 'none'."""
+    """Fields and properties of an error as a template shows them: a sequence as its items, or
+    'none'.
+    """
 
     def __init__(self, error: HelmsmanError) -> None:
         self._error = error
@@ -20,7 +24,8 @@ class _Shown:
 
 def _rebuild(cls: type[HelmsmanError], message: str, state: dict[str, Any]) -> HelmsmanError:
     error = cls.__new__(cls)
-    # The built-in __init__ must run: without it a TimeoutError comes back without its message, an ImportError without msg.
+    # The built-in __init__ must run: without it a TimeoutError comes back without its message, an
+    # ImportError without msg.
     super(HelmsmanError, error).__init__(message)
     error.__dict__.update(state)
     return error
@@ -30,9 +35,10 @@ def _rebuild(cls: type[HelmsmanError], message: str, state: dict[str, Any]) -> H
 class HelmsmanError(Exception):
     """Base of all our errors.
 
-    A subclass declares its fields as annotations, with a default where one may be left out; they become keyword arguments and
-    attributes, and survive pickling. Its message is ``template``, where ``{name}`` is a field or a property, or what
-    ``describe()`` returns. A class without fields takes its message as the argument.
+    A subclass declares its fields as annotations, with a default where one may be left out; they
+    become keyword arguments and attributes, and survive pickling. Its message is ``template``,
+    where ``{name}`` is a field or a property, or what ``describe()`` returns. A class without
+    fields takes its message as the argument.
     """
 
     __module__ = "helmsman.api.errors"  # where all errors are imported from
@@ -41,7 +47,12 @@ class HelmsmanError(Exception):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        inherited = [name for base in cls.__bases__ if issubclass(base, HelmsmanError) for name in base.field_names]
+        inherited = [
+            name
+            for base in cls.__bases__
+            if issubclass(base, HelmsmanError)
+            for name in base.field_names
+        ]
         own = [name for name, kind in cls.__annotations__.items() if "ClassVar" not in str(kind)]
         cls.field_names = tuple(dict.fromkeys(inherited + own))
         if cls.__module__.startswith(f"{__package__}."):
@@ -51,11 +62,16 @@ class HelmsmanError(Exception):
         self.__dict__.update(fields)
         missing = {name for name in self.field_names if not hasattr(self, name)}
         if wrong := missing | (fields.keys() - self.field_names if self.field_names else set()):
-            raise TypeError(f"{type(self).__name__}: missing or unknown {sorted(wrong)}, its fields are {self.field_names}")
+            raise TypeError(
+                f"{type(self).__name__}: missing or unknown {sorted(wrong)}, its fields are "
+                f"{self.field_names}"
+            )
         super().__init__(message or self.describe())
 
     def describe(self) -> str:
-        """The message: what failed, what was observed and expected, and the next step for the user last."""
+        """The message: what failed, what was observed and expected, and the next step for the user
+        last.
+        """
         return self.template.format_map(_Shown(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -73,7 +89,7 @@ class _LoggedError(HelmsmanError):
         return log_section(self.log_path, self.log_tail)
 
 
-# --- parts of messages --------------------------------------------------------------------------------------------------
+# --- parts of messages ----------------------------------------------------------------------------
 
 
 def log_section(log_path: str, log_tail: str = "") -> str:

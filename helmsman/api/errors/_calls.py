@@ -30,8 +30,10 @@ class CallTimeoutError(CallError, _LoggedError, TimeoutError):
     state: str
     stack: str
     template = (
-        "{worker_id}: {call} did not finish within {elapsed_s:.2f} s (limit {limit_s:.2f} s, set by {limit_source}). The call "
-        "was not sent again. The worker is {alive}; {state}. Raise the limit if the call is only slow, or delete_workers to "
+        "{worker_id}: {call} did not finish within {elapsed_s:.2f} s (limit {limit_s:.2f} s, set "
+        "by {limit_source}). The call "
+        "was not sent again. The worker is {alive}; {state}. Raise the limit if the call is only "
+        "slow, or delete_workers to "
         "end it.{at}{log}"
     )
 
@@ -45,7 +47,9 @@ class CallTimeoutError(CallError, _LoggedError, TimeoutError):
 
 
 class WorkerFailedError(CallError, _LoggedError):
-    """A worker process that died; the call that was in flight has no result and was not repeated."""
+    """A worker process that died; the call that was in flight has no result and was not
+    repeated.
+    """
 
     node: str
     pid: int | None
@@ -73,12 +77,20 @@ class WorkerFailedError(CallError, _LoggedError):
         since = f" (running for {self.running_s:.1f} s)" if self.running_s is not None else ""
         doing = f" while {self.running} ran{since}" if self.running else ""
         lost = f" {self.call} has no result and was not sent again." if self.method else ""
-        step = self.next_step or f"restart_worker({self.worker_id!r}) starts it again, without its engines."
+        step = (
+            self.next_step
+            or f"restart_worker({self.worker_id!r}) starts it again, without its engines."
+        )
         others = (
-            self.aftermath or f"Other workers are unharmed. {step} delete_workers({self.role!r}) frees what the role holds."
+            self.aftermath
+            or f"Other workers are unharmed. {step} delete_workers({self.role!r}) frees what the "
+            "role holds."
         )
         pid = "unknown" if self.pid is None else self.pid
-        return f"worker {self.worker_id} on node {self.node} (pid {pid}) {self.cause}{doing}.{lost} {others}{self.log}"
+        return (
+            f"worker {self.worker_id} on node {self.node} (pid {pid}) "
+            f"{self.cause}{doing}.{lost} {others}{self.log}"
+        )
 
 
 class EngineExistsError(CallError):
@@ -87,7 +99,8 @@ class EngineExistsError(CallError):
     method: str = "create_engine"
     engine_type: str
     template = (
-        "{worker_id} already holds an engine {engine_name!r} (a {engine_type}). Give create_engine another engine_name, or "
+        "{worker_id} already holds an engine {engine_name!r} (a {engine_type}). Give "
+        "create_engine another engine_name, or "
         "delete the workers first."
     )
 
@@ -99,8 +112,10 @@ class EngineImportError(CallError, ImportError):
     engine_path: str
     reason: str
     template = (
-        "{worker_id} cannot import the engine {engine_path!r}: {reason}. The path is 'package.module.Class' and must be "
-        "importable in the worker's environment (its sys.path is the driver's); a class can be passed instead."
+        "{worker_id} cannot import the engine {engine_path!r}: {reason}. The path is "
+        "'package.module.Class' and must be "
+        "importable in the worker's environment (its sys.path is the driver's); a class can be "
+        "passed instead."
     )
 
 
@@ -115,7 +130,8 @@ class _RemoteError(CallError, _LoggedError):
     def describe(self) -> str:
         on = f" on {self.node}" if self.node else ""
         return (
-            f"{self.worker_id}{on}: {super().describe()} raised {self.remote_type}: {self.remote_message}\n"
+            f"{self.worker_id}{on}: {super().describe()} raised {self.remote_type}: "
+            f"{self.remote_message}\n"
             f"  traceback in the worker:\n{quoted(self.remote_traceback)}{self.log}"
         )
 
@@ -127,7 +143,9 @@ class EngineCreationError(_RemoteError):
 
 
 class EngineCallError(_RemoteError):
-    """An engine method that raised. ``__cause__`` is the original exception where it could be sent."""
+    """An engine method that raised. ``__cause__`` is the original exception where it could be
+    sent.
+    """
 
     unsent: str = ""
     """Why the original could not be sent, as 'cannot be pickled'; '' where it could."""
@@ -137,7 +155,11 @@ class EngineCallError(_RemoteError):
 
     @property
     def without_cause(self) -> str:
-        return f" (with an exception that {self.unsent}, so __cause__ is not set)" if self.unsent else ""
+        return (
+            f" (with an exception that {self.unsent}, so __cause__ is not set)"
+            if self.unsent
+            else ""
+        )
 
 
 class MethodNotFoundError(CallError, AttributeError):
@@ -152,10 +174,12 @@ class MethodNotFoundError(CallError, AttributeError):
         hint = (
             f"Did you mean: {', '.join(self.suggestions)}?"
             if self.suggestions
-            else f"What may be called are the methods of {self.engine_type} without a leading underscore."
+            else f"What may be called are the methods of {self.engine_type} without a leading "
+            "underscore."
         )
         return (
-            f"{self.worker_id}: engine {self.engine_name!r} (a {self.engine_type}) has no public method {self.method!r}"
+            f"{self.worker_id}: engine {self.engine_name!r} (a {self.engine_type}) has no public "
+            f"method {self.method!r}"
             f"{because}. {hint}"
         )
 
@@ -170,7 +194,8 @@ class ArgumentNotSerializableError(_PayloadError, TypeError):
     """An argument that cannot be pickled; nothing was sent."""
 
     template = (
-        "{worker_id}: {call}: the argument {path} (a {value_type}) cannot be sent to a worker: {reason}. Nothing was sent. "
+        "{worker_id}: {call}: the argument {path} (a {value_type}) cannot be sent to a worker: "
+        "{reason}. Nothing was sent. "
         "Leave it out, or build it inside the engine."
     )
 
@@ -179,7 +204,8 @@ class ArgumentNotLoadableError(_PayloadError):
     """An argument that the worker could not unpickle; the method did not run."""
 
     template = (
-        "{worker_id}: {call}: the worker could not load {path} ({value_type}): {reason}. The method did not run. A module that "
+        "{worker_id}: {call}: the worker could not load {path} ({value_type}): {reason}. The "
+        "method did not run. A module that "
         "exists only in the driver must be importable in the worker too."
     )
 
@@ -188,7 +214,8 @@ class ResultNotSerializableError(_PayloadError, TypeError):
     """A result that cannot be pickled. The method did run; it is not repeated."""
 
     template = (
-        "{worker_id}: {call} ran, but its {path} (a {value_type}) cannot be sent back: {reason}. The call is not repeated. "
+        "{worker_id}: {call} ran, but its {path} (a {value_type}) cannot be sent back: {reason}. "
+        "The call is not repeated. "
         "Return plain data, or keep the object in the engine."
     )
 
@@ -199,7 +226,8 @@ class PeerNotReadyError(CallError):
     ranks: Sequence[int]
     reason: str
     template = (
-        "{worker_id}: {call} did not run, because rank(s) {ranks} of its model-parallel group were not ready: {reason}. Look "
+        "{worker_id}: {call} did not run, because rank(s) {ranks} of its model-parallel group "
+        "were not ready: {reason}. Look "
         "at the error of that rank first."
     )
 
@@ -211,9 +239,12 @@ class WorkerBacklogError(CallError):
     num_waiting_bytes: int
     limit_bytes: int
     template = (
-        "{worker_id}: {call} was not sent ({num_bytes} bytes): {num_waiting_bytes} bytes of earlier requests wait here for the "
-        "worker to take them, and the limit is {limit_bytes}. Its process is stopped, or the connection is slow. Await earlier "
-        "calls before making more, look at status() and stacks(), or end the worker with delete_workers."
+        "{worker_id}: {call} was not sent ({num_bytes} bytes): {num_waiting_bytes} bytes of "
+        "earlier requests wait here for the "
+        "worker to take them, and the limit is {limit_bytes}. Its process is stopped, or the "
+        "connection is slow. Await earlier "
+        "calls before making more, look at status() and stacks(), or end the worker with "
+        "delete_workers."
     )
 
 
@@ -225,13 +256,16 @@ class HandleLostError(CallError, LookupError):
     handle_id: str
     reason: str
     template = (
-        "the value of handle {handle_id} (made by {worker_id}) is gone: {reason}. Produce it again with the call that returned "
+        "the value of handle {handle_id} (made by {worker_id}) is gone: {reason}. Produce it "
+        "again with the call that returned "
         "the handle."
     )
 
 
 class GroupCallError(HelmsmanError):
-    """A call to several ranks of which some failed; ``first`` is the root cause, raised as its ``__cause__``."""
+    """A call to several ranks of which some failed; ``first`` is the root cause, raised as its
+    ``__cause__``.
+    """
 
     role: str
     method: str
@@ -241,15 +275,22 @@ class GroupCallError(HelmsmanError):
 
     def describe(self) -> str:
         others = list(self.errors)[1:]
-        collateral = f" ({len(others)} other rank(s) failed as well: {', '.join(others[:8])})" if others else ""
+        collateral = (
+            f" ({len(others)} other rank(s) failed as well: {', '.join(others[:8])})"
+            if others
+            else ""
+        )
         return (
-            f"{self.role}: {self.method} failed on {len(self.errors)} of {self.num_ranks} ranks{collateral}. Root cause:\n"
+            f"{self.role}: {self.method} failed on {len(self.errors)} of {self.num_ranks} "
+            f"ranks{collateral}. Root cause:\n"
             f"{quoted(str(self.first))}"
         )
 
 
 class RendezvousError(HelmsmanError, ConnectionError):
-    """The ranks of a role cannot meet: rank 0 cannot listen on the master's port, or others do not reach it there."""
+    """The ranks of a role cannot meet: rank 0 cannot listen on the master's port, or others do not
+    reach it there.
+    """
 
     role: str
     address: str
@@ -265,22 +306,37 @@ class RendezvousError(HelmsmanError, ConnectionError):
     def describe(self) -> str:
         if self.refused:
             what = f"rank 0 cannot listen on port {self.port}: {self.refused}"
-            step = "End what has that port on its node, or delete the role and create it again, which leases another port."
+            step = (
+                "End what has that port on its node, or delete the role and create it again, "
+                "which leases another port."
+            )
         else:
             reasons = dict.fromkeys(self.failed.values())
-            groups = [(reason, [each for each in self.failed if self.failed[each] == reason]) for reason in reasons]
+            groups = [
+                (reason, [each for each in self.failed if self.failed[each] == reason])
+                for reason in reasons
+            ]
             why = "; ".join(f"{reason}: {few(workers)}" for reason, workers in groups)
             num_ranks = len(self.failed) + len(self.reached)
-            what = f"{len(self.failed)} of {num_ranks} ranks do not reach rank 0 ({why}); reached by {few(self.reached)}"
+            what = (
+                f"{len(self.failed)} of {num_ranks} ranks do not reach rank 0 ({why}); reached "
+                f"by {few(self.reached)}"
+            )
             step = (
-                "Check that the nodes reach one another at these addresses, and that no firewall closes the ports of "
+                "Check that the nodes reach one another at these addresses, and that no firewall "
+                "closes the ports of "
                 "HELMSMAN_PORT_RANGE between them."
             )
-        return f"role {self.role!r} cannot meet at {self.address}:{self.port}: {what}. Source: {self.source}. {step}"
+        return (
+            f"role {self.role!r} cannot meet at {self.address}:{self.port}: {what}. Source: "
+            f"{self.source}. {step}"
+        )
 
 
 class DispatchError(HelmsmanError, TypeError):
-    """A declaration, argument or result that does not go with how a group method is dispatched and collected."""
+    """A declaration, argument or result that does not go with how a group method is dispatched and
+    collected.
+    """
 
     method: str
     reason: str
@@ -304,14 +360,18 @@ class UnevenBatchError(HelmsmanError, ValueError):
     def describe(self) -> str:
         derived = f": {self.derivation} = {self.divisor}" if self.derivation else ""
         return (
-            f"{self.what} of {self.num_rows} rows does not divide over {self.divisor} parts{derived}; nearest valid sizes: "
-            f"{' and '.join(map(str, self.nearest))}. Give one of these, or declare remainder='pad' (the last row is repeated "
+            f"{self.what} of {self.num_rows} rows does not divide over {self.divisor} "
+            f"parts{derived}; nearest valid sizes: "
+            f"{' and '.join(map(str, self.nearest))}. Give one of these, or declare "
+            "remainder='pad' (the last row is repeated "
             "and masked) or remainder='uneven' (some ranks get one row more)."
         )
 
 
 class TopologyMismatchError(HelmsmanError):
-    """Workers whose own coordinates are not those that the controller has computed from the configuration."""
+    """Workers whose own coordinates are not those that the controller has computed from the
+    configuration.
+    """
 
     cluster: str
     num_ranks: int
@@ -321,17 +381,24 @@ class TopologyMismatchError(HelmsmanError):
     def describe(self) -> str:
         differences = self.differences
         width = max(map(len, differences))
-        rows = [f"  {name.ljust(width)}  {ours}; it says {theirs}" for name, (ours, theirs) in list(differences.items())[:16]]
+        rows = [
+            f"  {name.ljust(width)}  {ours}; it says {theirs}"
+            for name, (ours, theirs) in list(differences.items())[:16]
+        ]
         more = [f"  and {len(differences) - 16} more"] if len(differences) > 16 else []
         return (
-            f"{len(differences)} of the {self.num_ranks} ranks of cluster {self.cluster!r} see other coordinates than "
-            "worker_config gives them, so batches would go to the wrong ranks. Make the sizes and mesh of worker_config those "
+            f"{len(differences)} of the {self.num_ranks} ranks of cluster {self.cluster!r} see "
+            "other coordinates than "
+            "worker_config gives them, so batches would go to the wrong ranks. Make the sizes and "
+            "mesh of worker_config those "
             "of their parallel groups.\n" + "\n".join([*rows, *more])
         )
 
 
 class CodecError(HelmsmanError):
-    """A payload that cannot be packed or unpacked; callers turn it into a CallError that names the call."""
+    """A payload that cannot be packed or unpacked; callers turn it into a CallError that names the
+    call.
+    """
 
     path: str
     value_type: str

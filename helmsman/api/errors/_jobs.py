@@ -41,7 +41,8 @@ class RoleExistsError(JobError):
 
     num_workers: int
     template = (
-        "role {role!r} already runs with {num_workers} workers in this scheduler. Call delete_workers({role!r}) first, or name "
+        "role {role!r} already runs with {num_workers} workers in this scheduler. Call "
+        "delete_workers({role!r}) first, or name "
         "the new job otherwise."
     )
 
@@ -57,7 +58,10 @@ class NotFoundError(HelmsmanError, LookupError):
     step: ClassVar[str] = ""
 
     def describe(self) -> str:
-        return f"no {self.kind} {self.name!r} in {self.where}; it has: {few(sorted(self.known), 20)}. {self.step}".rstrip()
+        return (
+            f"no {self.kind} {self.name!r} in {self.where}; it has: "
+            f"{few(sorted(self.known), 20)}. {self.step}"
+        ).rstrip()
 
 
 class RoleNotFoundError(NotFoundError):
@@ -96,7 +100,8 @@ class PlacementInfeasibleError(StartError):
     change: str
     best_node: str = ""
     template = (
-        "role {role!r} cannot be placed on this cluster, now or later: requested {requested}; observed {observed}; short of "
+        "role {role!r} cannot be placed on this cluster, now or later: requested {requested}; "
+        "observed {observed}; short of "
         "{shortfall}. {change}."
     )
 
@@ -110,8 +115,10 @@ class PlacementTimeoutError(StartError, TimeoutError):
     elapsed_s: float
     limit_s: float
     template = (
-        "role {role!r} was not placed within {elapsed_s:.1f} s (limit {limit_s:.1f} s): requested {requested}; free now "
-        "{free}; held by {holders}. Its placement groups were removed. Wait for the holder, ask for less, or raise "
+        "role {role!r} was not placed within {elapsed_s:.1f} s (limit {limit_s:.1f} s): requested "
+        "{requested}; free now "
+        "{free}; held by {holders}. Its placement groups were removed. Wait for the holder, ask "
+        "for less, or raise "
         "Timeouts.start_s."
     )
 
@@ -119,7 +126,8 @@ class PlacementTimeoutError(StartError, TimeoutError):
     def state(self) -> str:
         """What it waits for, for the log of a start that goes on waiting."""
         return (
-            f"role {self.role!r}, for {self.elapsed_s:.0f} of at most {self.limit_s:.0f} s: requested {self.requested}; free "
+            f"role {self.role!r}, for {self.elapsed_s:.0f} of at most {self.limit_s:.0f} s: "
+            f"requested {self.requested}; free "
             f"now {self.free}; held by {self.holders}"
         )
 
@@ -131,7 +139,8 @@ class WorkerStartError(StartError, _LoggedError):
     node: str
     reason: str
     template = (
-        "worker {worker_id} of role {role!r} did not start on node {node}: {reason}. All workers of the role were taken down "
+        "worker {worker_id} of role {role!r} did not start on node {node}: {reason}. All workers "
+        "of the role were taken down "
         "again.{log}"
     )
 
@@ -151,16 +160,20 @@ class ResourcesNotMetError(HelmsmanError):
 
 
 class SchedulerClosedError(HelmsmanError):
-    """An operation on a scheduler that has been closed, or in a forked child of the process whose scheduler it is."""
+    """An operation on a scheduler that has been closed, or in a forked child of the process whose
+    scheduler it is.
+    """
 
     operation: str
     in_child: bool = False
 
     def describe(self) -> str:
         what = (
-            "in a forked child of the process whose scheduler it is, to which alone its workers answer. Make the call there"
+            "in a forked child of the process whose scheduler it is, to which alone its workers "
+            "answer. Make the call there"
             if self.in_child
-            else "on a scheduler that is closed. Make a new scheduler, or move the call inside its `with` block"
+            else "on a scheduler that is closed. Make a new scheduler, or move the call inside "
+            "its `with` block"
         )
         return f"{self.operation} was called {what}."
 
@@ -175,7 +188,8 @@ class ShutdownIncompleteError(HelmsmanError):
 
     def describe(self) -> str:
         return (
-            f"{self.operation} left {len(self.remaining)} thing(s) behind after {self.elapsed_s:.1f} s: "
+            f"{self.operation} left {len(self.remaining)} thing(s) behind after "
+            f"{self.elapsed_s:.1f} s: "
             f"{'; '.join(self.remaining)}. Remove them with: {self.command}"
         )
 
@@ -190,7 +204,10 @@ class BackendNotInstalledError(BackendError, ImportError):
     backend: str
     package: str
     command: str
-    template = "{backend} needs the package {package!r}, which is not installed in this environment. Install it with: {command}"
+    template = (
+        "{backend} needs the package {package!r}, which is not installed in this "
+        "environment. Install it with: {command}"
+    )
 
 
 class UnknownBackendError(BackendError, ValueError):
@@ -209,7 +226,10 @@ class AmbiguousAddressError(BackendError, ValueError):
     step: str
 
     def describe(self) -> str:
-        return f"{self.asked} could mean more than one Ray cluster: {'; '.join(self.candidates)}. {self.step}."
+        return (
+            f"{self.asked} could mean more than one Ray cluster: {'; '.join(self.candidates)}. "
+            f"{self.step}."
+        )
 
 
 class ClusterNotFoundError(BackendError, ConnectionError):
@@ -218,7 +238,8 @@ class ClusterNotFoundError(BackendError, ConnectionError):
     asked: str
     reason: str
     template = (
-        "there is no Ray cluster at {asked!r}: {reason}. Start one and give its address as address= or in RAY_ADDRESS, or use "
+        "there is no Ray cluster at {asked!r}: {reason}. Start one and give its address as "
+        "address= or in RAY_ADDRESS, or use "
         "address='local' for an embedded one."
     )
 
@@ -230,9 +251,12 @@ class ClusterNotUpError(BackendError, RuntimeError):
     said: Sequence[str]
     command: str
     template = (
-        "Ray was not started (this node is one of several, by {launcher}: {said}): no cluster is given, expected one of all "
-        "nodes; with a Ray of its own, each node would run this script alone. Start one process on every node with "
-        "`{command}`. Or give a cluster in RAY_ADDRESS; RAY_ADDRESS=local starts Ray on this node alone."
+        "Ray was not started (this node is one of several, by {launcher}: {said}): no cluster is "
+        "given, expected one of all "
+        "nodes; with a Ray of its own, each node would run this script alone. Start one process "
+        "on every node with "
+        "`{command}`. Or give a cluster in RAY_ADDRESS; RAY_ADDRESS=local starts Ray on this node "
+        "alone."
     )
 
 
@@ -246,8 +270,10 @@ class NodesMissingError(BackendError, TimeoutError):
 
     def describe(self) -> str:
         return (
-            f"{self.num_expected} nodes are expected and {len(self.present)} have joined within {self.elapsed_s:.1f} s (limit "
-            f"{self.limit_s:.1f} s, Timeouts.start_s); present: {', '.join(self.present) or 'none'}. Look at the log of the "
+            f"{self.num_expected} nodes are expected and {len(self.present)} have joined within "
+            f"{self.elapsed_s:.1f} s (limit "
+            f"{self.limit_s:.1f} s, Timeouts.start_s); present: "
+            f"{', '.join(self.present) or 'none'}. Look at the log of the "
             "nodes that are not in this list, or lower num_nodes."
         )
 
@@ -262,27 +288,35 @@ class RayStartError(BackendError, _LoggedError):
     def describe(self) -> str:
         return (
             f"no Ray of its own could be started on this machine: {self.reason.rstrip('.')}. "
-            f"When it was given up, these of its processes were there: {', '.join(self.processes) or 'none'}; they were ended. "
-            "See what Ray logged, and whether the machine has memory, processes (ulimit -u) and space under its temporary "
-            f"folder left; or start a cluster with `ray start --head` and give its address.{self.log}"
+            "When it was given up, these of its processes were there: "
+            f"{', '.join(self.processes) or 'none'}; they were ended. "
+            "See what Ray logged, and whether the machine has memory, processes (ulimit -u) and "
+            "space under its temporary "
+            "folder left; or start a cluster with `ray start --head` and give its "
+            f"address.{self.log}"
         )
 
 
 class ClusterLostError(BackendError, _LoggedError, ConnectionError):
-    """The embedded Ray of a scheduler has ended, and all of its workers with it; the log is that of ``cause``."""
+    """The embedded Ray of a scheduler has ended, and all of its workers with it; the log is that of
+    ``cause``.
+    """
 
     cause: str
     """The process that ended first and how, as 'gcs_server (pid 7) was ended by SIGSEGV'."""
     exit_code: int | None = None
     exit_signal: int | None = None
     template = (
-        "the Ray that this scheduler started has ended, and its workers with it: {cause}. Close the scheduler and start "
+        "the Ray that this scheduler started has ended, and its workers with it: {cause}. Close "
+        "the scheduler and start "
         "another; this process can do so.{log}"
     )
 
 
 class LauncherError(HelmsmanError, ValueError):
-    """Flags and the variables of launchers conflict, or do not say which node of how many this is."""
+    """Flags and the variables of launchers conflict, or do not say which node of how many this
+    is.
+    """
 
     said: Sequence[str]
     """The facts that conflict or do not suffice, each with its source."""
@@ -292,10 +326,14 @@ class LauncherError(HelmsmanError, ValueError):
 
 
 class BootstrapExit(enum.IntEnum):
-    """Exit codes of ``helmsman up`` when a cluster does not come up, or this node has to leave it."""
+    """Exit codes of ``helmsman up`` when a cluster does not come up, or this node has to leave
+    it.
+    """
 
     PREFLIGHT = 90
-    """This node cannot take part as it is: a port, its address, its shared memory, or its settings."""
+    """This node cannot take part as it is: a port, its address, its shared memory, or its
+    settings.
+    """
     NOT_JOINED = 91
     """Nodes, or the head, have not come within the time, or left before the run began."""
     REFUSED = 92
@@ -319,7 +357,10 @@ class BootstrapError(HelmsmanError):
     exit_code: BootstrapExit
 
     def __init__(self, message: str, *, exit_code: BootstrapExit, log: str = "") -> None:
-        super().__init__(f"{message}; the end of what it printed:\n{log}" if log else message, exit_code=exit_code)
+        super().__init__(
+            f"{message}; the end of what it printed:\n{log}" if log else message,
+            exit_code=exit_code,
+        )
 
 
 class PreflightError(BootstrapError, ValueError):
@@ -361,7 +402,8 @@ class DeviceMismatchError(PlatformError):
 
     def describe(self) -> str:
         return (
-            f"{self.where}: granted {self.granted or 'no accelerator'}; the raw mask is {self.mask}; {self.counted}. "
+            f"{self.where}: granted {self.granted or 'no accelerator'}; the raw mask is "
+            f"{self.mask}; {self.counted}. "
             f"{self.step}."
         )
 
@@ -372,19 +414,23 @@ class LogDirectoryError(HelmsmanError, OSError):
     path: str
     reason: str
     template = (
-        "the logs of this run cannot be kept in {path}: {reason}. Name a directory that can be written to by log_dir; without "
+        "the logs of this run cannot be kept in {path}: {reason}. Name a directory that can be "
+        "written to by log_dir; without "
         "it the place is below XDG_STATE_HOME, else among the temporary files (TMPDIR)."
     )
 
 
 class UntrustedPathError(HelmsmanError, PermissionError):
-    """A file or directory that another user may have planted; nothing was written, read or removed through it."""
+    """A file or directory that another user may have planted; nothing was written, read or removed
+    through it.
+    """
 
     path: str
     observed: str
     expected: str
     owner: str
     template = (
-        "{path} is not used: it is {observed} of {owner}, expected {expected}. Have it removed, or name another place: log_dir "
+        "{path} is not used: it is {observed} of {owner}, expected {expected}. Have it removed, "
+        "or name another place: log_dir "
         "for logs, else XDG_STATE_HOME, XDG_RUNTIME_DIR or TMPDIR."
     )

@@ -21,7 +21,8 @@ class InstanceLostError(GenerationError, ConnectionError):
     may_have_begun: bool
     """Whether it may have worked on the request."""
     template = (
-        "rollout instance {instance_id} was lost and {begun} the request: {reason}. Give the generation scheduler a "
+        "rollout instance {instance_id} was lost and {begun} the request: {reason}. Give the "
+        "generation scheduler a "
         "RetryGeneration policy to have such requests continued on other instances."
     )
 
@@ -41,13 +42,17 @@ class RequestDeadlineError(GenerationError, TimeoutError):
     def describe(self) -> str:
         where = f" on {self.instance}" if self.instance else ""
         return (
-            f"request {self.request_id!r} did not end within {self.limit_s:g} s (RequestOptions.deadline_s); it was "
-            f"{self.state}{where}. Raise the deadline, lower max_new_tokens, or add instances if requests wait long."
+            f"request {self.request_id!r} did not end within {self.limit_s:g} s "
+            "(RequestOptions.deadline_s); it was "
+            f"{self.state}{where}. Raise the deadline, lower max_new_tokens, or add instances if "
+            "requests wait long."
         )
 
 
 class RequestsInFlightError(GenerationError, TimeoutError):
-    """Requests that had not ended or been returned when the wait was over; they stay where they are."""
+    """Requests that had not ended or been returned when the wait was over; they stay where they
+    are.
+    """
 
     role: str
     operation: str
@@ -58,7 +63,10 @@ class RequestsInFlightError(GenerationError, TimeoutError):
     limit_s: float
 
     def describe(self) -> str:
-        have = ", ".join(f"{instance} has {num}" for instance, num in self.in_flight.items()) or "none is in flight"
+        have = (
+            ", ".join(f"{instance} has {num}" for instance, num in self.in_flight.items())
+            or "none is in flight"
+        )
         paused = "It is paused, and " if self.paused else ""
         advice = (
             "Wait on with wait_idle, end them with abort, or go on with resume"
@@ -66,18 +74,22 @@ class RequestsInFlightError(GenerationError, TimeoutError):
             else "Wait on, or end them with abort"
         )
         return (
-            f"role {self.role!r}: {self.operation} has waited {round(self.limit_s, 3):g} s for requests in flight: {have}. "
+            f"role {self.role!r}: {self.operation} has waited {round(self.limit_s, 3):g} s for "
+            f"requests in flight: {have}. "
             f"{paused}{self.num_queued} wait. {advice}: they come to their ends wherever they are."
         )
 
 
 class EngineDeadError(HelmsmanError, ConnectionError):
-    """The processes that an engine started have ended; a rollout controller treats it as the death of the instance."""
+    """The processes that an engine started have ended; a rollout controller treats it as the death
+    of the instance.
+    """
 
     engine: str
     reason: str
     template = (
-        "{engine} can serve no more: {reason}. The worker's log has its last words; a rollout controller with a "
+        "{engine} can serve no more: {reason}. The worker's log has its last words; a rollout "
+        "controller with a "
         "SupervisionPolicy replaces such an instance."
     )
 
@@ -95,12 +107,16 @@ class _ServerError(HelmsmanError):
 
 
 class ServerLostError(_ServerError, EngineDeadError):
-    """An inference server that has ended, or whose connection broke; what it was generating is lost."""
+    """An inference server that has ended, or whose connection broke; what it was generating is
+    lost.
+    """
 
     engine: str = "ServerEngine"
     template = (
-        "the inference server at {address} was lost: {reason}. What it had begun was not sent again; give the rollout "
-        "controller supervision, so that the instance is replaced, and retries=RetryGeneration() to have its requests "
+        "the inference server at {address} was lost: {reason}. What it had begun was not sent "
+        "again; give the rollout "
+        "controller supervision, so that the instance is replaced, and retries=RetryGeneration() "
+        "to have its requests "
         "continued elsewhere.{output}"
     )
 
@@ -114,7 +130,8 @@ class ServerStartError(_ServerError):
     limit_s: float
     step: str
     template = (
-        "the inference server was to be ready at {address} within {limit_s:g} s, and {reason} after {elapsed_s:.1f} s. {step}."
+        "the inference server was to be ready at {address} within {limit_s:g} s, and {reason} "
+        "after {elapsed_s:.1f} s. {step}."
         "\ncommand: {command}{output}"
     )
 
@@ -133,8 +150,10 @@ class ServerRequestError(HelmsmanError):
 
     def describe(self) -> str:
         return (
-            f"the inference server at {self.address} answered {self.route} with status {self.status}; expected "
-            f"{self.expected}. {self.step}.\nit said:\n{indented(self.answer.strip() or '(nothing)')}"
+            f"the inference server at {self.address} answered {self.route} with status "
+            f"{self.status}; expected "
+            f"{self.expected}. {self.step}.\nit "
+            f"said:\n{indented(self.answer.strip() or '(nothing)')}"
         )
 
 
@@ -144,7 +163,8 @@ class EpisodeTimeoutError(HelmsmanError, TimeoutError):
     item: str
     limit_s: float
     template = (
-        "the episode of {item} did not end within {limit_s:g} s (WorkflowExecutor.episode_timeout_s), and was cancelled. Raise "
+        "the episode of {item} did not end within {limit_s:g} s "
+        "(WorkflowExecutor.episode_timeout_s), and was cancelled. Raise "
         "the limit, lower max_new_tokens, or give what it waits for a limit of its own."
     )
 
@@ -158,8 +178,10 @@ class WorkflowFailuresError(HelmsmanError):
     last: str
     """The last error: type and message."""
     template = (
-        "{num_failed} of the last {window} episodes have failed, and {limit} are tolerated (WorkflowExecutor.max_failures). "
-        "The last error was {last}. Mend the workflow, have it return nothing for what cannot be used, or tolerate more."
+        "{num_failed} of the last {window} episodes have failed, and {limit} are tolerated "
+        "(WorkflowExecutor.max_failures). "
+        "The last error was {last}. Mend the workflow, have it return nothing for what cannot be "
+        "used, or tolerate more."
     )
 
 
@@ -174,7 +196,8 @@ class RewardTimeoutError(HelmsmanError, TimeoutError):
     stack: str = ""
     """Where the worker's engine thread was; empty for an async function."""
     template = (
-        "{worker_id}: {call} did not end within {elapsed_s:.2f} s (limit {limit_s:g} s, RewardPool.timeout_s). {then}. Raise "
+        "{worker_id}: {call} did not end within {elapsed_s:.2f} s (limit {limit_s:g} s, "
+        "RewardPool.timeout_s). {then}. Raise "
         "the limit if the function is only slow.{at}"
     )
 
@@ -184,14 +207,18 @@ class RewardTimeoutError(HelmsmanError, TimeoutError):
 
 
 class RewardLostError(HelmsmanError):
-    """A score that a worker may have begun when it exited; it has no result and was not repeated."""
+    """A score that a worker may have begun when it exited; it has no result and was not
+    repeated.
+    """
 
     worker_id: str
     call: str
     reason: str
     template = (
-        "{call} has no result and was not repeated, since its worker has gone: {reason}. The others go on, and it is "
-        "restarted as often as RewardPool.max_restarts allows. Score the item again where that does no harm."
+        "{call} has no result and was not repeated, since its worker has gone: {reason}. The "
+        "others go on, and it is "
+        "restarted as often as RewardPool.max_restarts allows. Score the item again where that "
+        "does no harm."
     )
 
 
@@ -204,8 +231,10 @@ class RewardWorkersSpentError(HelmsmanError):
     window_s: float
     reason: str
     template = (
-        "none of the {num_workers} workers of role {role!r} is left, and {max_restarts} were restarted within {window_s:g} "
-        "s, which is all that is allowed (RewardPool.max_restarts). The last one ended so: {reason}. Mend the function, or "
+        "none of the {num_workers} workers of role {role!r} is left, and {max_restarts} were "
+        "restarted within {window_s:g} "
+        "s, which is all that is allowed (RewardPool.max_restarts). The last one ended so: "
+        "{reason}. Mend the function, or "
         "allow more restarts."
     )
 
@@ -220,7 +249,8 @@ class CheckpointError(HelmsmanError):
     def describe(self) -> str:
         reason = self.reason.rstrip(".")
         return (
-            f"role {self.role!r} cannot load the checkpoint {self.path}: {reason}. Remove it to go on from the one before it."
+            f"role {self.role!r} cannot load the checkpoint {self.path}: {reason}. Remove it "
+            "to go on from the one before it."
         )
 
 
@@ -246,14 +276,18 @@ class DeviceMemoryError(HelmsmanError):
     def describe(self) -> str:
         lines = "".join(f"\n  {line}" for line in self.figures)
         return (
-            f"{self.worker_id}: {self.method} found no room: {self.reason}\n  the devices are {self.owner}; who holds what:"
-            f"{lines}\nGive less to the role that holds most: fewer tokens in a micro-batch, gradient checkpointing or offload "
+            f"{self.worker_id}: {self.method} found no room: {self.reason}\n  the devices are "
+            f"{self.owner}; who holds what:"
+            f"{lines}\nGive less to the role that holds most: fewer tokens in a micro-batch, "
+            "gradient checkpointing or offload "
             "for the trainer; a smaller cache, or sleep(level=2), for the rollout."
         )
 
 
 class RecoveryExhaustedError(HelmsmanError):
-    """A train worker was lost, and the job has recovered from as many losses as its RecoveryPolicy allows."""
+    """A train worker was lost, and the job has recovered from as many losses as its RecoveryPolicy
+    allows.
+    """
 
     loss: WorkerFailedError
     num_recoveries: int
@@ -277,11 +311,18 @@ class RecoveryExhaustedError(HelmsmanError):
     def describe(self) -> str:
         loss = self.loss
         failed = f" The last of them failed: {self.reason}." if self.reason else ""
-        where = f"go on from {self.checkpoint}" if self.checkpoint else "begin again, since there is no checkpoint"
+        where = (
+            f"go on from {self.checkpoint}"
+            if self.checkpoint
+            else "begin again, since there is no checkpoint"
+        )
         return (
-            f"role {self.role!r}: rank {self.rank} ({loss.worker_id} on node {loss.node}, pid {loss.pid}) {loss.cause}, after "
-            f"{self.num_recoveries} recoveries within {self.window_s:g} s, which is the most that RecoveryPolicy."
-            f"max_recoveries allows.{failed} Mend what ends the workers, or allow more, and start the script again to {where}."
+            f"role {self.role!r}: rank {self.rank} ({loss.worker_id} on node {loss.node}, pid "
+            f"{loss.pid}) {loss.cause}, after "
+            f"{self.num_recoveries} recoveries within {self.window_s:g} s, which is the most that "
+            "RecoveryPolicy."
+            f"max_recoveries allows.{failed} Mend what ends the workers, or allow more, and start "
+            f"the script again to {where}."
             f"{loss.log}"
         )
 
@@ -301,6 +342,7 @@ class FaultsUnsupportedError(HelmsmanError):
 
     scheduler: str
     template = (
-        "{scheduler} has its workers in the script's own process, which a fault would kill or stop with them. Run the drill on "
+        "{scheduler} has its workers in the script's own process, which a fault would kill or "
+        "stop with them. Run the drill on "
         "the 'local' or 'ray' scheduler, or leave the fault plan out."
     )

@@ -1,7 +1,8 @@
-"""The driver's background event loop: one daemon thread on which all schedulers and controllers run their coroutines.
+"""The driver's background event loop: one daemon thread on which all schedulers and controllers run
+their coroutines.
 
-Behaviour is written once, as coroutines; ``run_sync`` and ``run_async`` are how a blocking caller and a caller on some other
-event loop reach it.
+Behaviour is written once, as coroutines; ``run_sync`` and ``run_async`` are how a blocking caller
+and a caller on some other event loop reach it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _loop_pid = 0
 
 
 def _after_fork() -> None:
-    """In the child: another thread of the parent may have held the lock, and is not here to give it back."""
+    """In the child: another thread of the parent may have held the lock, and is not here to give it
+    back.
+    """
     global _lock
     _lock = threading.Lock()
     threads_awaited.clear()
@@ -42,9 +45,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def background_loop() -> asyncio.AbstractEventLoop:
-    """The loop, started on first use; a forked child gets one of its own, since threads do not survive a fork."""
+    """The loop, started on first use; a forked child gets one of its own, since threads do not
+    survive a fork.
+    """
     global _loop, _loop_pid
-    if (loop := _loop) is not None and _loop_pid == os.getpid():  # without the lock, which a signal handler's thread may hold
+    if (loop := _loop) is not None and _loop_pid == os.getpid():
+        # without the lock, which a signal handler's thread may hold
         return loop
     with _lock:
         if _loop is None or _loop_pid != os.getpid():
@@ -54,21 +60,28 @@ def background_loop() -> asyncio.AbstractEventLoop:
 
 
 class Mailbox:
-    """Functions to be run on a loop, given from other threads: however many come while it is busy, it is woken once."""
+    """Functions to be run on a loop, given from other threads: however many come while it is busy,
+    it is woken once.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = weakref.ref(loop)  # a strong one would keep each loop that ever made a call in the table below
+        # a strong one would keep each loop that ever made a call in the table below
+        self._loop = weakref.ref(loop)
         self._waiting: collections.deque[Callable[[], None]] = collections.deque()
         self._is_woken = False
 
     def post(self, function: Callable[[], None]) -> None:
-        """Run ``function`` on the loop, after those that were posted before. Nothing happens when the loop is closed."""
+        """Run ``function`` on the loop, after those that were posted before. Nothing happens when
+        the loop is closed.
+        """
         self._waiting.append(function)
-        if not self._is_woken:  # what is appended after this was read as True is seen by _run, which first sets it to False
+        # what is appended after this was read as True is seen by _run, which first sets it to False
+        if not self._is_woken:
             try:
                 self._is_woken = True
                 self._wake()
-            except BaseException:  # an interrupt: without a wake nothing would be seen any more, of no thread
+            except BaseException:
+                # an interrupt: without a wake nothing would be seen any more, of no thread
                 self._wake()
                 raise
 
@@ -88,7 +101,9 @@ class Mailbox:
                 log.exception("%r, which was posted to an event loop, has raised", function)
 
 
-_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
+_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
@@ -109,7 +124,9 @@ def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
 
 
 def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run ``coroutine`` on the loop and block for its result; an interrupt of the waiting thread cancels it."""
+    """Run ``coroutine`` on the loop and block for its result; an interrupt of the waiting thread
+    cancels it.
+    """
     loop = background_loop()
     try:
         forbid_blocking()
@@ -125,20 +142,27 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 threads_awaited: set[int] = set()
-"""Threads for which the loop may have to wait; a signal handler that runs on one of them must not wait for the loop."""
+"""Threads for which the loop may have to wait; a signal handler that runs on one of them must not
+wait for the loop.
+"""
 
 
 def forbid_blocking() -> None:
-    """Raise RuntimeError where a wait for the loop may never end: on the loop itself, and in some signal handlers."""
+    """Raise RuntimeError where a wait for the loop may never end: on the loop itself, and in some
+    signal handlers.
+    """
     if threads_awaited and threading.get_ident() in threads_awaited:
         raise RuntimeError(
-            "a blocking Helmsman call was made by a signal handler that has interrupted another one; raise an exception in the "
+            "a blocking Helmsman call was made by a signal handler that has interrupted another "
+            "one; raise an exception in the "
             "handler instead, or make the call in a thread, without waiting for it"
         )
     if _running_loop() is background_loop():
         raise RuntimeError(
-            "a blocking Helmsman call was made from a coroutine or callback on Helmsman's own event loop, which would wait for "
-            "itself; use the form that does not block there (async_call_engine, agenerate, submit, ...), or a thread: "
+            "a blocking Helmsman call was made from a coroutine or callback on Helmsman's own "
+            "event loop, which would wait for "
+            "itself; use the form that does not block there (async_call_engine, agenerate, "
+            "submit, ...), or a thread: "
             "await asyncio.to_thread(scheduler.close)"
         )
 
@@ -152,12 +176,16 @@ async def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Run a blocking function off the loop; on it, at the end of the interpreter, where no thread can be had any more.
+    """Run a blocking function off the loop; on it, at the end of the interpreter, where no thread
+    can be had any more.
 
-    ``close`` runs there, by atexit, in a script that forgot it, and threads go on with their calls when the main one has ended.
+    ``close`` runs there, by atexit, in a script that forgot it, and threads go on with their calls
+    when the main one has ended.
     """
     try:
-        running = asyncio.get_running_loop().run_in_executor(None, functools.partial(function, *arguments))
+        running = asyncio.get_running_loop().run_in_executor(
+            None, functools.partial(function, *arguments)
+        )
     except RuntimeError:
         return function(*arguments)
     return await running
@@ -183,8 +211,8 @@ def begin_in_thread(
 async def in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
     """Run a function that blocks for what this loop does, such as a scheduler's blocking calls.
 
-    In a thread of its own, since those of the executor are few: as many such functions as it has threads would wait for ever,
-    once what they wait for needs one of these threads itself.
+    In a thread of its own, since those of the executor are few: as many such functions as it has
+    threads would wait for ever, once what they wait for needs one of these threads itself.
     """
     return await asyncio.wrap_future(begin_in_thread(function, *arguments))
 

@@ -1,4 +1,6 @@
-"""The signals that tell a node to stop, waiting for the first of several things, and the user's script as a child."""
+"""The signals that tell a node to stop, waiting for the first of several things, and the user's
+script as a child.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ async def cancelled(*tasks: asyncio.Future[Any]) -> None:
 
 
 async def unless(stop: asyncio.Future[Any], work: Coroutine[Any, Any, T]) -> T:
-    """Await the work, and cancel it when ``stop`` is done. Raises the result of ``stop``, an exception."""
+    """Await the work, and cancel it when ``stop`` is done. Raises the result of ``stop``, an
+    exception.
+    """
     task = asyncio.ensure_future(work)
     try:
         await first(task, stop)
@@ -72,12 +76,15 @@ async def unless(stop: asyncio.Future[Any], work: Coroutine[Any, Any, T]) -> T:
 
 
 def status_printer(rank: int) -> StatusPrinter:
-    """Print lines of a node to stderr. When they cannot be written (a closed pipe, a full disk), the node goes on."""
+    """Print lines of a node to stderr. When they cannot be written (a closed pipe, a full disk),
+    the node goes on.
+    """
 
     def report(text: str) -> None:
         line = f"[helmsman up, rank {rank}, {time.strftime('%H:%M:%S')}] {text}\n"
         with contextlib.suppress(OSError):
-            os.write(2, line.encode(errors="backslashreplace"))  # sys.stderr would keep it, and fail once more at the exit
+            # sys.stderr would keep it, and fail once more at the exit
+            os.write(2, line.encode(errors="backslashreplace"))
 
     return report
 
@@ -85,26 +92,39 @@ def status_printer(rank: int) -> StatusPrinter:
 _ORPHANED_S = 3.0
 """How long the script may go on when the run ends by something else than a signal."""
 _KILLED_S = 2.0
-"""How long the kernel may take to end a killed script; one that hangs in a file system is left behind."""
+"""How long the kernel may take to end a killed script; one that hangs in a file system is left
+behind.
+"""
 
 
-async def run_script(command: Sequence[str], environ: Mapping[str, str], stop: asyncio.Future[Any], grace_s: float) -> int:
-    """Run the script in the process group of this one: it may read from the terminal, and a Ctrl-C reaches it.
+async def run_script(
+    command: Sequence[str], environ: Mapping[str, str], stop: asyncio.Future[Any], grace_s: float
+) -> int:
+    """Run the script in the process group of this one: it may read from the terminal, and a Ctrl-C
+    reaches it.
 
-    When ``stop`` is done, its result is the exception that ends the script: a signal is passed on, others are a SIGTERM, and
-    after ``grace_s`` seconds it is killed. Returns its exit code, as a shell has it.
+    When ``stop`` is done, its result is the exception that ends the script: a signal is passed on,
+    others are a SIGTERM, and after ``grace_s`` seconds it is killed. Returns its exit code, as a
+    shell has it.
 
-    Raises: the result of ``stop``, once the script has ended; PreflightError when there is no such program.
+    Raises: the result of ``stop``, once the script has ended; PreflightError when there is no such
+        program.
     """
     try:
         process = await asyncio.create_subprocess_exec(*command, env=environ)
     except OSError as error:
-        raise PreflightError(f"the script cannot be started: {command[0]}: {error.strerror}") from error
+        raise PreflightError(
+            f"the script cannot be started: {command[0]}: {error.strerror}"
+        ) from error
     ending = asyncio.ensure_future(process.wait())
     await first(ending, stop)
     if not ending.done():
         why = stop.result()
-        number, limit_s = (why.number, grace_s) if isinstance(why, StoppedError) else (signal.SIGTERM, _ORPHANED_S)
+        number, limit_s = (
+            (why.number, grace_s)
+            if isinstance(why, StoppedError)
+            else (signal.SIGTERM, _ORPHANED_S)
+        )
         if not (number == signal.SIGINT and _is_from_terminal()):
             _signal(process, number)
         await asyncio.wait({ending}, timeout=limit_s)
@@ -124,6 +144,10 @@ def _signal(process: asyncio.subprocess.Process, number: int) -> None:
 def _is_from_terminal() -> bool:
     """Whether a Ctrl-C has reached the script already, with the whole process group."""
     try:
-        return sys.stdin is not None and sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+        return (
+            sys.stdin is not None
+            and sys.stdin.isatty()
+            and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+        )
     except (OSError, ValueError):
         return False

@@ -1,7 +1,8 @@
-"""Authenticated, framed connections between the head's supervisor and those of the other nodes, with a heartbeat each second.
+"""Authenticated, framed connections between the head's supervisor and those of the other nodes,
+with a heartbeat each second.
 
-They carry facts that Ray does not have: the end of a run and its exit code, the reason why a node leaves. Nothing is decoded
-before the peer has authenticated itself by the run's secret.
+They carry facts that Ray does not have: the end of a run and its exit code, the reason why a node
+leaves. Nothing is decoded before the peer has authenticated itself by the run's secret.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Hello(Message, frozen=True, kw_only=True):
     hostname: str
     address: str
     process: str
-    """The id of its part of the run, which distinguishes a reconnected node from another one of the same rank."""
+    """The id of its part of the run, which distinguishes a reconnected node from another one of the
+    same rank.
+    """
     versions: Mapping[str, str]
     num_devices: int
     device_kind: str
@@ -106,7 +109,9 @@ class Leaving(Message, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Hello | Refused | Welcome | Joined | Waiting | Heartbeat | Ended | Leaving)
+_decoder = msgspec.msgpack.Decoder(
+    Hello | Refused | Welcome | Joined | Waiting | Heartbeat | Ended | Leaving
+)
 
 
 class PeerLostError(Exception):
@@ -129,17 +134,23 @@ class PeerConnection:
         self._stream.write(pack_length(len(data)) + data)
 
     async def receive(self) -> Message:
-        """The next message other than a heartbeat; a cancelled call loses none. Raises: PeerLostError."""
+        """The next message other than a heartbeat; a cancelled call loses none. Raises:
+        PeerLostError.
+        """
         while True:
             try:
                 async with asyncio.timeout(self._timeouts.silent_s):
                     if self._length is None:
-                        self._length = unpack_length(await self._stream.read(LENGTH_BYTES), _MOST_BYTES)
+                        self._length = unpack_length(
+                            await self._stream.read(LENGTH_BYTES), _MOST_BYTES
+                        )
                     data = await self._stream.read(self._length)
                 self._length = None
                 message: Message = _decoder.decode(data)
             except TimeoutError as error:
-                raise PeerLostError(f"nothing was heard for {self._timeouts.silent_s:g} s") from error
+                raise PeerLostError(
+                    f"nothing was heard for {self._timeouts.silent_s:g} s"
+                ) from error
             except (EOFError, OSError) as error:
                 raise PeerLostError("the connection was closed") from error
             except ProtocolError as error:
@@ -151,7 +162,9 @@ class PeerConnection:
                 return message
 
     async def is_heard(self) -> bool:
-        """Whether the peer sends anything in the time of two heartbeats, while another task receives."""
+        """Whether the peer sends anything in the time of two heartbeats, while another task
+        receives.
+        """
         self._heard.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._heard.wait(), 2.0 * self._timeouts.heartbeat_s)
@@ -176,16 +189,22 @@ def proof_key(secret: str, run: str) -> bytes:
     return hmac.new(secret.encode(), f"helmsman up {run}".encode(), hashlib.sha256).digest()
 
 
-async def connect(host: str, port: int, key: bytes, timeouts: LinkTimeouts, *, tls: bool) -> PeerConnection:
-    """Connect to a head, by the key of proof_key; ``tls`` must be the same there. Raises: OSError (no process listens),
-    PeerLostError (the head accepts, and then is silent or closes, as when it is overloaded or ends), ProtocolError (it is not
-    the head of this run)."""
+async def connect(
+    host: str, port: int, key: bytes, timeouts: LinkTimeouts, *, tls: bool
+) -> PeerConnection:
+    """Connect to a head, by the key of proof_key; ``tls`` must be the same there. Raises: OSError
+    (no process listens), PeerLostError (the head accepts, and then is silent or closes, as when it
+    is overloaded or ends), ProtocolError (it is not the head of this run)."""
     stream = await _open(host, port, timeouts.connect_s)
     try:
-        await authenticate_listener(stream, key, tls=tls, limit_s=timeouts.connect_s, where=f"{host}:{port}")
+        await authenticate_listener(
+            stream, key, tls=tls, limit_s=timeouts.connect_s, where=f"{host}:{port}"
+        )
     except ProtocolError as error:
         if isinstance(error.__cause__, TimeoutError):
-            raise PeerLostError(f"connected, and then nothing was heard for {timeouts.connect_s:g} s") from error
+            raise PeerLostError(
+                f"connected, and then nothing was heard for {timeouts.connect_s:g} s"
+            ) from error
         if isinstance(error.__cause__, (EOFError, ConnectionError)):
             raise PeerLostError("it closed the connection") from error
         raise
@@ -195,7 +214,8 @@ async def connect(host: str, port: int, key: bytes, timeouts: LinkTimeouts, *, t
 async def _open(host: str, port: int, limit_s: float) -> Stream:
     """A connection to the first address of this host that answers. Raises: OSError."""
     try:
-        # Where the name server does not answer, it takes half a minute until the host's name is known to be unknown.
+        # Where the name server does not answer, it takes half a minute until the host's name is
+        # known to be unknown.
         found = await in_own_thread(socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM)
     except UnicodeError as error:
         raise OSError(f"{host!r} is no name of a host") from error

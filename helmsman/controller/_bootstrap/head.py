@@ -14,7 +14,12 @@ import msgspec
 from helmsman.api.errors import BootstrapError, BootstrapExit, PreflightError
 from helmsman.api.plan import ranges
 from helmsman.controller._aio.event_loop import Deadline
-from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, run_script, unless
+from helmsman.controller._bootstrap.async_utils import (
+    StatusPrinter,
+    StoppedError,
+    run_script,
+    unless,
+)
 from helmsman.controller._bootstrap.connection import (
     Ended,
     Hello,
@@ -51,7 +56,8 @@ class Member(msgspec.Struct):
 class Head:
     """The supervisor of rank 0.
 
-    ``stop`` is settled with the exception that ends the run: a StoppedError, or a BootstrapError of this head.
+    ``stop`` is settled with the exception that ends the run: a StoppedError, or a BootstrapError of
+    this head.
     """
 
     def __init__(
@@ -76,8 +82,8 @@ class Head:
         self._door: Door | None = None
 
     async def run(self) -> int:
-        """Live; returns the exit code of the script, or 128 and the number of the signal that ended the run. Raises:
-        BootstrapError, with all nodes told to leave."""
+        """Live; returns the exit code of the script, or 128 and the number of the signal that ended
+        the run. Raises: BootstrapError, with all nodes told to leave."""
         reason = "the head's supervisor has failed"
         try:
             code = await self._live()
@@ -104,12 +110,24 @@ class Head:
             self._welcome(member)
         seen = await unless(self._stop, self._all_nodes(self._view, deadline))
         self._began = True
-        self._report(f"{_summary(seen)} at {self._address}, all there after {deadline.elapsed_s:.1f} s; the script starts")
-        environ = {**self._environ, "RAY_ADDRESS": self._address, RUN_VARIABLE: plan.run_id, TAG_VARIABLE: plan.tag}
+        self._report(
+            f"{_summary(seen)} at {self._address}, all there after {deadline.elapsed_s:.1f} s; "
+            "the script starts"
+        )
+        environ = {
+            **self._environ,
+            "RAY_ADDRESS": self._address,
+            RUN_VARIABLE: plan.run_id,
+            TAG_VARIABLE: plan.tag,
+        }
         return await run_script(plan.command, environ, self._stop, plan.grace_s)
 
     def _ray_has_died(self, ended: asyncio.Future[str]) -> None:
-        self._interrupt(BootstrapError(f"Ray has died on the head: {ended.result()}", exit_code=BootstrapExit.RAY_DIED))
+        self._interrupt(
+            BootstrapError(
+                f"Ray has died on the head: {ended.result()}", exit_code=BootstrapExit.RAY_DIED
+            )
+        )
 
     def _interrupt(self, why: StoppedError | BootstrapError) -> None:
         if not self._stop.done():
@@ -125,19 +143,34 @@ class Head:
         reported = ""
         while True:
             seen = await asyncio.to_thread(view.nodes, self._plan.run_id)
-            missing = {rank: why for rank in range(self._plan.identity.count) if (why := self._why_missing(rank, seen))}
+            missing = {
+                rank: why
+                for rank in range(self._plan.identity.count)
+                if (why := self._why_missing(rank, seen))
+            }
             if not missing:
                 return seen
-            news = f"{len(missing)} of {self._plan.identity.count} nodes are missing: {_listed(missing)}"
+            news = (
+                f"{len(missing)} of {self._plan.identity.count} nodes are missing: "
+                f"{_listed(missing)}"
+            )
             if news != reported:
                 reported = news
-                self._report(f"{news} (after {deadline.elapsed_s:.0f} s of at most {deadline.limit_s:g} s)")
+                self._report(
+                    f"{news} (after {deadline.elapsed_s:.0f} s of at most {deadline.limit_s:g} s)"
+                )
                 for member in self._members.values():
                     member.connection.send(Waiting(news))
             if deadline.passed:
-                present = ", ".join(f"rank {rank} ({node.address})" for rank, node in sorted(seen.items())) or "none"
+                present = (
+                    ", ".join(
+                        f"rank {rank} ({node.address})" for rank, node in sorted(seen.items())
+                    )
+                    or "none"
+                )
                 raise BootstrapError(
-                    f"{news}, after {deadline.limit_s:g} s. There are: {present}. Look at what the missing "
+                    f"{news}, after {deadline.limit_s:g} s. There are: {present}. Look at what "
+                    "the missing "
                     "nodes have printed; where they only need longer, give more with --timeout",
                     exit_code=BootstrapExit.NOT_JOINED,
                 )
@@ -148,7 +181,9 @@ class Head:
         if rank in seen and (member is None or member.state == "joined"):
             if seen[rank].is_twice:
                 return f"{member}, Ray still counts the one that was killed before it"
-            kind, num_devices = (member.hello.device_kind, member.hello.num_devices) if member else ("", 0)
+            kind, num_devices = (
+                (member.hello.device_kind, member.hello.num_devices) if member else ("", 0)
+            )
             has = seen[rank].resources.get(kind, 0.0)
             return "" if has >= num_devices else f"{member}, {has:g} of {num_devices} {kind}"
         if rank == 0:
@@ -165,15 +200,19 @@ class Head:
             listener = socket.create_server((plan.address, plan.control_port), backlog=BACKLOG)
         except OSError as error:  # it was free a moment ago, when the plan was made
             raise PreflightError(
-                f"port {plan.control_port}, on which the nodes' supervisors meet, cannot be had on {plan.address}: "
-                f"{os.strerror(error.errno or 0)}. Another run may have started here at the same moment: choose another by "
+                f"port {plan.control_port}, on which the nodes' supervisors meet, cannot be had "
+                f"on {plan.address}: "
+                f"{os.strerror(error.errno or 0)}. Another run may have started here at the same "
+                "moment: choose another by "
                 "--control-port"
             ) from error
         self._door = Door(
             listener,
             proof_key(plan.secret, plan.job),
             tls=server_tls() if plan.tls else None,
-            admit=lambda stream, host: self._spawn(self._serve(PeerConnection(stream, plan.timeouts))),
+            admit=lambda stream, host: self._spawn(
+                self._serve(PeerConnection(stream, plan.timeouts))
+            ),
             refusals=RefusalLog(self._report),
         )
 
@@ -185,7 +224,10 @@ class Head:
             if refusal := self._why_not(hello):
                 connection.send(refusal)
                 if not refusal.ended:
-                    self._report(f"rank {hello.rank} ({hello.hostname} {hello.address}) is not taken: {refusal.reason}")
+                    self._report(
+                        f"rank {hello.rank} ({hello.hostname} {hello.address}) is not taken: "
+                        f"{refusal.reason}"
+                    )
                 return
             await self._attend(hello, connection)
         except PeerLostError:
@@ -200,7 +242,10 @@ class Head:
         if hello.count != here.count:
             return Refused(f"it was told of {hello.count} nodes, the head of {here.count}")
         if not 0 < hello.rank < here.count:
-            return Refused(f"its rank is {hello.rank}; the head, which has rank 0, waits for ranks 1 to {here.count - 1}")
+            return Refused(
+                f"its rank is {hello.rank}; the head, which has rank 0, waits for ranks 1 to "
+                f"{here.count - 1}"
+            )
         other = self._members.get(hello.rank)
         if other is not None and other.state != "lost" and other.hello.process != hello.process:
             return Refused(f"{other} is here already; every node needs a rank of its own")
@@ -210,13 +255,17 @@ class Head:
             if hello.versions.get(name) != version
         ]
         if differing:
-            return Refused(f"versions differ: {'; '.join(differing)}. Install the same on every node")
+            return Refused(
+                f"versions differ: {'; '.join(differing)}. Install the same on every node"
+            )
         return None
 
     async def _attend(self, hello: Hello, connection: PeerConnection) -> None:
         if (before := self._members.get(hello.rank)) is not None:
             self._spawn(before.connection.close())  # the node has given that one up
-        member = self._members[hello.rank] = Member(hello, connection, "joined" if hello.has_joined else "arrived")
+        member = self._members[hello.rank] = Member(
+            hello, connection, "joined" if hello.has_joined else "arrived"
+        )
         if self._address:
             self._welcome(member)
         if hello.run_id:
@@ -236,7 +285,14 @@ class Head:
 
     def _welcome(self, member: Member) -> None:
         token = "" if self._plan.secret else self._token
-        member.connection.send(Welcome(run_id=self._plan.run_id, address=self._address, variables=self._cluster, token=token))
+        member.connection.send(
+            Welcome(
+                run_id=self._plan.run_id,
+                address=self._address,
+                variables=self._cluster,
+                token=token,
+            )
+        )
 
     def _leaves(self, member: Member, message: Leaving) -> None:
         member.state = "lost"
@@ -256,7 +312,9 @@ class Head:
             node = (await asyncio.to_thread(self._view.nodes, self._plan.run_id))[member.hello.rank]
             await asyncio.to_thread(self._view.drain, node.node_id, reason, self._plan.grace_s)
         except (KeyError, ConnectionError) as error:
-            self._report(f"Ray does not drain the node of {member}, so what runs there ends with it: {error}")
+            self._report(
+                f"Ray does not drain the node of {member}, so what runs there ends with it: {error}"
+            )
 
     async def _end(self, ended: Ended) -> None:
         self._ending = True
@@ -272,7 +330,10 @@ class Head:
 
 
 def _summary(seen: Mapping[int, NodeSeen]) -> str:
-    totals = {name: sum(node.resources.get(name, 0.0) for node in seen.values()) for name in ("CPU", "GPU", "NPU")}
+    totals = {
+        name: sum(node.resources.get(name, 0.0) for node in seen.values())
+        for name in ("CPU", "GPU", "NPU")
+    }
     amounts = ", ".join(f"{amount:g} {name}" for name, amount in totals.items() if amount)
     return f"{len(seen)} node{'s' if len(seen) > 1 else ''} with {amounts}"
 

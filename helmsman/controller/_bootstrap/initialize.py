@@ -25,7 +25,9 @@ _END_S = 10.0
 
 
 class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster to which this process is connected; a context manager, which disconnects at its end."""
+    """A cluster to which this process is connected; a context manager, which disconnects at its
+    end.
+    """
 
     address: str
     """Of its head, 'host:port'."""
@@ -37,7 +39,10 @@ class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_devices(self) -> Mapping[str, int]:
         """Accelerators of all nodes, by kind: {'GPU': 16}."""
-        totals = {name: int(sum(node.total.get(name, 0.0) for node in self.nodes)) for name in ACCELERATORS}
+        totals = {
+            name: int(sum(node.total.get(name, 0.0) for node in self.nodes))
+            for name in ACCELERATORS
+        }
         return {name: total for name, total in totals.items() if total}
 
     def close(self) -> None:
@@ -60,17 +65,21 @@ def initialize(
 ) -> RayCluster:
     """Connect this process to the cluster that it belongs to, and to no other.
 
-    Under ``helmsman up``, in a job that was submitted to Ray, or on KubeRay, which all set RAY_ADDRESS, that cluster is joined
-    and nothing is started; under ``helmsman up`` its nodes must be those of the run. Elsewhere a cluster of this machine alone
-    is started, which ends with this process; a script that a launcher has started on several nodes is refused there, since each
-    would run alone (RAY_ADDRESS=local allows it). A RayScheduler made afterwards uses the same cluster.
+    Under ``helmsman up``, in a job that was submitted to Ray, or on KubeRay, which all set
+    RAY_ADDRESS, that cluster is joined and nothing is started; under ``helmsman up`` its nodes must
+    be those of the run. Elsewhere a cluster of this machine alone is started, which ends with this
+    process; a script that a launcher has started on several nodes is refused there, since each
+    would run alone (RAY_ADDRESS=local allows it). A RayScheduler made afterwards uses the same
+    cluster.
 
     Args:
-        num_cpus, num_gpus, resources: logical resources of a cluster that is started; what this process may use when None.
+        num_cpus, num_gpus, resources: logical resources of a cluster that is started; what this
+            process may use when None.
         preload: modules that the workers of such a cluster find imported already; see RayScheduler.
 
-    Raises: ClusterNotFoundError (no one answers at RAY_ADDRESS), ClusterMismatchError (it is another run's), ClusterNotUpError
-        (several nodes, and no RAY_ADDRESS), BackendNotInstalledError.
+    Raises: ClusterNotFoundError (no one answers at RAY_ADDRESS), ClusterMismatchError (it is
+        another run's), ClusterNotUpError (several nodes, and no RAY_ADDRESS),
+        BackendNotInstalledError.
     """
     with importing_ray("initialize"):
         import ray

@@ -10,7 +10,13 @@ from typing import Any
 
 from helmsman.api.errors import BootstrapError, BootstrapExit, ProtocolError
 from helmsman.controller._aio.event_loop import Deadline
-from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, cancelled, first, unless
+from helmsman.controller._bootstrap.async_utils import (
+    StatusPrinter,
+    StoppedError,
+    cancelled,
+    first,
+    unless,
+)
 from helmsman.controller._bootstrap.connection import (
     Ended,
     Hello,
@@ -35,7 +41,9 @@ _RETRY_S = 0.2
 class JoiningNode:
     """The supervisor of a rank above 0; ``stop`` is settled when this process is told to stop."""
 
-    def __init__(self, plan: NodePlan, report: StatusPrinter, stop: asyncio.Future[StoppedError]) -> None:
+    def __init__(
+        self, plan: NodePlan, report: StatusPrinter, stop: asyncio.Future[StoppedError]
+    ) -> None:
         self._plan, self._report, self._stop = plan, report, stop
         self._where = f"{plan.identity.head}:{plan.control_port}"
         self._connection: PeerConnection | None = None
@@ -45,8 +53,8 @@ class JoiningNode:
         self._reported: set[str] = set()
 
     async def run(self) -> int:
-        """Live; returns 0 when this node had joined and the head then ended its run, or 128 and the number of the signal that
-        ended this node. Raises: BootstrapError."""
+        """Live; returns 0 when this node had joined and the head then ended its run, or 128 and the
+        number of the signal that ended this node. Raises: BootstrapError."""
         guard(os.getpid(), self._plan.tag)
         try:
             ended = await self._live()
@@ -55,7 +63,11 @@ class JoiningNode:
             await self._say_goodbye(Leaving(str(stopped), stopped.number), self._plan.grace_s)
             return stopped.exit_code
         except BootstrapError as error:
-            if error.exit_code in (BootstrapExit.PREFLIGHT, BootstrapExit.RAY_DIED):  # else the head has ended it, or is lost
+            if error.exit_code in (
+                BootstrapExit.PREFLIGHT,
+                BootstrapExit.RAY_DIED,
+            ):
+                # else the head has ended it, or is lost
                 await self._say_goodbye(Leaving(str(error)), 0.0)
             raise
         finally:
@@ -72,7 +84,9 @@ class JoiningNode:
         assert self._connection is not None
         self._run_id = welcome.run_id
         token = ray_token(plan.secret, welcome.run_id) if plan.secret else welcome.token
-        self._ray = ray = RayProcess(plan, node_environ(plan, welcome.variables, token, os.environ), self._report)
+        self._ray = ray = RayProcess(
+            plan, node_environ(plan, welcome.variables, token, os.environ), self._report
+        )
         starting = asyncio.ensure_future(ray.start(welcome.run_id, welcome.address))
         attending = asyncio.ensure_future(self._attend())
         try:
@@ -83,13 +97,17 @@ class JoiningNode:
                 self._connection.send(Joined())
                 self._report(f"joined the cluster at {welcome.address}")
                 await first(ray.ended, attending, self._stop)
-                while not (attending.done() or self._stop.done() or await self._connection.is_heard()):
+                while not (
+                    attending.done() or self._stop.done() or await self._connection.is_heard()
+                ):
                     continue  # Ray ends by itself where its head is gone: what matters is the head
             if attending.done():
                 return attending.result()
             if self._stop.done():
                 raise self._stop.result()
-            raise BootstrapError(f"Ray has died on this node: {ray.ended.result()}", exit_code=BootstrapExit.RAY_DIED)
+            raise BootstrapError(
+                f"Ray has died on this node: {ray.ended.result()}", exit_code=BootstrapExit.RAY_DIED
+            )
         finally:
             await cancelled(starting, attending)
 
@@ -105,7 +123,8 @@ class JoiningNode:
                 return await self._introduce()
             except ProtocolError as error:
                 raise BootstrapError(
-                    f"the head was not joined: {error}. Give every node of this run the same token (--token-file, or "
+                    f"the head was not joined: {error}. Give every node of this run the same "
+                    "token (--token-file, or "
                     "HELMSMAN_TOKEN), number of nodes and --control-port",
                     exit_code=BootstrapExit.REFUSED,
                 ) from error
@@ -114,19 +133,22 @@ class JoiningNode:
                 self._report_once(news, f"; it is sought for {deadline.remaining_s:.0f} s more")
                 if deadline.passed:
                     raise BootstrapError(
-                        f"{news}, after {deadline.limit_s:g} s: rank 0 is missing. Look at what it has printed; that host must "
+                        f"{news}, after {deadline.limit_s:g} s: rank 0 is missing. Look at what "
+                        "it has printed; that host must "
                         "be the one where rank 0 runs, and let ports through",
                         exit_code=BootstrapExit.NOT_JOINED,
                     ) from error
             await asyncio.sleep(_RETRY_S)
 
     async def _introduce(self) -> Welcome:
-        """Connect, and wait until the head takes this node. Raises: OSError and PeerLostError (the head does not answer),
-        ProtocolError (another run's head, or no head, does), BootstrapError (the head refuses this node, or has ended the
-        run)."""
+        """Connect, and wait until the head takes this node. Raises: OSError and PeerLostError (the
+        head does not answer), ProtocolError (another run's head, or no head, does), BootstrapError
+        (the head refuses this node, or has ended the run)."""
         plan = self._plan
         key = proof_key(plan.secret, plan.job)
-        connection = await connect(plan.identity.head, plan.control_port, key, plan.timeouts, tls=plan.tls)
+        connection = await connect(
+            plan.identity.head, plan.control_port, key, plan.timeouts, tls=plan.tls
+        )
         connection.send(
             Hello(
                 rank=plan.identity.rank,
@@ -146,7 +168,9 @@ class JoiningNode:
         try:
             while not isinstance(message := await self._next(connection), Welcome):
                 if isinstance(message, Refused) and message.ended:
-                    raise ProtocolError(f"the head at {self._where} is another run's: {message.reason}")
+                    raise ProtocolError(
+                        f"the head at {self._where} is another run's: {message.reason}"
+                    )
                 if isinstance(message, Refused):
                     text = f"the head at {self._where} does not take this node: {message.reason}"
                     raise BootstrapError(text, exit_code=BootstrapExit.REFUSED)
@@ -164,7 +188,11 @@ class JoiningNode:
     def _required(self, ended: Ended) -> Ended:
         """The same. Raises: BootstrapError where this node was never part of the run."""
         if ended.failed or not self._has_joined:
-            how = "the run did not begin" if ended.failed else "the run has ended before this node had joined"
+            how = (
+                "the run did not begin"
+                if ended.failed
+                else "the run has ended before this node had joined"
+            )
             raise BootstrapError(f"{how}: {ended.reason}", exit_code=BootstrapExit.NOT_JOINED)
         return ended
 
@@ -180,8 +208,8 @@ class JoiningNode:
                     return ended
 
     async def _seek_again(self, why: str) -> Ended | None:
-        """Connect again; None once that is done, or how the run has ended when its head is no more. Raises: BootstrapError: the
-        head is lost, or another node has taken this rank."""
+        """Connect again; None once that is done, or how the run has ended when its head is no more.
+        Raises: BootstrapError: the head is lost, or another node has taken this rank."""
         timeouts = self._plan.timeouts
         deadline, refusals = Deadline(timeouts.unreachable_s), Deadline(timeouts.refused_s)
         while True:
@@ -193,22 +221,26 @@ class JoiningNode:
                 if refusals.passed:
                     return self._required(Ended("its head is gone"))
             except ProtocolError:
-                return self._required(Ended("its head is gone, and another program has taken its port"))
+                return self._required(
+                    Ended("its head is gone, and another program has taken its port")
+                )
             except (OSError, PeerLostError) as error:
                 refusals = Deadline(timeouts.refused_s)
                 if deadline.passed:
                     raise BootstrapError(
-                        f"the head at {self._where} cannot be reached ({why}, then: {error}); whether the run goes on there is "
+                        f"the head at {self._where} cannot be reached ({why}, then: {error}); "
+                        "whether the run goes on there is "
                         "not known here",
                         exit_code=BootstrapExit.HEAD_LOST,
                     ) from error
             await asyncio.sleep(_RETRY_S)
 
     async def _say_goodbye(self, message: Leaving, wait_s: float) -> None:
-        """Send the reason to the head, and let it end the run on its side for so long before Ray leaves here.
+        """Send the reason to the head, and let it end the run on its side for so long before Ray
+        leaves here.
 
-        A run that goes on drops this node earlier, once none of its work is left here: then Ray, which the head has drained,
-        ends by itself.
+        A run that goes on drops this node earlier, once none of its work is left here: then Ray,
+        which the head has drained, ends by itself.
         """
         if self._connection is None:
             return

@@ -1,4 +1,6 @@
-"""The plan of ``helmsman up`` for a node, made before anything is started, and the command line of Ray that follows from it."""
+"""The plan of ``helmsman up`` for a node, made before anything is started, and the command line of
+Ray that follows from it.
+"""
 
 from __future__ import annotations
 
@@ -59,14 +61,18 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float
     """That the script has to end when it is told to."""
     folder: Path
-    """Of this run on this node: its token, and all that Ray writes; its path is short, for Ray's sockets."""
+    """Of this run on this node: its token, and all that Ray writes; its path is short, for Ray's
+    sockets.
+    """
     dashboard: bool = False
     tls: bool = True
     elastic: bool = False
     """The run goes on when a node is told to leave."""
     ray_command: Sequence[str] = RAY_COMMAND
     ray_start_s: float = 60.0
-    """Seconds that Ray may take to start (--start-timeout). It takes a few, and more on an overloaded node."""
+    """Seconds that Ray may take to start (--start-timeout). It takes a few, and more on an
+    overloaded node.
+    """
     timeouts: LinkTimeouts = LinkTimeouts()
 
     @property
@@ -76,7 +82,9 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def job(self) -> str:
-        """Distinguishes jobs without a secret; with one it is the same for all, so that the head can say what differs."""
+        """Distinguishes jobs without a secret; with one it is the same for all, so that the head
+        can say what differs.
+        """
         return "" if self.secret else f"{self.identity.count} {self.control_port}"
 
 
@@ -84,17 +92,23 @@ def ray_token(secret: str, run_id: str) -> str:
     return hmac.new(secret.encode(), f"ray {run_id}".encode(), hashlib.sha256).hexdigest()
 
 
-def node_environ(plan: NodePlan, cluster: Mapping[str, str], token: str, environ: Mapping[str, str]) -> dict[str, str]:
+def node_environ(
+    plan: NodePlan, cluster: Mapping[str, str], token: str, environ: Mapping[str, str]
+) -> dict[str, str]:
     """Environment of all that is started on the node.
 
-    ``cluster`` has Ray's variables, as the head has them; ``token``, of the Ray cluster, is written to a file of this user
-    alone.
+    ``cluster`` has Ray's variables, as the head has them; ``token``, of the Ray cluster, is written
+    to a file of this user alone.
     """
     plan.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = plan.folder / "token"
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(token)
-    kept = {name: value for name, value in environ.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
+    }
     return {
         **kept,
         **{setting.name: setting.value for setting in plan.node_settings},
@@ -106,7 +120,9 @@ def node_environ(plan: NodePlan, cluster: Mapping[str, str], token: str, environ
 
 
 def lease(leases: PortLeases, count: int) -> list[int]:
-    """Ports that need not be known beforehand, below the ephemeral range. Raises: PreflightError."""
+    """Ports that need not be known beforehand, below the ephemeral range. Raises:
+    PreflightError.
+    """
     try:
         return leases.lease(count)
     except (OSError, ValueError) as error:
@@ -114,27 +130,39 @@ def lease(leases: PortLeases, count: int) -> list[int]:
 
 
 def worker_ports(taken: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """First and last of the ports for Ray's workers: the longest run that has none of these ranges in it.
+    """First and last of the ports for Ray's workers: the longest run that has none of these ranges
+    in it.
 
     Ray refuses to start with a port that two of its parts could use. Raises: PreflightError.
     """
     runs = [_WORKER_PORTS]
     for low, high in taken:
-        cut = [run for first, last in runs for run in ((first, min(last, low - 1)), (max(first, high + 1), last))]
+        cut = [
+            run
+            for first, last in runs
+            for run in ((first, min(last, low - 1)), (max(first, high + 1), last))
+        ]
         runs = [(first, last) for first, last in cut if last - first >= _FEWEST_WORKER_PORTS]
     if not runs:
         raise PreflightError(
-            f"Ray's workers have no ports on this node: of {_WORKER_PORTS[0]} to {_WORKER_PORTS[1]}, --port, --control-port "
-            f"and {RANGE_VARIABLE} leave no {_FEWEST_WORKER_PORTS} in a row; set {RANGE_VARIABLE} to a range outside"
+            f"Ray's workers have no ports on this node: of {_WORKER_PORTS[0]} to "
+            f"{_WORKER_PORTS[1]}, --port, --control-port "
+            f"and {RANGE_VARIABLE} leave no {_FEWEST_WORKER_PORTS} in a row; set {RANGE_VARIABLE} "
+            "to a range outside"
         )
     return max(runs, key=lambda run: run[1] - run[0])
 
 
 def ray_start(plan: NodePlan, run_id: str, leases: PortLeases, head: str = "") -> list[str]:
-    """The command that starts Ray on this node, to join the cluster at ``head``; '' to be its head. Raises: PreflightError when
-    there are not enough ports."""
-    ports = [f"{flag}={port}" for flag, port in zip(_AGENT_PORTS, lease(leases, len(_AGENT_PORTS)), strict=True)]
-    first, last = worker_ports([(plan.port, plan.port), (plan.control_port, plan.control_port), port_range(os.environ)])
+    """The command that starts Ray on this node, to join the cluster at ``head``; '' to be its head.
+    Raises: PreflightError when there are not enough ports."""
+    ports = [
+        f"{flag}={port}"
+        for flag, port in zip(_AGENT_PORTS, lease(leases, len(_AGENT_PORTS)), strict=True)
+    ]
+    first, last = worker_ports(
+        [(plan.port, plan.port), (plan.control_port, plan.control_port), port_range(os.environ)]
+    )
     where = (
         [f"--address={head}"]
         if head

@@ -1,4 +1,5 @@
-"""Ray on this node: its processes, which are watched and ended with all that they have started, and the head's node table.
+"""Ray on this node: its processes, which are watched and ended with all that they have started, and
+the head's node table.
 
 ``ray stop`` is never used: it ends processes by their names, also those of other runs.
 """
@@ -25,7 +26,14 @@ from helmsman.controller._node.run_registry import RANK_LABEL, RUN_LABEL
 from helmsman.controller._ray_backend.embedded import last_warnings, newest_session_logs
 from helmsman.controller._ray_backend.start_limits import CORE
 from helmsman.controller._transport.base import describe_exit, split_returncode, tail_of
-from helmsman.rpc_server._process.guardian import TAG_VARIABLE, descendants, end_family, family, process_table, wait_until
+from helmsman.rpc_server._process.guardian import (
+    TAG_VARIABLE,
+    descendants,
+    end_family,
+    family,
+    process_table,
+    wait_until,
+)
 from helmsman.rpc_server.ports import PortLeases
 
 _STARTED = "Ray runtime started."
@@ -50,9 +58,10 @@ class RayProcess:
         """Done when a process without which the node is none has ended; its result says which."""
 
     async def start(self, run_id: str, head: str = "") -> str:
-        """Start it to join the cluster at ``head`` ('' to be its head), and wait until it prints that Ray is up; returns the
-        address of the head. A start that fails within its time is tried once more. Raises: BootstrapError with the end of what
-        it printed, and the warnings and errors in the logs of Ray's processes."""
+        """Start it to join the cluster at ``head`` ('' to be its head), and wait until it prints
+        that Ray is up; returns the address of the head. A start that fails within its time is tried
+        once more. Raises: BootstrapError with the end of what it printed, and the warnings and
+        errors in the logs of Ray's processes."""
         plan, limit_s = self._plan, self._plan.ray_start_s
         if not (head or plan.port):
             plan = msgspec.structs.replace(plan, port=lease(self._leases, 1)[0])
@@ -62,7 +71,10 @@ class RayProcess:
         except BootstrapError as error:
             if deadline.passed:
                 raise
-            self._report(f"{error}\nRay is started once more (after {deadline.elapsed_s:.1f} s of at most {limit_s:g} s)")
+            self._report(
+                f"{error}\nRay is started once more (after {deadline.elapsed_s:.1f} s of at most "
+                f"{limit_s:g} s)"
+            )
             await self._end()
             self.ended = asyncio.get_running_loop().create_future()
             await self._start(command, deadline)
@@ -86,9 +98,11 @@ class RayProcess:
                 raise self._not_started(f": {self.ended.result()}")
             if deadline.passed:
                 raise self._not_started(
-                    f" within {deadline.limit_s:g} s; where the node is only busy, give more with --start-timeout"
+                    f" within {deadline.limit_s:g} s; where the node is only busy, give more with "
+                    "--start-timeout"
                 )
-            if time.monotonic() - looked_at > _LOOK_S:  # Ray itself goes on waiting for a raylet that has exited
+            if time.monotonic() - looked_at > _LOOK_S:
+                # Ray itself goes on waiting for a raylet that has exited
                 self._watch_core()
                 looked_at = time.monotonic()
             await asyncio.sleep(_POLL_S)
@@ -97,7 +111,9 @@ class RayProcess:
     def _not_started(self, why: str) -> BootstrapError:
         logs = newest_session_logs(self._log_path.parent / "ray", "session_2*")
         log = "\n".join([tail_of(str(self._log_path)), *(last_warnings(logs) if logs else ())])
-        return BootstrapError(f"Ray did not start on this node{why}", exit_code=BootstrapExit.RAY_DIED, log=log)
+        return BootstrapError(
+            f"Ray did not start on this node{why}", exit_code=BootstrapExit.RAY_DIED, log=log
+        )
 
     def _watch_core(self) -> None:
         for pid, name in self._core().items():
@@ -106,10 +122,14 @@ class RayProcess:
                 self._watch(pid, name)
 
     def _core(self) -> dict[int, str]:
-        """Pids and names of the processes without which the node is none; also of those that ``ray start`` has not reaped."""
+        """Pids and names of the processes without which the node is none; also of those that ``ray
+        start`` has not reaped.
+        """
         assert self._process is not None
         found = {}
-        for pid in family(self._process.pid, self._plan.tag) | descendants(self._process.pid, process_table()):
+        for pid in family(self._process.pid, self._plan.tag) | descendants(
+            self._process.pid, process_table()
+        ):
             with contextlib.suppress(OSError):
                 name = Path(f"/proc/{pid}/comm").read_text().strip()
                 if name in CORE:
@@ -139,7 +159,9 @@ class RayProcess:
         os.close(pidfd)
 
     async def stop(self) -> None:
-        """End all of it: the raylet in order, so that its head knows, and the rest, which keeps nothing, by force."""
+        """End all of it: the raylet in order, so that its head knows, and the rest, which keeps
+        nothing, by force.
+        """
         await self._end()
         with contextlib.suppress(OSError):
             self._leases.close()
@@ -158,7 +180,8 @@ class RayProcess:
         wait_until(lambda: not raylets & family(process.pid, self._plan.tag), _END_S, _POLL_S)
         process.kill()
         end_family(process.pid, self._plan.tag)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, which alone can end it
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # it hangs in the kernel, which alone can end it
             process.wait(_END_S)
 
 
@@ -167,11 +190,14 @@ class NodeSeen(msgspec.Struct, frozen=True):
     address: str
     resources: Mapping[str, float]
     is_twice: bool = False
-    """Whether Ray still counts one of its rank that was killed before, for half a minute or so; work would be sent there."""
+    """Whether Ray still counts one of its rank that was killed before, for half a minute or so;
+    work would be sent there.
+    """
 
 
 class NodeView:
-    """The nodes that Ray's head knows, without a driver's connection, which takes a second and is the script's to make.
+    """The nodes that Ray's head knows, without a driver's connection, which takes a second and is
+    the script's to make.
 
     Its client is private in Ray.
     """
@@ -180,7 +206,9 @@ class NodeView:
         self._address = address
         self._client: Any = None
         # Ray reads them when it is imported, which is later.
-        os.environ.update({name: value for name, value in environ.items() if name.startswith("RAY_")})
+        os.environ.update(
+            {name: value for name, value in environ.items() if name.startswith("RAY_")}
+        )
 
     def _connected(self) -> Any:
         if self._client is None:
@@ -190,7 +218,9 @@ class NodeView:
         return self._client
 
     def nodes(self, run_id: str) -> dict[int, NodeSeen]:
-        """Living nodes of the run, by rank; none while the head does not answer within two seconds."""
+        """Living nodes of the run, by rank; none while the head does not answer within two
+        seconds.
+        """
         from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
         from ray.exceptions import RaySystemError, RpcError
 
@@ -202,18 +232,27 @@ class NodeView:
         for node_id, row in rows.items():
             if row.state == GcsNodeInfo.ALIVE and row.labels.get(RUN_LABEL) == run_id:
                 rank = int(row.labels[RANK_LABEL])
-                seen[rank] = NodeSeen(node_id.hex(), row.node_manager_address, dict(row.resources_total), is_twice=rank in seen)
+                seen[rank] = NodeSeen(
+                    node_id.hex(),
+                    row.node_manager_address,
+                    dict(row.resources_total),
+                    is_twice=rank in seen,
+                )
         return seen
 
     def drain(self, node_id: str, reason: str, limit_s: float) -> None:
-        """Drain a node that ends in so many seconds, as ``ray drain-node`` does. Raises: ConnectionError."""
+        """Drain a node that ends in so many seconds, as ``ray drain-node`` does. Raises:
+        ConnectionError.
+        """
         from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
         from ray.exceptions import RaySystemError, RpcError
 
         until_ms = int((time.time() + limit_s) * 1000)
         try:
             client = self._connected()
-            accepted, why = client.drain_node(node_id, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, reason, until_ms)
+            accepted, why = client.drain_node(
+                node_id, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, reason, until_ms
+            )
         except (RpcError, RaySystemError) as error:
             raise ConnectionError(str(error)) from error
         if not accepted:

@@ -1,4 +1,6 @@
-"""The variables that ``helmsman up`` sets on a node, with reasons; users' own values override them. Sizes and resources."""
+"""The variables that ``helmsman up`` sets on a node, with reasons; users' own values override them.
+Sizes and resources.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import msgspec
 
 from helmsman.api.environment import masked
 from helmsman.api.errors import PreflightError
-from helmsman.controller._node.checks import MEMORY_BESIDE_STORE, OBJECT_STORE_SHARE, STORE_LEAST, size
+from helmsman.controller._node.checks import (
+    MEMORY_BESIDE_STORE,
+    OBJECT_STORE_SHARE,
+    STORE_LEAST,
+    size,
+)
 from helmsman.controller._ray_backend.start_limits import LIMIT_VARIABLE
 
 GIB = 1 << 30
@@ -34,29 +41,89 @@ MANY_NODES = 32
 """From so many nodes on, Ray is set to survive a busy head; below, to detect a lost host soon."""
 
 _FEW = (
-    Setting("RAY_grpc_client_keepalive_time_ms", "5000", "a host that vanishes is noticed in 21 s instead of 241 s"),
+    Setting(
+        "RAY_grpc_client_keepalive_time_ms",
+        "5000",
+        "a host that vanishes is noticed in 21 s instead of 241 s",
+    ),
     Setting("RAY_grpc_client_keepalive_timeout_ms", "5000", "the same"),
-    Setting("RAY_gcs_rpc_server_reconnect_timeout_s", "10", "Ray's processes outlive their head by 12 s at most, not by 62 s"),
+    Setting(
+        "RAY_gcs_rpc_server_reconnect_timeout_s",
+        "10",
+        "Ray's processes outlive their head by 12 s at most, not by 62 s",
+    ),
 )
 _MANY = (
-    Setting("RAY_grpc_client_keepalive_time_ms", "60000", "thousands of workers do not load the head with pings"),
-    Setting("RAY_grpc_client_keepalive_timeout_ms", "60000", "a head that answers late keeps its connections"),
+    Setting(
+        "RAY_grpc_client_keepalive_time_ms",
+        "60000",
+        "thousands of workers do not load the head with pings",
+    ),
+    Setting(
+        "RAY_grpc_client_keepalive_timeout_ms",
+        "60000",
+        "a head that answers late keeps its connections",
+    ),
     Setting("RAY_grpc_keepalive_time_ms", "60000", "the head sends fewer pings while it is busy"),
-    Setting("RAY_grpc_keepalive_timeout_ms", "60000", "workers that answer late keep their connections"),
-    Setting("RAY_gcs_rpc_server_reconnect_timeout_s", "120", "nodes survive a head that is busy for up to two minutes"),
-    Setting("RAY_gcs_server_request_timeout_seconds", "120", "a worker waits for a busy head, instead of 60 s"),
-    Setting("RAY_worker_register_timeout_seconds", "300", "workers that register late are not killed, as after 60 s"),
-    Setting("RAY_gcs_server_rpc_server_thread_num", "64", "thousands of registrations are read; one thread per 4 CPUs lags"),
-    Setting("RAY_gcs_server_rpc_client_thread_num", "64", "the same for the answers of nodes and workers"),
+    Setting(
+        "RAY_grpc_keepalive_timeout_ms", "60000", "workers that answer late keep their connections"
+    ),
+    Setting(
+        "RAY_gcs_rpc_server_reconnect_timeout_s",
+        "120",
+        "nodes survive a head that is busy for up to two minutes",
+    ),
+    Setting(
+        "RAY_gcs_server_request_timeout_seconds",
+        "120",
+        "a worker waits for a busy head, instead of 60 s",
+    ),
+    Setting(
+        "RAY_worker_register_timeout_seconds",
+        "300",
+        "workers that register late are not killed, as after 60 s",
+    ),
+    Setting(
+        "RAY_gcs_server_rpc_server_thread_num",
+        "64",
+        "thousands of registrations are read; one thread per 4 CPUs lags",
+    ),
+    Setting(
+        "RAY_gcs_server_rpc_client_thread_num",
+        "64",
+        "the same for the answers of nodes and workers",
+    ),
     Setting("RAY_num_server_call_thread", "32", "the same for the answers of the head"),
-    Setting("RAY_raylet_report_resources_period_milliseconds", "500", "nodes report five times less often to the head"),
-    Setting("RAY_task_events_report_interval_ms", "5000", "the same for what Ray's dashboard shows"),
+    Setting(
+        "RAY_raylet_report_resources_period_milliseconds",
+        "500",
+        "nodes report five times less often to the head",
+    ),
+    Setting(
+        "RAY_task_events_report_interval_ms", "5000", "the same for what Ray's dashboard shows"
+    ),
 )
 _ALL = (
-    Setting("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0", "a busy actor does not hold up the end of a node for 30 s"),
-    Setting("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0", "workers without devices keep the masks that they inherit"),
-    Setting("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0", "a script started by 'uv run' gives its workers no environment to build"),
-    Setting("RAY_worker_niceness", "0", "workers run at the priority of the script; Ray's default of 15 starves them"),
+    Setting(
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S",
+        "0",
+        "a busy actor does not hold up the end of a node for 30 s",
+    ),
+    Setting(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
+        "0",
+        "workers without devices keep the masks that they inherit",
+    ),
+    Setting(
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV",
+        "0",
+        "a script started by 'uv run' gives its workers no environment to build",
+    ),
+    Setting(
+        "RAY_worker_niceness",
+        "0",
+        "workers run at the priority of the script; Ray's default of 15 starves them",
+    ),
     Setting("RAY_USAGE_STATS_ENABLED", "0", "nothing is reported to anybody"),
 )
 
@@ -64,9 +131,13 @@ _ALL = (
 def cluster_defaults(num_nodes: int, start_s: float = 60.0) -> tuple[Setting, ...]:
     """Ray's own variables for a cluster, the same on all nodes: the head's values hold everywhere.
 
-    ``start_s`` are the seconds that a start of Ray may take; on a busy node its own limits for parts of it end it earlier.
+    ``start_s`` are the seconds that a start of Ray may take; on a busy node its own limits for
+    parts of it end it earlier.
     """
-    seconds, reason = max(1, round(start_s)), "as --start-timeout; a busy node takes longer than Ray's {} s"
+    seconds, reason = (
+        max(1, round(start_s)),
+        "as --start-timeout; a busy node takes longer than Ray's {} s",
+    )
     return (
         *(_FEW if num_nodes < MANY_NODES else _MANY),
         *_ALL,
@@ -77,21 +148,38 @@ def cluster_defaults(num_nodes: int, start_s: float = 60.0) -> tuple[Setting, ..
 
 
 NODE_DEFAULTS = (
-    Setting("NCCL_CUMEM_ENABLE", "0", "vLLM switches it off, and trainers that share a communicator with it must agree"),
+    Setting(
+        "NCCL_CUMEM_ENABLE",
+        "0",
+        "vLLM switches it off, and trainers that share a communicator with it must agree",
+    ),
     Setting("NCCL_DEBUG", "WARN", "NCCL says why it fails"),
-    Setting("HCCL_CONNECT_TIMEOUT", "600", "ranks that load a large model late are waited for (seconds; 120 by default)"),
+    Setting(
+        "HCCL_CONNECT_TIMEOUT",
+        "600",
+        "ranks that load a large model late are waited for (seconds; 120 by default)",
+    ),
     Setting("PYTHONUNBUFFERED", "1", "what workers print is in their logs at once"),
 )
 """Of every node, for what runs there."""
 
 
-def variables(defaults: Iterable[Setting], environ: Mapping[str, str], given: Mapping[str, str]) -> list[Setting]:
-    """These defaults, or the user's values for them: those of --env (``given``), else those of this process's environment."""
-    layers: tuple[tuple[Source, Mapping[str, str]], ...] = (("--env", given), ("your environment", environ))
+def variables(
+    defaults: Iterable[Setting], environ: Mapping[str, str], given: Mapping[str, str]
+) -> list[Setting]:
+    """These defaults, or the user's values for them: those of --env (``given``), else those of this
+    process's environment.
+    """
+    layers: tuple[tuple[Source, Mapping[str, str]], ...] = (
+        ("--env", given),
+        ("your environment", environ),
+    )
 
     def chosen(default: Setting) -> Setting:
         found = (
-            Setting(default.name, own[default.name], default.reason, source) for source, own in layers if default.name in own
+            Setting(default.name, own[default.name], default.reason, source)
+            for source, own in layers
+            if default.name in own
         )
         return next(found, default)
 
@@ -99,22 +187,32 @@ def variables(defaults: Iterable[Setting], environ: Mapping[str, str], given: Ma
 
 
 def of_address(address: str, interface: str, *, chosen: bool) -> list[Setting]:
-    """Variables by which libraries find the node's address; ``interface`` is '' when it is not known.
+    """Variables by which libraries find the node's address; ``interface`` is '' when it is not
+    known.
 
     Where the user has ``chosen`` it, NCCL and HCCL, which may have faster ones, are held to it.
     """
     found = [Setting("VLLM_HOST_IP", address, "the address that other nodes reach")]
     if interface:
-        names = ["GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"] if chosen else [])]
+        names = [
+            "GLOO_SOCKET_IFNAME",
+            "TP_SOCKET_IFNAME",
+            *(["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"] if chosen else []),
+        ]
         found += [Setting(name, interface, "the interface of the node's address") for name in names]
     return found
 
 
 def shown(settings: Sequence[Setting]) -> str:
     """As a table, secrets masked."""
-    rows = [(f"{each.name}={masked(each.name, each.value)}", each.source, each.reason) for each in settings]
+    rows = [
+        (f"{each.name}={masked(each.name, each.value)}", each.source, each.reason)
+        for each in settings
+    ]
     width = max(len(assignment) for assignment, _, _ in rows)
-    return "\n".join(f"  {assignment.ljust(width)}  {source:16}  {reason}" for assignment, source, reason in rows)
+    return "\n".join(
+        f"  {assignment.ljust(width)}  {source:16}  {reason}" for assignment, source, reason in rows
+    )
 
 
 def parse_variables(given: Iterable[str]) -> dict[str, str]:
@@ -135,12 +233,17 @@ def parse_resources(text: str) -> dict[str, float]:
         parsed = msgspec.json.decode(text, type=dict[str, float])
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise PreflightError(
-            f"--resources {text!r} is not a JSON object of numbers, such as '{{\"NPU\": 8}}': {error}"
+            f"--resources {text!r} is not a JSON object of numbers, such as '{{\"NPU\": 8}}': "
+            f"{error}"
         ) from error
     if wrong := [name for name, amount in parsed.items() if amount < 0]:
         raise PreflightError(f"--resources has a negative amount of {', '.join(wrong)}")
-    if wrong := [f"{parsed[name]:g} {name}" for name in _FLAGS if not parsed.get(name, 0.0).is_integer()]:
-        raise PreflightError(f"--resources has {', '.join(wrong)}, of which a node has a whole number; round it down")
+    if wrong := [
+        f"{parsed[name]:g} {name}" for name in _FLAGS if not parsed.get(name, 0.0).is_integer()
+    ]:
+        raise PreflightError(
+            f"--resources has {', '.join(wrong)}, of which a node has a whole number; round it down"
+        )
     return parsed
 
 
@@ -149,9 +252,11 @@ def object_store_bytes(asked: float | None, available: int, shm_free: int) -> in
 
     Args:
         asked: in GiB; 30 % of the available memory, at most what /dev/shm has, when None.
-        available, shm_free: bytes of memory that programs can still take on this node, and that are free in /dev/shm.
+        available, shm_free: bytes of memory that programs can still take on this node, and that are
+            free in /dev/shm.
 
-    Raises: PreflightError where the store does not fit into /dev/shm, or leaves too little memory for Ray's processes.
+    Raises: PreflightError where the store does not fit into /dev/shm, or leaves too little memory
+        for Ray's processes.
     """
     rest, shm = available - MEMORY_BESIDE_STORE, int(shm_free * _SHM_SHARE)
     step = "enlarge /dev/shm (docker --shm-size, an emptyDir with medium Memory)"
@@ -159,23 +264,32 @@ def object_store_bytes(asked: float | None, available: int, shm_free: int) -> in
         wanted = asked * GIB
         if not STORE_LEAST <= wanted <= min(rest, shm):  # which is so for nan, too
             raise PreflightError(
-                f"--object-store {asked:g} GiB: /dev/shm has {size(shm_free)} free, and {size(available)} of memory are "
-                f"available, of which Ray's processes take {size(MEMORY_BESIDE_STORE)}; the store needs {size(STORE_LEAST)}. "
+                f"--object-store {asked:g} GiB: /dev/shm has {size(shm_free)} free, and "
+                f"{size(available)} of memory are "
+                f"available, of which Ray's processes take {size(MEMORY_BESIDE_STORE)}; the store "
+                f"needs {size(STORE_LEAST)}. "
                 f"Ask for less, end other programs, or {step}"
             )
         return int(wanted)
     if rest < STORE_LEAST:
         raise PreflightError(
-            f"Ray cannot start on this node: {size(max(available, 0))} of memory are available, expected "
-            f"{size(STORE_LEAST + MEMORY_BESIDE_STORE)}. End other programs, remove files from /dev/shm, or raise the limit of "
+            f"Ray cannot start on this node: {size(max(available, 0))} of memory are available, "
+            "expected "
+            f"{size(STORE_LEAST + MEMORY_BESIDE_STORE)}. End other programs, remove files from "
+            "/dev/shm, or raise the limit of "
             "the container or the job; helmsman doctor shows the figures"
         )
     if shm < STORE_LEAST:
-        raise PreflightError(f"/dev/shm has {size(shm_free)} free, and Ray's object store needs {size(STORE_LEAST)}: {step}")
+        raise PreflightError(
+            f"/dev/shm has {size(shm_free)} free, and Ray's object store needs "
+            f"{size(STORE_LEAST)}: {step}"
+        )
     return min(max(int(available * OBJECT_STORE_SHARE), STORE_LEAST), rest, shm, _STORE_MOST)
 
 
 def resource_arguments(resources: Mapping[str, float]) -> list[str]:
-    arguments = [f"{flag}={int(resources[name])}" for name, flag in _FLAGS.items() if name in resources]
+    arguments = [
+        f"{flag}={int(resources[name])}" for name, flag in _FLAGS.items() if name in resources
+    ]
     others = {name: amount for name, amount in resources.items() if name not in _FLAGS}
     return [*arguments, f"--resources={json.dumps(others)}"] if others else arguments

@@ -1,4 +1,6 @@
-"""``helmsman up``: from flags and the launcher's variables to a plan for this node, and its life."""
+"""``helmsman up``: from flags and the launcher's variables to a plan for this node, and its
+life.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from helmsman.api.environment import masked
 from helmsman.api.errors import BootstrapError, PreflightError
 from helmsman.api.platforms import PLATFORMS
 from helmsman.api.version import __version__
-from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, run_script, status_printer, stop_signals
+from helmsman.controller._bootstrap.async_utils import (
+    StatusPrinter,
+    StoppedError,
+    run_script,
+    status_printer,
+    stop_signals,
+)
 from helmsman.controller._bootstrap.head import Head
 from helmsman.controller._bootstrap.joining_node import JoiningNode
 from helmsman.controller._bootstrap.node_plan import NodePlan
@@ -46,10 +54,22 @@ from helmsman.controller._node.checks import (
     memory_available,
     size,
 )
-from helmsman.controller._node.cleanup import leftovers, remove, remove_old_logs, up_folder, up_places
+from helmsman.controller._node.cleanup import (
+    leftovers,
+    remove,
+    remove_old_logs,
+    up_folder,
+    up_places,
+)
 from helmsman.controller._node.devices import detect_devices
 from helmsman.controller._node.launchers import NodeIdentity, identify_node
-from helmsman.controller._node.run_registry import UP, RunLock, default_log_dir, make_log_dir, new_run_id
+from helmsman.controller._node.run_registry import (
+    UP,
+    RunLock,
+    default_log_dir,
+    make_log_dir,
+    new_run_id,
+)
 from helmsman.rpc_server._process.safe_files import private_directory, remove_tree
 from helmsman.rpc_server._wire.tls import TLS_VARIABLE, uses_tls
 
@@ -58,33 +78,95 @@ _LONGEST_PLACE = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - len("/hm-0123456789")
 """Bytes of a path below which Ray's sockets still fit into the address of one."""
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], node_options: argparse.ArgumentParser) -> None:
-    """Describe ``helmsman up`` to the command line, with the options by which a node is identified."""
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    node_options: argparse.ArgumentParser,
+) -> None:
+    """Describe ``helmsman up`` to the command line, with the options by which a node is
+    identified.
+    """
     up = commands.add_parser(
         "up",
         parents=[node_options],
         help="bring a Ray cluster up on the nodes of this job, and run a script on it",
         usage="%(prog)s [options] -- program [argument ...]",
-        description="Give it to every node of a job. Rank 0 starts a Ray cluster, waits for all nodes and runs the program; "
-        "the others join, and leave when the program has ended. Rank, number of nodes and head come from the launcher's "
-        "variables (Slurm, Kubernetes, Beaker, SkyPilot, torchrun, Volcano, PAI, dstack, MPI) or from flags. "
+        description="Give it to every node of a job. Rank 0 starts a Ray cluster, waits for all "
+        "nodes and runs the program; "
+        "the others join, and leave when the program has ended. Rank, number of nodes and head "
+        "come from the launcher's "
+        "variables (Slurm, Kubernetes, Beaker, SkyPilot, torchrun, Volcano, PAI, dstack, MPI) or "
+        "from flags. "
         f"The nodes' supervisors use TLS; {TLS_VARIABLE}=0 on all nodes switches it off.",
     )
     add = up.add_argument
-    add("--port", type=int, metavar="P", help=f"of the head's Ray (default {HEAD_PORTS[0]}; any with one node)")
-    add("--control-port", type=int, metavar="P", help="on which the nodes' supervisors meet (default: --port + 1)")
-    add("--interface", default="", metavar="NAME", help="network interface that leads to the other nodes")
-    add("--token-file", metavar="FILE", help=f"a secret of the nodes (or {TOKEN_VARIABLE}); without it, any host can join")
-    add("--resources", default="{}", metavar="JSON", help="resources for Ray, over those that are found: '{\"NPU\": 8}'")
-    add("--object-store", type=float, metavar="GIB", help="size of Ray's object store (default: 30%% of the available memory)")
+    add(
+        "--port",
+        type=int,
+        metavar="P",
+        help=f"of the head's Ray (default {HEAD_PORTS[0]}; any with one node)",
+    )
+    add(
+        "--control-port",
+        type=int,
+        metavar="P",
+        help="on which the nodes' supervisors meet (default: --port + 1)",
+    )
+    add(
+        "--interface",
+        default="",
+        metavar="NAME",
+        help="network interface that leads to the other nodes",
+    )
+    add(
+        "--token-file",
+        metavar="FILE",
+        help=f"a secret of the nodes (or {TOKEN_VARIABLE}); without it, any host can join",
+    )
+    add(
+        "--resources",
+        default="{}",
+        metavar="JSON",
+        help="resources for Ray, over those that are found: '{\"NPU\": 8}'",
+    )
+    add(
+        "--object-store",
+        type=float,
+        metavar="GIB",
+        help="size of Ray's object store (default: 30%% of the available memory)",
+    )
     seconds: dict[str, Any] = {"type": _seconds, "metavar": "S"}
-    add("--timeout", default=600.0, **seconds, help="how long nodes are waited for (default %(default)g)")
-    add("--start-timeout", default=60.0, **seconds, help="seconds for Ray to start on a node (default %(default)g)")
-    add("--grace", default=5.0, **seconds, help="for the program to end when it is told to (default %(default)g)")
-    add("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable on this node (repeatable)")
+    add(
+        "--timeout",
+        default=600.0,
+        **seconds,
+        help="how long nodes are waited for (default %(default)g)",
+    )
+    add(
+        "--start-timeout",
+        default=60.0,
+        **seconds,
+        help="seconds for Ray to start on a node (default %(default)g)",
+    )
+    add(
+        "--grace",
+        default=5.0,
+        **seconds,
+        help="for the program to end when it is told to (default %(default)g)",
+    )
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="set a variable on this node (repeatable)",
+    )
     add("--dashboard", action="store_true", help="start Ray's dashboard on the head")
     add("--elastic", action="store_true", help="go on when another node is told to leave")
-    add("--show-settings", action="store_true", help="print what would be set on this node, and start nothing")
+    add(
+        "--show-settings",
+        action="store_true",
+        help="print what would be set on this node, and start nothing",
+    )
     add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     up.set_defaults(run=run)
 
@@ -99,13 +181,20 @@ def _seconds(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     report = status_printer(options.node_rank or 0)
     try:
-        identity = identify_node(os.environ, rank=options.node_rank, count=options.num_nodes, head=options.head)
+        identity = identify_node(
+            os.environ, rank=options.node_rank, count=options.num_nodes, head=options.head
+        )
         report = status_printer(identity.rank)
         command = options.program[1:] if options.program[:1] == ["--"] else options.program
         if not command and not options.show_settings:
-            raise PreflightError("there is no program to run: helmsman up [options] -- python train.py")
+            raise PreflightError(
+                "there is no program to run: helmsman up [options] -- python train.py"
+            )
         if identity.attach_to and options.show_settings:
-            print(f"{identity.said_by['attach_to']}: the program runs on that cluster, and nothing is set here")
+            print(
+                f"{identity.said_by['attach_to']}: the program runs on that cluster, and nothing "
+                "is set here"
+            )
             return 0
         if identity.attach_to:
             return asyncio.run(_on_existing_cluster(identity, command, options.grace, report))
@@ -127,7 +216,10 @@ async def _live(plan: NodePlan, report: StatusPrinter) -> int:
     stop = stop_signals()
     report(_outline(plan))
     if not plan.secret and plan.identity.count > 1:
-        report(f"no token is given (--token-file, {TOKEN_VARIABLE}): any host that reaches port {plan.control_port} could join")
+        report(
+            f"no token is given (--token-file, {TOKEN_VARIABLE}): any host that reaches port "
+            f"{plan.control_port} could join"
+        )
     supervisor = JoiningNode if plan.identity.rank else Head
     try:
         return await supervisor(plan, report, stop).run()
@@ -136,7 +228,9 @@ async def _live(plan: NodePlan, report: StatusPrinter) -> int:
         return error.exit_code
 
 
-async def _on_existing_cluster(identity: NodeIdentity, command: list[str], grace_s: float, report: StatusPrinter) -> int:
+async def _on_existing_cluster(
+    identity: NodeIdentity, command: list[str], grace_s: float, report: StatusPrinter
+) -> int:
     from helmsman.controller._ray_backend.cluster_state import require_answer
 
     require_answer(identity.attach_to)
@@ -151,8 +245,9 @@ async def _on_existing_cluster(identity: NodeIdentity, command: list[str], grace
 def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
     """(id, folder) for all that Ray writes in this node's part of a run.
 
-    The folder belongs to this user alone, has a record that the run is alive, and is removed with the run or, where that was
-    killed, by the next. Raises: PreflightError where there is no place for it.
+    The folder belongs to this user alone, has a record that the run is alive, and is removed with
+    the run or, where that was killed, by the next. Raises: PreflightError where there is no place
+    for it.
     """
     run_id = new_run_id()
     fitting = (place for place in up_places(environ) if len(os.fsencode(place)) <= _LONGEST_PLACE)
@@ -168,7 +263,8 @@ def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
                 undo.callback(_remove_folder, folder)
         except OSError as error:
             raise PreflightError(
-                f"there is no place for Ray's files and the record of the run (in {folder.parent}): {error}. Name a folder "
+                "there is no place for Ray's files and the record of the run (in "
+                f"{folder.parent}): {error}. Name a folder "
                 "that can be written to by TMPDIR, and by RAY_TMPDIR if that is set"
             ) from error
         yield run_id, folder
@@ -186,21 +282,32 @@ def keep_logs(run_id: str, folder: Path, report: StatusPrinter) -> None:
             try:
                 make_log_dir(kept, run_id)
                 shutil.move(path, kept / path.name)
-            except OSError as error:  # such as a full disk; the exit code is of the run, and not of its logs
+            except OSError as error:
+                # such as a full disk; the exit code is of the run, and not of its logs
                 report(f"Ray's logs of this node cannot be kept in {kept}: {error}")
                 return
     if kept.exists():
         report(f"Ray's logs of this node are kept in {kept}")
 
 
-def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list[str], run_id: str, folder: Path) -> NodePlan:
-    """Make the plan for this node; see NodePlan for the arguments. Raises: PreflightError when it cannot take part."""
+def make_plan(
+    options: argparse.Namespace,
+    identity: NodeIdentity,
+    command: list[str],
+    run_id: str,
+    folder: Path,
+) -> NodePlan:
+    """Make the plan for this node; see NodePlan for the arguments. Raises: PreflightError when it
+    cannot take part.
+    """
     address, interface = node_address(identity, options.interface)
     alone = identity.count == 1
     port = options.port or (0 if alone else HEAD_PORTS[0])
     control_port = 0 if alone else options.control_port or port + 1
     if port and port == control_port:
-        raise PreflightError(f"--port and --control-port are both {port}: the head listens on each, so name two")
+        raise PreflightError(
+            f"--port and --control-port are both {port}: the head listens on each, so name two"
+        )
     for number, what, flag in (
         (port, "of the head's Ray", "--port"),
         (control_port, "on which the nodes' supervisors meet", "--control-port"),
@@ -217,7 +324,8 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
     num_devices = int(resources.get(kind, 0))
     if options.gpus is not None and options.gpus != num_devices:
         raise PreflightError(
-            f"{options.gpus} accelerators are expected on this node (--gpus) and {num_devices} are found: look at the driver "
+            f"{options.gpus} accelerators are expected on this node (--gpus) and {num_devices} "
+            "are found: look at the driver "
             "(nvidia-smi, npu-smi), the visibility variables, and what the container was given"
         )
     local = of_address(address, interface, chosen=bool(options.interface))
@@ -234,11 +342,17 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
         num_devices=num_devices,
         device_kind=kind,
         resources=resources,
-        store_bytes=object_store_bytes(options.object_store, memory_available(os.environ), shutil.disk_usage("/dev/shm").free),
+        store_bytes=object_store_bytes(
+            options.object_store, memory_available(os.environ), shutil.disk_usage("/dev/shm").free
+        ),
         cluster_settings=variables(defaults, os.environ, given),
         node_settings=[
             *variables((*NODE_DEFAULTS, *local), os.environ, given),
-            *(Setting(name, value, source="--env") for name, value in given.items() if name not in known),
+            *(
+                Setting(name, value, source="--env")
+                for name, value in given.items()
+                if name not in known
+            ),
         ],
         run_id=run_id,
         timeout_s=options.timeout,
@@ -253,10 +367,15 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
 
 def _outline(plan: NodePlan) -> str:
     settings = (*plan.cluster_settings, *plan.node_settings)
-    own = [f"{each.name}={masked(each.name, each.value)}" for each in settings if each.source != "default"]
+    own = [
+        f"{each.name}={masked(each.name, each.value)}"
+        for each in settings
+        if each.source != "default"
+    ]
     kind = f"your own settings: {', '.join(own)}" if own else "default settings"
     return (
-        f"address {plan.address}, {_amounts(plan)}, object store {size(plan.store_bytes)}; {kind} (--show-settings shows all)"
+        f"address {plan.address}, {_amounts(plan)}, object store {size(plan.store_bytes)}; "
+        f"{kind} (--show-settings shows all)"
     )
 
 
@@ -266,19 +385,19 @@ def _amounts(plan: NodePlan) -> str:
 
 def describe(plan: NodePlan) -> str:
     identity = plan.identity
-    return "\n".join(
-        [
-            f"node {identity.rank} of {identity.count} ({identity.launcher}), address {plan.address}",
-            f"Ray is told of {_amounts(plan)}",
-            f"object store {size(plan.store_bytes)}",
-            "",
-            "the same on all nodes, as the head has it:",
-            shown(plan.cluster_settings),
-            "",
-            "on this node:",
-            shown(plan.node_settings),
-        ]
-    )
+    place = f"node {identity.rank} of {identity.count} ({identity.launcher})"
+    lines = [
+        f"{place}, address {plan.address}",
+        f"Ray is told of {_amounts(plan)}",
+        f"object store {size(plan.store_bytes)}",
+        "",
+        "the same on all nodes, as the head has it:",
+        shown(plan.cluster_settings),
+        "",
+        "on this node:",
+        shown(plan.node_settings),
+    ]
+    return "\n".join(lines)
 
 
 def _tls() -> bool:
@@ -297,7 +416,9 @@ def _secret(path: str | None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise PreflightError(f"--token-file {path}: {error}") from error
     if not secret:
-        raise PreflightError(f"--token-file {path} is empty; make one with: openssl rand -hex 32 > {path}")
+        raise PreflightError(
+            f"--token-file {path} is empty; make one with: openssl rand -hex 32 > {path}"
+        )
     return secret
 
 
@@ -312,47 +433,65 @@ def versions() -> dict[str, str]:
     try:
         ray = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError as error:
-        raise PreflightError("Ray is not installed on this node: pip install 'helmsman[ray]'") from error
+        raise PreflightError(
+            "Ray is not installed on this node: pip install 'helmsman[ray]'"
+        ) from error
     return {"python": platform.python_version(), "ray": ray, "helmsman": __version__}
 
 
 def node_address(identity: NodeIdentity, interface: str) -> tuple[str, str]:
-    """The IPv4 address by which other nodes reach this one, and its interface, '' where that cannot be known.
+    """The IPv4 address by which other nodes reach this one, and its interface, '' where that cannot
+    be known.
 
-    By ``interface`` when it is given, else by the route to the head; the head's own is the one by which the others know it.
-    Raises: PreflightError where there is none, or where only this host could use it.
+    By ``interface`` when it is given, else by the route to the head; the head's own is the one by
+    which the others know it. Raises: PreflightError where there is none, or where only this host
+    could use it.
     """
     interfaces = _interfaces()
-    described = ", ".join(f"{name} {address or 'without address'}" for name, address in interfaces.items()) or "none"
+    described = (
+        ", ".join(f"{name} {address or 'without address'}" for name, address in interfaces.items())
+        or "none"
+    )
     if interface:
         address = interfaces.get(interface, "")
         if not address:
             raise PreflightError(
-                f"--interface {interface!r} is no interface of this node with an IPv4 address; it has {described}"
+                f"--interface {interface!r} is no interface of this node with an IPv4 address; it "
+                f"has {described}"
             )
     elif identity.count == 1:
         address = address_towards("")
         address = address if address and ":" not in address else "127.0.0.1"
     else:
         address = address_towards(identity.head)
-        if identity.rank == 0 and address.startswith("127."):  # many hosts have their own name there
+        if identity.rank == 0 and address.startswith("127."):
+            # many hosts have their own name there
             address = address_towards("")
     if identity.count > 1 and (problem := _why_unreachable(address, identity)):
         raise PreflightError(
-            f"{problem}; it has {described}. Name an interface with an IPv4 address that leads to the other nodes with "
+            f"{problem}; it has {described}. Name an interface with an IPv4 address that leads to "
+            "the other nodes with "
             "--interface, or the head's address with --head"
         )
-    return address, interface or next((name for name, own in interfaces.items() if own == address), "")
+    return address, interface or next(
+        (name for name, own in interfaces.items() if own == address), ""
+    )
 
 
 def _why_unreachable(address: str, identity: NodeIdentity) -> str:
     if not address:
         whom = f"to the head {identity.head}" if identity.rank else "to anywhere"
-        return f"this node has no route {whom}, and the {identity.count - 1} other nodes must reach it"
+        return (
+            f"this node has no route {whom}, and the {identity.count - 1} other nodes must reach it"
+        )
     if ":" in address:
         return f"this node's address would be {address}, and nodes meet by IPv4 alone"
     if address.startswith("127."):
-        why = f" (the head's name {identity.head!r} means this very host here)" if identity.rank else ""
+        why = (
+            f" (the head's name {identity.head!r} means this very host here)"
+            if identity.rank
+            else ""
+        )
         return f"this node's address would be {address}, which no other host can reach{why}"
     return ""
 
@@ -364,29 +503,42 @@ def _interfaces() -> dict[str, str]:
         for _, name in socket.if_nameindex():
             found[name] = ""
             with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))
+                answer = fcntl.ioctl(
+                    probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15])
+                )
                 found[name] = socket.inet_ntoa(answer[20:24])
     return found
 
 
 def require_port(port: int, what: str, flag: str, *, listens: bool) -> None:
-    """Raise PreflightError where a number is no port, or is taken (naming the program) and this node is to listen on it."""
+    """Raise PreflightError where a number is no port, or is taken (naming the program) and this
+    node is to listen on it.
+    """
     if not 0 < port < 1 << 16:
-        raise PreflightError(f"port {port}, {what}, is none: they go from 1 to 65535. Choose another by {flag}")
+        raise PreflightError(
+            f"port {port}, {what}, is none: they go from 1 to 65535. Choose another by {flag}"
+        )
     reason = bind_error(port) if listens else 0
     if reason == errno.EADDRINUSE:
         raise PreflightError(
-            f"port {port}, {what}, is held by {_holder(port)}. End that, or choose another by {flag}, the same on all nodes"
+            f"port {port}, {what}, is held by {_holder(port)}. End that, or choose another by "
+            f"{flag}, the same on all nodes"
         )
     if reason:
-        raise PreflightError(f"port {port}, {what}, cannot be had: {os.strerror(reason)}; choose another by {flag}")
+        raise PreflightError(
+            f"port {port}, {what}, cannot be had: {os.strerror(reason)}; choose another by {flag}"
+        )
 
 
 def _holder(port: int) -> str:
     inode = _inode_of_listener(port)
     found = _owner_of(inode) if inode else None
     if found is None:
-        kind = "a program that speaks gRPC, most likely the head of another Ray cluster" if _speaks_grpc(port) else "a program"
+        kind = (
+            "a program that speaks gRPC, most likely the head of another Ray cluster"
+            if _speaks_grpc(port)
+            else "a program"
+        )
         return f"{kind}, of another user or container"
     pid, command = found
     program = os.path.basename(command.partition(" ")[0])
@@ -414,7 +566,9 @@ def _owner_of(inode: str) -> tuple[int, str] | None:
             for fd in os.listdir(f"/proc/{entry}/fd"):
                 if os.readlink(f"/proc/{entry}/fd/{fd}") == f"socket:[{inode}]":
                     with open(f"/proc/{entry}/cmdline", "rb") as file:
-                        return int(entry), file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+                        return int(entry), file.read().replace(b"\0", b" ").decode(
+                            errors="replace"
+                        ).strip()
     return None
 
 

@@ -3,11 +3,13 @@
     NOBODY --> TRAINER <--> NOBODY <--> ROLLOUT
 
     to_training   the rollout sleeps, the trainer wakes
-    to_rollout    the trainer sleeps, the rollout wakes for weights, gets them from the trainer's hosts, wakes for its cache
+    to_rollout    the trainer sleeps, the rollout wakes for weights, gets them from the
+                  trainer's hosts, wakes for its cache
 
-A side wakes when the other sleeps, so no device ever has to hold both. The weights go from a trainer that sleeps, which brings
-one parameter at a time onto its devices. Whatever fails in between, the devices are nobody's then, and the next hand-over, in
-either direction, begins with putting the other side to sleep.
+A side wakes when the other sleeps, so no device ever has to hold both. The weights go from a
+trainer that sleeps, which brings one parameter at a time onto its devices. Whatever fails in
+between, the devices are nobody's then, and the next hand-over, in either direction, begins with
+putting the other side to sleep.
 """
 
 from __future__ import annotations
@@ -57,17 +59,20 @@ class Owner(Enum):
 class Turns:
     """Gives the devices that a trainer and a rollout share to one of them at a time.
 
-    A call that needs them out of turn raises DevicesNotOwnedError; one that finds no room on them raises DeviceMemoryError,
-    with both sides' figures. Methods whose names begin with ``a`` are awaited, from any event loop; the others block.
+    A call that needs them out of turn raises DevicesNotOwnedError; one that finds no room on them
+    raises DeviceMemoryError, with both sides' figures. Methods whose names begin with ``a`` are
+    awaited, from any event loop; the others block.
 
     Args:
-        trainer, rollout: initialized. Where they do not fit beside each other at the start, put the trainer to sleep before the
-            rollout is initialized.
+        trainer, rollout: initialized. Where they do not fit beside each other at the start, put the
+            trainer to sleep before the rollout is initialized.
         sync: how weights get from one to the other; by memory when None.
-        level: at which the rollout sleeps: 2 drops weights that the next hand-over brings anyway, 1 keeps them on the hosts.
-        in_flight: what becomes of the rollout's requests when the trainer's turn comes; see RolloutController.sleep.
-        hold_requests: requests that come out of turn wait for the rollout's turn instead of being refused: for a script that
-            hands over in another task than the one that waits for them.
+        level: at which the rollout sleeps: 2 drops weights that the next hand-over brings anyway, 1
+            keeps them on the hosts.
+        in_flight: what becomes of the rollout's requests when the trainer's turn comes; see
+            RolloutController.sleep.
+        hold_requests: requests that come out of turn wait for the rollout's turn instead of being
+            refused: for a script that hands over in another task than the one that waits for them.
         timeout: seconds for a hand-over; the scheduler's ``timeouts.call_s`` when None.
     """
 
@@ -105,17 +110,19 @@ class Turns:
     async def ato_training(self) -> None:
         """Give the devices to the trainer. Nothing happens when it has them.
 
-        Raises: RequestsInFlightError, after which they are still the rollout's; DeviceMemoryError; as sleep and wake.
+        Raises: RequestsInFlightError, after which they are still the rollout's; DeviceMemoryError;
+            as sleep and wake.
         """
         await run_async(self._to_training())
 
     to_training = blocking(ato_training)
 
     async def ato_rollout(self) -> SyncReport | None:
-        """Give the devices to the rollout, with the trainer's weights. Nothing happens when it has them.
+        """Give the devices to the rollout, with the trainer's weights. Nothing happens when it has
+        them.
 
-        Returns: what was brought; None when the rollout had the devices. Raises: DeviceMemoryError; as sleep, wake and
-            WeightSync.push.
+        Returns: what was brought; None when the rollout had the devices. Raises: DeviceMemoryError;
+            as sleep, wake and WeightSync.push.
         """
         return await run_async(self._to_rollout())
 
@@ -123,7 +130,9 @@ class Turns:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """A block that is the trainer's turn; the devices stay the trainer's until somebody else's turn begins."""
+        """A block that is the trainer's turn; the devices stay the trainer's until somebody else's
+        turn begins.
+        """
         self.to_training()
         yield
 
@@ -178,7 +187,9 @@ class Turns:
         verb = "to_training()" if wanted is Owner.TRAINER else "to_rollout()"
         block = "training()" if wanted is Owner.TRAINER else "rollout()"
         next_step = f"Call {verb} of its Turns first, or do it in a block 'with turns.{block}:'."
-        raise DevicesNotOwnedError(role=role, method=method, owner=self._whose(), next_step=next_step)
+        raise DevicesNotOwnedError(
+            role=role, method=method, owner=self._whose(), next_step=next_step
+        )
 
     async def explain(self, error: BaseException) -> None:
         """Raise DeviceMemoryError from an error that comes from devices without room."""
@@ -195,7 +206,9 @@ class Turns:
         ) from error
 
     def make_room(self) -> None:
-        """Have the devices free for a trainer that is rebuilt, whose they are then. Raises: as to_training."""
+        """Have the devices free for a trainer that is rebuilt, whose they are then. Raises: as
+        to_training.
+        """
         run_sync(self._make_room())
 
     async def _make_room(self) -> None:
@@ -204,7 +217,9 @@ class Turns:
             self.owner = Owner.TRAINER
 
     async def _have_rollout_sleep(self, limit_s: float) -> None:
-        """The devices are nobody's then; they are still whose they were when requests have not ended, as it stays awake."""
+        """The devices are nobody's then; they are still whose they were when requests have not
+        ended, as it stays awake.
+        """
         before, self.owner = self.owner, Owner.NOBODY
         try:
             await self._rollout.asleep(self._level, self._in_flight, limit_s)
@@ -233,10 +248,14 @@ class Turns:
         scheduler = self._trainer.scheduler
         async with asyncio.timeout(_PROBE_LIMIT_S):
             try:
-                return await scheduler.async_call_engine(worker_id, "figures", _PROBE_NAME, timeout=_PROBE_LIMIT_S)
+                return await scheduler.async_call_engine(
+                    worker_id, "figures", _PROBE_NAME, timeout=_PROBE_LIMIT_S
+                )
             except EngineNotFoundError:  # its worker was restarted since
                 await self._install_probe(worker_id)
-                return await scheduler.async_call_engine(worker_id, "figures", _PROBE_NAME, timeout=_PROBE_LIMIT_S)
+                return await scheduler.async_call_engine(
+                    worker_id, "figures", _PROBE_NAME, timeout=_PROBE_LIMIT_S
+                )
 
     def _worker_ids(self) -> list[str]:
         """Of both sides; of one that is closed, none."""
@@ -248,9 +267,12 @@ class Turns:
 
     async def _install_probes(self) -> None:
         """Now, as an engine's thread that is busy would keep one waiting later on."""
-        outcomes = await asyncio.gather(*map(self._install_probe, self._worker_ids()), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *map(self._install_probe, self._worker_ids()), return_exceptions=True
+        )
         for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, CallError):  # a dead worker has no figures
+            if isinstance(outcome, BaseException) and not isinstance(outcome, CallError):
+                # a dead worker has no figures
                 raise outcome
 
     async def _install_probe(self, worker_id: str) -> None:
@@ -259,15 +281,25 @@ class Turns:
 
 
 def _first_line(error: Any) -> str:
-    return str(error).split("\n", 1)[0] or f"as it gave no answer within {_PROBE_LIMIT_S:g} s ({type(error).__name__})"
+    return (
+        str(error).split("\n", 1)[0]
+        or f"as it gave no answer within {_PROBE_LIMIT_S:g} s ({type(error).__name__})"
+    )
 
 
 def _no_room(error: BaseException) -> EngineCallError | None:
     """What says of a device that it is full, in an error or what it gathers."""
     if isinstance(error, GroupCallError):
-        return next((found for each in error.errors.values() if (found := _no_room(each)) is not None), None)
+        return next(
+            (found for each in error.errors.values() if (found := _no_room(each)) is not None), None
+        )
     if isinstance(error, EngineCallError):
-        return error if error.remote_type.endswith("OutOfMemoryError") or _NO_ROOM.search(error.remote_message) else None
+        return (
+            error
+            if error.remote_type.endswith("OutOfMemoryError")
+            or _NO_ROOM.search(error.remote_message)
+            else None
+        )
     if isinstance(error, HelmsmanError) and error.__cause__ is not None:
         return _no_room(error.__cause__)
     return None

@@ -15,7 +15,7 @@ class Health(Enum):
     HEALTHY <--> SUSPECT                     probes that are late, and one that is answered
        |  ^         |
        |  |         v
-       |  |       DEAD --> RESTARTING --> STALE      a new process, with the weights it was built with
+       |  |       DEAD --> RESTARTING --> STALE   a new process, with the weights it was built with
        |  |         ^          |            |
        |  |         +----------+------------+
        |  '------ a completed weight update |
@@ -48,9 +48,13 @@ class Event(Enum):
     LATE = "late"
     """A probe has been without an answer for ``suspect_s``."""
     LOST = "lost"
-    """Its process has ended, or those of its engine, or a probe has been without an answer for ``dead_s``."""
+    """Its process has ended, or those of its engine, or a probe has been without an answer for
+    ``dead_s``.
+    """
     LEFT = "left"
-    """It is about to go, as its node is, and has nothing any more: it is given up, to be rebuilt elsewhere."""
+    """It is about to go, as its node is, and has nothing any more: it is given up, to be rebuilt
+    elsewhere.
+    """
     RESTART = "restart"
     RESTARTED = "restarted"
     UPDATED = "updated"
@@ -67,7 +71,11 @@ TRANSITIONS: Mapping[Health, Mapping[Event, Health]] = MappingProxyType(
         _H.SUSPECT: {**_ALIVE, _E.ANSWERED: _H.HEALTHY, _E.LATE: _H.SUSPECT},
         _H.STALE: {**_ALIVE, _E.ANSWERED: _H.STALE, _E.LATE: _H.STALE},
         _H.DEAD: {**dict.fromkeys((*_LATE_NEWS, _E.LOST), _H.DEAD), _E.RESTART: _H.RESTARTING},
-        _H.RESTARTING: {**dict.fromkeys(_LATE_NEWS, _H.RESTARTING), _E.LOST: _H.DEAD, _E.RESTARTED: _H.STALE},
+        _H.RESTARTING: {
+            **dict.fromkeys(_LATE_NEWS, _H.RESTARTING),
+            _E.LOST: _H.DEAD,
+            _E.RESTARTED: _H.STALE,
+        },
     }
 )
 """State -> event -> following state; an event that is missing cannot happen in the state."""
@@ -84,10 +92,12 @@ class SupervisionPolicy(ProbePolicy, frozen=True, kw_only=True):
     """When an instance is suspected, given up and rebuilt. Times in seconds."""
 
     suspect_s: float = 10.0
-    """A probe that is not answered for so long makes it suspect: it gets nothing new, and keeps what it has."""
+    """A probe that is not answered for so long makes it suspect: it gets nothing new, and keeps
+    what it has.
+    """
     max_restarts: int = 3
-    """Within ``restart_window_s``; beyond them it stays dead until the window has room. The first one after it was left in time
-    is not counted."""
+    """Within ``restart_window_s``; beyond them it stays dead until the window has room. The first
+    one after it was left in time is not counted."""
     restart_window_s: float = 3600.0
     restart_pause_s: float = 1.0
     """Before the first restart; doubled with each more within the window."""
@@ -95,7 +105,8 @@ class SupervisionPolicy(ProbePolicy, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 < self.probe_every_s <= self.suspect_s < self.dead_s:
             raise ValueError(
-                f"probe_every_s {self.probe_every_s:g}, suspect_s {self.suspect_s:g} and dead_s {self.dead_s:g} must be in "
+                f"probe_every_s {self.probe_every_s:g}, suspect_s {self.suspect_s:g} and dead_s "
+                f"{self.dead_s:g} must be in "
                 "this order, and above 0"
             )
         if self.max_restarts < 0:

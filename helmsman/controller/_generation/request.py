@@ -25,7 +25,7 @@ class RequestState(Enum):
     QUEUED -> ADMITTED -> RUNNING ----------------------------------------'
       |  ^________|          |
       |                      +--> DONE      it came to its end
-      +----------------------+--> PARTIAL   aborted, with the tokens it had, of this attempt or of earlier ones
+      +----------------------+--> PARTIAL   aborted, with the tokens it had, of any attempt
       +----------------------+--> ABORTED   aborted, without any
       +----------------------+--> FAILED    an error, or its deadline
     """
@@ -74,12 +74,16 @@ _numbers = itertools.count()
 
 
 class Ticket:
-    """A request between its submission and its end. Used on one event loop; its future from any thread."""
+    """A request between its submission and its end. Used on one event loop; its future from any
+    thread.
+    """
 
     def __init__(self, request: GenerationRequest, options: RequestOptions) -> None:
         self.request, self.options = request, options
         self.future: Future[GenerationResult] = Future()
-        """PENDING while queued, when it can be cancelled; RUNNING once it was sent, when only abort ends it early."""
+        """PENDING while queued, when it can be cancelled; RUNNING once it was sent, when only abort
+        ends it early.
+        """
         self.state = RequestState.QUEUED
         self.number = next(_numbers)
         self.instance: Instance | None = None
@@ -93,7 +97,9 @@ class Ticket:
         self.is_recalled = False
         """Whether its instance was asked to give it back, to be continued elsewhere."""
         self.together: Sequence[Ticket] = ()
-        """Samples of the same prompt, this one included, which an instance is given by one call; none where it goes alone."""
+        """Samples of the same prompt, this one included, which an instance is given by one call;
+        none where it goes alone.
+        """
         self._pieces: list[GenerationResult] = []
 
     @property
@@ -114,10 +120,14 @@ class Ticket:
     def num_tokens(self) -> int:
         """What it weighs: tokens that it holds, and those that are likely to come."""
         expected = self.options.expected_tokens
-        return len(self.request.prompt_ids) + (self.request.sampling.max_new_tokens if expected is None else expected)
+        return len(self.request.prompt_ids) + (
+            self.request.sampling.max_new_tokens if expected is None else expected
+        )
 
     def transition(self, state: RequestState) -> None:
-        """Go on to the next state. Raises: AssertionError for one that cannot follow, which would be a defect of ours."""
+        """Go on to the next state. Raises: AssertionError for one that cannot follow, which would
+        be a defect of ours.
+        """
         assert state in TRANSITIONS[self.state], f"{self.request_id}: {self.state} -> {state}"
         self.state = state
 
@@ -144,7 +154,9 @@ class Ticket:
         return "length" if self.num_kept >= self.request.sampling.max_new_tokens else None
 
     def to_send(self) -> GenerationRequest:
-        """What the next attempt is asked: to continue the prompt and all tokens so far, up to what is left of the limit."""
+        """What the next attempt is asked: to continue the prompt and all tokens so far, up to what
+        is left of the limit.
+        """
         if not self._pieces:
             return self.request
         tokens = [token for piece in self._pieces for token in piece.token_ids]
@@ -158,8 +170,12 @@ class Ticket:
             num_generated=self.request.num_generated + len(tokens),
         )
 
-    def merged(self, last: GenerationResult | None, stop_reason: StopReason | None = None) -> GenerationResult:
-        """The tokens of all attempts as one result, each with its log-probability and the version that made it."""
+    def merged(
+        self, last: GenerationResult | None, stop_reason: StopReason | None = None
+    ) -> GenerationResult:
+        """The tokens of all attempts as one result, each with its log-probability and the version
+        that made it.
+        """
         pieces = [*self._pieces, *([last] if last is not None else [])]
         return GenerationResult(
             request_id=self.request_id,
@@ -186,10 +202,12 @@ class Instance:
     """Marks of those who want it to get nothing more."""
     outstanding_tokens: int = 0
     last_turn: int = 0
-    """Grows with each request that any instance is given: where it is smaller, the last one was given longer ago."""
+    """Grows with each request that any instance is given: where it is smaller, the last one was
+    given longer ago.
+    """
     tickets: dict[Ticket, None] = field(default_factory=dict)
-    """Requests that it has, admitted or running, in the order in which it was given them: a set's order would differ from one
-    run to the next, and with it what follows on a virtual clock."""
+    """Requests that it has, admitted or running, in the order in which it was given them: a set's
+    order would differ from one run to the next, and with it what follows on a virtual clock."""
 
     @property
     def num_in_flight(self) -> int:
@@ -206,7 +224,8 @@ class Instance:
 
     def has_room_for(self, num: int) -> bool:
         """Whether it serves, and may be given so many more, or as many as it ever may be."""
-        # The full ones first: under load they are most of them, and each is asked whenever a request may be given out.
+        # The full ones first: under load they are most of them, and each is asked whenever a
+        # request may be given out.
         return len(self.tickets) + min(num, self.capacity) <= self.capacity and self.serves
 
     def take(self, ticket: Ticket) -> None:
@@ -244,12 +263,16 @@ _SPARE_ENTRIES = 64
 
 
 class WaitingRequests:
-    """A set of tickets that knows its first one. What leaves it costs no search, wherever it stands."""
+    """A set of tickets that knows its first one. What leaves it costs no search, wherever it
+    stands.
+    """
 
     def __init__(self) -> None:
         self._tickets: dict[Ticket, None] = {}
         self._heap: list[tuple[tuple[int, int], Ticket]] = []
-        """Of all tickets, some of them twice, and of some that no longer wait: not more than about as many."""
+        """Of all tickets, some of them twice, and of some that no longer wait: not more than about
+        as many.
+        """
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -279,7 +302,9 @@ class WaitingRequests:
         return None
 
     def pass_over(self) -> Ticket:
-        """Leave out the first one, of which there must be one, until put_back at most; it goes on waiting. Returns it."""
+        """Leave out the first one, of which there must be one, until put_back at most; it goes on
+        waiting. Returns it.
+        """
         return heapq.heappop(self._heap)[1]
 
     def put_back(self, tickets: Iterable[Ticket]) -> None:

@@ -1,4 +1,6 @@
-"""RequestFlow: the way of a request from the queue to an instance, back to the queue where that must be, and to its one end."""
+"""RequestFlow: the way of a request from the queue to an instance, back to the queue where that
+must be, and to its one end.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,24 @@ from helmsman.controller._generation.routing import LeastOutstandingTokens, Rout
 
 class Backend(Protocol):
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
-        """Have an instance continue a prompt. Raises InstanceLostError when the instance has gone, or was never reached: it is
-        taken for dead then, with all that it has, until set_health says otherwise."""
+        """Have an instance continue a prompt. Raises InstanceLostError when the instance has gone,
+        or was never reached: it is taken for dead then, with all that it has, until set_health says
+        otherwise."""
 
-    async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> Sequence[GenerationResult]:
-        """As generate, for several samples of one prompt; their results in order, when all have ended. Asked only for requests
-        that were put ``together``."""
+    async def generate_samples(
+        self, instance_id: str, requests: Sequence[GenerationRequest]
+    ) -> Sequence[GenerationResult]:
+        """As generate, for several samples of one prompt; their results in order, when all have
+        ended. Asked only for requests that were put ``together``."""
 
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
         """End these requests there early; ``generate`` then returns what each has."""
 
 
 class RequestFlow:
-    """Moves the requests of a GenerateScheduler, which decides what comes in, which instances there are and what ends early."""
+    """Moves the requests of a GenerateScheduler, which decides what comes in, which instances there
+    are and what ends early.
+    """
 
     def __init__(
         self,
@@ -48,7 +55,9 @@ class RequestFlow:
         self._max_in_flight = max_in_flight
         self._why_hopeless = why_hopeless
         self.instances: dict[str, Instance] = {}
-        self.on_lost: Callable[[str, Exception], None] = lambda id_, error: self.set_health(id_, Health.DEAD, error)
+        self.on_lost: Callable[[str, Exception], None] = lambda id_, error: self.set_health(
+            id_, Health.DEAD, error
+        )
         """Told of an instance that a call has found to be gone."""
         self.waiting = WaitingRequests()
         self.open: dict[str, Ticket] = {}
@@ -60,14 +69,16 @@ class RequestFlow:
         self._timers: dict[Ticket, asyncio.TimerHandle] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        """Set for a moment whenever an instance has one request less, one less waits, or an instance serves again."""
+        """Set for a moment whenever an instance has one request less, one less waits, or an
+        instance serves again.
+        """
         self.suspended: set[str] = set()
         self.expected_version: int | None = None
         """Of the weights that were the last to be on their way to the instances."""
         self.closed = ""
         """Why it takes no requests."""
 
-    # --- to an instance ---------------------------------------------------------------------------------------------------
+    # --- to an instance ---------------------------------------------------------------------------
 
     def enter(self, ticket: Ticket, kept: GenerationResult | None) -> None:
         """Take a request in, with the tokens that it goes on from; pump is to follow."""
@@ -85,12 +96,21 @@ class RequestFlow:
         if self.waiting and (reason := self.why_none_serves()) is not None:
             self._fail_waiting(reason)
         held: list[Ticket] = []
-        while self.waiting and not self.suspended and self._room() > 0 and (ticket := self.waiting.first()) is not None:
+        while (
+            self.waiting
+            and not self.suspended
+            and self._room() > 0
+            and (ticket := self.waiting.first()) is not None
+        ):
             if ticket.future.cancelled():
                 self._end_cancelled(ticket)
                 continue
             samples = self._group_members(ticket)[: self._max_in_flight]
-            able = [instance for instance in self.instances.values() if instance.has_room_for(len(samples))]
+            able = [
+                instance
+                for instance in self.instances.values()
+                if instance.has_room_for(len(samples))
+            ]
             if not able or self._room() < len(samples):
                 break
             if not (fit := self._fresh_enough(ticket, able)):
@@ -100,10 +120,13 @@ class RequestFlow:
                 chosen = self._policy.choose(ticket, fit)
                 if chosen not in fit:
                     raise ValueError(
-                        f"{type(self._policy).__name__}.choose gave {getattr(chosen, 'instance_id', chosen)!r} for request "
-                        f"{ticket.request_id!r}; expected one of the {len(fit)} instances that it was given"
+                        f"{type(self._policy).__name__}.choose gave "
+                        f"{getattr(chosen, 'instance_id', chosen)!r} for request "
+                        f"{ticket.request_id!r}; expected one of the {len(fit)} instances that it "
+                        "was given"
                     )
-            except Exception as error:  # noqa: BLE001 - a policy may be the user's, and its error is this request's alone
+            # A policy may be the user's, and its error is this request's alone
+            except Exception as error:  # noqa: BLE001
                 self._end(ticket, RequestState.FAILED, error)
             else:
                 self._admit(samples[: chosen.capacity], chosen)
@@ -113,9 +136,12 @@ class RequestFlow:
         """Those by which the weights of a sample do not go back."""
         if ticket.newest_version is None or self.expected_version is None:
             return able
-        # What is newer than all that was ever expected was made by weights that instances were built with, and will not come.
+        # What is newer than all that was ever expected was made by weights that instances were
+        # built with, and will not come.
         least = min(ticket.newest_version, self.expected_version)
-        return [instance for instance in able if instance.version is None or instance.version >= least]
+        return [
+            instance for instance in able if instance.version is None or instance.version >= least
+        ]
 
     def _fail_waiting(self, reason: Exception) -> None:
         for ticket in list(self.waiting):
@@ -127,10 +153,16 @@ class RequestFlow:
 
     def why_none_serves(self) -> Exception | None:
         """Why no instance serves or will; None while one does or may."""
-        return None if any(instance.health.serves for instance in self.instances.values()) else self._why_hopeless()
+        return (
+            None
+            if any(instance.health.serves for instance in self.instances.values())
+            else self._why_hopeless()
+        )
 
     def _group_members(self, ticket: Ticket) -> list[Ticket]:
-        """Those that wait and can be sent by the same call as one that does, which is the first of them."""
+        """Those that wait and can be sent by the same call as one that does, which is the first of
+        them.
+        """
         if ticket.num_kept:
             return [ticket]
         others = (each for each in ticket.together if each is not ticket and each in self.waiting)
@@ -149,8 +181,13 @@ class RequestFlow:
         call.add_done_callback(self._calls.discard)
 
     async def _run(self, samples: Sequence[Ticket], instance: Instance) -> None:
-        # A turn of the loop later: requests may have ended, or the instance been left, or everything been suspended.
-        admitted = [each for each in samples if each.instance is instance and each.state is RequestState.ADMITTED]
+        # A turn of the loop later: requests may have ended, or the instance been left, or
+        # everything been suspended.
+        admitted = [
+            each
+            for each in samples
+            if each.instance is instance and each.state is RequestState.ADMITTED
+        ]
         if self.suspended or not instance.serves:
             for ticket in admitted:
                 self.requeue(ticket)
@@ -165,7 +202,8 @@ class RequestFlow:
             ticket.sent_to = instance.instance_id
             ticket.num_attempts += 1
             attempts[ticket] = ticket.num_attempts
-        if len(attempts) < len(admitted):  # there is room again; soon, since what that causes must not come before the call
+        if len(attempts) < len(admitted):
+            # there is room again; soon, since what that causes must not come before the call
             asyncio.get_running_loop().call_soon(self.pump)
         lost: InstanceLostError | None = None
         outcomes = await self._outcomes(instance.instance_id, list(attempts)) if attempts else []
@@ -175,10 +213,13 @@ class RequestFlow:
                 if isinstance(outcome, InstanceLostError):
                     lost = outcome
         if lost is not None and instance.health.lives:
-            self.on_lost(instance.instance_id, lost)  # or the requests would go there again, and again
+            # or the requests would go there again, and again
+            self.on_lost(instance.instance_id, lost)
         self.pump()
 
-    async def _outcomes(self, instance_id: str, samples: Sequence[Ticket]) -> Sequence[GenerationResult | BaseException]:
+    async def _outcomes(
+        self, instance_id: str, samples: Sequence[Ticket]
+    ) -> Sequence[GenerationResult | BaseException]:
         """Send one request, or several by one call; the result or error of each."""
         requests = [ticket.to_send() for ticket in samples]
         answers: Sequence[object]
@@ -190,18 +231,20 @@ class RequestFlow:
             results = [answer for answer in answers if isinstance(answer, GenerationResult)]
             if not len(answers) == len(results) == len(requests):  # the engine may be the user's
                 raise TypeError(
-                    f"{instance_id} answered {samples[0].request_id!r} with {[type(answer).__name__ for answer in answers]}; "
+                    f"{instance_id} answered {samples[0].request_id!r} with "
+                    f"{[type(answer).__name__ for answer in answers]}; "
                     f"expected {len(requests)} GenerationResult"
                 )
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 self.close("its event loop has ended")  # nothing else cancels these tasks
             return [_cancelled_call(ticket, instance_id, error) for ticket in samples]
-        except BaseException as error:  # noqa: BLE001 - any error is the answer to these requests, and others must go on
+        # Any error is the answer to these requests, and others must go on
+        except BaseException as error:  # noqa: BLE001
             return [error] * len(samples)
         return results
 
-    # --- to the end -------------------------------------------------------------------------------------------------------
+    # --- to the end -------------------------------------------------------------------------------
 
     def _settle(self, ticket: Ticket, outcome: GenerationResult | BaseException) -> None:
         if isinstance(outcome, InstanceLostError):
@@ -222,8 +265,11 @@ class RequestFlow:
     def _settle_lost(self, ticket: Ticket, lost: InstanceLostError) -> None:
         ticket.num_losses += 1
         try:
-            is_retried = not ticket.is_aborted and not self.closed and self._retries.may_retry(ticket, lost)
-        except Exception as error:  # noqa: BLE001 - a policy may be the user's; the other requests of the instance go on
+            is_retried = (
+                not ticket.is_aborted and not self.closed and self._retries.may_retry(ticket, lost)
+            )
+        # A policy may be the user's; the other requests of the instance go on
+        except Exception as error:  # noqa: BLE001
             self._end(ticket, RequestState.FAILED, error)
             return
         if ticket.is_aborted:
@@ -231,12 +277,15 @@ class RequestFlow:
         elif is_retried:
             self.requeue(ticket)
         else:
-            self._end(ticket, RequestState.FAILED, lost.__cause__ or lost)  # what the instance died of says more
+            # what the instance died of says more
+            self._end(ticket, RequestState.FAILED, lost.__cause__ or lost)
 
     def end_aborted(self, ticket: Ticket, last: GenerationResult | None) -> None:
         """End a request early, with its tokens of earlier attempts and of the last one."""
         result = ticket.merged(last, "abort")
-        self._end(ticket, RequestState.PARTIAL if result.token_ids else RequestState.ABORTED, result)
+        self._end(
+            ticket, RequestState.PARTIAL if result.token_ids else RequestState.ABORTED, result
+        )
 
     def requeue(self, ticket: Ticket) -> None:
         """Back to the queue, to the place that its age gives it."""
@@ -257,7 +306,9 @@ class RequestFlow:
         self._changed.set()
         self._changed.clear()
 
-    def _end(self, ticket: Ticket, state: RequestState, outcome: GenerationResult | BaseException) -> None:
+    def _end(
+        self, ticket: Ticket, state: RequestState, outcome: GenerationResult | BaseException
+    ) -> None:
         ticket.transition(state)
         self._forget(ticket)
         if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
@@ -268,7 +319,9 @@ class RequestFlow:
             ticket.future.set_result(outcome)
 
     def _on_done(self, ticket: Ticket, loop: asyncio.AbstractEventLoop) -> None:
-        """Called in whichever thread ended the future; only a cancellation is not known here yet."""
+        """Called in whichever thread ended the future; only a cancellation is not known here
+        yet.
+        """
         if ticket.future.cancelled():
             loop.call_soon_threadsafe(self._cancelled, ticket)
 
@@ -335,24 +388,32 @@ class RequestFlow:
 
     def _lost(self, instance: Instance) -> InstanceLostError:
         why = instance.error
-        if isinstance(why, InstanceLostError):  # met by another request, which it may not have begun
-            return InstanceLostError(instance_id=instance.instance_id, reason=why.reason, may_have_begun=True)
-        lost = InstanceLostError(instance_id=instance.instance_id, reason=str(why or "it is dead"), may_have_begun=True)
+        if isinstance(why, InstanceLostError):
+            # met by another request, which it may not have begun
+            return InstanceLostError(
+                instance_id=instance.instance_id, reason=why.reason, may_have_begun=True
+            )
+        lost = InstanceLostError(
+            instance_id=instance.instance_id, reason=str(why or "it is dead"), may_have_begun=True
+        )
         lost.__cause__ = why
         return lost
 
-    # --- shared with the scheduler --------------------------------------------------------------------------------------------
+    # --- shared with the scheduler ----------------------------------------------------------------
 
     def abort_at(self, instance: Instance, tickets: Sequence[Ticket]) -> asyncio.Task[None]:
         """Have an instance give requests back, by a task that need not be awaited."""
 
         async def tell() -> None:
-            await self._backend.abort(instance.instance_id, [ticket.request_id for ticket in tickets])
+            await self._backend.abort(
+                instance.instance_id, [ticket.request_id for ticket in tickets]
+            )
 
         call = asyncio.get_running_loop().create_task(tell())
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        call.add_done_callback(lambda call: call.cancelled() or call.exception())  # retrieved, also where it is not awaited
+        # retrieved, also where it is not awaited
+        call.add_done_callback(lambda call: call.cancelled() or call.exception())
         return call
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -362,6 +423,8 @@ class RequestFlow:
 
 
 def _cancelled_call(ticket: Ticket, instance_id: str, cause: BaseException) -> HelmsmanError:
-    error = HelmsmanError(f"request {ticket.request_id!r}: the call to {instance_id} was cancelled.")
+    error = HelmsmanError(
+        f"request {ticket.request_id!r}: the call to {instance_id} was cancelled."
+    )
     error.__cause__ = cause
     return error

@@ -1,4 +1,6 @@
-"""Which requests go on at another instance when theirs is lost: policies as objects, the plainest first."""
+"""Which requests go on at another instance when theirs is lost: policies as objects, the plainest
+first.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,21 @@ class RetryPolicy(Protocol):
 
 
 class RetryUnbegun:
-    """Only what no instance has begun: the default for requests with effects outside, such as tools."""
+    """Only what no instance has begun: the default for requests with effects outside, such as
+    tools.
+    """
 
     def may_retry(self, ticket: Ticket, error: InstanceLostError) -> bool:
         return not error.may_have_begun
 
 
 class RetryGeneration:
-    """Anything, so many times: generation has no effect but its result, and only one result is ever delivered.
+    """Anything, so many times: generation has no effect but its result, and only one result is ever
+    delivered.
 
     Args:
-        max_attempts: of one request, not counting those that were taken back on purpose, by a recall or a drain.
+        max_attempts: of one request, not counting those that were taken back on purpose, by a
+            recall or a drain.
     """
 
     def __init__(self, max_attempts: int = 5) -> None:

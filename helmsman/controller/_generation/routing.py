@@ -19,8 +19,9 @@ class RoutingPolicy(Protocol):
 
 
 class LeastOutstandingTokens:
-    """The instance with the fewest tokens to come: held and expected ones of all requests that it has. Of equals, which an idle
-    cluster is full of, the one that was given a request longest ago."""
+    """The instance with the fewest tokens to come: held and expected ones of all requests that it
+    has. Of equals, which an idle cluster is full of, the one that was given a request longest
+    ago."""
 
     def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
         return min(able, key=lambda each: (each.outstanding_tokens, each.last_turn))
@@ -40,19 +41,30 @@ class RoundRobin:
 
 
 class _Affinity:
-    """Keeps what belongs together on one instance, while that is not overloaded (bounded loads, arXiv:1608.01350)."""
+    """Keeps what belongs together on one instance, while that is not overloaded (bounded loads,
+    arXiv:1608.01350).
+    """
 
     def __init__(self, load_factor: float, max_entries: int) -> None:
         if load_factor < 1.0:
-            raise ValueError(f"load_factor is {load_factor:g}; expected 1 or more: how far an instance may be above the mean")
+            raise ValueError(
+                f"load_factor is {load_factor:g}; expected 1 or more: how far an instance may be "
+                "above the mean"
+            )
         self._load_factor, self._max_entries = load_factor, max_entries
         self._homes: OrderedDict[str | bytes, str] = OrderedDict()
         self._spill = LeastOutstandingTokens()
 
-    def at_home(self, keys: Sequence[str | bytes], ticket: Ticket, able: Sequence[Instance]) -> Instance:
-        """The home of the first key that has one, if it can take the request; else the least loaded, which becomes the home."""
+    def at_home(
+        self, keys: Sequence[str | bytes], ticket: Ticket, able: Sequence[Instance]
+    ) -> Instance:
+        """The home of the first key that has one, if it can take the request; else the least
+        loaded, which becomes the home.
+        """
         by_id = {each.instance_id: each for each in able}
-        limit = self._load_factor * (sum(each.outstanding_tokens for each in able) / len(able) + ticket.num_tokens)
+        limit = self._load_factor * (
+            sum(each.outstanding_tokens for each in able) / len(able) + ticket.num_tokens
+        )
         for key in keys:
             home = by_id.get(self._homes.get(key, ""))
             if home is not None and home.outstanding_tokens + ticket.num_tokens <= limit:
@@ -68,15 +80,19 @@ class _Affinity:
 
 
 class PrefixAffinity:
-    """The instance that last had the longest known prefix of the prompt, whose cache may still hold it.
+    """The instance that last had the longest known prefix of the prompt, whose cache may still hold
+    it.
 
     Args:
         block_tokens: prefixes are compared in blocks of so many tokens, as caches keep them.
-        load_factor: an instance takes no more than so many times the mean load; what is beyond goes to the least loaded.
+        load_factor: an instance takes no more than so many times the mean load; what is beyond goes
+            to the least loaded.
         max_entries: prefixes that are remembered, the latest ones.
     """
 
-    def __init__(self, *, block_tokens: int = 64, load_factor: float = 1.25, max_entries: int = 100_000) -> None:
+    def __init__(
+        self, *, block_tokens: int = 64, load_factor: float = 1.25, max_entries: int = 100_000
+    ) -> None:
         if block_tokens < 1:
             raise ValueError(f"block_tokens is {block_tokens}; expected 1 or more")
         self._block_tokens = block_tokens
@@ -86,7 +102,9 @@ class PrefixAffinity:
         return self._affinity.at_home(self._prefixes(ticket.request.prompt_ids), ticket, able)
 
     def _prefixes(self, tokens: Sequence[int]) -> list[str | bytes]:
-        """A digest of each prefix of whole blocks, the longest first; of all of it where it is shorter than one."""
+        """A digest of each prefix of whole blocks, the longest first; of all of it where it is
+        shorter than one.
+        """
         digest, found = hashlib.blake2b(digest_size=16), []
         for start in range(0, len(tokens) - self._block_tokens + 1, self._block_tokens):
             digest.update(array("q", tokens[start : start + self._block_tokens]).tobytes())
@@ -98,7 +116,8 @@ class PrefixAffinity:
 
 
 class SessionAffinity:
-    """The instance that has had the session's requests; requests without a session go to the least loaded.
+    """The instance that has had the session's requests; requests without a session go to the least
+    loaded.
 
     Args: as PrefixAffinity.
     """
@@ -107,4 +126,6 @@ class SessionAffinity:
         self._affinity = _Affinity(load_factor, max_entries)
 
     def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
-        return self._affinity.at_home([ticket.options.session] if ticket.options.session else [], ticket, able)
+        return self._affinity.at_home(
+            [ticket.options.session] if ticket.options.session else [], ticket, able
+        )

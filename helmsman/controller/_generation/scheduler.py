@@ -1,7 +1,8 @@
 """GenerateScheduler: owns every generation request from its submission to its one end.
 
-Everything here runs on one event loop, so nothing is locked; but a condition from before an ``await`` is checked again after
-it. Time is the loop's, so that the same code runs on a virtual clock (helmsman.testing.run_virtually).
+Everything here runs on one event loop, so nothing is locked; but a condition from before an
+``await`` is checked again after it. Time is the loop's, so that the same code runs on a virtual
+clock (helmsman.testing.run_virtually).
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _NOTHING_KEPT: Mapping[str, GenerationResult] = MappingProxyType({})
 class GenerateScheduler:
     """Requests of one role: queued, routed to its instances, followed to their end.
 
-    A request that waits is given to an instance only when that can take it, so a slow instance holds up what it has and nothing
-    else. When an instance is lost, its requests are tried elsewhere if ``retries`` allows, and fail with the reason if not.
+    A request that waits is given to an instance only when that can take it, so a slow instance
+    holds up what it has and nothing else. When an instance is lost, its requests are tried
+    elsewhere if ``retries`` allows, and fail with the reason if not.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class GenerateScheduler:
             policy: LeastOutstandingTokens when None.
             retries: RetryUnbegun when None.
             max_in_flight: requests that all instances together have, at most.
-            max_queue: requests that wait here, at most; ``submit`` waits beyond it, ``put`` does not.
-            why_hopeless: asked while requests wait and no instance serves: why none ever will, with which they fail.
+            max_queue: requests that wait here, at most; ``submit`` waits beyond it, ``put`` does
+                not.
+            why_hopeless: asked while requests wait and no instance serves: why none ever will, with
+                which they fail.
         """
         self._flow = RequestFlow(backend, policy, retries, max_in_flight, why_hopeless)
         if max_queue is not None and max_queue < 1:
@@ -55,7 +59,7 @@ class GenerateScheduler:
         self._flow.slots = asyncio.Semaphore(max_queue) if max_queue is not None else None
         self.instances = self._flow.instances
 
-    # --- submission -------------------------------------------------------------------------------------------------------
+    # --- submission -------------------------------------------------------------------------------
 
     def put(
         self,
@@ -68,11 +72,13 @@ class GenerateScheduler:
         """Queue all of these requests or, on an error, none.
 
         Args:
-            together: each so many in a row are equal but for id and seed: samples of one prompt. They wait until an instance
-                has room for all of them, or for as many as it ever has, and are sent by one call. Each is a request still,
-                with an end of its own; what an instance gives back with tokens goes on alone.
+            together: each so many in a row are equal but for id and seed: samples of one prompt.
+                They wait until an instance has room for all of them, or for as many as it ever has,
+                and are sent by one call. Each is a request still, with an end of its own; what an
+                instance gives back with tokens goes on alone.
             kept: by id, the tokens that requests go on from.
-        Raises: ValueError (an id that is in use), HelmsmanError (closed), or why no instance will ever serve.
+        Raises: ValueError (an id that is in use), HelmsmanError (closed), or why no instance will
+            ever serve.
         """
         if self._flow.closed:
             raise HelmsmanError(f"no request is taken: {self._flow.closed}.")
@@ -88,7 +94,8 @@ class GenerateScheduler:
         for ticket in tickets:
             if ticket.request_id in self._flow.open or ticket.request_id in known:
                 raise ValueError(
-                    f"request id {ticket.request_id!r} is in use already; ids must be unique among the requests that have "
+                    f"request id {ticket.request_id!r} is in use already; ids must be unique "
+                    "among the requests that have "
                     "not ended"
                 )
             known.add(ticket.request_id)
@@ -129,13 +136,15 @@ class GenerateScheduler:
         for _ in range(num_waiting):
             yield await ended.get()
 
-    # --- early ends -------------------------------------------------------------------------------------------------------
+    # --- early ends -------------------------------------------------------------------------------
 
     async def abort(self, request_ids: Collection[str] | None = None) -> int:
-        """End these requests (None: all that are open now) early, with what they have; returns how many.
+        """End these requests (None: all that are open now) early, with what they have; returns how
+        many.
 
-        What waits ends at once. What runs ends when its instance has given it back, which is not waited for; see wait_idle.
-        What is put meanwhile is not meant, nor what waits in ``submit`` for the room that this makes.
+        What waits ends at once. What runs ends when its instance has given it back, which is not
+        waited for; see wait_idle. What is put meanwhile is not meant, nor what waits in ``submit``
+        for the room that this makes.
         """
         chosen = self._chosen(request_ids)
         running: dict[Instance, list[Ticket]] = {}
@@ -154,19 +163,29 @@ class GenerateScheduler:
     def _chosen(self, request_ids: Collection[str] | None) -> list[Ticket]:
         if request_ids is None:
             return list(self._flow.open.values())
-        return [self._flow.open[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._flow.open]
+        return [
+            self._flow.open[request_id]
+            for request_id in dict.fromkeys(request_ids)
+            if request_id in self._flow.open
+        ]
 
     async def _tell_all(self, running: Mapping[Instance, Sequence[Ticket]]) -> None:
         """Have instances end these requests; what a lost instance had ends by its loss."""
-        outcomes = await asyncio.gather(*(self._tell(*each) for each in running.items()), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(self._tell(*each) for each in running.items()), return_exceptions=True
+        )
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, InstanceLostError):
                 raise outcome
 
     async def _tell(self, instance: Instance, tickets: Sequence[Ticket]) -> None:
-        """Wait for the instance's answer, or until it has none of them any more: what is dead may never answer."""
+        """Wait for the instance's answer, or until it has none of them any more: what is dead may
+        never answer.
+        """
         call = self._flow.abort_at(instance, tickets)
-        left = asyncio.ensure_future(self._flow.until(lambda: all(ticket.instance is not instance for ticket in tickets)))
+        left = asyncio.ensure_future(
+            self._flow.until(lambda: all(ticket.instance is not instance for ticket in tickets))
+        )
         try:
             await asyncio.wait([call, left], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -198,27 +217,37 @@ class GenerateScheduler:
         return bool(self._flow.suspended)
 
     async def wait_idle(self) -> None:
-        """Wait until no instance has a request and, unless it is suspended, none waits: what is put meanwhile is waited for,
-        too. It is so when this returns, before anything else happens on the event loop."""
-        await self._flow.until(lambda: self._flow.num_in_flight == 0 and (self.is_suspended or not self._flow.waiting))
+        """Wait until no instance has a request and, unless it is suspended, none waits: what is put
+        meanwhile is waited for, too. It is so when this returns, before anything else happens on
+        the event loop."""
+        await self._flow.until(
+            lambda: self._flow.num_in_flight == 0 and (self.is_suspended or not self._flow.waiting)
+        )
 
     async def wait_ended(self) -> None:
-        """Wait until instances have ended or given back what they have been sent by now; what they are sent later is not
-        waited for."""
-        await self._flow.until(_have_ended([each for each in self._flow.open.values() if each.is_running]))
+        """Wait until instances have ended or given back what they have been sent by now; what they
+        are sent later is not waited for."""
+        await self._flow.until(
+            _have_ended([each for each in self._flow.open.values() if each.is_running])
+        )
 
     async def take_back(self) -> None:
-        """Take back what instances have been sent by now, and wait until they have given it back: it waits again, with the
-        tokens that it has, and goes on anywhere; what came to its end on the way is DONE. To be called when suspended, or it
-        starts again at once.
+        """Take back what instances have been sent by now, and wait until they have given it back:
+        it waits again, with the tokens that it has, and goes on anywhere; what came to its end on
+        the way is DONE. To be called when suspended, or it starts again at once.
 
-        What an instance does not give back stays where it is until that instance answers, its call reaches its limit, or it is
-        found to be dead; this waits for it, and may be cancelled: it goes on then, and still comes back when it is given back.
+        What an instance does not give back stays where it is until that instance answers, its call
+        reaches its limit, or it is found to be dead; this waits for it, and may be cancelled: it
+        goes on then, and still comes back when it is given back.
 
         Raises: what an instance raised that was asked.
         """
         have_ended = _have_ended(
-            [ticket for tickets in self._running_at(self.instances.values()).values() for ticket in tickets]
+            [
+                ticket
+                for tickets in self._running_at(self.instances.values()).values()
+                for ticket in tickets
+            ]
         )
         await self._recall(self.instances.values())
         await self._flow.until(have_ended)
@@ -232,10 +261,13 @@ class GenerateScheduler:
 
     @staticmethod
     def _running_at(instances: Iterable[Instance]) -> dict[Instance, list[Ticket]]:
-        running = {instance: [ticket for ticket in instance.tickets if ticket.is_running] for instance in instances}
+        running = {
+            instance: [ticket for ticket in instance.tickets if ticket.is_running]
+            for instance in instances
+        }
         return {instance: tickets for instance, tickets in running.items() if tickets}
 
-    # --- instances --------------------------------------------------------------------------------------------------------
+    # --- instances --------------------------------------------------------------------------------
 
     def add(self, instance_id: str, capacity: int, health: Health = Health.HEALTHY) -> Instance:
         """Serve by one more instance.
@@ -253,7 +285,9 @@ class GenerateScheduler:
         return instance
 
     def expect_weights(self, version: int) -> None:
-        """Weights are on their way to the instances: a request that has tokens by them goes on only where they have arrived."""
+        """Weights are on their way to the instances: a request that has tokens by them goes on only
+        where they have arrived.
+        """
         self._flow.expected_version = version
         for instance in self.instances.values():
             if instance.version is None:
@@ -265,12 +299,15 @@ class GenerateScheduler:
         self._flow.pump()
 
     async def drain(self, *instance_ids: str, migrate: bool = False) -> object:
-        """Give these instances nothing more, and wait until they have nothing; then remove may follow, or undrain.
+        """Give these instances nothing more, and wait until they have nothing; then remove may
+        follow, or undrain.
 
         Args:
-            migrate: take back what they have, to be continued elsewhere with the tokens so far, instead of waiting for its end.
+            migrate: take back what they have, to be continued elsewhere with the tokens so far,
+                instead of waiting for its end.
 
-        When the wait is cancelled they serve again, but for those that somebody else drains, too. Returns: what undrain takes
+        When the wait is cancelled they serve again, but for those that somebody else drains, too.
+            Returns: what undrain takes
         to end this drain alone. Raises: HelmsmanError when undrain takes it back.
         """
         mark, chosen = object(), [self.instances[instance_id] for instance_id in instance_ids]
@@ -284,10 +321,16 @@ class GenerateScheduler:
             if migrate:
                 await self.recall(*instance_ids)
             await self._flow.until(
-                lambda: any(mark not in each.drains for each in chosen) or not any(each.tickets for each in chosen)
+                lambda: (
+                    any(mark not in each.drains for each in chosen)
+                    or not any(each.tickets for each in chosen)
+                )
             )
             if taken_back := [each.instance_id for each in chosen if mark not in each.drains]:
-                raise HelmsmanError(f"{', '.join(taken_back)} got requests again, by undrain, before the drain was through.")
+                raise HelmsmanError(
+                    f"{', '.join(taken_back)} got requests again, by undrain, before the drain "
+                    "was through."
+                )
             return mark
         except BaseException:
             for instance in chosen:
@@ -296,8 +339,8 @@ class GenerateScheduler:
             raise
 
     def undrain(self, instance_id: str, drain: object = None) -> None:
-        """Give an instance requests again, and end all drains of it; with a ``drain``, end that one alone.
-        Nothing happens when it is gone."""
+        """Give an instance requests again, and end all drains of it; with a ``drain``, end that one
+        alone. Nothing happens when it is gone."""
         if (instance := self.instances.get(instance_id)) is None:
             return
         instance.drains = {mark for mark in instance.drains if drain not in (None, mark)}
@@ -305,31 +348,46 @@ class GenerateScheduler:
         self._flow.pump()
 
     async def recall(self, *instance_ids: str) -> None:
-        """Have instances, as far as they are still there, give back what they run, to be continued elsewhere with the tokens so
-        far; does not wait for it."""
-        await self._recall([self.instances[instance_id] for instance_id in instance_ids if instance_id in self.instances])
+        """Have instances, as far as they are still there, give back what they run, to be continued
+        elsewhere with the tokens so far; does not wait for it."""
+        await self._recall(
+            [
+                self.instances[instance_id]
+                for instance_id in instance_ids
+                if instance_id in self.instances
+            ]
+        )
 
     def remove(self, instance_id: str) -> None:
-        """Serve without an instance that has nothing. Raises: ValueError when it has something; drain it before."""
+        """Serve without an instance that has nothing. Raises: ValueError when it has something;
+        drain it before.
+        """
         instance = self.instances[instance_id]
         if instance.tickets:
-            raise ValueError(f"instance {instance_id!r} still has {len(instance.tickets)} requests; drain it first")
+            raise ValueError(
+                f"instance {instance_id!r} still has {len(instance.tickets)} requests; drain it "
+                "first"
+            )
         del self.instances[instance_id]
         self._flow.pump()
 
     def set_health(self, instance_id: str, health: Health, error: Exception | None = None) -> None:
-        """Take in what supervision has found. What a dead instance had is lost now, also where its calls still hang."""
+        """Take in what supervision has found. What a dead instance had is lost now, also where its
+        calls still hang.
+        """
         self._flow.set_health(instance_id, health, error)
 
     def on_lost(self, call: Callable[[str, Exception], None]) -> None:
-        """Call a function with an instance that a call has found to be gone, and why, in place of set_health."""
+        """Call a function with an instance that a call has found to be gone, and why, in place of
+        set_health.
+        """
         self._flow.on_lost = call
 
     def close(self, reason: str = "the generation scheduler was closed") -> None:
         """Fail what waits and take nothing more; what runs ends with its instance. Idempotent."""
         self._flow.close(reason)
 
-    # --- figures ----------------------------------------------------------------------------------------------------------
+    # --- figures ----------------------------------------------------------------------------------
 
     @property
     def num_queued(self) -> int:
@@ -351,11 +409,15 @@ class GenerateScheduler:
 
 
 def _have_ended(tickets: Iterable[Ticket]) -> Callable[[], bool]:
-    """Whether the attempts that these are at now have ended. All calls of it together look at each ticket about once."""
+    """Whether the attempts that these are at now have ended. All calls of it together look at each
+    ticket about once.
+    """
     attempts = [(ticket, ticket.num_attempts) for ticket in tickets]
 
     def have_ended() -> bool:
-        while attempts and not (attempts[-1][0].is_running and attempts[-1][0].num_attempts == attempts[-1][1]):
+        while attempts and not (
+            attempts[-1][0].is_running and attempts[-1][0].num_attempts == attempts[-1][1]
+        ):
             attempts.pop()
         return not attempts
 

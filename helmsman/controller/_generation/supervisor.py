@@ -1,4 +1,6 @@
-"""Supervises rollout instances: drains those that will be preempted, and rebuilds those that are dead."""
+"""Supervises rollout instances: drains those that will be preempted, and rebuilds those that are
+dead.
+"""
 
 from __future__ import annotations
 
@@ -54,12 +56,13 @@ class Supervisor:
     """The health of a GenerateScheduler's instances.
 
     Args:
-        monitor: of the scheduler that runs the instances. An instance that will be preempted is drained, its requests
-            continue on others, and it is rebuilt, on another node if possible. If it was rebuilt in the same place, it goes on
-            serving under the same notice.
-        rebuild: restarts an instance and loads the served weights; raises when it cannot. Returns whether the weights are
-            loaded; otherwise the instance waits for the next update.
-        engine_name: of the instances' engines; the instance's id when None. When it fails, its instance is dead.
+        monitor: of the scheduler that runs the instances. An instance that will be preempted is
+            drained, its requests continue on others, and it is rebuilt, on another node if
+            possible. If it was rebuilt in the same place, it goes on serving under the same notice.
+        rebuild: restarts an instance and loads the served weights; raises when it cannot. Returns
+            whether the weights are loaded; otherwise the instance waits for the next update.
+        engine_name: of the instances' engines; the instance's id when None. When it fails, its
+            instance is dead.
     """
 
     def __init__(
@@ -70,7 +73,12 @@ class Supervisor:
         rebuild: Callable[[str], Awaitable[bool]],
         engine_name: str | None = None,
     ) -> None:
-        self._requests, self._policy, self._monitor, self._rebuild = requests, policy, monitor, rebuild
+        self._requests, self._policy, self._monitor, self._rebuild = (
+            requests,
+            policy,
+            monitor,
+            rebuild,
+        )
         self._engine_name = engine_name
         self._supervised: dict[str, _Supervised] = {}
         self._watch: Watch | None = None
@@ -92,9 +100,15 @@ class Supervisor:
             self._mark_gone(instance_id, supervised)
 
     def start(self) -> None:
-        """Start to probe and to rebuild. Before it, only ``note`` changes the health of instances."""
-        living = [instance_id for instance_id, each in self._supervised.items() if each.health.lives]
-        self._watch = Watch(self._monitor, self._policy, self._on_report, living, suspect_s=self._policy.suspect_s)
+        """Start to probe and to rebuild. Before it, only ``note`` changes the health of
+        instances.
+        """
+        living = [
+            instance_id for instance_id, each in self._supervised.items() if each.health.lives
+        ]
+        self._watch = Watch(
+            self._monitor, self._policy, self._on_report, living, suspect_s=self._policy.suspect_s
+        )
 
     def stop(self) -> None:
         """Stop probing and rebuilding. Idempotent."""
@@ -114,13 +128,19 @@ class Supervisor:
         log.info("%s: %s after %s", instance_id, after.value, event.value)
         if after is Health.DEAD:
             self._mark_gone(instance_id, supervised)
-            self._plan_restart(instance_id, supervised, pause_s=0.0 if event is Event.LEFT else None)
+            self._plan_restart(
+                instance_id, supervised, pause_s=0.0 if event is Event.LEFT else None
+            )
         elif before is Health.RESTARTING and self._watch is not None:
             self._watch.add(instance_id)
         self._requests.set_health(instance_id, after, error)
 
-    def _plan_restart(self, instance_id: str, supervised: _Supervised, pause_s: float | None) -> None:
-        """Schedule the rebuild of a dead instance after ``pause_s`` seconds; None spends the budget, which sets the pause."""
+    def _plan_restart(
+        self, instance_id: str, supervised: _Supervised, pause_s: float | None
+    ) -> None:
+        """Schedule the rebuild of a dead instance after ``pause_s`` seconds; None spends the
+        budget, which sets the pause.
+        """
         if self._watch is None:
             return
         now = asyncio.get_running_loop().time()
@@ -131,9 +151,16 @@ class Supervisor:
             num_others = sum(each.health is not Health.DEAD for each in self._supervised.values())
             wait_s = supervised.budget.free_in_s(now)
             when = "" if math.isinf(wait_s) else f" for {wait_s:.0f} s"
-            log.warning("%s stays dead%s, as its restarts are used up; %d instances go on", instance_id, when, num_others)
+            log.warning(
+                "%s stays dead%s, as its restarts are used up; %d instances go on",
+                instance_id,
+                when,
+                num_others,
+            )
             if when:
-                supervised.again = asyncio.get_running_loop().call_later(wait_s, self._plan_again, instance_id, supervised)
+                supervised.again = asyncio.get_running_loop().call_later(
+                    wait_s, self._plan_again, instance_id, supervised
+                )
         elif not supervised.is_restarting:
             supervised.restarting = asyncio.create_task(self._restart(instance_id, supervised))
 
@@ -149,7 +176,9 @@ class Supervisor:
             death.set_result(None)
 
     async def until_dead(self, instance_id: str) -> None:
-        """Return when an instance dies, is given up or is forgotten, from now on; at once when it is not supervised."""
+        """Return when an instance dies, is given up or is forgotten, from now on; at once when it
+        is not supervised.
+        """
         if (supervised := self._supervised.get(instance_id)) is not None:
             supervised.death = supervised.death or asyncio.get_running_loop().create_future()
             await asyncio.shield(supervised.death)
@@ -163,14 +192,18 @@ class Supervisor:
         return supervised.health in (Health.RESTARTING, Health.SUSPECT) or supervised.is_restarting
 
     async def while_they_answer(self, instance_ids: Collection[str], work: Awaitable[T]) -> T:
-        """Await work on instances that are not probed yet, such as the load of a model, without a limit of its own. Raises: the
-        errors of ``work``; after start, InstanceLostError when one of the instances stops answering probes."""
+        """Await work on instances that are not probed yet, such as the load of a model, without a
+        limit of its own. Raises: the errors of ``work``; after start, InstanceLostError when one of
+        the instances stops answering probes."""
         if self._watch is None:
             return await work
         working = asyncio.ensure_future(work)
         silent: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-        def on_report(report: Report) -> None:  # one that has died, or is not there yet, fails the work itself
+        # one that has died, or is not there yet, fails the work itself
+        def on_report(
+            report: Report,
+        ) -> None:
             if report.sign is Sign.DEAD and report.error is None and not silent.done():
                 silent.set_result(report)
 
@@ -186,7 +219,9 @@ class Supervisor:
 
     def _on_report(self, report: Report) -> None:
         id_, health = report.worker_id, report.health
-        if health is not None and (failure := health.failure or health.failed_engines.get(self._engine_name or id_)):
+        if health is not None and (
+            failure := health.failure or health.failed_engines.get(self._engine_name or id_)
+        ):
             report = report._replace(sign=Sign.DEAD, reason=failure)
         if report.notice is not None:
             self._leave(id_, report.notice)
@@ -197,10 +232,18 @@ class Supervisor:
 
     def _leave(self, instance_id: str, notice: PreemptionNotice) -> None:
         supervised = self._supervised[instance_id]
-        if supervised.heeded is not notice and (supervised.moving is None or supervised.moving.done()):
+        if supervised.heeded is not notice and (
+            supervised.moving is None or supervised.moving.done()
+        ):
             supervised.heeded = notice
-            log.warning("%s is drained, since %s; its requests continue on other instances", instance_id, notice.reason)
-            supervised.moving = asyncio.create_task(self._move(instance_id, supervised, notice.reason))
+            log.warning(
+                "%s is drained, since %s; its requests continue on other instances",
+                instance_id,
+                notice.reason,
+            )
+            supervised.moving = asyncio.create_task(
+                self._move(instance_id, supervised, notice.reason)
+            )
 
     async def _move(self, instance_id: str, supervised: _Supervised, reason: str) -> None:
         try:
@@ -209,14 +252,19 @@ class Supervisor:
             log.warning("%s is not drained: %s", instance_id, error)
             return
         if supervised.health.lives:  # it may have died meanwhile
-            self.note(instance_id, Event.LEFT, InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=False))
+            self.note(
+                instance_id,
+                Event.LEFT,
+                InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=False),
+            )
         self._requests.undrain(instance_id, drain)
 
     async def _restart(self, instance_id: str, supervised: _Supervised) -> None:
         """Rebuild an instance until it is there, or its budget is spent."""
 
         async def rebuild() -> None:
-            has_weights = await self._rebuild(instance_id)  # and no await from here on, or others could be served meanwhile
+            # and no await from here on, or others could be served meanwhile
+            has_weights = await self._rebuild(instance_id)
             if supervised.health is Health.RESTARTING:  # it has not died again meanwhile
                 self.note(instance_id, Event.RESTARTED)
                 if has_weights:
@@ -228,7 +276,8 @@ class Supervisor:
             self.note(instance_id, Event.RESTART)
             try:
                 await self.while_they_answer([instance_id], rebuild())
-            except Exception as error:  # noqa: BLE001 - the instance is not there, whatever the error
+            # The instance is not there, whatever the error
+            except Exception as error:  # noqa: BLE001
                 log.warning("%s could not be rebuilt: %s", instance_id, error)
                 self.note(instance_id, Event.LOST, error)
 

@@ -1,4 +1,6 @@
-"""``helmsman doctor``: ``observe`` collects facts about nodes as plain data; ``judge`` and ``diagnose`` evaluate them alone."""
+"""``helmsman doctor``: ``observe`` collects facts about nodes as plain data; ``judge`` and
+``diagnose`` evaluate them alone.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ OBJECT_STORE_SHARE = 0.3
 STORE_LEAST = 80 << 20
 """Smallest size of Ray's object store in bytes, with a reserve."""
 MEMORY_BESIDE_STORE = 450 << 20
-"""Bytes for Ray's own processes (330 MiB on a head) and the 100 MB for workers without which Ray does not start."""
+"""Bytes for Ray's own processes (330 MiB on a head) and the 100 MB for workers without which Ray
+does not start.
+"""
 _TEMP_FREE_WANTED = 10 << 30
 SOCKET_PATH_BYTES = 107
 """Longest path of a socket."""
@@ -75,7 +79,9 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     memory: int
     """Of the machine, or what the control group or Slurm allows."""
     memory_available: int
-    """Bytes that programs can still take: free memory, and memory that the system frees on demand."""
+    """Bytes that programs can still take: free memory, and memory that the system frees on
+    demand.
+    """
     shm_total: int
     shm_free: int
     open_files: int
@@ -104,8 +110,8 @@ def observe(
     ports: Sequence[int] = HEAD_PORTS,
     environ: Mapping[str, str] | None = None,
 ) -> Observed:
-    """Look at this node; starts nothing, and takes no device. ``rank``, ``count`` and ``head`` are as for identify_node; the
-    TCP ports ``ports`` are tried."""
+    """Look at this node; starts nothing, and takes no device. ``rank``, ``count`` and ``head`` are
+    as for identify_node; the TCP ports ``ports`` are tried."""
     environ = os.environ if environ is None else environ
     launcher, launcher_error = "not clear", ""
     try:
@@ -114,7 +120,9 @@ def observe(
         launcher_error = str(error)
     else:
         head = identity.head
-        launcher = f"{identity.launcher}: node {identity.rank} of {identity.count}" + (f", head {head}" if head else "")
+        launcher = f"{identity.launcher}: node {identity.rank} of {identity.count}" + (
+            f", head {head}" if head else ""
+        )
         if identity.attach_to:
             launcher = f"{identity.launcher}: {identity.attach_to}"
         elif identity.launcher == ALONE:
@@ -148,7 +156,11 @@ def observe(
             if (number := bind_error(port))
         },
         tried_ports=list(ports),
-        proxies={name: masked(name, value) for name, value in sorted(environ.items()) if name.lower() in _PROXIES and value},
+        proxies={
+            name: masked(name, value)
+            for name, value in sorted(environ.items())
+            if name.lower() in _PROXIES and value
+        },
         no_proxy=environ.get("no_proxy") or environ.get("NO_PROXY") or "",
         segments=("reused" if can_reuse() else "fresh") if HAS_SEGMENTS else "none",
         clock=time.time(),
@@ -156,30 +168,45 @@ def observe(
 
 
 def judge(seen: Observed, *, num_devices: int | None = None) -> list[Check]:
-    """Evaluate a node, which should have ``num_devices`` accelerators; any number will do when None."""
-    needed, wanted_shm = STORE_LEAST + MEMORY_BESIDE_STORE, int(seen.memory_available * OBJECT_STORE_SHARE)
+    """Evaluate a node, which should have ``num_devices`` accelerators; any number will do when
+    None.
+    """
+    needed, wanted_shm = (
+        STORE_LEAST + MEMORY_BESIDE_STORE,
+        int(seen.memory_available * OBJECT_STORE_SHARE),
+    )
     num_found = len(seen.devices)
     memory = (
-        f"Ray does not start with less than {size(needed)}: end other programs (ps aux --sort=-rss), remove files from "
+        f"Ray does not start with less than {size(needed)}: end other programs (ps aux "
+        "--sort=-rss), remove files from "
         "/dev/shm, or raise the limit of the container or the job"
     )
     shm = (
-        f"Ray's object store would take {size(wanted_shm)} (30 % of the available memory): enlarge it (docker --shm-size, an "
+        f"Ray's object store would take {size(wanted_shm)} (30 % of the available memory): "
+        "enlarge it (docker --shm-size, an "
         "emptyDir with medium Memory), or what does not fit goes to disk"
     )
     files = f"A head of many nodes needs {_FILES_WANTED}: ulimit -n {_FILES_WANTED}"
     if seen.open_files_hard < _FILES_WANTED:
         files = (
-            f"A head of many nodes needs {_FILES_WANTED}: raise the hard limit of {seen.open_files_hard} (LimitNOFILE of the "
+            f"A head of many nodes needs {_FILES_WANTED}: raise the hard limit of "
+            f"{seen.open_files_hard} (LimitNOFILE of the "
             "service, docker --ulimit, limits.conf)"
         )
     devices = (
-        f"{num_devices} are expected: look at the driver (nvidia-smi, npu-smi), the mask variable, and what the container was "
+        f"{num_devices} are expected: look at the driver (nvidia-smi, npu-smi), the mask "
+        "variable, and what the container was "
         "given"
     )
     cpus = "Less than one CPU is allowed: raise the limit of the container or the job"
-    temp = f"Logs and spilled objects go there: name a folder with {size(_TEMP_FREE_WANTED)} by RAY_TMPDIR"
-    ports = "A head that is to listen there cannot: choose another port, or end the program that holds it (ss -tlnp)"
+    temp = (
+        f"Logs and spilled objects go there: name a folder with {size(_TEMP_FREE_WANTED)} by "
+        "RAY_TMPDIR"
+    )
+    ports = (
+        "A head that is to listen there cannot: choose another port, or end the program that "
+        "holds it (ss -tlnp)"
+    )
     return [
         _check("launcher", seen.launcher, bool(seen.launcher_error), seen.launcher_error, "bad"),
         _address(seen),
@@ -188,8 +215,19 @@ def judge(seen: Observed, *, num_devices: int | None = None) -> list[Check]:
         _check("kernel", seen.kernel),
         _check("cpus", f"{seen.cpus_allowed:g} of {seen.cpus}", seen.cpus_allowed < 1, cpus),
         _check("memory", size(seen.memory)),
-        _check("available memory", size(seen.memory_available), seen.memory_available < needed, memory, "bad"),
-        _check("/dev/shm", f"{size(seen.shm_free)} free of {size(seen.shm_total)}", seen.shm_free < wanted_shm, shm),
+        _check(
+            "available memory",
+            size(seen.memory_available),
+            seen.memory_available < needed,
+            memory,
+            "bad",
+        ),
+        _check(
+            "/dev/shm",
+            f"{size(seen.shm_free)} free of {size(seen.shm_total)}",
+            seen.shm_free < wanted_shm,
+            shm,
+        ),
         _check(
             "open files",
             "unlimited" if seen.open_files >= _UNLIMITED else str(seen.open_files),
@@ -203,12 +241,21 @@ def judge(seen: Observed, *, num_devices: int | None = None) -> list[Check]:
             devices,
             "bad",
         ),
-        _check("temp folder", f"{seen.temp_dir}, {size(seen.temp_free)} free", seen.temp_free < _TEMP_FREE_WANTED, temp),
+        _check(
+            "temp folder",
+            f"{seen.temp_dir}, {size(seen.temp_free)} free",
+            seen.temp_free < _TEMP_FREE_WANTED,
+            temp,
+        ),
         *_socket_paths(seen),
         _check(
             "ports",
             "; ".join(f"{port}: {reason}" for port, reason in seen.busy_ports.items())
-            or (f"{', '.join(map(str, seen.tried_ports))} free" if seen.tried_ports else "none tried"),
+            or (
+                f"{', '.join(map(str, seen.tried_ports))} free"
+                if seen.tried_ports
+                else "none tried"
+            ),
             bool(seen.busy_ports),
             ports,
         ),
@@ -225,18 +272,28 @@ _SEGMENTS = {
         "warn",
         "This kernel grants no leases: large values take several times as long",
     ),
-    "none": Check("shared memory", "none", "warn", "Large values are copied through sockets: memfd needs Linux"),
+    "none": Check(
+        "shared memory",
+        "none",
+        "warn",
+        "Large values are copied through sockets: memfd needs Linux",
+    ),
 }
 
 
-def _check(name: str, value: str, is_wrong: bool = False, advice: str = "", state: State = "warn") -> Check:
+def _check(
+    name: str, value: str, is_wrong: bool = False, advice: str = "", state: State = "warn"
+) -> Check:
     return Check(name, value, state, advice) if is_wrong else Check(name, value)
 
 
 def _address(seen: Observed) -> Check:
     if not seen.address:
         return Check(
-            "address", "no route", "warn", "Runs of several nodes need one: give the network to this container or host"
+            "address",
+            "no route",
+            "warn",
+            "Runs of several nodes need one: give the network to this container or host",
         )
     advice = "No other host can reach a loopback address: name another by --interface"
     return _check("address", seen.address, seen.address.startswith("127."), advice)
@@ -254,7 +311,9 @@ def _socket_paths(seen: Observed) -> list[Check]:
     length = len(os.fsencode(seen.temp_dir)) + RAY_SOCKET_BYTES
     if length <= SOCKET_PATH_BYTES:
         return []
-    advice = f"The system takes {SOCKET_PATH_BYTES}: name a shorter temp folder by RAY_TMPDIR or TMPDIR"
+    advice = (
+        f"The system takes {SOCKET_PATH_BYTES}: name a shorter temp folder by RAY_TMPDIR or TMPDIR"
+    )
     return [Check("socket paths", f"{length} bytes", "bad", advice)]
 
 
@@ -265,16 +324,18 @@ def _proxies(seen: Observed) -> Check:
     spared = [each.strip() for each in seen.no_proxy.split(",")]
     if "*" in spared or (seen.address and seen.address in spared):
         return Check("proxies", f"{names}, not for this node")
-    advice = "gRPC would send Ray's messages there: put the nodes' addresses in no_proxy, or unset them"
+    advice = (
+        "gRPC would send Ray's messages there: put the nodes' addresses in no_proxy, or unset them"
+    )
     return Check("proxies", names, "bad", advice)
 
 
-# --- looking ----------------------------------------------------------------------------------------------------------
+# --- looking --------------------------------------------------------------------------------------
 
 
 def address_towards(head: str) -> str:
-    """The address with which this node reaches the head, or the world when no head is named; '' without a route. IPv4 where
-    the target has both. Sends nothing."""
+    """The address with which this node reaches the head, or the world when no head is named; ''
+    without a route. IPv4 where the target has both. Sends nothing."""
     for target in (head, "192.0.2.1", "2001:db8::1"):
         if not target:
             continue
@@ -318,8 +379,12 @@ def _read(path: str) -> str:
 
 
 def cpus_allowed(environ: Mapping[str, str]) -> float:
-    """CPUs that this process may use: by its affinity, its control group, and what Slurm says that it has allocated."""
-    cpus = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    """CPUs that this process may use: by its affinity, its control group, and what Slurm says that
+    it has allocated.
+    """
+    cpus = float(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
     if quota.isdigit() and period.isdigit():
         cpus = min(cpus, int(quota) / int(period))
@@ -328,11 +393,15 @@ def cpus_allowed(environ: Mapping[str, str]) -> float:
 
 
 def memory_allowed(environ: Mapping[str, str]) -> int:
-    """Bytes of memory of this machine, of its control group, or that Slurm says it has allocated; the least of them."""
+    """Bytes of memory of this machine, of its control group, or that Slurm says it has allocated;
+    the least of them.
+    """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     allowed = min([total, *(group.limit for group in memory_groups())])
     per_node, per_cpu, cpus = (
-        int(text) if (text := environ.get(name, "")).isdecimal() else 0  # --mem=0 is all of the node
+        int(text)
+        if (text := environ.get(name, "")).isdecimal()
+        else 0  # --mem=0 is all of the node
         for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")
     )
     allocated = (per_node or per_cpu * cpus) << 20
@@ -340,7 +409,9 @@ def memory_allowed(environ: Mapping[str, str]) -> int:
 
 
 def memory_available(environ: Mapping[str, str]) -> int:
-    """Bytes of memory that programs here can still take, of the machine and of each control group around this process."""
+    """Bytes of memory that programs here can still take, of the machine and of each control group
+    around this process.
+    """
     known = [memory_allowed(environ), *(group.limit - group.used for group in memory_groups())]
     if found := re.search(r"^MemAvailable: +(\d+) kB", _read("/proc/meminfo"), re.MULTILINE):
         known.append(int(found.group(1)) << 10)
@@ -350,17 +421,23 @@ def memory_available(environ: Mapping[str, str]) -> int:
 class MemoryGroup(msgspec.Struct, frozen=True):
     limit: int
     used: int
-    """Bytes in use, without cached files, which the kernel frees on demand; Ray counts in the same way."""
+    """Bytes in use, without cached files, which the kernel frees on demand; Ray counts in the same
+    way.
+    """
 
 
-def memory_groups(own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> list[MemoryGroup]:
+def memory_groups(
+    own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
+) -> list[MemoryGroup]:
     """The control groups around this process that limit memory, of version 1 and 2.
 
-    ``own`` is the file with the paths of this process's groups, below ``root``; a container that does not show them shows its
-    own as the root.
+    ``own`` is the file with the paths of this process's groups, below ``root``; a container that
+    does not show them shows its own as the root.
     """
     found = []
-    paths = {"memory": "/", "": "/"} | {line.split(":", 2)[1]: line.split(":", 2)[2] for line in _read(own).splitlines()}
+    paths = {"memory": "/", "": "/"} | {
+        line.split(":", 2)[1]: line.split(":", 2)[2] for line in _read(own).splitlines()
+    }
     for controller, base, limit, used, prefix in (
         ("", root, "memory.max", "memory.current", ""),
         ("memory", f"{root}/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -370,7 +447,11 @@ def memory_groups(own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") 
             folder = os.path.join(base, *parts[:depth])
             most, now = _read(f"{folder}/{limit}"), _read(f"{folder}/{used}")
             if most.isdigit() and now.isdigit():
-                files = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", _read(f"{folder}/memory.stat"), re.MULTILINE)
+                files = re.findall(
+                    rf"^{prefix}(?:in)?active_file (\d+)$",
+                    _read(f"{folder}/memory.stat"),
+                    re.MULTILINE,
+                )
                 found.append(MemoryGroup(int(most), max(int(now) - sum(map(int, files)), 0)))
     return found
 
@@ -418,26 +499,38 @@ class Diagnosis(msgspec.Struct, frozen=True):
         return max((check.state for check in checks), key=_RANKS.__getitem__, default="ok")
 
     def report(self, *, everything: bool = False) -> str:
-        """For people: the table of a single node; of several, the checks that are not ok, and the differences."""
+        """For people: the table of a single node; of several, the checks that are not ok, and the
+        differences.
+        """
         if len(self.nodes) == 1:
             return "\n".join([_table(self.nodes[0].checks), *_advice(self.nodes[0].checks)])
         lines = [f"{len(self.nodes)} nodes"]
         for node in self.nodes:
             shown = [check for check in node.checks if everything or check.state != "ok"]
-            lines += ["", f"{node.node}: {'in order' if not shown else ''}".rstrip(), *([_table(shown)] if shown else [])]
+            lines += [
+                "",
+                f"{node.node}: {'in order' if not shown else ''}".rstrip(),
+                *([_table(shown)] if shown else []),
+            ]
             lines += _advice(shown)
         lines += ["", "between the nodes:", _table(self.between), *_advice(self.between)]
         return "\n".join(lines)
 
 
 def diagnose(
-    seen: Mapping[str, Observed], *, num_devices: int | None = None, skews_s: Mapping[str, float] | None = None
+    seen: Mapping[str, Observed],
+    *,
+    num_devices: int | None = None,
+    skews_s: Mapping[str, float] | None = None,
 ) -> Diagnosis:
     """Evaluate nodes by their facts.
 
-    ``skews_s`` are the seconds that each clock is ahead of this one's; every node should have ``num_devices`` accelerators.
+    ``skews_s`` are the seconds that each clock is ahead of this one's; every node should have
+    ``num_devices`` accelerators.
     """
-    nodes = [Examined(node, judge(observed, num_devices=num_devices)) for node, observed in seen.items()]
+    nodes = [
+        Examined(node, judge(observed, num_devices=num_devices)) for node, observed in seen.items()
+    ]
     return Diagnosis(nodes, _between(nodes, skews_s or {}) if len(nodes) > 1 else [])
 
 
@@ -449,12 +542,25 @@ def _between(nodes: Sequence[Examined], skews_s: Mapping[str, float]) -> list[Ch
         (usual, num_usual), *_ = Counter(found.values()).most_common()
         if num_usual == len(found):
             continue
-        others = {value: [node for node, own in found.items() if own == value] for value in found.values() if value != usual}
-        value = "; ".join([f"{usual} on most", *(f"{value} on {', '.join(where)}" for value, where in others.items())])
+        others = {
+            value: [node for node, own in found.items() if own == value]
+            for value in found.values()
+            if value != usual
+        }
+        value = "; ".join(
+            [
+                f"{usual} on most",
+                *(f"{value} on {', '.join(where)}" for value, where in others.items()),
+            ]
+        )
         if name in _SAME_EVERYWHERE:
             checks.append(Check(name, value, "bad", "Install the same version on every node"))
         else:
-            checks.append(Check(name, value, "warn", "That may be meant; if not, look at the nodes that differ"))
+            checks.append(
+                Check(
+                    name, value, "warn", "That may be meant; if not, look at the nodes that differ"
+                )
+            )
     if skews_s:
         spread = max(skews_s.values()) - min(skews_s.values())
         value, ahead = f"{spread:.2f} s apart", max(skews_s, key=lambda node: skews_s[node])
@@ -469,15 +575,23 @@ def _between(nodes: Sequence[Examined], skews_s: Mapping[str, float]) -> list[Ch
 def _table(checks: Sequence[Check]) -> str:
     width = max((len(check.name) for check in checks), default=0)
     marks: Mapping[State, str] = {"ok": "ok  ", "warn": "WARN", "bad": "BAD "}
-    return "\n".join(f"  {marks[check.state]}  {check.name.ljust(width)}  {check.value}" for check in checks)
+    return "\n".join(
+        f"  {marks[check.state]}  {check.name.ljust(width)}  {check.value}" for check in checks
+    )
 
 
 def _advice(checks: Sequence[Check]) -> list[str]:
-    return [f"  {check.name}: {check.advice.rstrip('.')}." for check in checks if check.advice and check.state != "ok"]
+    return [
+        f"  {check.name}: {check.advice.rstrip('.')}."
+        for check in checks
+        if check.advice and check.state != "ok"
+    ]
 
 
 def skew_s(observed: Observed, asked_at: float, answered_at: float) -> float:
-    """Seconds that a node's clock is ahead of this one's, at least; the time of the question bounds the precision."""
+    """Seconds that a node's clock is ahead of this one's, at least; the time of the question bounds
+    the precision.
+    """
     if asked_at <= observed.clock <= answered_at:
         return 0.0
     return observed.clock - (answered_at if observed.clock > answered_at else asked_at)

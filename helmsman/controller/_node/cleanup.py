@@ -1,8 +1,10 @@
-"""Finds and removes processes and folders of runs whose controller was killed, by their mark or tag, and old logs.
+"""Finds and removes processes and folders of runs whose controller was killed, by their mark or
+tag, and old logs.
 
-A run counts as dead when its record exists and is not locked. Processes without a record belong to a controller on another
-machine, or to one whose record was removed: they are ended only when the run is named. Only directories whose paths are made
-from a run's id are removed, and only real ones of this user.
+A run counts as dead when its record exists and is not locked. Processes without a record belong to
+a controller on another machine, or to one whose record was removed: they are ended only when the
+run is named. Only directories whose paths are made from a run's id are removed, and only real ones
+of this user.
 """
 
 from __future__ import annotations
@@ -20,15 +22,31 @@ from pathlib import Path
 import msgspec
 
 from helmsman.api.environment import masked_command
-from helmsman.controller._node.run_registry import RUN_ID, UP, RunRecord, forget_run, log_dirs, read_runs
-from helmsman.rpc_server._process.guardian import TAG_VARIABLE, mark_of, process_of, process_table, uid_of, wait_until
+from helmsman.controller._node.run_registry import (
+    RUN_ID,
+    UP,
+    RunRecord,
+    forget_run,
+    log_dirs,
+    read_runs,
+)
+from helmsman.rpc_server._process.guardian import (
+    TAG_VARIABLE,
+    mark_of,
+    process_of,
+    process_table,
+    uid_of,
+    wait_until,
+)
 from helmsman.rpc_server._process.safe_files import is_own_directory, remove_tree
 
 log = logging.getLogger(__name__)
 
 KEPT_RUNS = 20
 KEPT_S = 14 * 86400.0
-"""Retention rule of logs in the default place: the newest KEPT_RUNS runs, for KEPT_S seconds after their last change."""
+"""Retention rule of logs in the default place: the newest KEPT_RUNS runs, for KEPT_S seconds after
+their last change.
+"""
 
 _END_S = 5.0
 _SOCKET_FOLDER = re.compile(rf"helmsman-({RUN_ID.pattern})-\w+")
@@ -41,14 +59,18 @@ class LeftProcess(msgspec.Struct, frozen=True):
     """Clock ticks since boot, which tells it from a successor of its pid."""
     run_id: str
     of: str
-    """The worker below which it was started, by name or by 'worker <pid>'; 'forkserver' or 'ray'."""
+    """The worker below which it was started, by name or by 'worker <pid>'; 'forkserver' or
+    'ray'.
+    """
     command: str
 
 
 class Leftover(msgspec.Struct, frozen=True):
     run_id: str
     state: str
-    """alive, dead, unknown where there are processes and no record, or ended where there are only logs."""
+    """alive, dead, unknown where there are processes and no record, or ended where there are only
+    logs.
+    """
     record: RunRecord | None
     processes: list[LeftProcess]
     folders: list[str]
@@ -57,15 +79,20 @@ class Leftover(msgspec.Struct, frozen=True):
     """Log directories in the default place that are to be removed."""
 
 
-def leftovers(run_ids: Collection[str] = (), *, logs: bool = False, alive: Collection[str] = ()) -> list[Leftover]:
-    """The processes, folders and removable logs of this user's runs on this machine, dead and alive, an entry per run.
+def leftovers(
+    run_ids: Collection[str] = (), *, logs: bool = False, alive: Collection[str] = ()
+) -> list[Leftover]:
+    """The processes, folders and removable logs of this user's runs on this machine, dead and
+    alive, an entry per run.
 
     Args:
         run_ids: only these runs; all when empty.
-        logs: list the logs of all runs that have ended; otherwise only those that are kept no longer.
+        logs: list the logs of all runs that have ended; otherwise only those that are kept no
+            longer.
         alive: runs that are known from elsewhere to be alive.
     """
-    # Records are read last: a run writes its record before all else, so that of each run that is seen here is seen, too.
+    # Records are read last: a run writes its record before all else, so that of each run that is
+    # seen here is seen, too.
     folders, log_folders = _folders(), log_dirs()
     processes: dict[str, list[LeftProcess]] = {}
     for process in _marked():
@@ -74,7 +101,13 @@ def leftovers(run_ids: Collection[str] = (), *, logs: bool = False, alive: Colle
     found = []
     for run_id in dict.fromkeys([*records, *processes, *folders]):
         record, lives = records.get(run_id, (None, False))
-        state = "alive" if lives else "dead" if record is not None or run_id not in processes else "unknown"
+        state = (
+            "alive"
+            if lives
+            else "dead"
+            if record is not None or run_id not in processes
+            else "unknown"
+        )
         own = folders.get(run_id, []) + _up_folders(record)
         found.append(Leftover(run_id, state, record, processes.get(run_id, []), own))
     living = {*alive, *(left.run_id for left in found if left.state != "dead")}
@@ -87,7 +120,9 @@ def leftovers(run_ids: Collection[str] = (), *, logs: bool = False, alive: Colle
 def _removable_logs(
     log_folders: Iterable[tuple[str, Path, float]], *, everything: bool, living: Collection[str]
 ) -> dict[str, list[str]]:
-    """Default log directories by run: those that the retention rule drops, or all; none of a run that is alive."""
+    """Default log directories by run: those that the retention rule drops, or all; none of a run
+    that is alive.
+    """
     oldest = time.time() - KEPT_S
     found: dict[str, list[str]] = {}
     for index, (run_id, path, changed) in enumerate(log_folders):
@@ -118,7 +153,9 @@ def _remove_trees(paths: Iterable[str]) -> list[str]:
 
 
 def _folders() -> dict[str, list[str]]:
-    """This user's folders of sockets, by run. One without record and processes is left over: a run writes its record first."""
+    """This user's folders of sockets, by run. One without record and processes is left over: a run
+    writes its record first.
+    """
     found: dict[str, list[str]] = {}
     for path in sorted(Path(tempfile.gettempdir()).glob("helmsman-*")):
         match = _SOCKET_FOLDER.fullmatch(path.name)
@@ -130,7 +167,8 @@ def _folders() -> dict[str, list[str]]:
 def _up_folders(record: RunRecord | None) -> list[str]:
     """Folders for Ray's files of a ``helmsman up`` with this record.
 
-    A folder without a record stays: its run may wait for its head, with a record below another TMPDIR.
+    A folder without a record stays: its run may wait for its head, with a record below another
+        TMPDIR.
     """
     if record is None or record.scheduler != UP:
         return []
@@ -139,11 +177,19 @@ def _up_folders(record: RunRecord | None) -> list[str]:
 
 
 def up_places(environ: Mapping[str, str]) -> list[Path]:
-    """Where ``helmsman up`` puts the folders of its runs: the first of these where Ray's sockets fit."""
-    named = [os.path.abspath(each) for each in (environ.get("RAY_TMPDIR"), tempfile.gettempdir()) if each]
+    """Where ``helmsman up`` puts the folders of its runs: the first of these where Ray's sockets
+    fit.
+    """
+    named = [
+        os.path.abspath(each) for each in (environ.get("RAY_TMPDIR"), tempfile.gettempdir()) if each
+    ]
     places = [Path(each) for each in (*named, "/tmp")]
     # What runs on the cluster of a run has that run's folder as RAY_TMPDIR.
-    return list(dict.fromkeys(place.parent if _UP_FOLDER.fullmatch(place.name) else place for place in places))
+    return list(
+        dict.fromkeys(
+            place.parent if _UP_FOLDER.fullmatch(place.name) else place for place in places
+        )
+    )
 
 
 def up_folder(place: Path, run_id: str) -> Path:
@@ -156,7 +202,8 @@ def remove(left: Leftover) -> list[str]:
     Returns: what could not be removed, a line each.
     """
     _end(left.processes)
-    later = [process for process in _marked() if process.run_id == left.run_id]  # what those started meanwhile
+    # what those started meanwhile
+    later = [process for process in _marked() if process.run_id == left.run_id]
     _end(later)
     problems = [
         f"process {process.pid} ({process.command}) does not end; kill -9 {process.pid}"
@@ -166,7 +213,8 @@ def remove(left: Leftover) -> list[str]:
     problems += _remove_trees([*left.folders, *left.logs])
     if (elsewhere := _elsewhere(left)) is not None:
         problems.append(
-            f"{elsewhere} is not removed: it lies where neither RAY_TMPDIR nor TMPDIR points, and no path from a record is "
+            f"{elsewhere} is not removed: it lies where neither RAY_TMPDIR nor TMPDIR points, and "
+            "no path from a record is "
             f"trusted. RAY_TMPDIR={elsewhere.parent} helmsman clean --run {left.run_id} removes it"
         )
     if not problems and left.record is not None:
@@ -179,7 +227,11 @@ def _elsewhere(left: Leftover) -> Path | None:
     if left.record is None or left.record.scheduler != UP:
         return None
     path = Path(left.record.log_dir)
-    is_left = path == up_folder(path.parent, left.run_id) and str(path) not in left.folders and is_own_directory(path)
+    is_left = (
+        path == up_folder(path.parent, left.run_id)
+        and str(path) not in left.folders
+        and is_own_directory(path)
+    )
     return path if is_left else None
 
 
@@ -191,16 +243,26 @@ def _marked() -> Iterator[LeftProcess]:
         with contextlib.suppress(OSError):  # it has gone meanwhile
             run_id, _, of = _tag_of(row.pid).partition("/")
             if (mark := mark_of(row.pid)) is not None and mark.run_id != run_id:
-                run_id, of = mark.run_id, f"worker {mark.worker_pid}" if mark.worker_pid else "forkserver"
+                run_id, of = (
+                    mark.run_id,
+                    f"worker {mark.worker_pid}" if mark.worker_pid else "forkserver",
+                )
             if run_id:
-                arguments = Path(f"/proc/{row.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                arguments = (
+                    Path(f"/proc/{row.pid}/cmdline")
+                    .read_bytes()
+                    .decode(errors="replace")
+                    .split("\0")
+                )
                 command = masked_command(arguments).strip()
                 worker_id = "/".join(of.split("/")[:2])  # of 'role/index/token'
                 yield LeftProcess(row.pid, row.started, run_id, worker_id, command[:120])
 
 
 def _tag_of(pid: int) -> str:
-    """The tag in the environment of a process; '' without one, or where the kernel keeps the environment from this user."""
+    """The tag in the environment of a process; '' without one, or where the kernel keeps the
+    environment from this user.
+    """
     name = f"{TAG_VARIABLE}=".encode()
     with contextlib.suppress(PermissionError):
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
@@ -234,13 +296,17 @@ def age(seconds: float) -> str:
 def describe(left: Leftover) -> list[str]:
     record = left.record
     who = (
-        f", controller {record.pid} on {record.host} ({record.command[:80]}), {age(time.time() - record.since)} ago"
+        f", controller {record.pid} on {record.host} ({record.command[:80]}), "
+        f"{age(time.time() - record.since)} ago"
         if record
         else ""
     )
     return [
         f"run {left.run_id}: {left.state}{who}",
-        *(f"  process {process.pid} of {process.of}: {process.command}" for process in left.processes),
+        *(
+            f"  process {process.pid} of {process.of}: {process.command}"
+            for process in left.processes
+        ),
         *(f"  folder {folder}" for folder in left.folders),
         *(f"  logs {path}" for path in left.logs),
     ]

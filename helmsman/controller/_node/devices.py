@@ -1,4 +1,6 @@
-"""The accelerators that a worker may see, counted by device files and masks, without a driver library."""
+"""The accelerators that a worker may see, counted by device files and masks, without a driver
+library.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +15,39 @@ _DEVICE_FILES = {"cuda": "/dev/nvidia[0-9]*", "npu": "/dev/davinci[0-9]*"}
 
 
 def visibility(kind: str, granted: Sequence[str], raylet_mask: str | None = None) -> dict[str, str]:
-    """The environment with which a process sees just the granted devices of a kind, and none of the other kinds.
+    """The environment with which a process sees just the granted devices of a kind, and none of the
+    other kinds.
 
     A process without devices sees none, whatever mask it would have inherited.
 
     Args:
         kind: key of PLATFORMS; any for a process without devices.
         granted: ids as they were granted; see physical_ids.
-        raylet_mask: the visibility variable of the granting raylet; None where it has none, or the ids are physical ones
-            already and in order.
+        raylet_mask: the visibility variable of the granting raylet; None where it has none, or the
+            ids are physical ones already and in order.
     Raises: DeviceMismatchError.
     """
-    environment = {info.visibility_env_var: "" for info in PLATFORMS.values() if info.visibility_env_var}
+    environment = {
+        info.visibility_env_var: "" for info in PLATFORMS.values() if info.visibility_env_var
+    }
     if granted:
-        ids = granted if raylet_mask is None else [id_ for _, id_ in physical_ids(kind, granted, raylet_mask)]
+        ids = (
+            granted
+            if raylet_mask is None
+            else [id_ for _, id_ in physical_ids(kind, granted, raylet_mask)]
+        )
         environment[PLATFORMS[kind].visibility_env_var] = ",".join(ids)
     return environment
 
 
-def physical_ids(kind: str, granted: Sequence[str], raylet_mask: str | None) -> list[tuple[int, str]]:
+def physical_ids(
+    kind: str, granted: Sequence[str], raylet_mask: str | None
+) -> list[tuple[int, str]]:
     """(position on the node, physical id) of granted devices, in the order of the node.
 
-    A raylet that itself runs under a mask, such as 4,5,6,7, counts its devices from 0, and Ray maps what it grants back to the
-    ids of the mask, in any order, whatever its NOSET variables say (tests/multinode/test_devices.py). Ids that are not in the
-    mask can only be such counts.
+    A raylet that itself runs under a mask, such as 4,5,6,7, counts its devices from 0, and Ray maps
+    what it grants back to the ids of the mask, in any order, whatever its NOSET variables say
+    (tests/multinode/test_devices.py). Ids that are not in the mask can only be such counts.
 
     Raises: DeviceMismatchError for ids that are neither.
     """
@@ -58,20 +69,25 @@ def physical_ids(kind: str, granted: Sequence[str], raylet_mask: str | None) -> 
 
 
 def split_mask(mask: str | None) -> list[str] | None:
-    """The ids of a visibility variable: none for one that hides everything, None for one that is not set."""
+    """The ids of a visibility variable: none for one that hides everything, None for one that is
+    not set.
+    """
     if mask is None:
         return None
     return [part.strip() for part in mask.split(",") if part.strip().lower() not in EMPTY_MASKS]
 
 
 def detect_devices(num_gpus: int | None, accelerator: str | None) -> DevicePool:
-    """The devices that this process may hand out: those of its mask or, without one, of the machine; ``num_gpus`` of them if
-    given.
+    """The devices that this process may hand out: those of its mask or, without one, of the
+    machine; ``num_gpus`` of them if given.
 
-    Where ``num_gpus`` asks for more than were found they are numbered on: logical devices, for tests and dry runs.
+    Where ``num_gpus`` asks for more than were found they are numbered on: logical devices, for
+        tests and dry runs.
     """
     pools = {kind: _found(kind) for kind in ([accelerator] if accelerator else _DEVICE_FILES)}
-    kind, ids = next(((kind, ids) for kind, ids in pools.items() if ids), (accelerator or "cuda", []))
+    kind, ids = next(
+        ((kind, ids) for kind, ids in pools.items() if ids), (accelerator or "cuda", [])
+    )
     if num_gpus is not None:
         ids = (ids + [str(index) for index in range(num_gpus) if str(index) not in ids])[:num_gpus]
     return DevicePool(kind, ids)

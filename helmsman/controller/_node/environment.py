@@ -1,8 +1,8 @@
 """A worker's environment as a pure function of the driver's.
 
-A fork hands down everything, a cluster nothing. Both are wrong: the driver's device mask, rank or address in another process
-shows later as a hang, and without forwarding NCCL_DEBUG has no effect. So lists decide, and ``SchedulingSpec.env_vars`` wins
-over them.
+A fork hands down everything, a cluster nothing. Both are wrong: the driver's device mask, rank or
+address in another process shows later as a hang, and without forwarding NCCL_DEBUG has no effect.
+So lists decide, and ``SchedulingSpec.env_vars`` wins over them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ THREAD_VARIABLES = (
     "BLIS_NUM_THREADS",
     "RAYON_NUM_THREADS",  # Hugging Face's tokenizers
 )
-"""Set from ``SchedulingSpec.cpu``: each library else takes every core of the node, in every worker of the node."""
+"""Set from ``SchedulingSpec.cpu``: each library else takes every core of the node, in every worker
+of the node.
+"""
 
 
 _MASKS = " ".join(info.visibility_env_var for info in PLATFORMS.values())
@@ -39,12 +41,17 @@ _RULES: tuple[tuple[Reach, Mapping[str, str]], ...] = (
     (
         "nowhere",
         {
-            "a device mask of the driver; each worker has its own": f"{_MASKS} *_VISIBLE_DEVICES ASCEND_DEVICE_ID DEVICE_ID "
-            "GPU_DEVICE_ORDINAL ZE_AFFINITY_MASK ONEAPI_DEVICE_SELECTOR TPU_VISIBLE_CHIPS NEURON_RT_VISIBLE_CORES "
+            "a device mask of the driver; each worker has its own": f"{_MASKS} *_VISIBLE_DEVICES "
+            "ASCEND_DEVICE_ID DEVICE_ID "
+            "GPU_DEVICE_ORDINAL ZE_AFFINITY_MASK ONEAPI_DEVICE_SELECTOR TPU_VISIBLE_CHIPS "
+            "NEURON_RT_VISIBLE_CORES "
             "HABANA_VISIBLE_MODULES",
-            "the driver's place in a process group; a worker is given its own": "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE "
-            "NODE_RANK GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME MASTER_ADDR MASTER_PORT RANK_ID "
-            "RANK_SIZE RANK_TABLE_FILE VLLM_PORT VLLM_HOST_PORT VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_SIZE "
+            "the driver's place in a process group; a worker is given its own": "RANK WORLD_SIZE "
+            "LOCAL_RANK LOCAL_WORLD_SIZE "
+            "NODE_RANK GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME "
+            "MASTER_ADDR MASTER_PORT RANK_ID "
+            "RANK_SIZE RANK_TABLE_FILE VLLM_PORT VLLM_HOST_PORT VLLM_DP_RANK VLLM_DP_RANK_LOCAL "
+            "VLLM_DP_SIZE "
             "VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT NCCL_COMM_ID",
             "a thread count; it follows SchedulingSpec.cpu": " ".join(THREAD_VARIABLES),
             "a mark of one worker": f"{TAG_VARIABLE} HELMSMAN_INSTANCE_DEVICES {PORTS_VARIABLE}",
@@ -56,34 +63,47 @@ _RULES: tuple[tuple[Reach, Mapping[str, str]], ...] = (
         "this machine",
         {
             # What a program needs in order to run at all; another node has its own.
-            "the user's session": "PATH HOME USER LOGNAME SHELL LANG LANGUAGE LC_* TZ TERM HOSTNAME PWD",
-            "folders of this machine": "TMPDIR TEMP TMP XDG_CACHE_HOME XDG_CONFIG_HOME XDG_RUNTIME_DIR",
-            "where programs are here": "LD_LIBRARY_PATH LD_PRELOAD PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX",
+            "the user's session": "PATH HOME USER LOGNAME SHELL LANG LANGUAGE LC_* TZ TERM "
+            "HOSTNAME PWD",
+            "folders of this machine": "TMPDIR TEMP TMP XDG_CACHE_HOME XDG_CONFIG_HOME "
+            "XDG_RUNTIME_DIR",
+            "where programs are here": "LD_LIBRARY_PATH LD_PRELOAD PYTHONPATH PYTHONHOME "
+            "VIRTUAL_ENV CONDA_PREFIX",
             "compilers of this machine": "CC CXX CPATH C_INCLUDE_PATH LIBRARY_PATH MAX_JOBS",
-            "where CUDA is here": "CUDA_HOME CUDA_PATH CUDA_CACHE_PATH CUDNN_HOME CUDA_MPS_PIPE_DIRECTORY "
+            "where CUDA is here": "CUDA_HOME CUDA_PATH CUDA_CACHE_PATH CUDNN_HOME "
+            "CUDA_MPS_PIPE_DIRECTORY "
             "CUDA_MPS_LOG_DIRECTORY",
-            "where CANN is here": "ASCEND_HOME_PATH ASCEND_TOOLKIT_HOME ASCEND_OPP_PATH ASCEND_AICPU_PATH "
+            "where CANN is here": "ASCEND_HOME_PATH ASCEND_TOOLKIT_HOME ASCEND_OPP_PATH "
+            "ASCEND_AICPU_PATH "
             "ASCEND_CUSTOM_OPP_PATH",
-            # A proxy and its certificates belong to a network, and the driver's may not be that of the other nodes.
-            "the network of this machine": "http_proxy https_proxy ftp_proxy all_proxy no_proxy HTTP_PROXY HTTPS_PROXY "
-            "FTP_PROXY ALL_PROXY NO_PROXY SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE",
+            # A proxy and its certificates belong to a network, and the driver's may not be that of
+            # the other nodes.
+            "the network of this machine": "http_proxy https_proxy ftp_proxy all_proxy no_proxy "
+            "HTTP_PROXY HTTPS_PROXY "
+            "FTP_PROXY ALL_PROXY NO_PROXY SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE "
+            "CURL_CA_BUNDLE",
             # On another node they lead its process group astray.
-            "the address of this machine": "HCCL_IF_IP VLLM_HOST_IP SGLANG_HOST_IP SGL_HOST_IP HOST_IP NCCL_HOSTID",
+            "the address of this machine": "HCCL_IF_IP VLLM_HOST_IP SGLANG_HOST_IP SGL_HOST_IP "
+            "HOST_IP NCCL_HOSTID",
         },
     ),
     (
         "everywhere",
         {
             # Read when an interpreter starts, so they reach what an engine launches.
-            "Python's switches": "PYTHONUNBUFFERED PYTHONFAULTHANDLER PYTHONWARNINGS PYTHONDONTWRITEBYTECODE PYTHONHASHSEED",
-            "switches of torch_npu": "TASK_QUEUE_ENABLE INF_NAN_MODE_ENABLE COMBINED_ENABLE MULTI_STREAM_MEMORY_REUSE "
+            "Python's switches": "PYTHONUNBUFFERED PYTHONFAULTHANDLER PYTHONWARNINGS "
+            "PYTHONDONTWRITEBYTECODE PYTHONHASHSEED",
+            "switches of torch_npu": "TASK_QUEUE_ENABLE INF_NAN_MODE_ENABLE COMBINED_ENABLE "
+            "MULTI_STREAM_MEMORY_REUSE "
             "CPU_AFFINITY_CONF",
             "communication": "NCCL_* HCCL_* GLOO_* UCX_* NVSHMEM_* TENSORPIPE_*",
-            "torch and its compilers": "TORCH_* PYTORCH_* TORCHINDUCTOR_* TORCHDYNAMO_* TRITON_* NVTE_*",
+            "torch and its compilers": "TORCH_* PYTORCH_* TORCHINDUCTOR_* TORCHDYNAMO_* TRITON_* "
+            "NVTE_*",
             "CUDA and its libraries": "CUDA_* CUBLAS_* CUDNN_*",
             "CANN and torch_npu": "ASCEND_* ACL_* ATB_*",
             "how libraries compute": "OMP_* KMP_* MKL_* OPENBLAS_* NVPL_*",
-            "models and data": "HF_* TRANSFORMERS_* TOKENIZERS_* DATASETS_* SAFETENSORS_* MODELSCOPE_*",
+            "models and data": "HF_* TRANSFORMERS_* TOKENIZERS_* DATASETS_* SAFETENSORS_* "
+            "MODELSCOPE_*",
             "inference engines": "VLLM_* SGLANG_* SGL_* FLASHINFER_* FLASH_ATTENTION_* LMCACHE_*",
             "experiment trackers": "WANDB_* MLFLOW_* SWANLAB_* TENSORBOARD_*",
             "Helmsman": "HELMSMAN_*",
@@ -105,7 +125,9 @@ class ForwardedVariable(msgspec.Struct, frozen=True, kw_only=True):
     value: str
     """Secrets masked."""
     reach: Reach
-    """everywhere: every worker gets it; this machine: workers of LocalScheduler do, other nodes have their own; nowhere."""
+    """everywhere: every worker gets it; this machine: workers of LocalScheduler do, other nodes
+    have their own; nowhere.
+    """
     rule: str
 
 
@@ -129,24 +151,42 @@ def forwarding_report(environ: Mapping[str, str]) -> list[ForwardedVariable]:
 
 
 def worker_environment(
-    environ: Mapping[str, str], spec: SchedulingSpec, devices: Mapping[str, str], *, same_machine: bool
+    environ: Mapping[str, str],
+    spec: SchedulingSpec,
+    devices: Mapping[str, str],
+    *,
+    same_machine: bool,
 ) -> list[EnvironmentVariable]:
     """The variables that are set in a worker, sorted by name.
 
-    ``devices`` has its device masks and what else its scheduler wants in it. With ``same_machine`` the worker has no
-    environment but this: then what a program of this machine needs is in it.
+    ``devices`` has its device masks and what else its scheduler wants in it. With ``same_machine``
+    the worker has no environment but this: then what a program of this machine needs is in it.
     """
     reaches = ("everywhere", "this machine") if same_machine else ("everywhere",)
-    forwarded = {name: value for name, value in environ.items() if forwarding_of(name).reach in reaches}
+    forwarded = {
+        name: value for name, value in environ.items() if forwarding_of(name).reach in reaches
+    }
     threads = dict.fromkeys(THREAD_VARIABLES, _thread_count(spec))
-    layers = (("driver", forwarded), ("cpu count", threads), ("devices", devices), ("spec.env_vars", spec.env_vars))
-    variables = {name: EnvironmentVariable(name, value, source) for source, layer in layers for name, value in layer.items()}
+    layers = (
+        ("driver", forwarded),
+        ("cpu count", threads),
+        ("devices", devices),
+        ("spec.env_vars", spec.env_vars),
+    )
+    variables = {
+        name: EnvironmentVariable(name, value, source)
+        for source, layer in layers
+        for name, value in layer.items()
+    }
     return [variables[name] for name in sorted(variables)]
 
 
 def _thread_count(spec: SchedulingSpec) -> str:
-    """The spec's own OMP_NUM_THREADS holds for the other libraries, too: torch takes MKL's count for its own."""
-    own = spec.env_vars.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # what follows is for nested levels
+    """The spec's own OMP_NUM_THREADS holds for the other libraries, too: torch takes MKL's count
+    for its own.
+    """
+    # what follows is for nested levels
+    own = spec.env_vars.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return own if own.isdecimal() else str(max(1, int(spec.cpu)))
 
 

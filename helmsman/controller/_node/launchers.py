@@ -1,8 +1,9 @@
-"""Rank of this node, number of nodes and head, from flags and from the variables that launchers set.
+"""Rank of this node, number of nodes and head, from flags and from the variables that launchers
+set.
 
-Flags come first, then RAY_ADDRESS (a cluster that is there already), then variables of one launcher alone, then the bare RANK,
-WORLD_SIZE and MASTER_ADDR, which elsewhere count processes. Launchers may be nested (torchrun in Slurm) and must agree. Nothing
-here looks at the machine.
+Flags come first, then RAY_ADDRESS (a cluster that is there already), then variables of one launcher
+alone, then the bare RANK, WORLD_SIZE and MASTER_ADDR, which elsewhere count processes. Launchers
+may be nested (torchrun in Slurm) and must agree. Nothing here looks at the machine.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     count: Fact | None = None
     head: Fact | None = None
     processes_per_node: Fact | None = None
-    """How many processes the launcher starts on a node; more than one is refused, since one drives it."""
+    """How many processes the launcher starts on a node; more than one is refused, since one drives
+    it.
+    """
     counts_processes: bool = False
-    """Whether ``count`` is a number of processes, which is the number of nodes where each node has one."""
+    """Whether ``count`` is a number of processes, which is the number of nodes where each node has
+    one.
+    """
 
 
 class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,13 +61,21 @@ _FIELDS = {
 
 
 def identify_node(
-    environ: Mapping[str, str], *, rank: int | None = None, count: int | None = None, head: str | None = None
+    environ: Mapping[str, str],
+    *,
+    rank: int | None = None,
+    count: int | None = None,
+    head: str | None = None,
 ) -> NodeIdentity:
-    """This node's place in the run, by environment variables and the flags --node-rank, --num-nodes and --head. Raises:
-    LauncherError where two sources say different things, a launcher starts several processes on a node, or a part is missing or
-    makes no sense."""
+    """This node's place in the run, by environment variables and the flags --node-rank, --num-nodes
+    and --head. Raises: LauncherError where two sources say different things, a launcher starts
+    several processes on a node, or a part is missing or makes no sense."""
     given = zip(_FIELDS.items(), (rank, count, head), strict=True)
-    flags = {field: Fact(value, f"{flag} {value}") for (field, (_, flag)), value in given if value is not None}
+    flags = {
+        field: Fact(value, f"{flag} {value}")
+        for (field, (_, flag)), value in given
+        if value is not None
+    }
     if not flags and (address := environ.get("RAY_ADDRESS", "")):
         return NodeIdentity(
             launcher="a Ray cluster that is there",
@@ -71,35 +84,50 @@ def identify_node(
             attach_to=address,
             said_by={"attach_to": f"RAY_ADDRESS={address}"},
         )
-    found = [said for read in _LAUNCHERS if (said := read(environ))] or [said for said in [_generic(environ)] if said]
+    found = [said for read in _LAUNCHERS if (said := read(environ))] or [
+        said for said in [_generic(environ)] if said
+    ]
     for said in found:
         if (tasks := said.processes_per_node) is not None and tasks.value != 1:
-            sources = [f"{said.launcher}: {tasks.said_by}", "helmsman: one, which starts all others"]
+            sources = [
+                f"{said.launcher}: {tasks.said_by}",
+                "helmsman: one, which starts all others",
+            ]
             raise _conflict("processes on a node", sources, "one process per node")
-    facts = {field: fact for field in _FIELDS if (fact := flags.get(field) or _agreed(field, found))}
+    facts = {
+        field: fact for field in _FIELDS if (fact := flags.get(field) or _agreed(field, found))
+    }
     if not facts:
         return NodeIdentity(launcher=ALONE, rank=0, count=1)
     return _complete(" in ".join(said.launcher for said in found) or "flags", facts)
 
 
 def find_many_nodes(environ: Mapping[str, str]) -> Said | None:
-    """The launcher by which this process runs on one of several nodes; None where there is one node, or no launcher states it.
+    """The launcher by which this process runs on one of several nodes; None where there is one
+    node, or no launcher states it.
 
-    Several processes on a node are allowed here, and the innermost launcher that states a number decides.
+    Several processes on a node are allowed here, and the innermost launcher that states a number
+    decides.
     """
     for read in (*_LAUNCHERS, _generic):
         try:
             said = read(environ)
             local = _number(environ, "LOCAL_WORLD_SIZE")
-        except LauncherError:  # variables that make no sense name no other node; `helmsman up` and `doctor` report them
+        except LauncherError:
+            # variables that make no sense name no other node; `helmsman up` and `doctor` report
+            # them
             continue
         if said is None or said.count is None:
             continue
         if not said.counts_processes:
             return said if int(said.count.value) > 1 else None
         local = said.processes_per_node or local
-        meets_here = said.head is not None and re.fullmatch(r"localhost|127\.[\d.]+|::1", str(said.head.value))
-        is_one = meets_here or int(said.count.value) <= (int(local.value) if local is not None else 1)
+        meets_here = said.head is not None and re.fullmatch(
+            r"localhost|127\.[\d.]+|::1", str(said.head.value)
+        )
+        is_one = meets_here or int(said.count.value) <= (
+            int(local.value) if local is not None else 1
+        )
         return None if is_one else said
     return None
 
@@ -118,7 +146,9 @@ def _complete(launcher: str, facts: Mapping[str, Fact]) -> NodeIdentity:
         elif head is None and number > 0:
             missing = ["the head's address (--head)"]
         else:
-            return NodeIdentity(launcher=launcher, rank=number, count=total, head=str(head or ""), said_by=said_by)
+            return NodeIdentity(
+                launcher=launcher, rank=number, count=total, head=str(head or ""), said_by=said_by
+            )
     raise _incomplete(launcher, missing, sorted(said_by.values()))
 
 
@@ -126,13 +156,16 @@ def _agreed(field: str, found: Sequence[Said]) -> Fact | None:
     said = {each.launcher: fact for each in found if (fact := getattr(each, field)) is not None}
     if len({fact.value for fact in said.values()}) > 1:
         name, flag = _FIELDS[field]
-        raise _conflict(name, [f"{launcher}: {fact.said_by}" for launcher, fact in said.items()], flag)
+        raise _conflict(
+            name, [f"{launcher}: {fact.said_by}" for launcher, fact in said.items()], flag
+        )
     return next(iter(said.values()), None)
 
 
 def _incomplete(launcher: str, missing: list[str], said: list[str]) -> LauncherError:
     return LauncherError(
-        problem=f"{launcher} says {', '.join(said) or 'nothing more'}; missing is {' and '.join(missing)}",
+        problem=f"{launcher} says {', '.join(said) or 'nothing more'}; missing is "
+        f"{' and '.join(missing)}",
         said=said,
         step="Give it as a flag, the same way on every node",
     )
@@ -142,7 +175,8 @@ def _conflict(field: str, said: list[str], flag: str) -> LauncherError:
     return LauncherError(
         problem=f"sources disagree on the {field}: {'; '.join(said)}",
         said=said,
-        step=f"Start helmsman with {flag}, which settles it, or without the variables of the launcher that is not meant",
+        step=f"Start helmsman with {flag}, which settles it, or without the variables of the "
+        "launcher that is not meant",
     )
 
 
@@ -159,7 +193,9 @@ def _first_word(environ: Mapping[str, str], name: str) -> Fact | None:
     words = re.findall(r"[^\s,]+", environ.get(name, ""))
     if not words:
         return None
-    return Fact(words[0], f"{name}={words[0]}" if len(words) == 1 else f"first of {name}: {words[0]}")
+    return Fact(
+        words[0], f"{name}={words[0]}" if len(words) == 1 else f"first of {name}: {words[0]}"
+    )
 
 
 class _Variables(msgspec.Struct, frozen=True):
@@ -200,7 +236,13 @@ def _slurm(environ: Mapping[str, str]) -> Said | None:
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # '8', '1(x3)', '2,1(x2)'
     first = re.match(r"\d+", per_node)
     tasks = Fact(int(first.group()), f"SLURM_STEP_TASKS_PER_NODE={per_node}") if first else None
-    return Said(launcher="Slurm", rank=_number(environ, "SLURM_NODEID"), count=count, head=head, processes_per_node=tasks)
+    return Said(
+        launcher="Slurm",
+        rank=_number(environ, "SLURM_NODEID"),
+        count=count,
+        head=head,
+        processes_per_node=tasks,
+    )
 
 
 def _volcano(environ: Mapping[str, str]) -> Said | None:
@@ -211,10 +253,19 @@ def _volcano(environ: Mapping[str, str]) -> Said | None:
 
 
 _LAUNCHERS: tuple[Callable[[Mapping[str, str]], Said | None], ...] = (
-    _Variables("Beaker", "BEAKER_REPLICA_RANK", "BEAKER_REPLICA_COUNT", "BEAKER_LEADER_REPLICA_HOSTNAME").read,
-    _Variables("torchrun", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE").read,
     _Variables(
-        "torchrun's PET variables", "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", marker="PET_NNODES", unless="GROUP_RANK"
+        "Beaker", "BEAKER_REPLICA_RANK", "BEAKER_REPLICA_COUNT", "BEAKER_LEADER_REPLICA_HOSTNAME"
+    ).read,
+    _Variables(
+        "torchrun", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE"
+    ).read,
+    _Variables(
+        "torchrun's PET variables",
+        "PET_NODE_RANK",
+        "PET_NNODES",
+        "PET_MASTER_ADDR",
+        marker="PET_NNODES",
+        unless="GROUP_RANK",
     ).read,
     _Variables("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS").read,
     _volcano,
@@ -231,14 +282,18 @@ _LAUNCHERS: tuple[Callable[[Mapping[str, str]], Said | None], ...] = (
 )
 """Those that may run inside another before that one."""
 
-_generic = _Variables("RANK and WORLD_SIZE (PAI-DLC)", "RANK", "WORLD_SIZE", "MASTER_ADDR", counts_processes=True).read
+_generic = _Variables(
+    "RANK and WORLD_SIZE (PAI-DLC)", "RANK", "WORLD_SIZE", "MASTER_ADDR", counts_processes=True
+).read
 
 
 _HOST = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 
 
 def first_host(text: str) -> str:
-    """The first host of a list in Slurm's syntax: gpu001-a of 'gpu[001-003,007]-a,login'. Raises: LauncherError."""
+    """The first host of a list in Slurm's syntax: gpu001-a of 'gpu[001-003,007]-a,login'. Raises:
+    LauncherError.
+    """
     if not re.fullmatch(rf"{_HOST}(,{_HOST})*", text):
         raise _incomplete("Slurm", ["a list of hosts"], [text])
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.match(_HOST, text)[0]).strip()  # type: ignore[index]

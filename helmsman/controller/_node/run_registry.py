@@ -1,7 +1,9 @@
-"""The runs of this machine: a record for each, which tells whether its controller lives, and directories for logs.
+"""The runs of this machine: a record for each, which tells whether its controller lives, and
+directories for logs.
 
-A record is a file that its controller keeps locked; the kernel gives the lock back however the controller ends. Records and
-logs lie in directories of this user alone. The content of a record is only shown: no path in it is ever removed.
+A record is a file that its controller keeps locked; the kernel gives the lock back however the
+controller ends. Records and logs lie in directories of this user alone. The content of a record is
+only shown: no path in it is ever removed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ import msgspec
 
 from helmsman.api.environment import masked_command
 from helmsman.api.errors import LogDirectoryError, UntrustedPathError
-from helmsman.rpc_server._process.safe_files import is_own_directory, log_directory, private_directory, read_own
+from helmsman.rpc_server._process.safe_files import (
+    is_own_directory,
+    log_directory,
+    private_directory,
+    read_own,
+)
 
 RUN_ID = re.compile(r"[0-9a-f]{10}")
 _RECORD_NAME = re.compile(rf"({RUN_ID.pattern})\.json")
@@ -81,17 +88,24 @@ def user_dir() -> Path:
 
 
 def log_places() -> list[Place]:
-    """Directories of the logs of runs without a log_dir: first that for new runs, then others that earlier runs may have used.
+    """Directories of the logs of runs without a log_dir: first that for new runs, then others that
+    earlier runs may have used.
 
     Hosts may share XDG_STATE_HOME, so each has a directory of its own there.
     """
     state = os.environ.get("XDG_STATE_HOME", "")
     temporary = Place(user_dir().parent, (user_dir().name,))
-    return [Place(Path(state), ("helmsman", socket.gethostname())), temporary] if os.path.isabs(state) else [temporary]
+    return (
+        [Place(Path(state), ("helmsman", socket.gethostname())), temporary]
+        if os.path.isabs(state)
+        else [temporary]
+    )
 
 
 def _record_places() -> list[Place]:
-    """Directories of records, in the order of log_places. A session without XDG_RUNTIME_DIR finds those of one that has it."""
+    """Directories of records, in the order of log_places. A session without XDG_RUNTIME_DIR finds
+    those of one that has it.
+    """
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     usual = f"/run/user/{os.getuid()}"
     places = [
@@ -100,7 +114,11 @@ def _record_places() -> list[Place]:
         if os.path.isabs(each) and is_own_directory(each)
     ]
     temporary = Place(user_dir().parent, (user_dir().name, "runs"))
-    return [*places, temporary] if named and places and places[0].base == Path(named) else [temporary, *places]
+    return (
+        [*places, temporary]
+        if named and places and places[0].base == Path(named)
+        else [temporary, *places]
+    )
 
 
 def default_log_dir(run_id: str) -> Path:
@@ -109,8 +127,8 @@ def default_log_dir(run_id: str) -> Path:
 
 
 def make_log_dir(path: Path, run_id: str) -> None:
-    """Make a run's log directory, its default_log_dir or one that the user has named, or check that an existing one is safe to
-    use. Raises: UntrustedPathError, LogDirectoryError."""
+    """Make a run's log directory, its default_log_dir or one that the user has named, or check that
+    an existing one is safe to use. Raises: UntrustedPathError, LogDirectoryError."""
     own = next((place for place in log_places() if path == place.path / run_id), None)
     try:
         with own.open(run_id) if own is not None else log_directory(path, run_id):
@@ -118,16 +136,20 @@ def make_log_dir(path: Path, run_id: str) -> None:
     except UntrustedPathError:
         raise
     except OSError as error:
-        raise LogDirectoryError(path=str(path), reason=f"{error.strerror}: {error.filename}") from error
+        raise LogDirectoryError(
+            path=str(path), reason=f"{error.strerror}: {error.filename}"
+        ) from error
 
 
 UP = "helmsman up"
-"""The scheduler in the record of a node's part of a cluster, whose log folder is removed with it."""
+"""The scheduler in the record of a node's part of a cluster, whose log folder is removed with
+it.
+"""
 
 
 class RunLock:
-    """A controller's hold on the record of its run. Raises: UntrustedPathError where another user's directory has the name of
-    ours; OSError where the record cannot be written."""
+    """A controller's hold on the record of its run. Raises: UntrustedPathError where another user's
+    directory has the name of ours; OSError where the record cannot be written."""
 
     def __init__(self, run_id: str, scheduler: str, log_dir: Path) -> None:
         record = RunRecord(
@@ -149,7 +171,8 @@ class RunLock:
             os.write(self._fd, msgspec.json.encode(record))
             self._folder = os.dup(folder)
             undo.pop_all()
-        os.register_at_fork(after_in_child=self._forget)  # a child that inherits the lock would pass for the controller
+        # a child that inherits the lock would pass for the controller
+        os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
         if self._fd >= 0:
@@ -167,7 +190,8 @@ class RunLock:
 
 
 def read_runs() -> list[tuple[RunRecord, bool]]:
-    """The records of this user on this machine, and whether the controller of each lives; oldest first.
+    """The records of this user on this machine, and whether the controller of each lives; oldest
+    first.
 
     Files of other users, and whole directories of theirs, are passed over; see refused_places.
     """
@@ -175,7 +199,8 @@ def read_runs() -> list[tuple[RunRecord, bool]]:
     for place in _record_places():
         with contextlib.suppress(OSError), place.open(create=False) as folder:
             for match in filter(None, map(_RECORD_NAME.fullmatch, os.listdir(folder))):
-                with contextlib.suppress(OSError, msgspec.MsgspecError):  # it has gone meanwhile, or is being written
+                with contextlib.suppress(OSError, msgspec.MsgspecError):
+                    # it has gone meanwhile, or is being written
                     content, fd = read_own(match[0], folder, str(place.path / match[0]))
                     with os.fdopen(fd):
                         record = msgspec.json.decode(content, type=RunRecord)
@@ -186,12 +211,17 @@ def read_runs() -> list[tuple[RunRecord, bool]]:
 
 def forget_run(run_id: str) -> None:
     for place in _record_places():
-        with contextlib.suppress(FileNotFoundError, UntrustedPathError), place.open(create=False) as folder:
+        with (
+            contextlib.suppress(FileNotFoundError, UntrustedPathError),
+            place.open(create=False) as folder,
+        ):
             os.unlink(f"{run_id}.json", dir_fd=folder)
 
 
 def log_dirs() -> list[tuple[str, Path, float]]:
-    """(run id, path, seconds since the epoch of its last change) of each default log directory, newest first."""
+    """(run id, path, seconds since the epoch of its last change) of each default log directory,
+    newest first.
+    """
     found = []
     for place in log_places():
         with contextlib.suppress(OSError), place.open(create=False) as folder:
@@ -204,7 +234,9 @@ def log_dirs() -> list[tuple[str, Path, float]]:
 
 
 def refused_places() -> list[tuple[Path, str]]:
-    """(path, reason) of each place for records or logs that cannot be used, such as another user's directory of our name."""
+    """(path, reason) of each place for records or logs that cannot be used, such as another user's
+    directory of our name.
+    """
     refused: dict[str, Path] = {}
     for place in (*_record_places(), *log_places()):
         try:

@@ -1,4 +1,6 @@
-"""Refuse jobs that cannot be placed, now or ever, and find the smallest change with which they fit. Pure."""
+"""Refuse jobs that cannot be placed, now or ever, and find the smallest change with which they fit.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ _UNIQUE = ("node:", "ray.io/node-id")
 """Prefixes of the resources and labels that only one node has."""
 
 
-def require_feasible(snapshot: ClusterSnapshot, jobs: Sequence[Job], running: Sequence[PlannedRole]) -> None:
+def require_feasible(
+    snapshot: ClusterSnapshot, jobs: Sequence[Job], running: Sequence[PlannedRole]
+) -> None:
     """Raise PlacementInfeasibleError when these jobs would not fit even on an empty cluster."""
     outcome = plan_jobs(snapshot, jobs, running=running, of="total")
     if isinstance(outcome, Shortfall):
@@ -49,9 +53,13 @@ def require_feasible(snapshot: ClusterSnapshot, jobs: Sequence[Job], running: Se
         )
 
 
-def busy(jobs: Sequence[Job], snapshot: ClusterSnapshot, holders: str, deadline: Deadline) -> errors.PlacementTimeoutError:
+def busy(
+    jobs: Sequence[Job], snapshot: ClusterSnapshot, holders: str, deadline: Deadline
+) -> errors.PlacementTimeoutError:
     """Return the error for jobs that would fit if the holders held less."""
-    kinds = [name for name in ACCELERATORS if any(node.total.get(name) for node in snapshot.nodes)] or ACCELERATORS[:1]
+    kinds = [
+        name for name in ACCELERATORS if any(node.total.get(name) for node in snapshot.nodes)
+    ] or ACCELERATORS[:1]
     hidden = {*ACCELERATORS, *snapshot.shared}.difference(kinds)
     wanted = {name: amount for name, amount in asked_for(jobs).items() if name not in hidden}
     free = total_of(node.available for node in snapshot.nodes)
@@ -66,20 +74,33 @@ def busy(jobs: Sequence[Job], snapshot: ClusterSnapshot, holders: str, deadline:
 
 
 def asked_for(jobs: Iterable[Job]) -> Resources:
-    """Return the total request of jobs by Ray's names, with accelerators under the name of every kind, since any will do."""
+    """Return the total request of jobs by Ray's names, with accelerators under the name of every
+    kind, since any will do.
+    """
     specs = [job.spec(index) for job in jobs for index in range(job.replicas)]
     wanted = total_of(
-        {**dict.fromkeys(ACCELERATORS, spec.gpu), "CPU": spec.cpu, "memory": spec.mem * 1e9, **spec.resources} for spec in specs
+        {
+            **dict.fromkeys(ACCELERATORS, spec.gpu),
+            "CPU": spec.cpu,
+            "memory": spec.mem * 1e9,
+            **spec.resources,
+        }
+        for spec in specs
     )
     return {name: amount for name, amount in wanted.items() if amount}
 
 
 def advise(
-    shortfall: Shortfall, snapshot: ClusterSnapshot, jobs: Sequence[Job], running: Sequence[PlannedRole] = ()
+    shortfall: Shortfall,
+    snapshot: ClusterSnapshot,
+    jobs: Sequence[Job],
+    running: Sequence[PlannedRole] = (),
 ) -> Shortfall:
-    """Return a shortfall of the whole cluster with a change: smaller workers, fewer replicas, or more nodes.
+    """Return a shortfall of the whole cluster with a change: smaller workers, fewer replicas, or
+    more nodes.
 
-    Every suggested change has been planned with and fits; its numbers are the largest, or the fewest, that do.
+    Every suggested change has been planned with and fits; its numbers are the largest, or the
+    fewest, that do.
     """
     if shortfall.kind == "selector":
         return shortfall
@@ -108,22 +129,32 @@ class _Advice:
             yield self._fewer_replicas(self._jobs) or self._smaller_instances()
             yield self._more_nodes()
 
-    def _outcome(self, jobs: Sequence[Job], nodes: Sequence[NodeState] = ()) -> Plan | Shortfall | None:
-        """Plan changed jobs, with additional nodes; None when a colocated role would not tile over a changed one."""
-        snapshot = ClusterSnapshot(nodes=(*self._snapshot.nodes, *nodes)) if nodes else self._snapshot
+    def _outcome(
+        self, jobs: Sequence[Job], nodes: Sequence[NodeState] = ()
+    ) -> Plan | Shortfall | None:
+        """Plan changed jobs, with additional nodes; None when a colocated role would not tile over
+        a changed one.
+        """
+        snapshot = (
+            ClusterSnapshot(nodes=(*self._snapshot.nodes, *nodes)) if nodes else self._snapshot
+        )
         try:
             return plan_jobs(snapshot, jobs, running=self._running, of="total", work=_WORK)
         except errors.InvalidSpecError:
             return None
 
-    def _fits(self, *changed: Job, jobs: Sequence[Job] = (), nodes: Sequence[NodeState] = ()) -> bool:
+    def _fits(
+        self, *changed: Job, jobs: Sequence[Job] = (), nodes: Sequence[NodeState] = ()
+    ) -> bool:
         return isinstance(self._outcome(_changed(jobs or self._jobs, *changed), nodes), Plan)
 
     def _of_role(self, job: Job) -> str:
         return f" of {job.role!r}" if len(self._jobs) > 1 else ""
 
     def _smaller_workers(self) -> Iterator[str]:
-        """Cut workers down to the best-fitting node, and reduce their number when that alone is not enough."""
+        """Cut workers down to the best-fitting node, and reduce their number when that alone is not
+        enough.
+        """
         jobs, changes = self._jobs, dict[tuple[str, str], str]()
         outcome: Plan | Shortfall | None = self._shortfall
         for _ in range(_MAX_CUTS):
@@ -133,8 +164,15 @@ class _Advice:
             for name, by in outcome.missing.items():
                 job, left = _cut(job, name, by)
                 if not left and name in ACCELERATORS and self._snapshot.can_grow:
-                    yield f"add nodes with accelerators, of which those that {job.role!r} may use have none"
-                shown = f"{{{name!r}: {left:.10g}}}" if field_of(name).endswith(".resources") else f"{left:.10g}"
+                    yield (
+                        f"add nodes with accelerators, of which those that {job.role!r} may use "
+                        "have none"
+                    )
+                shown = (
+                    f"{{{name!r}: {left:.10g}}}"
+                    if field_of(name).endswith(".resources")
+                    else f"{left:.10g}"
+                )
                 changes[job.role, name] = f"set {field_of(name)}{self._of_role(job)} to {shown}"
             jobs = _changed(jobs, job)
             outcome = self._outcome(jobs)
@@ -150,20 +188,38 @@ class _Advice:
             return ""
         if not self._fits(change_specs(job, ray_placement_strategy="deferred")):
             return ""
-        return f"set SchedulingSpec.ray_placement_strategy{self._of_role(job)} to 'deferred', whose instances may span nodes"
+        return (
+            f"set SchedulingSpec.ray_placement_strategy{self._of_role(job)} to 'deferred', "
+            "whose instances may span nodes"
+        )
 
     def _smaller_instances(self) -> str:
-        largest = int(max((node.total.get(name, 0.0) for node in self._snapshot.nodes for name in ACCELERATORS), default=0))
+        largest = int(
+            max(
+                (
+                    node.total.get(name, 0.0)
+                    for node in self._snapshot.nodes
+                    for name in ACCELERATORS
+                ),
+                default=0,
+            )
+        )
         for job in self._jobs:
             spec = job.spec(0)
-            if len(job.tasks) == 1 and spec.ray_placement_strategy == "deferred" and 0 < largest < spec.gpu:
+            if (
+                len(job.tasks) == 1
+                and spec.ray_placement_strategy == "deferred"
+                and 0 < largest < spec.gpu
+            ):
                 for gpu in range(int(spec.gpu - 1) // largest * largest, 0, -largest):
                     if self._fits(change_specs(job, gpu=gpu)):
                         return f"set SchedulingSpec.gpu{self._of_role(job)} to {gpu}"
         return ""
 
     def _fewer_replicas(self, jobs: Sequence[Job]) -> str:
-        """Reduce the replicas of one job, with those colocated with it: the job that keeps the largest part of its own."""
+        """Reduce the replicas of one job, with those colocated with it: the job that keeps the
+        largest part of its own.
+        """
         best: tuple[float, str] = (0.0, "")
         for job in jobs:
             if job.scheduling_strategy.type == "colocation":
@@ -172,42 +228,71 @@ class _Advice:
             steps = math.gcd(*(each.replicas for each in group))
 
             def fits(count: int, group: Sequence[Job] = group, steps: int = steps) -> bool:
-                return self._fits(*(_first(each, each.replicas * count // steps) for each in group), jobs=jobs)
+                return self._fits(
+                    *(_first(each, each.replicas * count // steps) for each in group), jobs=jobs
+                )
 
             count = bisect.bisect_left(range(1, steps), True, key=lambda count: not fits(count))
             if count / steps > best[0]:
-                also = "".join(f" and of {each.role!r} to {each.replicas * count // steps}" for each in group[1:])
-                text = f"set Job.replicas{self._of_role(job)} to {job.replicas * count // steps}{also}"
+                also = "".join(
+                    f" and of {each.role!r} to {each.replicas * count // steps}"
+                    for each in group[1:]
+                )
+                text = (
+                    f"set Job.replicas{self._of_role(job)} to {job.replicas * count // steps}{also}"
+                )
                 best = count / steps, text
         return best[1]
 
     def _more_nodes(self) -> str:
         """Add the fewest nodes like the largest one that some job may use."""
         nodes, missing = self._snapshot.nodes, self._shortfall.missing
-        names = [name for name in missing if name in ACCELERATORS] or [*missing, *ACCELERATORS, "CPU"]
+        names = [name for name in missing if name in ACCELERATORS] or [
+            *missing,
+            *ACCELERATORS,
+            "CPU",
+        ]
         largest: dict[int, int] = {}
         """Index of a node -> how many more such nodes are enough."""
         for job in self._jobs if self._snapshot.can_grow else ():
-            allowed = sorted(allowed_nodes(job.spec(0), nodes)) if job.scheduling_strategy.type == "separation" else ()
+            allowed = (
+                sorted(allowed_nodes(job.spec(0), nodes))
+                if job.scheduling_strategy.type == "separation"
+                else ()
+            )
             if allowed:
-                index = max(allowed, key=lambda index: [nodes[index].total.get(name, 0.0) for name in names])
+                index = max(
+                    allowed, key=lambda index: [nodes[index].total.get(name, 0.0) for name in names]
+                )
                 if index not in largest:
                     largest[index] = self._num_more(nodes[index])
         enough = [(count, nodes[index]) for index, count in largest.items() if count]
         if not enough:
             return ""
         count, node = min(enough, key=lambda each: each[0])
-        shape = show({name: amount for name, amount in node.total.items() if name in (*ACCELERATORS, "CPU", "memory")})
+        shape = show(
+            {
+                name: amount
+                for name, amount in node.total.items()
+                if name in (*ACCELERATORS, "CPU", "memory")
+            }
+        )
         return f"add {count} node{'s' if count > 1 else ''} like {node_name(node)} ({shape})"
 
     def _num_more(self, node: NodeState) -> int:
         """Return how many more nodes like this one are enough; 0 when no number of them is."""
-        common = {"total": _common(node.total), "available": _common(node.available), "labels": _common(node.labels)}
+        common = {
+            "total": _common(node.total),
+            "available": _common(node.available),
+            "labels": _common(node.labels),
+        }
         like = msgspec.structs.replace(node, hostname="", **common)
 
         def fits(count: int) -> bool:
             names = [f"more-{index}" for index in range(count)]
-            return self._fits(nodes=[msgspec.structs.replace(like, node_id=name, address=name) for name in names])
+            return self._fits(
+                nodes=[msgspec.structs.replace(like, node_id=name, address=name) for name in names]
+            )
 
         high = 1
         while not fits(high):
@@ -235,15 +320,21 @@ def _colocated(job: Job, jobs: Sequence[Job]) -> list[Job]:
 
 
 def _first(job: Job, replicas: int) -> Job:
-    return msgspec.structs.replace(job, replicas=replicas, tasks=job.tasks if len(job.tasks) == 1 else job.tasks[:replicas])
+    return msgspec.structs.replace(
+        job, replicas=replicas, tasks=job.tasks if len(job.tasks) == 1 else job.tasks[:replicas]
+    )
 
 
 def _cut(job: Job, name: str, by: float) -> tuple[Job, float]:
-    """Reduce the largest request for a resource by an amount; returns the job and the most that any of its specs requests."""
+    """Reduce the largest request for a resource by an amount; returns the job and the most that any
+    of its specs requests.
+    """
     field = field_of(name).rpartition(".")[2]
 
     def asked(spec: SchedulingSpec) -> float:
-        return float(spec.resources.get(name, 0.0) if field == "resources" else getattr(spec, field))
+        return float(
+            spec.resources.get(name, 0.0) if field == "resources" else getattr(spec, field)
+        )
 
     left = max(0.0, max(map(asked, job.tasks)) - by / (1e9 if field == "mem" else 1))
     digits = 0 if name in ACCELERATORS else 1 if field == "mem" and left >= 1 else 4

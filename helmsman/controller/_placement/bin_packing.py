@@ -1,11 +1,13 @@
 """Bundles onto nodes: bounds by counting, quick rules, and a search of bounded length. Pure.
 
-The rules leave whole nodes free: a bundle goes to the node in use that it fills best, and a group of bundles takes as few nodes
-as possible. Vector bin packing is NP-hard, so the search is complete only for small inputs.
+The rules leave whole nodes free: a bundle goes to the node in use that it fills best, and a group
+of bundles takes as few nodes as possible. Vector bin packing is NP-hard, so the search is complete
+only for small inputs.
 
-Nodes with the same free resources that meet the same selectors form one class. Each demand looks at every class once, so the
-work grows with the number of classes, demands and bundles, not with their products. Where each node is a class of its own
-(their memory differs by a few bytes) it grows as nodes x demands. Amounts are whole numbers of 1/10,000, as in Ray.
+Nodes with the same free resources that meet the same selectors form one class. Each demand looks at
+every class once, so the work grows with the number of classes, demands and bundles, not with their
+products. Where each node is a class of its own (their memory differs by a few bytes) it grows as
+nodes x demands. Amounts are whole numbers of 1/10,000, as in Ray.
 """
 
 from __future__ import annotations
@@ -51,12 +53,18 @@ class Packing:
     """The state of a cluster while bundles are placed on it.
 
     Args:
-        demands: all demands that may be placed; they determine which resources and selectors matter.
-        work: number of nodes and classes that the attempts may look at; ``work`` then holds the remainder.
+        demands: all demands that may be placed; they determine which resources and selectors
+            matter.
+        work: number of nodes and classes that the attempts may look at; ``work`` then holds the
+            remainder.
     """
 
     def __init__(
-        self, nodes: Sequence[NodeState], free: Sequence[Resources], demands: Sequence[Demand], work: int = WORK
+        self,
+        nodes: Sequence[NodeState],
+        free: Sequence[Resources],
+        demands: Sequence[Demand],
+        work: int = WORK,
     ) -> None:
         self.names = sorted({name for demand in demands for name, _ in demand.bundle})
         self.work = work
@@ -64,15 +72,24 @@ class Packing:
         self._selection = {selection: number for number, selection in enumerate(selections)}
         self._accelerators = [self.names.index(name) for name in ACCELERATORS if name in self.names]
         self._amounts: dict[tuple[tuple[str, float], ...], Amounts] = {}
-        self._capacity = [int(sum(node.total.get(name, 0.0) for name in ACCELERATORS)) for node in nodes]
+        self._capacity = [
+            int(sum(node.total.get(name, 0.0) for name in ACCELERATORS)) for node in nodes
+        ]
         self._free_at_start = [self._in_units(resources) for resources in free]
         self._in_use_at_start = [
-            any(resources.get(name, 0.0) < node.total.get(name, 0.0) - 1e-6 for name in ACCELERATORS)
+            any(
+                resources.get(name, 0.0) < node.total.get(name, 0.0) - 1e-6 for name in ACCELERATORS
+            )
             for node, resources in zip(nodes, free, strict=True)
         ]
-        everywhere = (1,) * len(selections) if all(len(selection) == len(nodes) for selection in selections) else None
+        everywhere = (
+            (1,) * len(selections)
+            if all(len(selection) == len(nodes) for selection in selections)
+            else None
+        )
         self.selections: list[Amounts] = [
-            everywhere or tuple(int(index in selection) for selection in selections) for index in range(len(nodes))
+            everywhere or tuple(int(index in selection) for selection in selections)
+            for index in range(len(nodes))
         ]
         self.reset()
 
@@ -99,13 +116,14 @@ class Packing:
             found = self._classes[key] = NodeClass(*key)
         return found
 
-    # --- bounds -----------------------------------------------------------------------------------------------------
+    # --- bounds -----------------------------------------------------------------------------------
 
     def may_fit(self, demands: Sequence[Demand]) -> bool:
-        """Return False when counting alone proves that these demands do not fit into the free resources.
+        """Return False when counting alone proves that these demands do not fit into the free
+        resources.
 
-        Counted are the places for each demand, the sum of each resource, and for each size the pieces of that size that all
-        nodes have and all bundles need.
+        Counted are the places for each demand, the sum of each resource, and for each size the
+        pieces of that size that all nodes have and all bundles need.
         """
         if any(self.room(demand) < len(demand.replicas) for demand in demands):
             return False
@@ -116,7 +134,9 @@ class Packing:
             for group in self._classes.values():
                 there[max(0, group.free[position])] += len(group.nodes)
             for size in (1, *sorted(needed, reverse=True)[:_MAX_SIZES]):
-                if size and sum(x // size * n for x, n in needed.items()) > sum(x // size * n for x, n in there.items()):
+                if size and sum(x // size * n for x, n in needed.items()) > sum(
+                    x // size * n for x, n in there.items()
+                ):
                     return False
         return True
 
@@ -129,21 +149,29 @@ class Packing:
                 room += len(group.nodes) * (min(1, times) if demand.apart else times)
         return room
 
-    # --- use --------------------------------------------------------------------------------------------------------
+    # --- use --------------------------------------------------------------------------------------
 
     def fitting(self, demand: Demand) -> list[NodeClass]:
         wanted = self.amounts(demand)
         self.work -= len(self._classes)
         selection = self._selection[demand.nodes]
-        return [group for group in self._classes.values() if group.selections[selection] and times_in(group.free, wanted)]
+        return [
+            group
+            for group in self._classes.values()
+            if group.selections[selection] and times_in(group.free, wanted)
+        ]
 
     def put(self, demand: Demand, replicas: Sequence[int], index: int, placed: Placed) -> None:
         wanted, group = self.amounts(demand), self.class_of(index)
         del group.nodes[bisect.bisect_left(group.nodes, index)]
         if not group.nodes:
             del self._classes[group.free, group.selections, group.capacity, group.in_use]
-        self.free[index] = tuple(free - len(replicas) * amount for free, amount in zip(group.free, wanted, strict=True))
-        self._in_use[index] = group.in_use or any(wanted[position] for position in self._accelerators)
+        self.free[index] = tuple(
+            free - len(replicas) * amount for free, amount in zip(group.free, wanted, strict=True)
+        )
+        self._in_use[index] = group.in_use or any(
+            wanted[position] for position in self._accelerators
+        )
         bisect.insort(self.class_of(index).nodes, index)
         for replica in replicas:
             placed[demand.job, replica, demand.part] = index
@@ -154,31 +182,48 @@ class Packing:
         wanted = self.amounts(demand)
         left = [free - amount for free, amount in zip(group.free, wanted, strict=True)]
         rest = sum(left[position] / amount for position, amount in enumerate(wanted) if amount)
-        if not demand.num_devices:  # keep away from nodes with accelerators, which need their CPUs themselves
+        if not demand.num_devices:
+            # keep away from nodes with accelerators, which need their CPUs themselves
             return (group.capacity > 0, not group.in_use, rest)
-        return (not group.in_use, sum(left[position] for position in self._accelerators), group.capacity, rest)
+        return (
+            not group.in_use,
+            sum(left[position] for position in self._accelerators),
+            group.capacity,
+            rest,
+        )
 
 
 def times_in(free: Amounts, wanted: Amounts) -> int:
     """Return how many bundles fit into free resources."""
-    return max(0, min((have // amount for have, amount in zip(free, wanted, strict=True) if amount), default=0))
+    return max(
+        0,
+        min(
+            (have // amount for have, amount in zip(free, wanted, strict=True) if amount), default=0
+        ),
+    )
 
 
 def _size(demand: Demand) -> tuple[float, ...]:
     """How large a bundle is, for comparison: accelerators first."""
     amounts = dict(demand.bundle)
-    return (demand.num_devices, amounts.get("memory", 0.0) / 1e9 + amounts.get("CPU", 0.0), len(amounts))
+    return (
+        demand.num_devices,
+        amounts.get("memory", 0.0) / 1e9 + amounts.get("CPU", 0.0),
+        len(amounts),
+    )
 
 
 def _largest_first(demands: Iterable[Demand]) -> list[Demand]:
     return sorted(demands, key=_size, reverse=True)
 
 
-# --- quick rules --------------------------------------------------------------------------------------------------------
+# --- quick rules ----------------------------------------------------------------------------------
 
 
 def orders(jobs: Sequence[Job], split: Split) -> list[tuple[int, ...]]:
-    """Return the orders of jobs worth trying, with the jobs that have the fewest possible places first by several measures."""
+    """Return the orders of jobs worth trying, with the jobs that have the fewest possible places
+    first by several measures.
+    """
     demands = [split.of_job(index) for index in range(len(jobs))]
     sizes = [[-amount for amount in max(map(_size, own))] for own in demands]
     num_nodes = [min(len(demand.nodes) for demand in own) for own in demands]
@@ -187,13 +232,18 @@ def orders(jobs: Sequence[Job], split: Split) -> list[tuple[int, ...]]:
         lambda job: (not sizes[job][0], num_nodes[job], *sizes[job]),
         lambda job: (num_nodes[job], *sizes[job]),
         lambda job: tuple(sizes[job]),
-        lambda job: (-sum(len(demand.replicas) * demand.num_devices for demand in demands[job]), num_nodes[job]),
+        lambda job: (
+            -sum(len(demand.replicas) * demand.num_devices for demand in demands[job]),
+            num_nodes[job],
+        ),
         lambda job: (-num_cpus[job], num_nodes[job]),
     ]
     return list(dict.fromkeys(tuple(sorted(range(len(jobs)), key=measure)) for measure in measures))
 
 
-def pack(packing: Packing, jobs: Sequence[Job], split: Split, order: Sequence[int]) -> Placed | None:
+def pack(
+    packing: Packing, jobs: Sequence[Job], split: Split, order: Sequence[int]
+) -> Placed | None:
     """Place all jobs in this order by the quick rules; None when a bundle found no place."""
     placed: Placed = {}
     for index in order:
@@ -202,7 +252,9 @@ def pack(packing: Packing, jobs: Sequence[Job], split: Split, order: Sequence[in
         if in_parts or spec.node_packing != "pack":
             done = _put_one_by_one(packing, own, placed, spread=not in_parts)
         elif spec.ray_placement_strategy == "shared":
-            done = (len(own) > 1 and _put_in_rank_order(packing, own, placed)) or _put_each(packing, own, placed, together=True)
+            done = (len(own) > 1 and _put_in_rank_order(packing, own, placed)) or _put_each(
+                packing, own, placed, together=True
+            )
         else:
             done = _put_each(packing, own, placed, together=False)
         if not done:
@@ -222,11 +274,14 @@ def _put_each(packing: Packing, demands: Iterable[Demand], placed: Placed, toget
     return True
 
 
-def _choose(packing: Packing, demand: Demand, count: int, together: bool) -> list[tuple[int, int]] | None:
-    """Return (index of a node, bundles that it takes) for ``count`` bundles, or None when there is no room.
+def _choose(
+    packing: Packing, demand: Demand, count: int, together: bool
+) -> list[tuple[int, int]] | None:
+    """Return (index of a node, bundles that it takes) for ``count`` bundles, or None when there is
+    no room.
 
-    ``together`` takes as few nodes as possible: the nodes with the most room first, and for the rest the tightest one that
-    holds it. Otherwise the tightest nodes come first.
+    ``together`` takes as few nodes as possible: the nodes with the most room first, and for the
+    rest the tightest one that holds it. Otherwise the tightest nodes come first.
     """
     wanted = packing.amounts(demand)
     groups = []
@@ -235,7 +290,9 @@ def _choose(packing: Packing, demand: Demand, count: int, together: bool) -> lis
         key = (away, -times, not group.in_use) if together else packing.tightness(group, demand)
         groups.append((key, group.nodes, times, number))
     chosen: dict[int, int] = {}
-    for key, index, _, times in heapq.merge(*(zip(repeat(k), nodes, repeat(n), repeat(t)) for k, nodes, t, n in groups)):
+    for key, index, _, times in heapq.merge(
+        *(zip(repeat(k), nodes, repeat(n), repeat(t)) for k, nodes, t, n in groups)
+    ):
         if count <= times and together:  # of the nodes that hold the rest, the tightest one
             index = min(
                 (room, other[2], node)
@@ -251,10 +308,16 @@ def _choose(packing: Packing, demand: Demand, count: int, together: bool) -> lis
 
 
 def _put_in_rank_order(packing: Packing, demands: Sequence[Demand], placed: Placed) -> bool:
-    """Place a group with several specs as if all were the commonest, so that neighbouring ranks share nodes."""
+    """Place a group with several specs as if all were the commonest, so that neighbouring ranks
+    share nodes.
+    """
     common = max(demands, key=lambda demand: len(demand.replicas))
-    chosen = _choose(packing, common, sum(len(demand.replicas) for demand in demands), together=True)
-    ranks = sorted((replica, number) for number, demand in enumerate(demands) for replica in demand.replicas)
+    chosen = _choose(
+        packing, common, sum(len(demand.replicas) for demand in demands), together=True
+    )
+    ranks = sorted(
+        (replica, number) for number, demand in enumerate(demands) for replica in demand.replicas
+    )
     slots = (index for index, times in sorted(chosen or ()) for _ in range(times))
     free = {index: list(packing.free[index]) for index, _ in chosen or ()}
     replicas_of: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -269,11 +332,14 @@ def _put_in_rank_order(packing: Packing, demands: Sequence[Demand], placed: Plac
     return chosen is not None
 
 
-def _put_one_by_one(packing: Packing, demands: Sequence[Demand], placed: Placed, spread: bool) -> bool:
+def _put_one_by_one(
+    packing: Packing, demands: Sequence[Demand], placed: Placed, spread: bool
+) -> bool:
     """Place one bundle after another, each on the best node at that moment.
 
-    A job that is spread prefers nodes with few of its own bundles, another job the tightest ones. The parts of an instance, and
-    all bundles of a job that is strictly spread, go to different nodes.
+    A job that is spread prefers nodes with few of its own bundles, another job the tightest ones.
+    The parts of an instance, and all bundles of a job that is strictly spread, go to different
+    nodes.
     """
     load = Counter[int]()
     for parts in sorted(by_instance(demands), key=lambda parts: _size(parts[0]), reverse=True):
@@ -307,9 +373,12 @@ class _Queue:
         self._spread = spread
         self._heap: list[tuple[tuple[float, ...], int, Amounts]] = []
         for group in packing.fitting(demand):
-            tightness = () if spread else packing.tightness(group, demand)  # the same for all nodes of the class
+            # the same for all nodes of the class
+            tightness = () if spread else packing.tightness(group, demand)
             nodes = (index for index in group.nodes if not (demand.apart and load[index]))
-            self._heap += [(tightness or self._key(group, index), index, group.free) for index in nodes]
+            self._heap += [
+                (tightness or self._key(group, index), index, group.free) for index in nodes
+            ]
         heapq.heapify(self._heap)
 
     def _key(self, group: NodeClass, index: int) -> tuple[float, ...]:
@@ -333,23 +402,28 @@ class _Queue:
                 heapq.heappush(self._heap, (self._key(group, index), index, group.free))
 
 
-# --- search -------------------------------------------------------------------------------------------------------------
+# --- search ---------------------------------------------------------------------------------------
 
 
 def search(packing: Packing, split: Split, work: int) -> Placed | None:
     """Place bundles depth first, largest first, trying one node of each class.
 
     Returns:
-        The places, or None when there are none or ``work`` was used up; work is charged to the packing.
+        The places, or None when there are none or ``work`` was used up; work is charged to the
+        packing.
     """
     items = [
-        (packing.amounts(demand), demand, replica) for demand in _largest_first(split.demands) for replica in demand.replicas
+        (packing.amounts(demand), demand, replica)
+        for demand in _largest_first(split.demands)
+        for replica in demand.replicas
     ]
     if len(items) > _MAX_SEARCHED:
         return None
     free = list(packing.free)
     used: list[set[tuple[int, int]]] = [set() for _ in free]
-    """Bundles that a node may hold only one of: (job, replica) of instances in parts, (job, -1) of jobs strictly spread."""
+    """Bundles that a node may hold only one of: (job, replica) of instances in parts, (job, -1) of
+    jobs strictly spread.
+    """
     chosen: list[int] = []
     until = packing.work - work
 
@@ -357,15 +431,24 @@ def search(packing: Packing, split: Split, work: int) -> Placed | None:
         if at == len(items):
             return True
         wanted, demand, replica = items[at]
-        mark = {(demand.job, -1 if demand.apart else replica)} if demand.apart or demand.num_parts > 1 else set()
-        # Identical bundles are placed in the order of nodes, because every permutation is the same plan.
+        mark = (
+            {(demand.job, -1 if demand.apart else replica)}
+            if demand.apart or demand.num_parts > 1
+            else set()
+        )
+        # Identical bundles are placed in the order of nodes, because every permutation is the same
+        # plan.
         first = chosen[-1] if at and items[at - 1][1] is demand and demand.num_parts == 1 else 0
         tried = set()
         for index in range(first, len(free)):
             packing.work -= 1
             if packing.work < until:
                 return False
-            if index not in demand.nodes or mark & used[index] or any(map(operator.gt, wanted, free[index])):
+            if (
+                index not in demand.nodes
+                or mark & used[index]
+                or any(map(operator.gt, wanted, free[index]))
+            ):
                 continue
             alike = (free[index], packing.selections[index], frozenset(used[index]))
             if alike in tried:
@@ -384,4 +467,7 @@ def search(packing: Packing, split: Split, work: int) -> Placed | None:
 
     if not place(0):
         return None
-    return {(demand.job, replica, demand.part): index for (_, demand, replica), index in zip(items, chosen, strict=True)}
+    return {
+        (demand.job, replica, demand.part): index
+        for (_, demand, replica), index in zip(items, chosen, strict=True)
+    }

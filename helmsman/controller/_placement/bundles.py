@@ -1,4 +1,6 @@
-"""The resource bundles that jobs request, the nodes that may hold them, and the ways to cut instances into parts. Pure."""
+"""The resource bundles that jobs request, the nodes that may hold them, and the ways to cut
+instances into parts. Pure.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Split(msgspec.Struct, frozen=True):
 
 
 def by_instance(demands: Iterable[Demand]) -> list[list[Demand]]:
-    """The demands of one job, grouped by replicas: each group lists the parts of an instance in order."""
+    """The demands of one job, grouped by replicas: each group lists the parts of an instance in
+    order.
+    """
     found: defaultdict[tuple[int, ...], list[Demand]] = defaultdict(list)
     for demand in demands:
         found[demand.replicas].append(demand)
@@ -55,7 +59,9 @@ def by_instance(demands: Iterable[Demand]) -> list[list[Demand]]:
 
 
 def change_specs(job: Job, **fields: Any) -> Job:
-    return msgspec.structs.replace(job, tasks=[msgspec.structs.replace(spec, **fields) for spec in job.tasks])
+    return msgspec.structs.replace(
+        job, tasks=[msgspec.structs.replace(spec, **fields) for spec in job.tasks]
+    )
 
 
 def splits(jobs: Sequence[Job], nodes: Sequence[NodeState]) -> Iterator[Split]:
@@ -63,7 +69,10 @@ def splits(jobs: Sequence[Job], nodes: Sequence[NodeState]) -> Iterator[Split]:
     allowed: dict[Hashable, frozenset[int]] = {}
     choices = [list(_choices(index, job, nodes, allowed)) for index, job in enumerate(jobs)]
     for chosen in itertools.islice(itertools.product(*choices), _MAX_SPLITS):
-        yield Split(tuple(kind for kind, _ in chosen), tuple(demand for _, demands in chosen for demand in demands))
+        yield Split(
+            tuple(kind for kind, _ in chosen),
+            tuple(demand for _, demands in chosen for demand in demands),
+        )
 
 
 def _choices(
@@ -73,14 +82,22 @@ def _choices(
     groups: defaultdict[Hashable, list[int]] = defaultdict(list)
     """Replicas that differ at most in environment, ports and command."""
     for replica, spec in enumerate(job.tasks):
-        groups[spec.cpu, spec.gpu, spec.mem, tuple(sorted(spec.resources.items())), _selector(spec)].append(replica)
-    alike = [tuple(replicas) for replicas in groups.values()] if len(job.tasks) > 1 else [tuple(range(job.replicas))]
+        groups[
+            spec.cpu, spec.gpu, spec.mem, tuple(sorted(spec.resources.items())), _selector(spec)
+        ].append(replica)
+    alike = (
+        [tuple(replicas) for replicas in groups.values()]
+        if len(job.tasks) > 1
+        else [tuple(range(job.replicas))]
+    )
     specs = [job.spec(replicas[0]) for replicas in alike]
     for spec in specs:
         if _selector(spec) not in allowed:
             allowed[_selector(spec)] = allowed_nodes(spec, nodes)
     some = frozenset().union(*(allowed[_selector(spec)] for spec in specs))
-    kinds = [kind for kind in ACCELERATORS if any(nodes[node].total.get(kind) for node in some)] or list(ACCELERATORS[:1])
+    kinds = [
+        kind for kind in ACCELERATORS if any(nodes[node].total.get(kind) for node in some)
+    ] or list(ACCELERATORS[:1])
     first = job.spec(0)
     for kind in kinds if any(spec.gpu for spec in specs) else [""]:
         cuts: list[list[tuple[int, ...]]] = [[(int(spec.gpu),)] for spec in specs]
@@ -94,7 +111,11 @@ def _choices(
                         job=index,
                         replicas=replicas,
                         part=part,
-                        bundle=tuple((_bundle(spec, kind, size) if part == 0 else {kind: float(size)}).items()),
+                        bundle=tuple(
+                            (
+                                _bundle(spec, kind, size) if part == 0 else {kind: float(size)}
+                            ).items()
+                        ),
                         nodes=allowed[_selector(spec)],
                         num_devices=size,
                         num_parts=len(sizes),
@@ -112,11 +133,13 @@ def _bundle(spec: SchedulingSpec, kind: str, num_devices: float) -> Resources:
     return {name: amount for name, amount in wanted.items() if amount} or {"CPU": _TRACE}
 
 
-def _cuts(num_devices: int, kind: str, nodes: Sequence[NodeState], allowed: frozenset[int]) -> list[tuple[int, ...]]:
+def _cuts(
+    num_devices: int, kind: str, nodes: Sequence[NodeState], allowed: frozenset[int]
+) -> list[tuple[int, ...]]:
     """Return device counts of the parts of an instance, one tuple for each way to cut it.
 
-    An instance that fits one node is not cut. A larger one is cut into equal parts, on as few nodes as possible first, or else
-    into whole nodes and a rest.
+    An instance that fits one node is not cut. A larger one is cut into equal parts, on as few nodes
+    as possible first, or else into whole nodes and a rest.
     """
     largest = int(max((nodes[index].total.get(kind, 0.0) for index in allowed), default=0.0))
     if not largest or num_devices <= largest:
@@ -124,18 +147,27 @@ def _cuts(num_devices: int, kind: str, nodes: Sequence[NodeState], allowed: froz
     counts = range(-(-num_devices // largest), min(num_devices, len(allowed)) + 1)
     equal = [(num_devices // count,) * count for count in counts if num_devices % count == 0]
     whole, rest = divmod(num_devices, largest)
-    return list(dict.fromkeys([*equal[:_MAX_EQUAL_CUTS], (largest,) * whole + ((rest,) if rest else ())]))
+    return list(
+        dict.fromkeys([*equal[:_MAX_EQUAL_CUTS], (largest,) * whole + ((rest,) if rest else ())])
+    )
 
 
 def _selector(spec: SchedulingSpec) -> Hashable:
-    return tuple(spec.nodelist), tuple(spec.exclude), tuple(sorted(spec.node_labels.items())), spec.accelerator_type
+    return (
+        tuple(spec.nodelist),
+        tuple(spec.exclude),
+        tuple(sorted(spec.node_labels.items())),
+        spec.accelerator_type,
+    )
 
 
 def allowed_nodes(spec: SchedulingSpec, nodes: Sequence[NodeState]) -> frozenset[int]:
     if not (spec.nodelist or spec.exclude or spec.node_labels or spec.accelerator_type):
         return frozenset(range(len(nodes)))
     use, avoid = set(spec.nodelist), set(spec.exclude)
-    return frozenset(index for index, node in enumerate(nodes) if _is_allowed(spec, node, use, avoid))
+    return frozenset(
+        index for index, node in enumerate(nodes) if _is_allowed(spec, node, use, avoid)
+    )
 
 
 def _is_allowed(spec: SchedulingSpec, node: NodeState, use: set[str], avoid: set[str]) -> bool:
@@ -148,9 +180,16 @@ def _is_allowed(spec: SchedulingSpec, node: NodeState, use: set[str], avoid: set
 
 
 def accelerator_types(nodes: Iterable[NodeState]) -> list[str]:
-    """Return the accelerator models of these nodes, from their label or from the resource that Ray derives from it."""
+    """Return the accelerator models of these nodes, from their label or from the resource that Ray
+    derives from it.
+    """
     found = {node.labels.get(_TYPE_LABEL, "") for node in nodes}
-    found |= {name.partition(":")[2] for node in nodes for name in node.total if name.startswith("accelerator_type:")}
+    found |= {
+        name.partition(":")[2]
+        for node in nodes
+        for name in node.total
+        if name.startswith("accelerator_type:")
+    }
     return sorted(found - {""})
 
 

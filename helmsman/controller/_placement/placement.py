@@ -1,4 +1,6 @@
-"""The node and devices of a worker, and of each replica of a colocated job. Pure, for plans and for starts alike."""
+"""The node and devices of a worker, and of each replica of a colocated job. Pure, for plans and for
+starts alike.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,18 @@ from helmsman.api.scheduler import Job, SchedulingSpec
 
 
 def targets_first(jobs: Sequence[Job], running: Iterable[str]) -> list[Job]:
-    """Return the colocated ones of these jobs, each after its target, which may be running. Raises: RoleNotFoundError where a
-    target is neither among the jobs nor running, or depends on the job itself."""
+    """Return the colocated ones of these jobs, each after its target, which may be running. Raises:
+    RoleNotFoundError where a target is neither among the jobs nor running, or depends on the job
+    itself."""
     known = {*running, *(job.role for job in jobs if job.scheduling_strategy.type == "separation")}
     waiting = [job for job in jobs if job.scheduling_strategy.type == "colocation"]
     ordered: list[Job] = []
     while waiting:
         ready = [job for job in waiting if job.scheduling_strategy.target in known]
         if not ready:
-            raise RoleNotFoundError(name=str(waiting[0].scheduling_strategy.target), known=sorted(known))
+            raise RoleNotFoundError(
+                name=str(waiting[0].scheduling_strategy.target), known=sorted(known)
+            )
         ordered += ready
         known.update(job.role for job in ready)
         waiting = [job for job in waiting if job not in ready]
@@ -31,18 +36,22 @@ def targets_first(jobs: Sequence[Job], running: Iterable[str]) -> list[Job]:
 
 
 Share = tuple[tuple[int, ...], PlannedWorker]
-"""Ranks of the target's workers whose devices a replica uses, and the replica, which reuses or is forked beside the first."""
+"""Ranks of the target's workers whose devices a replica uses, and the replica, which reuses or is
+forked beside the first.
+"""
 
 
 def tile(job: Job, target: Sequence[PlannedWorker]) -> list[Share]:
-    """Divide the target's workers, in rank order, among the job's replicas: a share for each, neighbours together and every
-    worker in equally many shares.
+    """Divide the target's workers, in rank order, among the job's replicas: a share for each,
+    neighbours together and every worker in equally many shares.
 
-    The number of replicas must divide the number of workers, or with fork be a multiple of it. In the first case each replica
-    gets the devices of neighbours on one node, in the second an equal part of one worker's devices. A device mapping of the job
-    assigns the devices explicitly instead.
+    The number of replicas must divide the number of workers, or with fork be a multiple of it. In
+    the first case each replica gets the devices of neighbours on one node, in the second an equal
+    part of one worker's devices. A device mapping of the job assigns the devices explicitly
+    instead.
 
-    Raises: InvalidSpecError where the replicas do not tile, or request other devices than their shares have.
+    Raises: InvalidSpecError where the replicas do not tile, or request other devices than their
+        shares have.
     """
     strategy = job.scheduling_strategy
     if strategy.device_mapping:
@@ -55,12 +64,18 @@ def tile(job: Job, target: Sequence[PlannedWorker]) -> list[Share]:
         shares = [_part(job, target, index, parts) for index in range(job.replicas)]
     else:
         divisor = "a divisor or a multiple" if strategy.fork else "a divisor"
-        expected = f"{divisor} of the {len(target)} workers of {strategy.target!r} that it is colocated with"
+        expected = (
+            f"{divisor} of the {len(target)} workers of {strategy.target!r} that it is "
+            "colocated with"
+        )
         raise _invalid(job, "replicas", job.replicas, expected)
     for index, (_, worker) in enumerate(shares):
         wanted = job.spec(index).gpu
         if wanted not in (0, worker.num_devices) and (strategy.fork or wanted > worker.num_devices):
-            expected = f"{worker.num_devices}, which is its share of the devices of {strategy.target!r}, or 0 for just that"
+            expected = (
+                f"{worker.num_devices}, which is its share of the devices of "
+                f"{strategy.target!r}, or 0 for just that"
+            )
             raise _invalid(job, f"gpu of replica {index}", wanted, expected)
     return shares
 
@@ -70,7 +85,12 @@ def _invalid(job: Job, field: str, value: Any, expected: str) -> InvalidSpecErro
 
 
 def _share(
-    job: Job, index: int, target: Sequence[PlannedWorker], ranks: Sequence[int], num_devices: int, devices: tuple[str, ...]
+    job: Job,
+    index: int,
+    target: Sequence[PlannedWorker],
+    ranks: Sequence[int],
+    num_devices: int,
+    devices: tuple[str, ...],
 ) -> Share:
     first = target[ranks[0]]
     worker = PlannedWorker(
@@ -86,7 +106,11 @@ def _share(
 
 def _mapped(job: Job, target: Sequence[PlannedWorker], index: int) -> Share:
     wanted = job.scheduling_strategy.device_mapping[index]
-    owners = [(rank, position) for rank, worker in enumerate(target) for position in range(worker.num_devices)]
+    owners = [
+        (rank, position)
+        for rank, worker in enumerate(target)
+        for position in range(worker.num_devices)
+    ]
     field = f"scheduling_strategy.device_mapping[{index}]"
     if max(wanted) >= len(owners):
         has = f"only 0 to {len(owners) - 1}" if owners else "none"
@@ -95,25 +119,40 @@ def _mapped(job: Job, target: Sequence[PlannedWorker], index: int) -> Share:
     chosen = [owners[device] for device in wanted]
     first = target[chosen[0][0]]
     if any(target[rank].node_id != first.node_id for rank, _ in chosen):
-        nodes = ", ".join(f"{device} on {target[rank].node}" for device, (rank, _) in zip(wanted, chosen, strict=True))
+        nodes = ", ".join(
+            f"{device} on {target[rank].node}"
+            for device, (rank, _) in zip(wanted, chosen, strict=True)
+        )
         raise _invalid(job, field, list(wanted), f"devices of one node; these are {nodes}")
     known = all(target[rank].devices for rank, _ in chosen)
     devices = tuple(target[rank].devices[position] for rank, position in chosen) if known else ()
-    return _share(job, index, target, list(dict.fromkeys(rank for rank, _ in chosen)), len(chosen), devices)
+    return _share(
+        job, index, target, list(dict.fromkeys(rank for rank, _ in chosen)), len(chosen), devices
+    )
 
 
 def _of_neighbours(job: Job, target: Sequence[PlannedWorker], index: int, count: int) -> Share:
-    ranks = range(index * count, (index + 1) * count if job.scheduling_strategy.fork else index * count + 1)
+    ranks = range(
+        index * count, (index + 1) * count if job.scheduling_strategy.fork else index * count + 1
+    )
     members = [target[rank] for rank in ranks]
     if len({worker.node_id for worker in members}) > 1:
         nodes = ", ".join(dict.fromkeys(worker.node for worker in members))
         expected = (
-            f"a number that keeps each replica on one node: replica {index} would share devices with "
+            f"a number that keeps each replica on one node: replica {index} would share devices "
+            "with "
             f"{members[0].worker_id} to {members[-1].worker_id}, which are on {nodes}"
         )
         raise _invalid(job, "replicas", job.replicas, expected)
     devices = tuple(dict.fromkeys(device for worker in members for device in worker.devices))
-    return _share(job, index, target, ranks, len(devices) or sum(worker.num_devices for worker in members), devices)
+    return _share(
+        job,
+        index,
+        target,
+        ranks,
+        len(devices) or sum(worker.num_devices for worker in members),
+        devices,
+    )
 
 
 def _part(job: Job, target: Sequence[PlannedWorker], index: int, parts: int) -> Share:
@@ -122,7 +161,12 @@ def _part(job: Job, target: Sequence[PlannedWorker], index: int, parts: int) -> 
     size, rest = divmod(worker.num_devices, parts)
     if rest:
         has = f"the {worker.num_devices} devices of {worker.worker_id}"
-        raise _invalid(job, "replicas", job.replicas, f"a number that divides {has} evenly; {parts} replicas would share them")
+        raise _invalid(
+            job,
+            "replicas",
+            job.replicas,
+            f"a number that divides {has} evenly; {parts} replicas would share them",
+        )
     return _share(job, index, target, [rank], size, worker.devices[part * size : (part + 1) * size])
 
 
@@ -138,7 +182,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     shared: bool = False
     """Whether the devices belong to another worker, beside which this one is forked."""
     instance_devices: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """(address of the node, ids of its devices) for each bundle of a deferred instance; the worker is in the first bundle."""
+    """(address of the node, ids of its devices) for each bundle of a deferred instance; the worker
+    is in the first bundle.
+    """
 
     @staticmethod
     def planned(worker: PlannedWorker, accelerator: str) -> Placement:
@@ -152,17 +198,28 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def beside(share: Share, targets: Sequence[Placement]) -> Placement:
-        """Return the place of a sibling that gets this share of its target's workers, which are at ``targets``."""
+        """Return the place of a sibling that gets this share of its target's workers, which are at
+        ``targets``.
+        """
         ranks, worker = share
         first = targets[ranks[0]]
         whole = len(ranks) == 1 and worker.num_devices == first.num_devices
         place = Placement.planned(worker, first.accelerator)
-        return msgspec.structs.replace(place, shared=True, instance_devices=first.instance_devices if whole else ())
+        return msgspec.structs.replace(
+            place, shared=True, instance_devices=first.instance_devices if whole else ()
+        )
 
     @property
     def kind(self) -> str:
         """Key in PLATFORMS of its devices; empty for a worker without devices."""
-        return next((info.name for info in PLATFORMS.values() if self.devices and info.ray_resource == self.accelerator), "")
+        return next(
+            (
+                info.name
+                for info in PLATFORMS.values()
+                if self.devices and info.ray_resource == self.accelerator
+            ),
+            "",
+        )
 
     def grant(self, worker_id: str) -> DeviceGrant:
         return DeviceGrant(worker_id=worker_id, kind=self.kind, ids=self.devices)
@@ -172,14 +229,20 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_planned(self, worker_id: str) -> PlannedWorker:
         return PlannedWorker(
-            worker_id=worker_id, node_id=self.node_id, node=self.node, num_devices=self.num_devices, devices=self.devices
+            worker_id=worker_id,
+            node_id=self.node_id,
+            node=self.node,
+            num_devices=self.num_devices,
+            devices=self.devices,
         )
 
 
 def in_device_order(specs: Sequence[SchedulingSpec], places: Sequence[Placement]) -> list[int]:
-    """Return the index of the place for each rank, so that the ranks of a node follow the order of its devices.
+    """Return the index of the place for each rank, so that the ranks of a node follow the order of
+    its devices.
 
-    Only ranks on one node with equal specs are exchanged. Ray promises no order of the devices it grants (ray#59547).
+    Only ranks on one node with equal specs are exchanged. Ray promises no order of the devices it
+    grants (ray#59547).
     """
     alike: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     different: list[SchedulingSpec] = []

@@ -1,4 +1,6 @@
-"""Plan a place for every rank from a snapshot of a cluster, or explain why there is none. Pure: no Ray, no clock."""
+"""Plan a place for every rank from a snapshot of a cluster, or explain why there is none. Pure: no
+Ray, no clock.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from helmsman.api.plan import Plan, PlannedBundle, PlannedInstance, PlannedRole, PlannedWorker, Shortfall
+from helmsman.api.plan import (
+    Plan,
+    PlannedBundle,
+    PlannedInstance,
+    PlannedRole,
+    PlannedWorker,
+    Shortfall,
+)
 from helmsman.api.scheduler import Job, SchedulingSpec
 from helmsman.controller._placement.bin_packing import WORK, Packing, Placed, orders, pack, search
 from helmsman.controller._placement.bundles import (
@@ -33,11 +42,14 @@ from helmsman.controller._placement.resources import (
 _SHOWN = 8
 
 
-def shortfall_of(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job]) -> Shortfall:
+def shortfall_of(
+    nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job]
+) -> Shortfall:
     """Return the first reason found why these jobs do not fit into the free resources.
 
-    The reasons, in this order: the selectors allow no node, a bundle is larger than any node, the jobs together ask for more
-    than there is, or the free resources lie in pieces that are too small. A single job is named if it alone is too much.
+    The reasons, in this order: the selectors allow no node, a bundle is larger than any node, the
+    jobs together ask for more than there is, or the free resources lie in pieces that are too
+    small. A single job is named if it alone is too much.
     """
     split = oversized_bundle(nodes, free, jobs)
     if isinstance(split, Shortfall):
@@ -50,11 +62,17 @@ def shortfall_of(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Se
     return _together(free, jobs, split.demands, packing)
 
 
-def oversized_bundle(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job]) -> Shortfall | Split:
-    """Return the first split whose bundles each fit some node, or why the bundle closest to fitting fits none."""
+def oversized_bundle(
+    nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job]
+) -> Shortfall | Split:
+    """Return the first split whose bundles each fit some node, or why the bundle closest to fitting
+    fits none.
+    """
     nearest: tuple[float, Shortfall] | None = None
     for split in splits(jobs, nodes):
-        found = next(filter(None, (_bundle(nodes, free, jobs, demand) for demand in split.demands)), None)
+        found = next(
+            filter(None, (_bundle(nodes, free, jobs, demand) for demand in split.demands)), None
+        )
         if not found:
             return split
         if nearest is None or found[0] < nearest[0]:
@@ -64,14 +82,20 @@ def oversized_bundle(nodes: Sequence[NodeState], free: Sequence[Resources], jobs
 
 
 def node_name(node: NodeState) -> str:
-    return f"{node.hostname} ({node.address})" if node.hostname and node.hostname != node.address else node.address
+    return (
+        f"{node.hostname} ({node.address})"
+        if node.hostname and node.hostname != node.address
+        else node.address
+    )
 
 
-# --- selectors ----------------------------------------------------------------------------------------------------------
+# --- selectors ------------------------------------------------------------------------------------
 
 
 def _selector(nodes: Sequence[NodeState], job: Job, spec: SchedulingSpec) -> Shortfall:
-    asked, there, change = _unmet(spec, nodes) if nodes else ("", "the cluster has no nodes", "Add nodes")
+    asked, there, change = (
+        _unmet(spec, nodes) if nodes else ("", "the cluster has no nodes", "Add nodes")
+    )
     return Shortfall(
         role=job.role,
         kind="selector",
@@ -84,8 +108,8 @@ def _selector(nodes: Sequence[NodeState], job: Job, spec: SchedulingSpec) -> Sho
 
 
 def _unmet(spec: SchedulingSpec, nodes: Sequence[NodeState]) -> tuple[str, str, str]:
-    """Return the selectors up to the first that leaves no node, the values of the nodes left before it, and the fields to
-    change. A selector that no node meets at all is returned alone."""
+    """Return the selectors up to the first that leaves no node, the values of the nodes left before
+    it, and the fields to change. A selector that no node meets at all is returned alone."""
     met: list[str] = []
     fields: list[str] = []
     left = list(nodes)
@@ -97,7 +121,11 @@ def _unmet(spec: SchedulingSpec, nodes: Sequence[NodeState]) -> tuple[str, str, 
         if not allowed_nodes(alone, nodes):
             return asked, _values(selector, nodes), f"Change {fields[-1]}"
         if not (now := [left[index] for index in sorted(allowed_nodes(alone, left))]):
-            return " and ".join(met), of_these + _values(selector, left), f"Change {' or '.join(dict.fromkeys(fields))}"
+            return (
+                " and ".join(met),
+                of_these + _values(selector, left),
+                f"Change {' or '.join(dict.fromkeys(fields))}",
+            )
         left = now
     raise AssertionError("some node meets them all")
 
@@ -108,7 +136,10 @@ def _selectors(spec: SchedulingSpec) -> Iterator[tuple[dict[str, Any], str]]:
         if listed:
             yield {field: listed}, f"{field} {_some(sorted(listed))}"
     if spec.accelerator_type:
-        yield {"accelerator_type": spec.accelerator_type}, f"accelerator_type:{spec.accelerator_type}"
+        yield (
+            {"accelerator_type": spec.accelerator_type},
+            f"accelerator_type:{spec.accelerator_type}",
+        )
     for key, wanted in spec.node_labels.items():
         yield {"node_labels": {key: wanted}}, f"the label {key}={wanted!r}"
 
@@ -119,21 +150,29 @@ def _values(selector: Mapping[str, Any], nodes: Sequence[NodeState]) -> str:
         return f"types there: {_some(accelerator_types(nodes)) or 'none that Ray knows by name'}"
     for key in selector.get("node_labels", ()):
         found = sorted({node.labels[key] for node in nodes if key in node.labels})
-        return f"values of {key!r} there: {_some(found)}" if found else f"no node has the label {key!r}"
+        return (
+            f"values of {key!r} there: {_some(found)}"
+            if found
+            else f"no node has the label {key!r}"
+        )
     return f"nodes there: {_some(sorted({node_name(node) for node in nodes}))}"
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return ", ".join(names[:_SHOWN]) + (
+        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    )
 
 
-# --- amounts ------------------------------------------------------------------------------------------------------------
+# --- amounts --------------------------------------------------------------------------------------
 
 
 def _bundle(
     nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], demand: Demand
 ) -> tuple[float, Shortfall] | None:
-    """Return how far a bundle is from fitting the best node, relatively, and why; None when it fits one."""
+    """Return how far a bundle is from fitting the best node, relatively, and why; None when it fits
+    one.
+    """
     job, wanted = jobs[demand.job], dict(demand.bundle)
     if not demand.nodes:
         return math.inf, _selector(nodes, job, job.spec(demand.replicas[0]))
@@ -147,28 +186,46 @@ def _bundle(
             best = len(missing), relative, index, missing
     assert best is not None
     _, relative, index, missing = best
-    what = "a worker with" if demand.num_parts == 1 else f"an instance in {demand.num_parts} parts, one of them with"
-    count = f"the {len(demand.nodes)} nodes that it may use" if len(demand.nodes) < len(nodes) else f"{len(nodes)} nodes"
-    best_of = f"the best-fitting of {count}" if len(demand.nodes) > 1 else "the only node that it may use"
+    what = (
+        "a worker with"
+        if demand.num_parts == 1
+        else f"an instance in {demand.num_parts} parts, one of them with"
+    )
+    count = (
+        f"the {len(demand.nodes)} nodes that it may use"
+        if len(demand.nodes) < len(nodes)
+        else f"{len(nodes)} nodes"
+    )
+    best_of = (
+        f"the best-fitting of {count}" if len(demand.nodes) > 1 else "the only node that it may use"
+    )
     name = node_name(nodes[index])
     return relative, Shortfall(
         role=job.role,
         kind="bundle",
         requested=f"{what} {show(wanted)}",
         best_node=name,
-        observed=f"at most {show({name: free[index].get(name, 0.0) for name in wanted})} on {best_of}, {name}",
+        observed=f"at most {show({name: free[index].get(name, 0.0) for name in wanted})} on "
+        f"{best_of}, {name}",
         missing=missing,
         missing_text=show(missing),
     )
 
 
-def _together(free: Sequence[Resources], jobs: Sequence[Job], demands: Sequence[Demand], packing: Packing) -> Shortfall:
-    """Explain why bundles that fit one by one do not fit together: in sum, or in the pieces that are free."""
+def _together(
+    free: Sequence[Resources], jobs: Sequence[Job], demands: Sequence[Demand], packing: Packing
+) -> Shortfall:
+    """Explain why bundles that fit one by one do not fit together: in sum, or in the pieces that
+    are free.
+    """
     role = " and ".join(job.role for job in jobs)
     workers = " and ".join(f"{job.replicas} of {job.role!r}" for job in jobs)
     if len(jobs) == 1:
         workers = "1 worker" if jobs[0].replicas == 1 else f"{jobs[0].replicas} workers"
-    wanted = total_of({name: amount * len(demand.replicas) for name, amount in demand.bundle} for demand in demands)
+    wanted = total_of(
+        {name: amount * len(demand.replicas) for name, amount in demand.bundle}
+        for demand in demands
+    )
     allowed = frozenset().union(*(demand.nodes for demand in demands))
     there = total_of(free[index] for index in sorted(allowed))
     observed = show({name: there.get(name, 0.0) for name in wanted})
@@ -181,13 +238,21 @@ def _together(free: Sequence[Resources], jobs: Sequence[Job], demands: Sequence[
             missing=missing,
             missing_text=show(missing),
         )
-    sizes = "; ".join(f"{len(demand.replicas)} of {show(dict(demand.bundle))}" for demand in demands[:_SHOWN])
+    sizes = "; ".join(
+        f"{len(demand.replicas)} of {show(dict(demand.bundle))}" for demand in demands[:_SHOWN]
+    )
     more = f"; and {len(demands) - _SHOWN} other sizes" if len(demands) > _SHOWN else ""
     apart = " on nodes of their own" if any(demand.apart for demand in demands) else ""
-    room, demand = min(((packing.room(each), each) for each in demands), key=lambda found: found[0] / len(found[1].replicas))
+    room, demand = min(
+        ((packing.room(each), each) for each in demands),
+        key=lambda found: found[0] / len(found[1].replicas),
+    )
     pieces, short = "in pieces into which these do not all go", "room in one piece"
     if room < len(demand.replicas):
-        pieces, short = f"which hold {room} of {show(dict(demand.bundle))}", f"room for {len(demand.replicas) - room} more"
+        pieces, short = (
+            f"which hold {room} of {show(dict(demand.bundle))}",
+            f"room for {len(demand.replicas) - room} more",
+        )
     return Shortfall(
         role=role,
         kind="pieces",
@@ -215,17 +280,19 @@ def plan_jobs(
     of: Literal["available", "total"] = "available",
     work: int = WORK,
 ) -> Plan | Shortfall:
-    """Plan a place for every rank of all of these jobs together; returns the plan, or why there is none.
+    """Plan a place for every rank of all of these jobs together; returns the plan, or why there is
+    none.
 
-    Instances that fit one node never straddle two. Ranks with equal specs follow the order of nodes and devices. No device is
-    given twice, and whole nodes are left free where possible.
+    Instances that fit one node never straddle two. Ranks with equal specs follow the order of nodes
+    and devices. No device is given twice, and whole nodes are left free where possible.
 
     Args:
         running: roles that jobs may be colocated with, besides each other.
         of: whether to use the free resources, or all resources as if the cluster were empty.
         work: number of nodes and classes of nodes that the planner may look at.
 
-    Raises: RoleNotFoundError (a target is neither among the jobs nor running), InvalidSpecError (a colocation does not tile).
+    Raises: RoleNotFoundError (a target is neither among the jobs nor running), InvalidSpecError (a
+        colocation does not tile).
     """
     colocated = targets_first(jobs, [role.role for role in running])
     separate = [job for job in jobs if job.scheduling_strategy.type == "separation"]
@@ -252,10 +319,16 @@ def plan_jobs(
     return Plan(roles=tuple(roles[job.role] for job in jobs))
 
 
-def _find(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], work: int) -> tuple[Split, Placed] | None:
-    """Try the quick rules on every split, then the search. A few attempts are made even without work left."""
+def _find(
+    nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], work: int
+) -> tuple[Split, Placed] | None:
+    """Try the quick rules on every split, then the search. A few attempts are made even without
+    work left.
+    """
     candidates = list(splits(jobs, nodes))
-    packing = Packing(nodes, free, [demand for split in candidates for demand in split.demands], work)
+    packing = Packing(
+        nodes, free, [demand for split in candidates for demand in split.demands], work
+    )
     possible = [split for split in candidates if packing.may_fit(split.demands)]
     attempts = ((each, order) for each in possible for order in orders(jobs, each))
     for number, (split, order) in enumerate(attempts):
@@ -269,14 +342,16 @@ def _find(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[
     return None
 
 
-# --- ranks and devices --------------------------------------------------------------------------------------------------
+# --- ranks and devices ----------------------------------------------------------------------------
 
 
 class _Devices:
     """Hands out the devices of each node, lowest id first, where the free ids are known."""
 
     def __init__(self, nodes: Sequence[NodeState], free: Sequence[Resources]) -> None:
-        self._left = [self._free(node, resources) for node, resources in zip(nodes, free, strict=True)]
+        self._left = [
+            self._free(node, resources) for node, resources in zip(nodes, free, strict=True)
+        ]
 
     @staticmethod
     def _free(node: NodeState, free: Resources) -> list[str] | None:
@@ -295,13 +370,22 @@ class _Devices:
 
 
 def _role(
-    nodes: Sequence[NodeState], job: Job, kind: str, demands: Sequence[Demand], placed: Placed, devices: _Devices
+    nodes: Sequence[NodeState],
+    job: Job,
+    kind: str,
+    demands: Sequence[Demand],
+    placed: Placed,
+    devices: _Devices,
 ) -> PlannedRole:
     instances: dict[int, list[tuple[Demand, int]]] = {}
-    """(demand, index of a node) for each part, by replica. Identical replicas are exchanged to follow the order of nodes."""
+    """(demand, index of a node) for each part, by replica. Identical replicas are exchanged to
+    follow the order of nodes.
+    """
     for parts in by_instance(demands):
         replicas = parts[0].replicas
-        found = sorted([placed[each.job, replica, each.part] for each in parts] for replica in replicas)
+        found = sorted(
+            [placed[each.job, replica, each.part] for each in parts] for replica in replicas
+        )
         for replica, chosen in zip(replicas, found, strict=True):
             instances[replica] = list(zip(parts, chosen, strict=True))
     shared = job.spec(0).ray_placement_strategy == "shared"
@@ -330,7 +414,11 @@ def _role(
             )
         )
     if shared:
-        groups = [PlannedInstance(index=0, bundles=tuple(own[0] for own in bundles), workers=tuple(workers))]
+        groups = [
+            PlannedInstance(
+                index=0, bundles=tuple(own[0] for own in bundles), workers=tuple(workers)
+            )
+        ]
     else:
         groups = [
             PlannedInstance(index=index, bundles=own, workers=(worker,))
@@ -342,4 +430,6 @@ def _role(
 def _beside(job: Job, target: PlannedRole) -> PlannedRole:
     workers = tuple(worker for _, worker in tile(job, target.workers))
     instance = PlannedInstance(index=0, bundles=(), workers=workers)
-    return PlannedRole(role=job.role, accelerator=target.accelerator, target=target.role, instances=(instance,))
+    return PlannedRole(
+        role=job.role, accelerator=target.accelerator, target=target.role, instances=(instance,)
+    )

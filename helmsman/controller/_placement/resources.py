@@ -1,4 +1,6 @@
-"""Amounts of resources by Ray's names, and the total and free resources of a cluster at one moment."""
+"""Amounts of resources by Ray's names, and the total and free resources of a cluster at one
+moment.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def show(resources: Mapping[str, float]) -> str:
     """Return resources as text: '8 GPU, 64 CPU, 100 GB memory'."""
     order = sorted(resources, key=lambda name: (name not in ACCELERATORS, name == "memory"))
     return ", ".join(
-        f"{_digits(resources[name] / 1e9)} GB memory" if name == "memory" else f"{resources[name]:.10g} {name}"
+        f"{_digits(resources[name] / 1e9)} GB memory"
+        if name == "memory"
+        else f"{resources[name]:.10g} {name}"
         for name in order
     )
 
@@ -65,7 +69,9 @@ class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeState, ...]
     can_grow: bool = True
     shared: frozenset[str] = frozenset()
-    """Resources that workers share: a node needs the largest request of its workers, and not the sum."""
+    """Resources that workers share: a node needs the largest request of its workers, and not the
+    sum.
+    """
 
 
 def as_node(state: NodeState) -> Node:

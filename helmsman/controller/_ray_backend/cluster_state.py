@@ -1,7 +1,9 @@
-"""Which Ray cluster is meant, what it is and who holds what of it: the one place that reads Ray's tables.
+"""Which Ray cluster is meant, what it is and who holds what of it: the one place that reads Ray's
+tables.
 
-Ray's public state API needs a dashboard, which an embedded cluster does not have; the tables behind it are read here, each with
-one request to the cluster's head, whatever the number of nodes or groups.
+Ray's public state API needs a dashboard, which an embedded cluster does not have; the tables behind
+it are read here, each with one request to the cluster's head, whatever the number of nodes or
+groups.
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ from helmsman.api.scheduler import Job, PreemptionNotice
 from helmsman.controller._node.launchers import find_many_nodes
 from helmsman.controller._placement.admission import asked_for
 from helmsman.controller._placement.planner import plan_jobs
-from helmsman.controller._placement.resources import ACCELERATORS, ClusterSnapshot, NodeState, Resources, show, total_of
+from helmsman.controller._placement.resources import (
+    ACCELERATORS,
+    ClusterSnapshot,
+    NodeState,
+    Resources,
+    show,
+    total_of,
+)
 
 _RAYLET_ANSWERS_S = 1.0
 _SHOWN = 8
@@ -52,7 +61,9 @@ class GroupRow(msgspec.Struct, frozen=True):
     """PENDING, PREPARED, CREATED, REMOVED or RESCHEDULING."""
     job_id: str
     bundles: list[tuple[str, Resources]]
-    """(node id, resources) of each bundle, in its order; while it has no node, the one that it names, or ''."""
+    """(node id, resources) of each bundle, in its order; while it has no node, the one that it
+    names, or ''.
+    """
 
 
 def alive_nodes() -> list[dict[str, Any]]:
@@ -70,7 +81,9 @@ def draining_nodes() -> dict[str, PreemptionNotice]:
         if node["Alive"] and (deadline_ms := draining.get(node["NodeID"])) is not None:
             deadline_s = max(0.0, deadline_ms / 1e3 - time.time()) if deadline_ms else None
             address = node["NodeManagerAddress"]
-            notice = PreemptionNotice(reason=f"its node {address} is being drained", deadline_s=deadline_s)
+            notice = PreemptionNotice(
+                reason=f"its node {address} is being drained", deadline_s=deadline_s
+            )
             found[node["NodeID"]] = found[address] = notice
     return found
 
@@ -78,8 +91,8 @@ def draining_nodes() -> dict[str, PreemptionNotice]:
 def snapshot() -> ClusterSnapshot:
     """The cluster as the head sees it now; neighbours stand together.
 
-    What nodes report is up to 0.1 s old. The table of placement groups is not, so what a group holds, or asks for on a node
-    that it names, counts as held whatever the node has reported.
+    What nodes report is up to 0.1 s old. The table of placement groups is not, so what a group
+    holds, or asks for on a node that it names, counts as held whatever the node has reported.
     """
     reported: Mapping[str, Resources] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
     in_groups: dict[str, list[Resources]] = {}
@@ -92,7 +105,11 @@ def snapshot() -> ClusterSnapshot:
             address=node["NodeManagerAddress"],
             hostname=node["NodeManagerHostname"],
             total=_own(node["Resources"]),
-            available=_available(node["Resources"], reported.get(node["NodeID"], {}), in_groups.get(node["NodeID"], [])),
+            available=_available(
+                node["Resources"],
+                reported.get(node["NodeID"], {}),
+                in_groups.get(node["NodeID"], []),
+            ),
             labels=dict(node["Labels"]),
         )
         for node in alive_nodes()
@@ -100,9 +117,14 @@ def snapshot() -> ClusterSnapshot:
     return ClusterSnapshot(nodes=tuple(sorted(nodes, key=_neighbourhood)))
 
 
-def _available(total: Mapping[str, float], reported: Mapping[str, float], in_groups: Sequence[Resources]) -> Resources:
+def _available(
+    total: Mapping[str, float], reported: Mapping[str, float], in_groups: Sequence[Resources]
+) -> Resources:
     held = total_of(in_groups)
-    return {name: max(0.0, min(reported.get(name, 0.0), amount - held.get(name, 0.0))) for name, amount in _own(total).items()}
+    return {
+        name: max(0.0, min(reported.get(name, 0.0), amount - held.get(name, 0.0)))
+        for name, amount in _own(total).items()
+    }
 
 
 def _own(resources: Mapping[str, float]) -> Resources:
@@ -116,7 +138,9 @@ def _neighbourhood(node: NodeState) -> tuple[str, list[Any], str]:
 
 
 def group_rows() -> list[GroupRow]:
-    rows = map(_GroupState.FromString, state._connect_and_get_accessor().get_placement_group_table())
+    rows = map(
+        _GroupState.FromString, state._connect_and_get_accessor().get_placement_group_table()
+    )
     return [
         GroupRow(
             id=row.placement_group_id.hex(),
@@ -124,8 +148,13 @@ def group_rows() -> list[GroupRow]:
             state=_GroupState.PlacementGroupState.Name(row.state),
             job_id=row.creator_job_id.hex(),
             bundles=[
-                (bundle.node_id.hex() or dict(bundle.label_selector).get(NODE_ID_LABEL, ""), dict(bundle.unit_resources))
-                for bundle in sorted(row.bundles, key=lambda bundle: int(bundle.bundle_id.bundle_index))
+                (
+                    bundle.node_id.hex() or dict(bundle.label_selector).get(NODE_ID_LABEL, ""),
+                    dict(bundle.unit_resources),
+                )
+                for bundle in sorted(
+                    row.bundles, key=lambda bundle: int(bundle.bundle_id.bundle_index)
+                )
             ],
         )
         for row in rows
@@ -137,7 +166,9 @@ class GroupPhase(Enum):
     """How far the head is with a placement group."""
 
     WAITING = "waiting"
-    """There was no room for it when the head last tried; it holds nothing until the head tries again."""
+    """There was no room for it when the head last tried; it holds nothing until the head tries
+    again.
+    """
     IN_FLIGHT = "in flight"
     """The head has not tried yet, or asks its nodes just now."""
     CREATED = "created"
@@ -146,7 +177,9 @@ class GroupPhase(Enum):
 
 
 class GroupProgress(msgspec.Struct, frozen=True):
-    """How far the head is with a placement group, and when it tries again; times in seconds since it took the request."""
+    """How far the head is with a placement group, and when it tries again; times in seconds since
+    it took the request.
+    """
 
     phase: GroupPhase
     tried_s: float = 0.0
@@ -182,7 +215,8 @@ def _progress(row: Any) -> GroupProgress:
     retry_s = tried_s + stats.highest_retry_delay_ms / 1e3
     if row.state != _GroupState.PENDING or stats.scheduling_state != stage.NO_RESOURCES:
         return GroupProgress(GroupPhase.IN_FLIGHT, tried_s, retry_s)
-    # NO_RESOURCES stays while the head asks nodes in a further attempt. It lengthens the pause only when that has failed.
+    # NO_RESOURCES stays while the head asks nodes in a further attempt. It lengthens the pause only
+    # when that has failed.
     pause_ms = int(stats.highest_retry_delay_ms)
     if pause_ms < _LAST_RETRY_MS and pause_ms == _pause_ms(stats.scheduling_attempt - 1):
         return GroupProgress(GroupPhase.IN_FLIGHT, tried_s, retry_s)
@@ -192,7 +226,11 @@ def _progress(row: Any) -> GroupProgress:
 
 def _pause_ms(attempts: int) -> int:
     """Ray's pause after so many attempts that found no room; 0 before the first."""
-    return int(min(_LAST_RETRY_MS, _FIRST_RETRY_MS * _RETRY_GROWTH ** (attempts - 1))) if attempts else 0
+    return (
+        int(min(_LAST_RETRY_MS, _FIRST_RETRY_MS * _RETRY_GROWTH ** (attempts - 1)))
+        if attempts
+        else 0
+    )
 
 
 def actor_state(actor_id: str) -> str:
@@ -204,41 +242,50 @@ def actor_state(actor_id: str) -> str:
 def loss_of_node(node_id: str) -> str | None:
     """Why a node counts as lost, as part of a sentence; None while its raylet runs.
 
-    The head learns of a raylet's death within seconds, of a vanished host's within its health checks' limit; the raylet's own
-    port tells at once.
+    The head learns of a raylet's death within seconds, of a vanished host's within its health
+    checks' limit; the raylet's own port tells at once.
     """
     row = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)  # type: ignore[no-untyped-call]
     if row is None or not row["Alive"]:
         return "Ray has declared the node dead"
     try:
-        with socket.create_connection((row["NodeManagerAddress"], row["NodeManagerPort"]), _RAYLET_ANSWERS_S):
+        with socket.create_connection(
+            (row["NodeManagerAddress"], row["NodeManagerPort"]), _RAYLET_ANSWERS_S
+        ):
             return None
     except OSError as error:
         return f"the node's raylet does not answer ({error})"
 
 
-# --- holders ------------------------------------------------------------------------------------------------------------
+# --- holders --------------------------------------------------------------------------------------
 
 
 def is_held_by_run(prefix: str, snapshot: ClusterSnapshot, jobs: Sequence[Job]) -> bool:
-    """Whether groups whose names begin with ``prefix`` are in the way of the jobs, even if all others held nothing."""
+    """Whether groups whose names begin with ``prefix`` are in the way of the jobs, even if all
+    others held nothing.
+    """
     held: dict[str, list[Resources]] = {}
     for group in group_rows():
         if group.name.startswith(f"{prefix}/") and group.state == "CREATED":
             for node_id, bundle in group.bundles:
                 held.setdefault(node_id, []).append(bundle)
     nodes = [
-        msgspec.structs.replace(node, available=_available(node.total, node.total, held.get(node.node_id, [])))
+        msgspec.structs.replace(
+            node, available=_available(node.total, node.total, held.get(node.node_id, []))
+        )
         for node in snapshot.nodes
     ]
     return bool(held) and not isinstance(plan_jobs(ClusterSnapshot(nodes=tuple(nodes)), jobs), Plan)
 
 
 def describe_holders(prefix: str, jobs: Sequence[Job]) -> str:
-    """Who holds something of what the jobs ask for, largest first; groups of the run ``prefix`` as its own."""
+    """Who holds something of what the jobs ask for, largest first; groups of the run ``prefix`` as
+    its own.
+    """
     wanted = asked_for(jobs).keys()
     drivers = {
-        job["JobID"]: f"job {job['JobID']} (pid {job['DriverPid']} on {job['DriverIPAddress']}: {job['Entrypoint'][:120]})"
+        job["JobID"]: f"job {job['JobID']} (pid {job['DriverPid']} on {job['DriverIPAddress']}: "
+        f"{job['Entrypoint'][:120]})"
         for job in state.job_table()  # type: ignore[no-untyped-call]
     }
     found: list[tuple[float, str]] = []
@@ -246,22 +293,39 @@ def describe_holders(prefix: str, jobs: Sequence[Job]) -> str:
         part = _part(total_of([bundle for _, bundle in group.bundles]), wanted)
         if group.state == "CREATED" and part:
             own = group.name.startswith(f"{prefix}/")
-            name = group.name.removeprefix(f"{prefix}/") if own else group.name or f"placement group {group.id[:12]}"
-            whose = "this run itself, which delete_workers frees" if own else drivers.get(group.job_id, f"job {group.job_id}")
+            name = (
+                group.name.removeprefix(f"{prefix}/")
+                if own
+                else group.name or f"placement group {group.id[:12]}"
+            )
+            whose = (
+                "this run itself, which delete_workers frees"
+                if own
+                else drivers.get(group.job_id, f"job {group.job_id}")
+            )
             found.append((_weight(part), f"{name} of {whose} ({show(part)})"))
     for data in state._connect_and_get_accessor().get_actor_table(None, "ALIVE"):
         row = _ActorState.FromString(data)
         part = _part(row.required_resources, wanted)
         if part and not row.placement_group_id.strip(b"\xff"):
             whose = drivers.get(row.job_id.hex(), f"job {row.job_id.hex()}")
-            found.append((_weight(part), f"actor {row.name or row.class_name}, pid {row.pid}, of {whose} ({show(part)})"))
+            found.append(
+                (
+                    _weight(part),
+                    f"actor {row.name or row.class_name}, pid {row.pid}, of {whose} ({show(part)})",
+                )
+            )
     found.sort(key=lambda holder: -holder[0])
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return "; ".join(text for _, text in found[:_SHOWN]) + more or "tasks, or groups and actors that end just now"
+    return (
+        "; ".join(text for _, text in found[:_SHOWN]) + more
+        or "tasks, or groups and actors that end just now"
+    )
 
 
 def _part(resources: Mapping[str, float], wanted: Collection[str]) -> Resources:
-    # Every bundle that asks for nothing else holds a trace of CPU, which is too small to block anyone.
+    # Every bundle that asks for nothing else holds a trace of CPU, which is too small to block
+    # anyone.
     return {name: amount for name, amount in resources.items() if name in wanted and amount >= 0.01}
 
 
@@ -277,13 +341,14 @@ _ANSWER_S = 5.0
 
 
 def choose_address(address: str | None) -> str | None:
-    """The address to connect to, 'local' for an embedded cluster; None to stay with the one this process is connected to.
+    """The address to connect to, 'local' for an embedded cluster; None to stay with the one this
+    process is connected to.
 
     Args:
-        address: as the script gave it; RAY_ADDRESS when None, and 'local' without that. 'auto' means the one cluster that runs
-            on this machine.
-    Raises: AmbiguousAddressError, ClusterNotFoundError, ClusterNotUpError (a launcher has started this on several nodes, and
-        nothing names their cluster).
+        address: as the script gave it; RAY_ADDRESS when None, and 'local' without that. 'auto'
+            means the one cluster that runs on this machine.
+    Raises: AmbiguousAddressError, ClusterNotFoundError, ClusterNotUpError (a launcher has started
+        this on several nodes, and nothing names their cluster).
     """
     wanted = address or os.environ.get("RAY_ADDRESS") or "local"
     if wanted == "auto":
@@ -297,35 +362,45 @@ def choose_address(address: str | None) -> str | None:
     if address is not None and wanted != connected:
         raise AmbiguousAddressError(
             asked=f"address={address!r}",
-            candidates=[f"{connected}, to which this process is connected already", f"{wanted}, which is asked for"],
+            candidates=[
+                f"{connected}, to which this process is connected already",
+                f"{wanted}, which is asked for",
+            ],
             step="Leave the address out to use the connected cluster, or call ray.shutdown() first",
         )
     return None
 
 
 def _require_one_node(*, is_chosen: bool) -> None:
-    """Raise ClusterNotUpError where each of several nodes would start a Ray of its own and train alone; only log it where the
-    user has asked for 'local'."""
+    """Raise ClusterNotUpError where each of several nodes would start a Ray of its own and train
+    alone; only log it where the user has asked for 'local'."""
     said = find_many_nodes(os.environ)
     if said is None:
         return
     facts = [fact.said_by for fact in (said.rank, said.count, said.head) if fact is not None]
     if is_chosen:
-        log.warning("Ray starts on this node alone, as address 'local' asks, in a job of several (%s)", ", ".join(facts))
+        log.warning(
+            "Ray starts on this node alone, as address 'local' asks, in a job of several (%s)",
+            ", ".join(facts),
+        )
         return
     command = shlex.join(sys.orig_argv) or "python train.py"
     raise ClusterNotUpError(launcher=said.launcher, said=facts, command=f"helmsman up -- {command}")
 
 
 def require_answer(address: str) -> None:
-    """Raise ClusterNotFoundError within seconds where nobody listens; Ray itself would try for a minute."""
+    """Raise ClusterNotFoundError within seconds where nobody listens; Ray itself would try for a
+    minute.
+    """
     host, _, port = address.rpartition(":")
     if address == "local" or not port.isdecimal():
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
     except OSError as error:
-        raise ClusterNotFoundError(asked=address, reason=f"nobody answers there ({error})") from error
+        raise ClusterNotFoundError(
+            asked=address, reason=f"nobody answers there ({error})"
+        ) from error
 
 
 def _the_one_on_this_machine() -> str:
@@ -334,6 +409,8 @@ def _the_one_on_this_machine() -> str:
         raise ClusterNotFoundError(asked="auto", reason="no Ray runs on this machine")
     if len(found) > 1:
         raise AmbiguousAddressError(
-            asked="address 'auto'", candidates=found, step="Give the address of the one you mean, as address= or in RAY_ADDRESS"
+            asked="address 'auto'",
+            candidates=found,
+            step="Give the address of the one you mean, as address= or in RAY_ADDRESS",
         )
     return found[0]

@@ -1,4 +1,6 @@
-"""The Ray to which this process is connected: calls that fail as soon as it is lost, and its end in bounded time."""
+"""The Ray to which this process is connected: calls that fail as soon as it is lost, and its end in
+bounded time.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class EmbeddedRay:
         self._oom = oom_count()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._pidfds: set[int] = set()
-        if hasattr(os, "pidfd_open"):  # on other systems than Linux, only Ray's own errors report its end
+        if hasattr(os, "pidfd_open"):
+            # on other systems than Linux, only Ray's own errors report its end
             for name, process in processes.items():
                 pidfd = os.pidfd_open(process.pid)
                 self._pidfds.add(pidfd)
@@ -70,7 +73,8 @@ class EmbeddedRay:
         code, number = split_returncode(process.returncode)
         log_path = newest_log(self._logs, name)
         self._error = {
-            "cause": f"{name} (pid {process.pid}) {describe_exit(code, number, oom_kills_since(self._oom))}",
+            "cause": f"{name} (pid {process.pid}) "
+            f"{describe_exit(code, number, oom_kills_since(self._oom))}",
             "exit_code": code,
             "exit_signal": number,
             "log_path": log_path,
@@ -79,7 +83,8 @@ class EmbeddedRay:
         log.error("%s", str(self.loss).split("\n", 1)[0])
         for waiting in list(self._waiting):
             waiting.cancel()
-        # At once: until this process is disconnected, its next use of the raylet's object store would end it.
+        # At once: until this process is disconnected, its next use of the raylet's object store
+        # would end it.
         self._begin_end(_END_S, keep_session=True)
 
     @property
@@ -101,7 +106,9 @@ class EmbeddedRay:
     def _begin_end(self, limit_s: float, *, keep_session: bool) -> asyncio.Task[None]:
         if self._ending is None:
             self.unwatch()
-            self._ending = asyncio.get_running_loop().create_task(disconnect(limit_s, keep_session=keep_session))
+            self._ending = asyncio.get_running_loop().create_task(
+                disconnect(limit_s, keep_session=keep_session)
+            )
         return self._ending
 
     async def wait(self, answer: Awaitable[T]) -> T:
@@ -128,7 +135,9 @@ _shutdowns: set[concurrent.futures.Future[None]] = set()
 
 
 def remember(ray: EmbeddedRay | None) -> None:
-    """Note the embedded Ray that this process is connected to from now on; None for another cluster."""
+    """Note the embedded Ray that this process is connected to from now on; None for another
+    cluster.
+    """
     global _current
     _current = ray
 
@@ -138,15 +147,16 @@ def current() -> EmbeddedRay | None:
     return _current
 
 
-# --- calls of Ray -------------------------------------------------------------------------------------------------------
+# --- calls of Ray ---------------------------------------------------------------------------------
 
 
 async def bounded(function: Callable[..., T], *arguments: Any, limit_s: float | None = None) -> T:
-    """Run a blocking call of Ray's in a daemon thread, for at most ``limit_s`` seconds; None for calls that end by themselves
-    while the cluster is there.
+    """Run a blocking call of Ray's in a daemon thread, for at most ``limit_s`` seconds; None for
+    calls that end by themselves while the cluster is there.
 
-    Not in the loop's executor: such a call may hang for ever when the cluster's head has ended, and the interpreter waits at
-    its exit for the threads of executors. At that exit itself it runs on the loop, unbounded, since no thread can start then.
+    Not in the loop's executor: such a call may hang for ever when the cluster's head has ended, and
+    the interpreter waits at its exit for the threads of executors. At that exit itself it runs on
+    the loop, unbounded, since no thread can start then.
 
     Raises: TimeoutError; ClusterLostError as soon as the embedded Ray is lost.
     """
@@ -168,12 +178,12 @@ async def answered(answer: Awaitable[T]) -> T:
     return await (answer if _current is None else _current.wait(answer))
 
 
-# --- its end ------------------------------------------------------------------------------------------------------------
+# --- its end --------------------------------------------------------------------------------------
 
 
 def settle(limit_s: float) -> None:
-    """Disconnect this process from an embedded Ray that is lost, and wait until none is being ended: that call would end the
-    next one, too. Raises RayStartError after ``limit_s`` seconds."""
+    """Disconnect this process from an embedded Ray that is lost, and wait until none is being
+    ended: that call would end the next one, too. Raises RayStartError after ``limit_s`` seconds."""
     if _current is not None and _current.loss is not None:
         run_sync(_current.end(_END_S, keep_session=True))
     if concurrent.futures.wait(list(_shutdowns), limit_s).not_done:
@@ -188,17 +198,24 @@ def script_is_failing() -> bool:
 
 
 async def end_connection(ray: EmbeddedRay | None, limit_s: float, *, keep_session: bool) -> None:
-    """End an embedded Ray; None disconnects this process from another cluster. For the arguments see disconnect."""
-    await (disconnect(limit_s, keep_session=keep_session) if ray is None else ray.end(limit_s, keep_session=keep_session))
+    """End an embedded Ray; None disconnects this process from another cluster. For the arguments
+    see disconnect.
+    """
+    await (
+        disconnect(limit_s, keep_session=keep_session)
+        if ray is None
+        else ray.end(limit_s, keep_session=keep_session)
+    )
 
 
 async def disconnect(limit_s: float, *, keep_session: bool) -> None:
-    """Disconnect from Ray. An embedded one ends; its processes are killed if that takes longer than a limit.
+    """Disconnect from Ray. An embedded one ends; its processes are killed if that takes longer than
+    a limit.
 
     Args:
         limit_s: seconds for Ray to shut down in order.
-        keep_session: keep the directory of Ray's session with its logs, as for a run that fails. One that did not shut down in
-            order is kept in any case.
+        keep_session: keep the directory of Ray's session with its logs, as for a run that fails.
+            One that did not shut down in order is kept in any case.
     """
     import ray
     from ray._private import worker
@@ -206,7 +223,8 @@ async def disconnect(limit_s: float, *, keep_session: bool) -> None:
     if not ray.is_initialized():
         end_forks()
         return
-    node: Any = worker._global_node  # private, as there is no public way to end the processes that ray.init started
+    # private, as there is no public way to end the processes that ray.init started
+    node: Any = worker._global_node
     session = _own_session(node)
     try:
         await _alone(ray.shutdown, limit_s=limit_s)
@@ -214,14 +232,19 @@ async def disconnect(limit_s: float, *, keep_session: bool) -> None:
         keep_session = True
         log.warning("Ray did not shut down within %g s; its processes are killed", limit_s)
         if node is not None:
-            await _alone(lambda: node.kill_all_processes(check_alive=False, allow_graceful=False), limit_s=_KILL_S)
+            await _alone(
+                lambda: node.kill_all_processes(check_alive=False, allow_graceful=False),
+                limit_s=_KILL_S,
+            )
     end_forks()
     if session is not None and not keep_session:
         _remove_session(session)
 
 
 async def _alone(function: Callable[[], None], *, limit_s: float) -> None:
-    """Run a call that ends Ray in a daemon thread, as bounded does; it also runs when the embedded Ray is lost."""
+    """Run a call that ends Ray in a daemon thread, as bounded does; it also runs when the embedded
+    Ray is lost.
+    """
     if threading.main_thread().is_alive():
         await asyncio.wait_for(asyncio.wrap_future(begin_shutdown(function)), limit_s)
     else:
@@ -229,7 +252,9 @@ async def _alone(function: Callable[[], None], *, limit_s: float) -> None:
 
 
 def begin_shutdown(function: Callable[[], None]) -> concurrent.futures.Future[None]:
-    """Run a call that ends Ray in a daemon thread; the next Ray of this process is started when it has returned."""
+    """Run a call that ends Ray in a daemon thread; the next Ray of this process is started when it
+    has returned.
+    """
     call = begin_in_thread(function, name="helmsman-ray")
     _shutdowns.add(call)
     call.add_done_callback(_shutdowns.discard)
@@ -237,7 +262,9 @@ def begin_shutdown(function: Callable[[], None]) -> concurrent.futures.Future[No
 
 
 def _own_session(node: Any) -> Path | None:
-    """The directory of the session that this process has started; None where it has joined another's."""
+    """The directory of the session that this process has started; None where it has joined
+    another's.
+    """
     if node is None or not node.is_head():
         return None
     path = Path(node.get_session_dir_path())
@@ -255,11 +282,13 @@ def _remove_session(path: Path) -> None:
         log.info("the directory of Ray's session stays: %s", error)
 
 
-# --- its nodes ----------------------------------------------------------------------------------------------------------
+# --- its nodes ------------------------------------------------------------------------------------
 
 
 def has_started_its_cluster() -> bool:
-    """Whether the cluster to which this process is connected was started here, and ends with this process."""
+    """Whether the cluster to which this process is connected was started here, and ends with this
+    process.
+    """
     from ray._private import worker
 
     node: Any = worker._global_node  # private, as there is no public way to know
@@ -267,26 +296,32 @@ def has_started_its_cluster() -> bool:
 
 
 def is_own_node(node_id: str) -> bool:
-    """Whether a node belongs to this run: to the cluster that this process, or ``helmsman up``, has started for it."""
+    """Whether a node belongs to this run: to the cluster that this process, or ``helmsman up``, has
+    started for it.
+    """
     if has_started_its_cluster():
         return True
     import ray
 
     run_id = os.environ.get(RUN_VARIABLE)
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return bool(run_id) and any(node["NodeID"] == node_id and node["Labels"].get(RUN_LABEL) == run_id for node in nodes)
+    return bool(run_id) and any(
+        node["NodeID"] == node_id and node["Labels"].get(RUN_LABEL) == run_id for node in nodes
+    )
 
 
 @contextlib.contextmanager
 def importing_ray(user: str) -> Iterator[None]:
     """Import ray within it. Raises BackendNotInstalledError, which names the ``user`` of Ray.
 
-    Authentication is explicit: without these variables, a local start writes a token file that changes the mode of this user's
-    later clusters. An embedded cluster gets a token of its own, so that no other user can join it.
+    Authentication is explicit: without these variables, a local start writes a token file that
+    changes the mode of this user's later clusters. An embedded cluster gets a token of its own, so
+    that no other user can join it.
 
-    The death of the raylet must not end this process. Ray ends a process whose raylet does not answer and has exited, and reads
-    the raylet's pid from RAY_RAYLET_PID. A script has no such variable; Ray then takes the script's parent for the raylet, and
-    counts it as exited where that is the init process, as in containers and services. The script's own pid always exists.
+    The death of the raylet must not end this process. Ray ends a process whose raylet does not
+    answer and has exited, and reads the raylet's pid from RAY_RAYLET_PID. A script has no such
+    variable; Ray then takes the script's parent for the raylet, and counts it as exited where that
+    is the init process, as in containers and services. The script's own pid always exists.
     """
     variables = {}
     if "ray" not in sys.modules:
@@ -304,7 +339,14 @@ def importing_ray(user: str) -> Iterator[None]:
             del os.environ[name]
 
 
-_LOGS = ("gcs_server.err", "gcs_server.out", "raylet.err", "raylet.out", "dashboard_agent.log", "runtime_env_agent.log")
+_LOGS = (
+    "gcs_server.err",
+    "gcs_server.out",
+    "raylet.err",
+    "raylet.out",
+    "dashboard_agent.log",
+    "runtime_env_agent.log",
+)
 """Logs of Ray's processes, in the order in which they start."""
 _IS_WARNING = re.compile(r"\[?[-\d]+ [\d:,]+[ \t]+([WECF] \d|WARNING|ERROR|CRITICAL)")
 _MOST_WARNINGS = 3
@@ -312,28 +354,46 @@ _MOST_WARNINGS = 3
 
 
 def newest_session_logs(folder: Path, pattern: str) -> Path | None:
-    """The folder of logs of the newest session below Ray's temporary folder, of a name that fits the pattern."""
+    """The folder of logs of the newest session below Ray's temporary folder, of a name that fits
+    the pattern.
+    """
     sessions = sorted(folder.glob(f"{pattern}/logs"), key=lambda path: path.stat().st_mtime)
     return sessions[-1] if sessions else None
 
 
 def newest_log(folder: Path, name: str) -> str:
     """The log of a process of Ray's that is not empty, its errors first; else the folder."""
-    written = [path for suffix in ("err", "out") if (path := folder / f"{name}.{suffix}").is_file() and path.stat().st_size]
+    written = [
+        path
+        for suffix in ("err", "out")
+        if (path := folder / f"{name}.{suffix}").is_file() and path.stat().st_size
+    ]
     return str(written[0] if written else folder)
 
 
 def tail_without_dumps(path: str, num_lines: int = 20) -> str:
-    """The last lines of a log of Ray's, without the tables of its state that it writes there every minute."""
-    lines = [line for line in tail_of(path, 500).split("\n") if "[state-dump]" not in line and line.strip()]
+    """The last lines of a log of Ray's, without the tables of its state that it writes there every
+    minute.
+    """
+    lines = [
+        line
+        for line in tail_of(path, 500).split("\n")
+        if "[state-dump]" not in line and line.strip()
+    ]
     return "\n".join(lines[-num_lines:])
 
 
 def last_warnings(folder: Path) -> list[str]:
-    """The last warnings and errors in the logs of a session, each once, with the name of its log."""
+    """The last warnings and errors in the logs of a session, each once, with the name of its
+    log.
+    """
     found, known = [], set[str]()
     for name in _LOGS:
-        lines = [line for line in tail_of(str(folder / name), 1000).splitlines() if _IS_WARNING.match(line)]
+        lines = [
+            line
+            for line in tail_of(str(folder / name), 1000).splitlines()
+            if _IS_WARNING.match(line)
+        ]
         found += [f"{name}: {line}" for line in lines if line not in known][-_MOST_WARNINGS:]
         known |= set(lines)
     return found

@@ -1,4 +1,6 @@
-"""Start of an embedded Ray, within one deadline and apart from the terminal; and joining another cluster."""
+"""Start of an embedded Ray, within one deadline and apart from the terminal; and joining another
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,21 @@ from helmsman.rpc_server._ray_forks.ray_patches import only_core_processes, repl
 log = logging.getLogger(__name__)
 
 _INTERRUPTED_START_S = 15.0
-"""How long an interrupted start may take to end by itself. Ray cannot be stopped midway: without its head, it waits for that
-half a minute, and the script for it."""
+"""How long an interrupted start may take to end by itself. Ray cannot be stopped midway: without
+its head, it waits for that half a minute, and the script for it."""
 _END_S = 3.0
 """How long Ray may then take to shut down."""
 _NEVER_S = 365 * 86_400
 _ATTEMPTS = 2
-"""Most attempts to start Ray. On a busy machine its processes may miss limits that cannot be changed."""
+"""Most attempts to start Ray. On a busy machine its processes may miss limits that cannot be
+changed.
+"""
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",  # only where the script imported ray before us, which decided that
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    "RAY_worker_niceness": "0",  # as of local workers; the default of 15 starves workers on a busy machine
+    # as of local workers; the default of 15 starves workers on a busy machine
+    "RAY_worker_niceness": "0",
     "RAY_task_events_shutdown_flush_timeout_ms": "500",  # of 5 s, all spent when the head has ended
 }
 """Settings of an embedded Ray, where the script has not set them."""
@@ -61,11 +66,13 @@ def connect(
     preload: Sequence[str] | None,
     start_s: float = Timeouts().start_s,
 ) -> None:
-    """Join the cluster at ``address``, or start an embedded one for 'local' within ``start_s`` seconds.
+    """Join the cluster at ``address``, or start an embedded one for 'local' within ``start_s``
+    seconds.
 
     Args:
         sizes: logical resources of an embedded cluster.
-        preload: modules that the workers of an embedded cluster are forked with; None lets Ray start each by itself.
+        preload: modules that the workers of an embedded cluster are forked with; None lets Ray
+            start each by itself.
 
     Raises: RayStartError for an embedded Ray; the errors of ray.init for another cluster.
     """
@@ -85,13 +92,25 @@ def connect(
 
 
 def _connect(
-    address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, preload: Sequence[str] | None, start: RayStart | None
+    address: str,
+    run_id: str,
+    sizes: dict[str, Any],
+    log_dir: Path,
+    preload: Sequence[str] | None,
+    start: RayStart | None,
 ) -> EmbeddedRay | None:
     import ray
 
     def init(**settings: Any) -> None:
         name = f"helmsman-{run_id}"
-        ray.init(address=address, namespace=name, log_to_driver=False, logging_level=logging.ERROR, **sizes, **settings)
+        ray.init(
+            address=address,
+            namespace=name,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **sizes,
+            **settings,
+        )
 
     async def join_or_start() -> EmbeddedRay | None:
         if start is None:
@@ -99,15 +118,19 @@ def _connect(
             return None
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        os.environ[TAG_VARIABLE] = f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean
+        os.environ[TAG_VARIABLE] = (
+            f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean
+        )
         try:
-            # A client of Ray's head that cannot reach it for so long ends the process, and one that blocks in a call cannot be
-            # disconnected. The setting is passed to clients of the core worker, and set here for those before it.
+            # A client of Ray's head that cannot reach it for so long ends the process, and one that
+            # blocks in a call cannot be disconnected. The setting is passed to clients of the core
+            # worker, and set here for those before it.
             settings = {"gcs_rpc_server_reconnect_timeout_s": _NEVER_S}
             raylet: Any = ray._raylet
             raylet.Config.initialize(json.dumps({**settings, **RayStart.SETTINGS}).encode())
             if preload is not None:
-                with contextlib.suppress(OSError):  # the log of the fork server cannot be opened then, which is handled
+                with contextlib.suppress(OSError):
+                    # the log of the fork server cannot be opened then, which is handled
                     make_log_dir(log_dir, run_id)
             forking = forked_workers(run_id, log_dir / "ray_forkserver.log", preload)
             with forking, _spawning(), start.watching(), only_core_processes():
@@ -117,8 +140,9 @@ def _connect(
             del os.environ[TAG_VARIABLE]
 
     others = descendants(os.getpid(), process_table())
-    # On the loop's thread, which lives as long as the process: an embedded cluster ends with the thread that started it. And in
-    # the script's own thread Ray would answer signals itself, and one that breaks in there ends the interpreter by a crash.
+    # On the loop's thread, which lives as long as the process: an embedded cluster ends with the
+    # thread that started it. And in the script's own thread Ray would answer signals itself, and
+    # one that breaks in there ends the interpreter by a crash.
     starting = submit(join_or_start())
     try:
         started = starting.result()
@@ -128,7 +152,11 @@ def _connect(
         return started
     except BaseException as error:
         concurrent.futures.wait([starting], timeout=_INTERRUPTED_START_S)
-        if starting.done() and starting.exception() is None and (unwanted := starting.result()) is not None:
+        if (
+            starting.done()
+            and starting.exception() is None
+            and (unwanted := starting.result()) is not None
+        ):
             run_on_loop(unwanted.unwatch)
         is_rays = isinstance(error, (RuntimeError, OSError)) or type(error) is Exception
         failure = _failed_start(error, start, others) if start is not None and is_rays else None
@@ -138,26 +166,34 @@ def _connect(
             raise failure from error
         raise
     finally:
-        if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)) is not None:
-            signal.signal(signal.SIGTERM, handler)  # Ray has put its own below Python's, which prints a stack at every SIGTERM
+        if (
+            threading.current_thread() is threading.main_thread()
+            and (handler := signal.getsignal(signal.SIGTERM)) is not None
+        ):
+            # Ray has put its own below Python's, which prints a stack at every SIGTERM
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _watched() -> EmbeddedRay:
     from ray._private import worker
 
-    node: Any = worker._global_node  # private, as there is no public way to know the processes that ray.init started
+    # private, as there is no public way to know the processes that ray.init started
+    node: Any = worker._global_node
     processes = {name: each.process for name in CORE for each in node.all_processes.get(name, [])}
     return EmbeddedRay(processes, Path(node.get_logs_dir_path()))
 
 
 def _failed_start(error: BaseException, start: RayStart, others: set[int]) -> RayStartError:
-    """The error of a failed start, from that of ray.init; called while its processes still exist. Processes ``others`` below
-    this one were there before."""
+    """The error of a failed start, from that of ray.init; called while its processes still exist.
+    Processes ``others`` below this one were there before."""
     from ray._common import utils
 
     table = process_table()
     started = sorted(descendants(os.getpid(), table) - others)
-    described = [f"{_name_of(pid)} (pid {pid}, {_STATES.get(table[pid].state, table[pid].state)})" for pid in started]
+    described = [
+        f"{_name_of(pid)} (pid {pid}, {_STATES.get(table[pid].state, table[pid].state)})"
+        for pid in started
+    ]
     folder = Path(utils.get_default_ray_temp_dir())  # type: ignore[no-untyped-call]
     logs = newest_session_logs(folder, f"session_*_{os.getpid()}")
     log_path = newest_log(logs, start.blamed) if logs else ""
@@ -169,7 +205,13 @@ def _failed_start(error: BaseException, start: RayStart, others: set[int]) -> Ra
     )
 
 
-_STATES = {"R": "running", "S": "sleeping", "D": "waiting for the disk", "T": "stopped", "Z": "ended"}
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "waiting for the disk",
+    "T": "stopped",
+    "Z": "ended",
+}
 
 
 def _name_of(pid: int) -> str:
@@ -180,8 +222,8 @@ def _name_of(pid: int) -> str:
 
 
 def _require_own_run(address: str) -> None:
-    """Under ``helmsman up``: what was joined by RAY_ADDRESS must be the cluster that it has started. An earlier one, or that of
-    another job, may have taken its port."""
+    """Under ``helmsman up``: what was joined by RAY_ADDRESS must be the cluster that it has
+    started. An earlier one, or that of another job, may have taken its port."""
     run_id = os.environ.get(RUN_VARIABLE)
     if not run_id or address != os.environ.get("RAY_ADDRESS"):
         return
@@ -190,20 +232,23 @@ def _require_own_run(address: str) -> None:
     runs = {str(node["Labels"].get(RUN_LABEL)) for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
     if run_id not in runs:
         raise ClusterMismatchError(
-            f"the cluster at {address} is not that of this run: its nodes belong to {', '.join(sorted(runs)) or 'none'}, and "
-            f"this script was started on run {run_id} ({RUN_VARIABLE}). That cluster has most likely ended; start it again"
+            f"the cluster at {address} is not that of this run: its nodes belong to "
+            f"{', '.join(sorted(runs)) or 'none'}, and "
+            f"this script was started on run {run_id} ({RUN_VARIABLE}). That cluster has most "
+            "likely ended; start it again"
         )
 
 
 def _guard_raylet(tag: str) -> None:
     """See that the raylet's children go with it, as they should when the script is killed.
 
-    Its agents notice by themselves, but first tell the head, and wait for it a minute or more where it has gone too (seen with
-    Ray 2.60, about every second time).
+    Its agents notice by themselves, but first tell the head, and wait for it a minute or more where
+    it has gone too (seen with Ray 2.60, about every second time).
     """
     from ray._private import worker
 
-    node: Any = worker._global_node  # private, as there is no public way to know the processes that ray.init started
+    # private, as there is no public way to know the processes that ray.init started
+    node: Any = worker._global_node
     for process in node.all_processes["raylet"]:
         guard(process.process.pid, tag)
 
@@ -223,21 +268,26 @@ def _end_half_started(others: set[int]) -> None:
 
 
 def _spawning() -> contextlib.AbstractContextManager[None]:
-    """What this thread starts of Ray within the block is spawned, and on Linux without a fork of the script; see ray_exec.
+    """What this thread starts of Ray within the block is spawned, and on Linux without a fork of
+    the script; see ray_exec.
 
-    Each gets a process group of its own: a signal to the script's group, such as a terminal's Ctrl-C, would otherwise end them
-    under the script, whose clean-up then waits for a cluster that is gone. They still die with the script.
+    Each gets a process group of its own: a signal to the script's group, such as a terminal's
+    Ctrl-C, would otherwise end them under the script, whose clean-up then waits for a cluster that
+    is gone. They still die with the script.
     """
     from ray._private import services
 
     if not hasattr(services, "ConsolePopen"):
         log.info(
-            "this Ray starts its processes in a way that is not known here; they are forked, in the script's process group"
+            "this Ray starts its processes in a way that is not known here; they are forked, in "
+            "the script's process group"
         )
     return replaced(services, ConsolePopen=_spawn)
 
 
-def _spawn(popen: Any, command: list[str], *args: Any, preexec_fn: Any = None, **kwargs: Any) -> Any:
+def _spawn(
+    popen: Any, command: list[str], *args: Any, preexec_fn: Any = None, **kwargs: Any
+) -> Any:
     if sys.platform != "linux":
         return popen(command, *args, preexec_fn=preexec_fn, process_group=0, **kwargs)
     become = [sys.executable, "-I", "-S", ray_exec.__file__, str(os.getpid())]

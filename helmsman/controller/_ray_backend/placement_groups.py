@@ -1,8 +1,9 @@
 """Plans turned into Ray placement groups, together or not at all, under one deadline.
 
-Each bundle is asked for on the node that the plan gives it, so Ray grants within milliseconds. What it does not grant was taken
-by others meanwhile: everything is given back, and the next try follows a new look after a random pause, so two controllers that
-want the same nodes cannot block each other for ever.
+Each bundle is asked for on the node that the plan gives it, so Ray grants within milliseconds. What
+it does not grant was taken by others meanwhile: everything is given back, and the next try follows
+a new look after a random pause, so two controllers that want the same nodes cannot block each other
+for ever.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ import msgspec
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from ray.util.placement_group import placement_group as create_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from helmsman.api.errors import ClusterLostError
 from helmsman.api.plan import Plan, PlannedInstance, PlannedRole, Reservation
@@ -32,7 +36,12 @@ from helmsman.controller._placement.placement import Placement
 from helmsman.controller._placement.planner import plan_jobs
 from helmsman.controller._placement.resources import ClusterSnapshot, Resources
 from helmsman.controller._ray_backend import cluster_state
-from helmsman.controller._ray_backend.cluster_state import GroupPhase, GroupProgress, describe_holders, is_held_by_run
+from helmsman.controller._ray_backend.cluster_state import (
+    GroupPhase,
+    GroupProgress,
+    describe_holders,
+    is_held_by_run,
+)
 from helmsman.controller._ray_backend.embedded import answered, bounded
 from helmsman.controller._transport.base import TransportLostError
 from helmsman.rpc_server._server.ray_server import Granted, granted_here
@@ -43,14 +52,16 @@ _STALLED_S = 1.0
 """Nodes that are asked and grant nothing for so long do not grant what the plan counted on."""
 _LOOKS = 3
 _PAUSE_S = (0.05, 0.5)
-"""First and longest mean pause before the next try. The pause itself is random, from a half to one and a half of that."""
+"""First and longest mean pause before the next try. The pause itself is random, from a half to one
+and a half of that.
+"""
 _TELL_S = (2.0, 30.0)
 """A start that waits says so after so long, and again whenever so much more has passed."""
 _RETRY_NEAR_S = 0.03
 """A waiting group is not removed when the head may try it again so soon."""
 _SETTLE_S = 10.0
-"""Longest wait for groups in flight before they are removed all the same. At most a second is usual; but on a busy machine a
-node may take seconds to answer."""
+"""Longest wait for groups in flight before they are removed all the same. At most a second is
+usual; but on a busy machine a node may take seconds to answer."""
 _REMOVE_S = _SETTLE_S + 3.0
 
 log = logging.getLogger(__name__)
@@ -62,7 +73,9 @@ class BundleSlot(Placement, frozen=True, kw_only=True):
     group: Any
     bundle_index: int
     resources: Resources
-    """What the worker takes of the bundle; memory in bytes. The devices of a deferred instance are left to its server."""
+    """What the worker takes of the bundle; memory in bytes. The devices of a deferred instance are
+    left to its server.
+    """
     bundles: tuple[tuple[str, int], ...]
     """(address of the node, number of devices) of each bundle of the instance."""
     deferred: bool
@@ -70,7 +83,9 @@ class BundleSlot(Placement, frozen=True, kw_only=True):
     """Index of the bundle of each device, where every device has a bundle of its own."""
 
     def as_reservation(self) -> Reservation:
-        return msgspec.structs.replace(super().as_reservation(), bundles=self.device_bundles, placement_group=self.group)
+        return msgspec.structs.replace(
+            super().as_reservation(), bundles=self.device_bundles, placement_group=self.group
+        )
 
     def shares_group_of(self, other: Placement) -> bool:
         return isinstance(other, BundleSlot) and bool(other.group.id == self.group.id)
@@ -102,17 +117,22 @@ async def admit(
         prefix: 'helmsman/RUN', with which the names of the run's groups begin.
         resources: of each role, where the removal of its groups is pushed.
         per_device: make a bundle for each device, of which there are then several for a worker.
-    Raises: PlacementInfeasibleError, at once; PlacementTimeoutError at the deadline, or at once when roles of this very run
-    hold what is missing, since nobody else would free that. Nothing of the jobs is left then.
+    Raises: PlacementInfeasibleError, at once; PlacementTimeoutError at the deadline, or at once
+    when roles of this very run hold what is missing, since nobody else would free that. Nothing of
+    the jobs is left then.
     """
     silent: set[str] = set()
     """Nodes that did not grant what the plan counted on, and whose raylet does not answer."""
     tell_at_s = _TELL_S[0]
     num_own = 0
-    """How often in turn it was this run itself that is in the way: one look may see a group that is just being removed."""
+    """How often in turn it was this run itself that is in the way: one look may see a group that is
+    just being removed.
+    """
     for attempt in itertools.count():
         seen = await bounded(cluster_state.snapshot)
-        snapshot = ClusterSnapshot(nodes=tuple(node for node in seen.nodes if node.node_id not in silent))
+        snapshot = ClusterSnapshot(
+            nodes=tuple(node for node in seen.nodes if node.node_id not in silent)
+        )
         outcome = await in_thread(plan_jobs, snapshot, jobs)
         if isinstance(outcome, Plan):
             slots, refused = await _request(outcome, jobs, prefix, deadline, resources, per_device)
@@ -121,7 +141,9 @@ async def admit(
             silent = await bounded(_silent_nodes, silent | refused)
         else:
             await in_thread(require_feasible, snapshot, jobs, ())
-        own = not isinstance(outcome, Plan) and await bounded(is_held_by_run, prefix, snapshot, jobs)
+        own = not isinstance(outcome, Plan) and await bounded(
+            is_held_by_run, prefix, snapshot, jobs
+        )
         num_own = num_own + 1 if own else 0
         is_over = num_own == _LOOKS or deadline.passed
         if is_over or deadline.elapsed_s > tell_at_s:
@@ -143,7 +165,9 @@ async def _request(
     resources: Mapping[str, contextlib.AsyncExitStack],
     per_device: bool,
 ) -> tuple[dict[str, list[BundleSlot]], set[str]]:
-    """Ask for the groups of a plan. Returns their slots; or, with all groups removed, the nodes that did not grant theirs."""
+    """Ask for the groups of a plan. Returns their slots; or, with all groups removed, the nodes
+    that did not grant theirs.
+    """
     requests: list[_Request] = []
 
     def ask() -> None:
@@ -163,14 +187,18 @@ async def _request(
             raise
         waiting = await _await_created(requests, deadline)
         if waiting:
-            return {}, {bundle.node_id for request in waiting for bundle in request.instance.bundles}
+            return {}, {
+                bundle.node_id for request in waiting for bundle in request.instance.bundles
+            }
         undo.pop_all()
     strategies = {job.role: job.spec(0).ray_placement_strategy for job in jobs}
     slots: dict[str, list[BundleSlot]] = {}
     for role in plan.roles:
         own = [request for request in requests if request.role is role]
         resources[role.role].push_async_callback(_remove, own)
-        slots[role.role] = [slot for request in own for slot in _slots(request, strategies[role.role] == "deferred")]
+        slots[role.role] = [
+            slot for request in own for slot in _slots(request, strategies[role.role] == "deferred")
+        ]
     return slots, set()
 
 
@@ -185,25 +213,34 @@ def _by_device(instance: PlannedInstance, accelerator: str) -> PlannedInstance:
 
 
 def _create(role: PlannedRole, instance: PlannedInstance, prefix: str) -> PlacementGroup:
-    name = f"{prefix}/{role.role}" if len(role.instances) == 1 else f"{prefix}/{role.role}/{instance.index}"
+    name = (
+        f"{prefix}/{role.role}"
+        if len(role.instances) == 1
+        else f"{prefix}/{role.role}/{instance.index}"
+    )
     pinned = [{cluster_state.NODE_ID_LABEL: bundle.node_id} for bundle in instance.bundles]
     bundles = [bundle.resources for bundle in instance.bundles]
-    group: PlacementGroup = create_placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=pinned)
+    group: PlacementGroup = create_placement_group(
+        bundles, strategy="PACK", name=name, bundle_label_selector=pinned
+    )
     return group
 
 
 async def _await_created(requests: Sequence[_Request], deadline: Deadline) -> list[_Request]:
     """Wait until all groups are created; returns those that are not when nothing more comes.
 
-    Where the head has found no room, what the plan counted on has been taken by somebody else: a new plan is the quicker way
-    than the head's next attempt, up to a second later.
+    Where the head has found no room, what the plan counted on has been taken by somebody else: a
+    new plan is the quicker way than the head's next attempt, up to a second later.
 
-    One look at the table for all groups and not group.ready(): many waiting ready() calls have deadlocked (ray#62086).
+    One look at the table for all groups and not group.ready(): many waiting ready() calls have
+    deadlocked (ray#62086).
     """
     waiting, since, pause_s = list(requests), time.monotonic(), _POLL_S[0]
     while True:
         progress = await bounded(cluster_state.group_progress, [request.id for request in waiting])
-        left = [request for request in waiting if progress[request.id].phase is not GroupPhase.CREATED]
+        left = [
+            request for request in waiting if progress[request.id].phase is not GroupPhase.CREATED
+        ]
         if len(left) < len(waiting):
             waiting, since, pause_s = left, time.monotonic(), _POLL_S[0]
         in_flight = any(each.phase is GroupPhase.IN_FLIGHT for each in progress.values())
@@ -225,7 +262,9 @@ def _slots(request: _Request, deferred: bool) -> list[BundleSlot]:
             group=request.group,
             bundle_index=worker.bundle,
             resources={
-                name: amount for name, amount in bundles[worker.bundle].resources.items() if not (deferred and name == kind)
+                name: amount
+                for name, amount in bundles[worker.bundle].resources.items()
+                if not (deferred and name == kind)
             },
             deferred=deferred,
             bundles=sizes,
@@ -237,8 +276,8 @@ def _slots(request: _Request, deferred: bool) -> list[BundleSlot]:
 async def devices_of(slot: BundleSlot) -> list[Granted]:
     """What each bundle of a deferred instance was granted.
 
-    Which devices a bundle has is fixed when it is created, but only a task that takes them is told; these take them for a
-    moment. Raises: TransportLostError.
+    Which devices a bundle has is fixed when it is created, but only a task that takes them is told;
+    these take them for a moment. Raises: TransportLostError.
     """
     asked = []
     for index, (_, num_devices) in enumerate(slot.bundles):
@@ -246,7 +285,9 @@ async def devices_of(slot: BundleSlot) -> list[Granted]:
         if not options and num_devices:
             options = {"resources": {slot.accelerator: num_devices}}
         strategy = PlacementGroupSchedulingStrategy(slot.group, index)
-        task = ray.remote(num_cpus=0, max_retries=0)(granted_here).options(scheduling_strategy=strategy, **options)
+        task = ray.remote(num_cpus=0, max_retries=0)(granted_here).options(
+            scheduling_strategy=strategy, **options
+        )
         asked.append(task.remote())
     try:
         granted: list[Granted] = await answered(asyncio.gather(*asked))
@@ -270,19 +311,25 @@ async def _removed(remove: Callable[[Any], None], groups: Any, limit_s: float) -
 
 
 def _remove_in_order(requests: Sequence[_Request]) -> None:
-    """Remove what waits before what is created, and nothing while the head asks its nodes or is about to.
+    """Remove what waits before what is created, and nothing while the head asks its nodes or is
+    about to.
 
-    A group that is removed in that moment leaves a bundle held on a node for ever (Ray 2.60: the removal lets go of what is
-    committed, not of what nodes have prepared). Between two of its attempts the head leaves a waiting group alone, and says
-    how long. Removing created groups first would make room for the waiting ones.
+    A group that is removed in that moment leaves a bundle held on a node for ever (Ray 2.60: the
+    removal lets go of what is committed, not of what nodes have prepared). Between two of its
+    attempts the head leaves a waiting group alone, and says how long. Removing created groups first
+    would make room for the waiting ones.
     """
     left = {request.id: request for request in requests}
     until = time.monotonic() + _SETTLE_S
     while left:
         progress = cluster_state.group_progress(left)
-        unsettled = [id_ for id_ in left if progress[id_].phase in (GroupPhase.WAITING, GroupPhase.IN_FLIGHT)]
+        unsettled = [
+            id_ for id_ in left if progress[id_].phase in (GroupPhase.WAITING, GroupPhase.IN_FLIGHT)
+        ]
         if unsettled and time.monotonic() < until:
-            removed = [id_ for id_ in unsettled if _remove_between_attempts(left[id_], progress[id_])]
+            removed = [
+                id_ for id_ in unsettled if _remove_between_attempts(left[id_], progress[id_])
+            ]
             for id_ in removed:
                 del left[id_]
             if not removed:
@@ -293,8 +340,12 @@ def _remove_in_order(requests: Sequence[_Request]) -> None:
 
 
 def _remove_between_attempts(request: _Request, progress: GroupProgress) -> bool:
-    since_s = time.monotonic() - request.asked_at  # a little more than the head counts, so the retry is never later than this
-    if progress.phase is not GroupPhase.WAITING or not progress.tried_s < since_s < progress.retry_s - _RETRY_NEAR_S:
+    # a little more than the head counts, so the retry is never later than this
+    since_s = time.monotonic() - request.asked_at
+    if (
+        progress.phase is not GroupPhase.WAITING
+        or not progress.tried_s < since_s < progress.retry_s - _RETRY_NEAR_S
+    ):
         return False
     remove_placement_group(request.group)
     return True
@@ -307,21 +358,35 @@ def _silent_nodes(node_ids: set[str]) -> set[str]:
     return {node_id for node_id, loss in losses.items() if loss is not None}
 
 
-def get_placement_group_master_ip_and_port(placement_group: PlacementGroup, bundle_index: int = 0) -> tuple[str, int]:
-    """Address and a leased port of the node that holds a bundle, for scripts that bring their own server.
+def get_placement_group_master_ip_and_port(
+    placement_group: PlacementGroup, bundle_index: int = 0
+) -> tuple[str, int]:
+    """Address and a leased port of the node that holds a bundle, for scripts that bring their own
+    server.
 
-    The port lies below the ephemeral range and nobody listened on it. The lease ends when this returns, since the worker that
-    will bind the port is the script's own: start it at once. Workers of a Job have ``engine_ports``, which stay leased.
+    The port lies below the ephemeral range and nobody listened on it. The lease ends when this
+    returns, since the worker that will bind the port is the script's own: start it at once. Workers
+    of a Job have ``engine_ports``, which stay leased.
 
     Args:
         placement_group: a created placement group.
         bundle_index: the bundle in which rank 0 will run.
-    Raises: IndexError (no such bundle), TimeoutError (the group is not placed, or its node does not answer within 60 s).
+    Raises: IndexError (no such bundle), TimeoutError (the group is not placed, or its node does not
+        answer within 60 s).
     """
     if not 0 <= bundle_index < placement_group.bundle_count:
-        raise IndexError(f"bundle_index is {bundle_index}; the placement group has {placement_group.bundle_count} bundles")
-    strategy = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=bundle_index)
-    reference = ray.remote(num_cpus=0, max_retries=0)(_address_and_port).options(scheduling_strategy=strategy).remote()
+        raise IndexError(
+            f"bundle_index is {bundle_index}; the placement group has "
+            f"{placement_group.bundle_count} bundles"
+        )
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group, placement_group_bundle_index=bundle_index
+    )
+    reference = (
+        ray.remote(num_cpus=0, max_retries=0)(_address_and_port)
+        .options(scheduling_strategy=strategy)
+        .remote()
+    )
     try:
         address, port = ray.get(reference, timeout=60.0)
     except ray.exceptions.GetTimeoutError as error:
@@ -329,7 +394,8 @@ def get_placement_group_master_ip_and_port(placement_group: PlacementGroup, bund
         table = placement_group_table(placement_group)
         name = table["name"] or placement_group.id.hex()
         raise TimeoutError(
-            f"bundle {bundle_index} of placement group {name} gave no address within 60 s; the group is {table['state']}. "
+            f"bundle {bundle_index} of placement group {name} gave no address within 60 s; the "
+            f"group is {table['state']}. "
             "Wait for placement_group.ready() first, or ask for less."
         ) from error
     return str(address), int(port)

@@ -22,7 +22,13 @@ from helmsman.controller._aio.event_loop import Deadline, await_all
 from helmsman.controller._node.devices import physical_ids, visibility
 from helmsman.controller._placement.allocator import Allocator
 from helmsman.controller._placement.placement import Placement, in_device_order
-from helmsman.controller._placement.resources import ACCELERATORS, ClusterSnapshot, NodeState, Resources, show
+from helmsman.controller._placement.resources import (
+    ACCELERATORS,
+    ClusterSnapshot,
+    NodeState,
+    Resources,
+    show,
+)
 from helmsman.controller._ray_backend.embedded import (
     EmbeddedRay,
     blocking,
@@ -50,7 +56,9 @@ with importing_ray("RayScheduler"):
     from helmsman.controller._ray_backend import cluster_state
     from helmsman.controller._ray_backend import placement_groups as placement
     from helmsman.controller._ray_backend.cluster_state import choose_address
-    from helmsman.controller._ray_backend.placement_groups import get_placement_group_master_ip_and_port
+    from helmsman.controller._ray_backend.placement_groups import (
+        get_placement_group_master_ip_and_port,
+    )
     from helmsman.controller._ray_backend.transport import ControllerStore, RayWorker
     from helmsman.rpc_server._server.ray_server import Granted, Greeting, RayRPCServer
 
@@ -59,7 +67,9 @@ __all__ = ["RayScheduler", "get_placement_group_master_ip_and_port"]
 T = TypeVar("T")
 
 INSTANCE_DEVICES_ENV_VAR = "HELMSMAN_INSTANCE_DEVICES"
-"""In a worker of a deferred job: [[address, [device id, ...]], ...] for each node of its instance, its own first."""
+"""In a worker of a deferred job: [[address, [device id, ...]], ...] for each node of its instance,
+its own first.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -71,26 +81,34 @@ _NODES_POLL_S = 0.2
 class RayScheduler(BackendScheduler):
     """Workers as Ray actors; see BackendScheduler for the other arguments.
 
-    It uses the Ray that this process is connected to; else, if given or in RAY_ADDRESS, joins the cluster at that address; else
-    starts an embedded one, which ends with this scheduler, and with this process in any case.
+    It uses the Ray that this process is connected to; else, if given or in RAY_ADDRESS, joins the
+    cluster at that address; else starts an embedded one, which ends with this scheduler, and with
+    this process in any case.
 
     Args:
-        address: a cluster's address, 'auto' for the one cluster of this machine, or 'local' for an embedded one in any case.
-        num_cpus, num_gpus, resources: logical resources of an embedded cluster; what Ray finds on the machine when None.
-        num_nodes: nodes to wait for, at most ``timeouts.start_s``; those that are there will do when None.
-        preload: modules that every worker of an embedded cluster finds imported already, since it is forked from a process that
-            has imported them. Importing torch costs a worker more than a second otherwise. None lets Ray start its workers
-            itself, as it does on any other cluster.
+        address: a cluster's address, 'auto' for the one cluster of this machine, or 'local' for an
+            embedded one in any case.
+        num_cpus, num_gpus, resources: logical resources of an embedded cluster; what Ray finds on
+            the machine when None.
+        num_nodes: nodes to wait for, at most ``timeouts.start_s``; those that are there will do
+            when None.
+        preload: modules that every worker of an embedded cluster finds imported already, since it
+            is forked from a process that has imported them. Importing torch costs a worker more
+            than a second otherwise. None lets Ray start its workers itself, as it does on any other
+            cluster.
 
-    Each worker is called by a connection of its own: a Unix socket on this machine, TCP to other machines, with TLS unless
-    HELMSMAN_TLS=0 is set where the script runs. A worker on another machine listens on a port of HELMSMAN_PORT_RANGE where that
-    is set on its node, else of Ray's range of worker ports.
+    Each worker is called by a connection of its own: a Unix socket on this machine, TCP to other
+    machines, with TLS unless HELMSMAN_TLS=0 is set where the script runs. A worker on another
+    machine listens on a port of HELMSMAN_PORT_RANGE where that is set on its node, else of Ray's
+    range of worker ports.
 
-    Raises: AmbiguousAddressError, ClusterNotFoundError, NodesMissingError, RayStartError, ClusterNotUpError (a launcher has
-        started the script on several nodes, without a cluster of them); ValueError where HELMSMAN_TLS is neither 0 nor 1.
+    Raises: AmbiguousAddressError, ClusterNotFoundError, NodesMissingError, RayStartError,
+        ClusterNotUpError (a launcher has started the script on several nodes, without a cluster of
+        them); ValueError where HELMSMAN_TLS is neither 0 nor 1.
 
-    When the gcs_server or the raylet of an embedded cluster exits, the cluster is lost: calls fail with WorkerFailedError,
-    everything else with ClusterLostError, and this process is disconnected from it and can start another scheduler.
+    When the gcs_server or the raylet of an embedded cluster exits, the cluster is lost: calls fail
+    with WorkerFailedError, everything else with ClusterLostError, and this process is disconnected
+    from it and can start another scheduler.
     """
 
     def __init__(
@@ -108,19 +126,31 @@ class RayScheduler(BackendScheduler):
     ) -> None:
         settle((timeouts or Timeouts()).start_s)
         address, tls = choose_address(address), uses_tls(os.environ)
-        sizes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources} if address == "local" else {}
+        sizes = (
+            {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources}
+            if address == "local"
+            else {}
+        )
         backend = RayBackend(address, sizes, num_nodes, preload, tls=tls)
         super().__init__(backend, seed=seed, log_dir=log_dir, timeouts=timeouts)
 
 
 class RayBackend(Backend):
-    """An actor for each worker; ``address`` is None for the cluster that this process is connected to."""
+    """An actor for each worker; ``address`` is None for the cluster that this process is connected
+    to.
+    """
 
     allocator: RayAllocator
     store: ControllerStore
 
     def __init__(
-        self, address: str | None, sizes: dict[str, Any], num_nodes: int | None, preload: Sequence[str] | None, *, tls: bool
+        self,
+        address: str | None,
+        sizes: dict[str, Any],
+        num_nodes: int | None,
+        preload: Sequence[str] | None,
+        *,
+        tls: bool,
     ) -> None:
         self._address = address
         self._sizes = sizes
@@ -133,7 +163,9 @@ class RayBackend(Backend):
     def open(self, run: Run, find_worker: Callable[[str], WorkerClient]) -> None:
         super().open(run, find_worker)
         if self._address is not None:
-            connect(self._address, run.id, self._sizes, run.log_dir, self._preload, run.timeouts.start_s)
+            connect(
+                self._address, run.id, self._sizes, run.log_dir, self._preload, run.timeouts.start_s
+            )
         self._ray = current()
         self._here = ray.get_runtime_context().get_node_id()
 
@@ -155,11 +187,18 @@ class RayBackend(Backend):
             if len(nodes) != num_seen:
                 num_seen = len(nodes)
                 names = ", ".join(node.hostname or node.address for node in nodes)
-                log.warning("waiting for nodes: %d of %d have joined: %s", num_seen, num_nodes, names)
+                log.warning(
+                    "waiting for nodes: %d of %d have joined: %s", num_seen, num_nodes, names
+                )
             if deadline.passed:
-                present = [f"{node.hostname or node.address} ({show(_devices(node))})" for node in nodes]
+                present = [
+                    f"{node.hostname or node.address} ({show(_devices(node))})" for node in nodes
+                ]
                 raise errors.NodesMissingError(
-                    num_expected=num_nodes, present=present, elapsed_s=deadline.elapsed_s, limit_s=deadline.limit_s
+                    num_expected=num_nodes,
+                    present=present,
+                    elapsed_s=deadline.elapsed_s,
+                    limit_s=deadline.limit_s,
                 )
             time.sleep(min(_NODES_POLL_S, max(deadline.remaining_s, 0.0)))
 
@@ -169,17 +208,29 @@ class RayBackend(Backend):
         workers: list[RayWorker] = []
         resources.push_async_callback(_kill_all, workers)
         for place in places.values():
-            actor = await bounded(self._actor, job, place)  # it asks the head, which may have stopped
+            # it asks the head, which may have stopped
+            actor = await bounded(self._actor, job, place)
             workers.append(RayWorker(actor, place, self._here, self.store, self._ray))
 
         async def greeted(rank: int, worker: RayWorker) -> tuple[Greeting, Placement]:
             greeting = await self._answer(job, rank, worker, worker.greet(), deadline)
             return greeting, await self._granted(job, rank, worker, greeting, deadline)
 
-        async def adopt(index: int, worker: RayWorker, greeting: Greeting, place: Placement) -> WorkerClient:
+        async def adopt(
+            index: int, worker: RayWorker, greeting: Greeting, place: Placement
+        ) -> WorkerClient:
             identity = self.run.identity(job, index, place.node)
-            transport = await self._answer(job, index, worker, worker.adopt(identity, tls=self._tls), deadline)
-            client = WorkerClient(identity.worker_id, place, greeting.pid, identity.log_path, transport, self.run.timeouts)
+            transport = await self._answer(
+                job, index, worker, worker.adopt(identity, tls=self._tls), deadline
+            )
+            client = WorkerClient(
+                identity.worker_id,
+                place,
+                greeting.pid,
+                identity.log_path,
+                transport,
+                self.run.timeouts,
+            )
             client.environment = visibility(place.kind, place.devices)
             if place.instance_devices:
                 client.environment[INSTANCE_DEVICES_ENV_VAR] = json.dumps(place.instance_devices)
@@ -188,11 +239,19 @@ class RayBackend(Backend):
         async def started(rank: int, worker: RayWorker) -> WorkerClient:
             return await adopt(rank, worker, *await greeted(rank, worker))
 
-        if not any(place.num_devices for place in places.values()):  # no rank depends on the devices of others
-            return await await_all(started(rank, worker) for rank, worker in zip(places, workers, strict=True))
-        there = await await_all(greeted(rank, worker) for rank, worker in zip(places, workers, strict=True))
+        if not any(place.num_devices for place in places.values()):
+            # no rank depends on the devices of others
+            return await await_all(
+                started(rank, worker) for rank, worker in zip(places, workers, strict=True)
+            )
+        there = await await_all(
+            greeted(rank, worker) for rank, worker in zip(places, workers, strict=True)
+        )
         order = in_device_order([job.spec(rank) for rank in places], [place for _, place in there])
-        return await await_all(adopt(rank, workers[origin], *there[origin]) for rank, origin in zip(places, order, strict=True))
+        return await await_all(
+            adopt(rank, workers[origin], *there[origin])
+            for rank, origin in zip(places, order, strict=True)
+        )
 
     def _actor(self, job: Job, place: Placement) -> Any:
         options: dict[str, Any]
@@ -203,11 +262,18 @@ class RayBackend(Backend):
                 "num_gpus": wanted.pop("GPU", 0),
                 "memory": wanted.pop("memory", None),
                 "resources": wanted or None,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(place.group, place.bundle_index),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    place.group, place.bundle_index
+                ),
             }
         else:
-            # Ray is asked for nothing: the devices are another worker's, and their ids are set explicitly.
-            options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": placement.on_node(place.node_id)}
+            # Ray is asked for nothing: the devices are another worker's, and their ids are set
+            # explicitly.
+            options = {
+                "num_cpus": 0,
+                "num_gpus": 0,
+                "scheduling_strategy": placement.on_node(place.node_id),
+            }
         return _ACTOR_CLASS.options(
             name=f"{job.role}/{secrets.token_hex(4)}",
             namespace=f"helmsman-{self.run.id}",
@@ -217,18 +283,27 @@ class RayBackend(Backend):
             **options,
         ).remote(absolute_search_path())
 
-    async def _answer(self, job: Job, index: int, worker: RayWorker, answer: Awaitable[T], deadline: Deadline) -> T:
+    async def _answer(
+        self, job: Job, index: int, worker: RayWorker, answer: Awaitable[T], deadline: Deadline
+    ) -> T:
         try:
             async with asyncio.timeout(deadline.remaining_s):
                 return await answer
         except TimeoutError:
-            reason = f"its actor did not answer within {deadline.limit_s:g} s (Timeouts.start_s); {await worker.pending()}"
+            reason = (
+                f"its actor did not answer within {deadline.limit_s:g} s (Timeouts.start_s); "
+                f"{await worker.pending()}"
+            )
         except (TransportLostError, errors.ProtocolError) as error:
             self.allocator.require_ray()
             reason = str(error)
-        raise start_error(f"{job.role}/{index}", worker.place.node, reason, worker.log_path, worker.log_start)
+        raise start_error(
+            f"{job.role}/{index}", worker.place.node, reason, worker.log_path, worker.log_start
+        )
 
-    async def _granted(self, job: Job, index: int, worker: RayWorker, greeting: Greeting, deadline: Deadline) -> Placement:
+    async def _granted(
+        self, job: Job, index: int, worker: RayWorker, greeting: Greeting, deadline: Deadline
+    ) -> Placement:
         """The worker's place with the ids of its devices, which Ray has chosen."""
         place = worker.place
         if place.shared or not place.num_devices:
@@ -239,7 +314,8 @@ class RayBackend(Backend):
         everywhere = [_with_devices(place, granted).devices for granted in bundles]
         nodes = [node for node, _ in place.bundles]
         return msgspec.structs.replace(
-            _with_devices(place, bundles[0]), instance_devices=tuple(zip(nodes, everywhere, strict=True))
+            _with_devices(place, bundles[0]),
+            instance_devices=tuple(zip(nodes, everywhere, strict=True)),
         )
 
     def closing(self) -> None:
@@ -247,7 +323,9 @@ class RayBackend(Backend):
 
     async def close(self) -> None:
         if self._address is not None:
-            await end_connection(self._ray, self.run.timeouts.shutdown_s / 2, keep_session=self._is_failing)
+            await end_connection(
+                self._ray, self.run.timeouts.shutdown_s / 2, keep_session=self._is_failing
+            )
 
 
 async def _kill_all(workers: Sequence[RayWorker]) -> None:
@@ -255,14 +333,18 @@ async def _kill_all(workers: Sequence[RayWorker]) -> None:
 
 
 def _devices(node: NodeState) -> Resources:
-    return {name: amount for name, amount in node.total.items() if name in ACCELERATORS} or {"CPU": node.total.get("CPU", 0.0)}
+    return {name: amount for name, amount in node.total.items() if name in ACCELERATORS} or {
+        "CPU": node.total.get("CPU", 0.0)
+    }
 
 
-# --- places -------------------------------------------------------------------------------------------------------------
+# --- places ---------------------------------------------------------------------------------------
 
 
 class RayAllocator(Allocator):
-    """Takes placement groups, whose names begin with ``prefix``; ``here`` is the id of the script's node."""
+    """Takes placement groups, whose names begin with ``prefix``; ``here`` is the id of the script's
+    node.
+    """
 
     def __init__(self, prefix: str, embedded: EmbeddedRay | None, here: str) -> None:
         self._prefix = prefix
@@ -281,24 +363,37 @@ class RayAllocator(Allocator):
         return blocking(cluster_state.describe_holders, self._prefix, jobs)
 
     async def reserve(
-        self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+        self,
+        jobs: Sequence[Job],
+        deadline: Deadline,
+        resources: Mapping[str, contextlib.AsyncExitStack],
     ) -> Mapping[str, Sequence[Placement]]:
         self.require_ray()
         return await placement.admit(jobs, self._prefix, deadline, resources)
 
     async def give_back(self, worker_id: str, place: Placement, kept: Sequence[Placement]) -> None:
-        if isinstance(place, placement.BundleSlot) and not any(place.shares_group_of(other) for other in kept):
+        if isinstance(place, placement.BundleSlot) and not any(
+            place.shares_group_of(other) for other in kept
+        ):
             await placement.remove_created(place.group)
 
     async def is_lost(self, place: Placement) -> bool:
         return isinstance(place, placement.BundleSlot) and await bounded(_is_going, place)
 
-    async def hold(self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack) -> Sequence[Placement]:
+    async def hold(
+        self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack
+    ) -> Sequence[Placement]:
         self.require_ray()
-        slots = await placement.admit([job], self._prefix, deadline, {job.role: resources}, per_device=True)
-        return await await_all(self._held(job, index, slot, deadline) for index, slot in enumerate(slots[job.role]))
+        slots = await placement.admit(
+            [job], self._prefix, deadline, {job.role: resources}, per_device=True
+        )
+        return await await_all(
+            self._held(job, index, slot, deadline) for index, slot in enumerate(slots[job.role])
+        )
 
-    async def _held(self, job: Job, index: int, slot: placement.BundleSlot, deadline: Deadline) -> Placement:
+    async def _held(
+        self, job: Job, index: int, slot: placement.BundleSlot, deadline: Deadline
+    ) -> Placement:
         """The slot with the devices that its group was granted, in the order of the node."""
         if not slot.num_devices:
             return slot
@@ -306,22 +401,33 @@ class RayAllocator(Allocator):
             async with asyncio.timeout(deadline.remaining_s):
                 granted = await placement.devices_of(slot)
         except (TimeoutError, TransportLostError) as error:
-            reason = str(error) or f"its devices could not be read within {deadline.limit_s:g} s (Timeouts.start_s)"
+            reason = (
+                str(error)
+                or f"its devices could not be read within {deadline.limit_s:g} s (Timeouts.start_s)"
+            )
             raise start_error(f"{job.role}/{index}", slot.node, reason) from error
         found: list[tuple[int, str, int]] = []
         for bundle, grant in enumerate(granted):
             own = _with_devices(slot, grant)
-            found += [(position, id_, bundle) for position, id_ in zip(own.positions, own.devices, strict=True)]
+            found += [
+                (position, id_, bundle)
+                for position, id_ in zip(own.positions, own.devices, strict=True)
+            ]
         positions, devices, bundles = zip(*sorted(found), strict=True)
-        return msgspec.structs.replace(slot, positions=positions, devices=devices, device_bundles=bundles)
+        return msgspec.structs.replace(
+            slot, positions=positions, devices=devices, device_bundles=bundles
+        )
 
-    async def preemption_notices(self, places: Mapping[str, Placement]) -> dict[str, PreemptionNotice]:
+    async def preemption_notices(
+        self, places: Mapping[str, Placement]
+    ) -> dict[str, PreemptionNotice]:
         self.require_ray()
         draining = await bounded(cluster_state.draining_nodes)
         found: dict[str, PreemptionNotice] = {}
         for worker_id, place in places.items() if draining else ():
             nodes = [place.node_id]
-            if isinstance(place, placement.BundleSlot) and len(place.bundles) > 1:  # an instance that spans nodes
+            if isinstance(place, placement.BundleSlot) and len(place.bundles) > 1:
+                # an instance that spans nodes
                 nodes += [address for address, _ in place.bundles]
             if notice := next((draining[node] for node in nodes if node in draining), None):
                 found[worker_id] = notice
@@ -346,7 +452,13 @@ def _is_going(slot: placement.BundleSlot) -> bool:
 def _with_devices(place: Placement, granted: Granted) -> Placement:
     """The place with the ids of the devices that Ray has granted there."""
     kind = next(info for info in PLATFORMS.values() if info.ray_resource == place.accelerator)
-    found = physical_ids(kind.name, granted.ids.get(place.accelerator, []), granted.masks.get(kind.visibility_env_var))
+    found = physical_ids(
+        kind.name,
+        granted.ids.get(place.accelerator, []),
+        granted.masks.get(kind.visibility_env_var),
+    )
     return msgspec.structs.replace(
-        place, devices=tuple(id_ for _, id_ in found), positions=tuple(position for position, _ in found)
+        place,
+        devices=tuple(id_ for _, id_ in found),
+        positions=tuple(position for position, _ in found),
     )

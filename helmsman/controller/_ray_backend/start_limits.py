@@ -1,6 +1,8 @@
-"""Limits of a start of Ray: Helmsman's instead of Ray's, and an error at once when a process has exited.
+"""Limits of a start of Ray: Helmsman's instead of Ray's, and an error at once when a process has
+exited.
 
-``python -m helmsman.controller._ray_backend.start_limits start ...`` is ``ray start ...`` within these limits.
+``python -m helmsman.controller._ray_backend.start_limits start ...`` is ``ray start ...`` within
+these limits.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ _PAUSE_S = 0.05
 
 
 class RayStart:
-    """One attempt to start Ray, until a deadline; ``limit_name`` is the setting that this comes from, for errors.
+    """One attempt to start Ray, until a deadline; ``limit_name`` is the setting that this comes
+    from, for errors.
 
-    Ray waits 30 s for the port of its head and as long for the registration of its raylet, also where these have exited.
+    Ray waits 30 s for the port of its head and as long for the registration of its raylet, also
+    where these have exited.
     """
 
     SETTINGS: ClassVar[Mapping[str, Any]] = {"raylet_start_wait_time_s": _LOOK_S}
@@ -41,16 +45,19 @@ class RayStart:
 
     @property
     def blamed(self) -> str:
-        """The process whose log has the reason of a failure: the first that has exited, else the last that was started."""
+        """The process whose log has the reason of a failure: the first that has exited, else the
+        last that was started.
+        """
         exited = [name for name, process in self._started.items() if process.poll() is not None]
         return (exited or list(self._started)[::-1] or [CORE[0]])[0]
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it, a start of Ray in this thread waits as long as the deadline allows, and fails when a process has exited.
+        """Within it, a start of Ray in this thread waits as long as the deadline allows, and fails
+        when a process has exited.
 
-        It fails with a TimeoutError or a ChildProcessError. The waits of Ray are private to it; where they differ from the
-        expected ones, Ray's own limits apply.
+        It fails with a TimeoutError or a ChildProcessError. The waits of Ray are private to it;
+        where they differ from the expected ones, Ray's own limits apply.
         """
         from ray._private import node, services
 
@@ -60,7 +67,9 @@ class RayStart:
         ):
             yield
 
-    def _start_process(self, start: Any, command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
+    def _start_process(
+        self, start: Any, command: list[str], process_type: str, *args: Any, **kwargs: Any
+    ) -> Any:
         process = start(command, process_type, *args, **kwargs)
         if process_type in CORE:
             self._started[process_type] = process.process
@@ -73,7 +82,10 @@ class RayStart:
         if not timeout_ms:
             return wait(*args, timeout_ms=timeout_ms, **kwargs)
         look_ms = 1000 * _LOOK_S
-        return self._wait("gcs_server has not published its port", lambda: wait(*args, timeout_ms=look_ms, **kwargs))
+        return self._wait(
+            "gcs_server has not published its port",
+            lambda: wait(*args, timeout_ms=look_ms, **kwargs),
+        )
 
     def _wait(self, what: str, look: Callable[[], Any]) -> Any:
         while True:
@@ -82,14 +94,18 @@ class RayStart:
             except RuntimeError as error:
                 self._require_alive()
                 if self._deadline.passed:
-                    raise TimeoutError(f"{what} within {self._deadline.limit_s:g} s ({self._limit_name})") from error
+                    raise TimeoutError(
+                        f"{what} within {self._deadline.limit_s:g} s ({self._limit_name})"
+                    ) from error
             time.sleep(_PAUSE_S)
 
     def _require_alive(self) -> None:
         for name, process in self._started.items():
             status = process.poll()
             if status is not None:
-                raise ChildProcessError(f"{name} (pid {process.pid}) {describe_exit(*split_returncode(status))}")
+                raise ChildProcessError(
+                    f"{name} (pid {process.pid}) {describe_exit(*split_returncode(status))}"
+                )
 
 
 def main() -> None:

@@ -23,7 +23,13 @@ from helmsman.controller._placement.placement import Placement
 from helmsman.controller._ray_backend import cluster_state
 from helmsman.controller._ray_backend import placement_groups as placement
 from helmsman.controller._ray_backend.embedded import EmbeddedRay, blocking, bounded
-from helmsman.controller._transport.base import Ending, TransportLostError, describe_exit, log_size, tail_of
+from helmsman.controller._transport.base import (
+    Ending,
+    TransportLostError,
+    describe_exit,
+    log_size,
+    tail_of,
+)
 from helmsman.controller._transport.channel import Channel
 from helmsman.rpc_server._process.guardian import read_record
 from helmsman.rpc_server._process.oom import OomCount, oom_kills_since
@@ -39,15 +45,21 @@ from helmsman.rpc_server.ports import RANGE_VARIABLE
 log = logging.getLogger(__name__)
 
 _RAY_CALL_S = 2.0
-"""Longest wait for a call of Ray's while things are taken down; it is milliseconds unless the cluster's head is gone."""
+"""Longest wait for a call of Ray's while things are taken down; it is milliseconds unless the
+cluster's head is gone.
+"""
 _DEATH_S = 3.0
 """Longest wait for Ray to know that an actor which it was told to kill is dead."""
 _REMAINS_S = 1.5
-"""Longest wait for a guardian's record of a worker's end. The record takes milliseconds on an idle machine."""
+"""Longest wait for a guardian's record of a worker's end. The record takes milliseconds on an idle
+machine.
+"""
 _RECORDED_S = 0.5
 """The same for a worker that may live, as it was given up."""
 _READ_REMAINS_S = 5.0
-"""Longest wait for a task that reads the record on another node, where Ray may have to start a process for it."""
+"""Longest wait for a task that reads the record on another node, where Ray may have to start a
+process for it.
+"""
 _CONNECT_S = 3.0
 """How long connecting may take, and authentication as long again."""
 _PUBLISH_S = 60.0
@@ -58,7 +70,8 @@ _SAMPLE = b"helmsman"
 class ControllerStore(RayHandleStore):
     """What the script puts.
 
-    ``publish`` asks the maker of a value to copy it into Ray's object store, and returns its reference. It blocks.
+    ``publish`` asks the maker of a value to copy it into Ray's object store, and returns its
+    reference. It blocks.
     """
 
     def __init__(self, publish: Callable[[ResultHandle], Any]) -> None:
@@ -70,7 +83,9 @@ class ControllerStore(RayHandleStore):
         if not payload.handles:
             return payload
         handles = [
-            msgspec.structs.replace(handle, location=self._reference(handle)) if type(handle.location) is bytes else handle
+            msgspec.structs.replace(handle, location=self._reference(handle))
+            if type(handle.location) is bytes
+            else handle
             for handle in payload.handles
         ]
         return Payload(payload.data, payload.buffers, handles)
@@ -80,10 +95,17 @@ class ControllerStore(RayHandleStore):
 
 
 class RayWorker:
-    """A worker's actor: its start, its end, and payloads by way of Ray's object store (no task retries, no restarts)."""
+    """A worker's actor: its start, its end, and payloads by way of Ray's object store (no task
+    retries, no restarts).
+    """
 
     def __init__(
-        self, actor: Any, place: Placement, here: str, store: ControllerStore, embedded: EmbeddedRay | None = None
+        self,
+        actor: Any,
+        place: Placement,
+        here: str,
+        store: ControllerStore,
+        embedded: EmbeddedRay | None = None,
     ) -> None:
         self._made = actor
         self._ray = embedded
@@ -103,11 +125,15 @@ class RayWorker:
         self._page: mmap.mmap | None = None
         """The worker's pulse, where it can be mapped here."""
         self._observer: Callable[[float], Awaitable[bytes]] | None = None
-        """Asks the worker's observer within a limit in seconds; None where this process can observe the worker itself."""
+        """Asks the worker's observer within a limit in seconds; None where this process can observe
+        the worker itself.
+        """
 
     @property
     def _actor(self) -> Any:
-        """The actor. Raises TransportLostError where its cluster is lost: a call to it would have Ray start another one."""
+        """The actor. Raises TransportLostError where its cluster is lost: a call to it would have
+        Ray start another one.
+        """
         if self._ray is not None and (loss := self._ray.loss) is not None:
             raise TransportLostError(str(loss)) from loss
         return self._made
@@ -119,14 +145,16 @@ class RayWorker:
         return greeting
 
     async def adopt(self, identity: WorkerIdentity, *, tls: bool) -> Channel:
-        """Make it this worker, and open its channel, with TLS between machines if ``tls``. Raises: TransportLostError with the
-        reason."""
+        """Make it this worker, and open its channel, with TLS between machines if ``tls``. Raises:
+        TransportLostError with the reason."""
         self._worker_id, self.log_path = identity.worker_id, identity.log_path
-        self.log_start = log_size(identity.log_path)  # for an error until it answers, where its node is this one
+        # for an error until it answers, where its node is this one
+        self.log_start = log_size(identity.log_path)
         self.log_start = await self._await(self._actor.adopt.remote(identity))
         if HAS_SEGMENTS:
             self._page = find_page(self._pid, f"{identity.run_id}/{identity.worker_id}")
-        # A key for each worker: a relay in the network cannot lead its connection to another worker of the run.
+        # A key for each worker: a relay in the network cannot lead its connection to another worker
+        # of the run.
         channel = await self._open_channel(secrets.token_bytes(32), tls)
         self._watch = asyncio.ensure_future(self._watch_end(channel))
         return channel
@@ -134,26 +162,35 @@ class RayWorker:
     async def _open_channel(self, key: bytes, tls: bool) -> Channel:
         with pack([_SAMPLE]) if HAS_SEGMENTS else contextlib.nullcontext() as sample:
             location = None if sample is None else sample.location
-            address: ChannelAddress = await self._await(self._actor.open_channel.remote(key, location, tls))
+            address: ChannelAddress = await self._await(
+                self._actor.open_channel.remote(key, location, tls)
+            )
         if address.shares_memory:
-            # It may be of another user, or in another network namespace, although it can map our memory.
+            # It may be of another user, or in another network namespace, although it can map our
+            # memory.
             with contextlib.suppress(OSError, errors.ProtocolError):
                 return await self._channel(address, key, tls=False)
             address = await self._await(self._actor.open_channel.remote(key, None, tls))
         if address.observer_port:
-            self._observer = functools.partial(ask_observer, (address.where[0], address.observer_port), key, tls=tls)
+            self._observer = functools.partial(
+                ask_observer, (address.where[0], address.observer_port), key, tls=tls
+            )
         try:
             return await self._channel(address, key, tls=tls)
         except (OSError, errors.ProtocolError) as error:
             here, there = ray.util.get_node_ip_address(), address.where[0]  # type: ignore[no-untyped-call]
             raise TransportLostError(
-                f"this process on {here} cannot connect to it at {there}, TCP port {address.where[1]}: {error}. Open this port "
-                f"from {here} to {there}, or set {RANGE_VARIABLE} on the worker's node to ports that are open"
+                f"this process on {here} cannot connect to it at {there}, TCP port "
+                f"{address.where[1]}: {error}. Open this port "
+                f"from {here} to {there}, or set {RANGE_VARIABLE} on the worker's node to ports "
+                "that are open"
             ) from error
 
     async def _channel(self, address: ChannelAddress, key: bytes, *, tls: bool) -> Channel:
         connecting = functools.partial(connect, address.where, key, _CONNECT_S, tls=tls)
-        channel = Channel(self._worker_id, connecting, self, shares_memory=address.shares_memory, side_path=self)
+        channel = Channel(
+            self._worker_id, connecting, self, shares_memory=address.shares_memory, side_path=self
+        )
         await channel.open()
         return channel
 
@@ -175,17 +212,25 @@ class RayWorker:
             return blocking(functools.partial(ray.get, reference, timeout=_PUBLISH_S))[0]
         except ray.exceptions.GetTimeoutError as error:
             reason = f"its worker did not hand it over within {_PUBLISH_S:g} s"
-            raise errors.HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=reason) from error
+            raise errors.HandleLostError(
+                worker_id=handle.worker_id, handle_id=handle.id, reason=reason
+            ) from error
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, errors.HandleLostError):
                 raise error.cause from None
-            raise errors.ProtocolError(f"{self._worker_id}: the server in the worker failed: {error}") from error
+            raise errors.ProtocolError(
+                f"{self._worker_id}: the server in the worker failed: {error}"
+            ) from error
         except (ray.exceptions.RayError, TransportLostError, errors.ClusterLostError) as error:
             reason = f"its worker has ended: {_reason_text(error)}"
-            raise errors.HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=reason) from error
+            raise errors.HandleLostError(
+                worker_id=handle.worker_id, handle_id=handle.id, reason=reason
+            ) from error
 
     async def _watch_end(self, channel: Channel) -> None:
-        """Close the channel when Ray reports the end of the worker: a connection to a node that vanishes does not end."""
+        """Close the channel when Ray reports the end of the worker: a connection to a node that
+        vanishes does not end.
+        """
         with contextlib.suppress(TransportLostError, errors.ProtocolError):
             await self._await(self._actor.live.remote())
         channel.close()
@@ -196,7 +241,11 @@ class RayWorker:
         return f"Ray has it as {state or 'unknown'} on node {self.place.node}"
 
     async def bring(self, request_id: int, payload: Payload) -> None:
-        await self._await(await bounded(lambda: self._actor.bring.remote(request_id, self._store.as_references(payload))))
+        await self._await(
+            await bounded(
+                lambda: self._actor.bring.remote(request_id, self._store.as_references(payload))
+            )
+        )
 
     async def fetch(self, request_id: int) -> Payload:
         (payload,) = await self._await(self._actor.fetch.remote(request_id))
@@ -214,7 +263,9 @@ class RayWorker:
         except errors.ClusterLostError as error:
             raise TransportLostError(str(error)) from error
         except ray.exceptions.RayTaskError as error:
-            raise errors.ProtocolError(f"{self._worker_id}: the server in the worker failed: {error}") from error
+            raise errors.ProtocolError(
+                f"{self._worker_id}: the server in the worker failed: {error}"
+            ) from error
         except ray.exceptions.RayError as error:
             self._reason = error
             raise TransportLostError(_reason_text(error)) from error
@@ -227,20 +278,27 @@ class RayWorker:
                 f"was lost with the Ray that this scheduler started: {loss.cause}",
                 log_tail=loss.log_tail,
                 log_path=loss.log_path,
-                aftermath="All workers of this scheduler are lost. Close it and start another; this process can do so.",
+                aftermath="All workers of this scheduler are lost. Close it and start another; "
+                "this process can do so.",
             )
 
     async def _ending(self, lost_because: str) -> Ending:
         if self._ray is not None:
             self._ray.require()
-        if self.place.node_id != self._here and (loss := await bounded(cluster_state.loss_of_node, self.place.node_id)):
+        if self.place.node_id != self._here and (
+            loss := await bounded(cluster_state.loss_of_node, self.place.node_id)
+        ):
             return Ending(f"was lost with its node: {loss}")
-        record, num_oom_kills, tail = await self._remains(_REMAINS_S if not lost_because else _RECORDED_S)
+        record, num_oom_kills, tail = await self._remains(
+            _REMAINS_S if not lost_because else _RECORDED_S
+        )
         if self._ray is not None:
             self._ray.require()  # its workers end a moment before it, or after
         if record is None and lost_because:  # it lives
             self._killing = asyncio.ensure_future(self.kill())
-            return Ending(f"was ended by this scheduler: {lost_because}", None, signal.SIGKILL, tail)
+            return Ending(
+                f"was ended by this scheduler: {lost_because}", None, signal.SIGKILL, tail
+            )
         if record is None:
             cause = describe_exit(None, None)
             if isinstance(self._reason, ray.exceptions.OutOfMemoryError):
@@ -250,9 +308,16 @@ class RayWorker:
         return Ending(describe_exit(code, number, num_oom_kills), code, number, tail)
 
     async def _remains(self, limit_s: float) -> _Remains:
-        """What the worker's guardian recorded, the OOM kills around it and the end of its log, read on the worker's node."""
-        if self.place.node_id == self._here or (self._page is not None and os.path.exists(self.log_path)):  # on this machine
-            return await in_thread(_read_remains, self.log_path, self._pid, self.log_start, self._oom, limit_s)
+        """What the worker's guardian recorded, the OOM kills around it and the end of its log, read
+        on the worker's node.
+        """
+        if self.place.node_id == self._here or (
+            self._page is not None and os.path.exists(self.log_path)
+        ):
+            # on this machine
+            return await in_thread(
+                _read_remains, self.log_path, self._pid, self.log_start, self._oom, limit_s
+            )
         reader = ray.remote(num_cpus=0, max_retries=0)(_read_remains)
         there = reader.options(scheduling_strategy=placement.on_node(self.place.node_id))
         reference = there.remote(self.log_path, self._pid, self.log_start, self._oom, limit_s)
@@ -273,7 +338,8 @@ class RayWorker:
             await bounded(lambda: ray.kill(self._made, no_restart=True), limit_s=_RAY_CALL_S)
         with contextlib.suppress(TransportLostError, TimeoutError):
             async with asyncio.timeout(_DEATH_S):
-                await self._await(self._actor.greet.remote())  # fails as soon as the actor is known to be dead
+                # fails as soon as the actor is known to be dead
+                await self._await(self._actor.greet.remote())
         self._killed = True
 
 
@@ -284,8 +350,12 @@ def _reason_text(error: BaseException) -> str:
 _Remains = tuple[dict[str, int | None] | None, int, str]
 
 
-def _read_remains(log_path: str, pid: int, log_start: int, before: OomCount | None, limit_s: float) -> _Remains:
-    """The record of a worker's end, for which its guardian needs a moment, OOM kills since ``before``, and its log's tail."""
+def _read_remains(
+    log_path: str, pid: int, log_start: int, before: OomCount | None, limit_s: float
+) -> _Remains:
+    """The record of a worker's end, for which its guardian needs a moment, OOM kills since
+    ``before``, and its log's tail.
+    """
     from helmsman.rpc_server._process.guardian import wait_until
 
     wait_until(lambda: read_record(log_path, pid) is not None, limit_s)

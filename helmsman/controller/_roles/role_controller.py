@@ -1,4 +1,6 @@
-"""The life of one role as both controllers have it: workers and engines start together or not at all, and end together."""
+"""The life of one role as both controllers have it: workers and engines start together or not at
+all, and end together.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class Turn(Protocol):
 class RoleController(Closing):
     """Creates the workers of ``job`` with one engine in each, and takes them down again.
 
-    Subclasses say what the workers' environment is and which engine methods make an engine ready. A controller is started once.
+    Subclasses say what the workers' environment is and which engine methods make an engine ready. A
+    controller is started once.
     """
 
     _ready_methods: Sequence[str] = ("initialize",)
@@ -60,11 +63,17 @@ class RoleController(Closing):
             job: role, replicas and what each worker needs.
             engine_args, engine_kwargs: for the engine's constructor, the same on every worker.
             engine_name: its name in each worker; the worker's id when None.
-        Raises: JobError, also for an argument that the engine is known not to take; TypeError for an engine of another type.
+        Raises: JobError, also for an argument that the engine is known not to take; TypeError for
+            an engine of another type.
         """
         job.validate()
         if not isinstance(engine, (str, type)):
-            raise refusal(self._title or type(self).__name__, "engine", engine, "str | type[Any], a class or its import path")
+            raise refusal(
+                self._title or type(self).__name__,
+                "engine",
+                engine,
+                "str | type[Any], a class or its import path",
+            )
         require_engine_arguments(job.role, engine, engine_kwargs or {})
         self.scheduler = scheduler
         self.job = job
@@ -87,18 +96,24 @@ class RoleController(Closing):
 
     def _check_started(self) -> None:
         if self._closed:
-            raise HelmsmanError(f"the controller of role {self.role!r} is closed; make a new one.", role=self.role)
+            raise HelmsmanError(
+                f"the controller of role {self.role!r} is closed; make a new one.", role=self.role
+            )
         if not self._workers:
             raise HelmsmanError(
-                f"the controller of role {self.role!r} is not started; call initialize() first.", role=self.role
+                f"the controller of role {self.role!r} is not started; call initialize() first.",
+                role=self.role,
             )
 
     def initialize(self) -> None:
-        """Start the workers, build their engines and make them ready; on an error nothing of the role remains.
+        """Start the workers, build their engines and make them ready; on an error nothing of the
+        role remains.
 
-        It blocks, and runs in the caller's thread, so that an interrupt reaches the scheduler's own start.
+        It blocks, and runs in the caller's thread, so that an interrupt reaches the scheduler's own
+        start.
 
-        Raises: JobError, StartError, or the root cause of what failed on the workers, as call_all raises it.
+        Raises: JobError, StartError, or the root cause of what failed on the workers, as call_all
+            raises it.
         """
         if self._closed or self._workers:
             state = "closed; make a new one" if self._closed else "started already"
@@ -106,10 +121,14 @@ class RoleController(Closing):
         self.scheduler.create_workers(self.job)
         self.scheduler.advise(self.role, self._after_death())
         try:
-            workers = tuple(self.scheduler.get_workers(self.role, timeout=0))  # they have just answered
+            # they have just answered
+            workers = tuple(self.scheduler.get_workers(self.role, timeout=0))
             run_sync(self._make_ready(workers, range(len(workers))))
             if self._closed:
-                raise HelmsmanError(f"the controller of role {self.role!r} was closed while it started.", role=self.role)
+                raise HelmsmanError(
+                    f"the controller of role {self.role!r} was closed while it started.",
+                    role=self.role,
+                )
         except BaseException as error:
             self._delete_workers(error)
             raise
@@ -121,8 +140,8 @@ class RoleController(Closing):
         await asyncio.to_thread(self.initialize)
 
     def close(self) -> None:
-        """Destroy the engines and end the workers. Idempotent; nothing happens when the scheduler has been closed before.
-        Raises: ShutdownIncompleteError."""
+        """Destroy the engines and end the workers. Idempotent; nothing happens when the scheduler
+        has been closed before. Raises: ShutdownIncompleteError."""
         was_running = bool(self._workers) and not self._closed
         if was_running:
             forbid_blocking()  # before it counts as closed
@@ -140,7 +159,9 @@ class RoleController(Closing):
         return self._engine
 
     def _after_death(self) -> str:
-        """What to do when a worker has died, as a sentence; '' where it is for the scheduler to say."""
+        """What to do when a worker has died, as a sentence; '' where it is for the scheduler to
+        say.
+        """
         return ""
 
     def _on_started(self) -> None:
@@ -152,25 +173,45 @@ class RoleController(Closing):
     async def _make_ready(self, workers: Sequence[Worker], ranks: Sequence[int]) -> None:
         scheduler, role, name = self.scheduler, self.role, self.engine_name
         chosen = {workers[rank].id: rank for rank in ranks}
-        environment = {id_: variables for id_, variables in self._environment(workers).items() if id_ in chosen}
-        await gather_all(role, "set_worker_env", {id_: scheduler.set_worker_env(id_, env) for id_, env in environment.items()})
+        environment = {
+            id_: variables for id_, variables in self._environment(workers).items() if id_ in chosen
+        }
+        await gather_all(
+            role,
+            "set_worker_env",
+            {id_: scheduler.set_worker_env(id_, env) for id_, env in environment.items()},
+        )
         await gather_all(
             role,
             "create_engine",
             {
                 id_: scheduler.create_engine(
-                    id_, self._engine_of(rank, workers), name, *self._engine_args, **self._engine_kwargs
+                    id_,
+                    self._engine_of(rank, workers),
+                    name,
+                    *self._engine_args,
+                    **self._engine_kwargs,
                 )
                 for id_, rank in chosen.items()
             },
         )
         calls = {id_: Call() for id_ in chosen}
         for method in self._ready_methods:
-            # Building a model is what Timeouts.create_engine_s is for, also where the engine does it after its constructor.
-            await call_all(scheduler, role, method, calls, engine_name=name, timeout=scheduler.timeouts.create_engine_s)
+            # Building a model is what Timeouts.create_engine_s is for, also where the engine does
+            # it after its constructor.
+            await call_all(
+                scheduler,
+                role,
+                method,
+                calls,
+                engine_name=name,
+                timeout=scheduler.timeouts.create_engine_s,
+            )
 
     def _delete_workers(self, cause: BaseException | None) -> None:
-        """Take the role down; while ``cause`` is on its way, a failure to do so is added to it instead of replacing it."""
+        """Take the role down; while ``cause`` is on its way, a failure to do so is added to it
+        instead of replacing it.
+        """
         self.scheduler.advise(self.role, "")
         try:
             self.scheduler.delete_workers(self.role)
@@ -181,14 +222,19 @@ class RoleController(Closing):
                 raise
             cause.add_note(f"and taking role {self.role!r} down failed: {error}")
 
-    async def _call_workers(self, method: str, calls: Mapping[str, Call], timeout: float | None = None) -> list[Any]:
-        return await call_all(self.scheduler, self.role, method, calls, engine_name=self.engine_name, timeout=timeout)
+    async def _call_workers(
+        self, method: str, calls: Mapping[str, Call], timeout: float | None = None
+    ) -> list[Any]:
+        return await call_all(
+            self.scheduler, self.role, method, calls, engine_name=self.engine_name, timeout=timeout
+        )
 
 
 def rank_environment(role: str, workers: Sequence[Worker]) -> dict[str, dict[str, str]]:
     """The rendezvous variables of torch for each worker, by worker id.
 
-    The master is rank 0's own node and the first port leased to it; local ranks count the workers of one address.
+    The master is rank 0's own node and the first port leased to it; local ranks count the workers
+    of one address.
 
     Raises: InvalidSpecError when rank 0 has no leased port.
     """
@@ -198,7 +244,8 @@ def rank_environment(role: str, workers: Sequence[Worker]) -> dict[str, dict[str
             role=role,
             field="port_count",
             value=0,
-            expected=f"at least 1 for {master.id}, where the process group meets (with colocation, in the target's spec)",
+            expected=f"at least 1 for {master.id}, where the process group meets (with "
+            "colocation, in the target's spec)",
         )
     per_node = Counter(worker.ip for worker in workers)
     seen: Counter[str] = Counter()
@@ -221,10 +268,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def blocking(method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[S, P], T]:
-    """The method without the ``a`` of an ``async`` method's name, which blocks until that has ended on Helmsman's event loop.
+def blocking(
+    method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[S, P], T]:
+    """The method without the ``a`` of an ``async`` method's name, which blocks until that has ended
+    on Helmsman's event loop.
 
-    It has the same arguments, checks and documentation. An interrupt of the waiting thread cancels the coroutine.
+    It has the same arguments, checks and documentation. An interrupt of the waiting thread cancels
+    the coroutine.
     """
     core: Any = inspect.unwrap(method)
 

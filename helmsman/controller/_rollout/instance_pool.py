@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 
 class InstancePool:
-    """Adds, drains, removes and rebuilds instances. A new one is brought the weights before it serves. See
-    RolloutController."""
+    """Adds, drains, removes and rebuilds instances. A new one is brought the weights before it
+    serves. See RolloutController."""
 
     def __init__(self, instances: Instances, weights: RolloutWeights) -> None:
         self._instances, self._weights = instances, weights
@@ -31,7 +31,9 @@ class InstancePool:
         """One after another, so that as many serve in the end as the last one asks for."""
 
     async def rebuild(self, worker_id: str) -> bool:
-        """Restart a worker with its engine and the weights that are served; returns whether it has these."""
+        """Restart a worker with its engine and the weights that are served; returns whether it has
+        these.
+        """
         await self._weights.wait_for_room()
         self._instances.num_builds[worker_id] += 1
         self._weights.group_id = ""
@@ -41,17 +43,24 @@ class InstancePool:
         return await self._weights.bring(worker_id)
 
     async def _look(self) -> None:
-        """See which workers there are now; one after another, so that the last look is the one that counts."""
+        """See which workers there are now; one after another, so that the last look is the one that
+        counts.
+        """
         async with self._looking:
             await self._instances.look()
 
     async def scale(self, replicas: int, migrate: bool) -> None:
-        """Resize to ``replicas`` instances; concurrent calls are serialized. See RolloutController.scale."""
+        """Resize to ``replicas`` instances; concurrent calls are serialized. See
+        RolloutController.scale.
+        """
         if replicas < 1:
-            raise InvalidSpecError(role=self._instances.role, field="replicas", value=replicas, expected="1 or more")
+            raise InvalidSpecError(
+                role=self._instances.role, field="replicas", value=replicas, expected="1 or more"
+            )
         async with self._scaling:
             serving = self._instances.requests.instances.keys() - self._leaving
-            staying = [each.id for each in self._instances.workers if each.id in serving]  # in rank order, however they came
+            # in rank order, however they came
+            staying = [each.id for each in self._instances.workers if each.id in serving]
             if replicas > len(staying):
                 await self.add(replicas - len(staying))
             else:
@@ -59,7 +68,9 @@ class InstancePool:
 
     async def add(self, count: int) -> list[str]:
         requests = self._instances.requests
-        adding = asyncio.ensure_future(in_own_thread(self._instances.scheduler.add_workers, self._instances.role, count))
+        adding = asyncio.ensure_future(
+            in_own_thread(self._instances.scheduler.add_workers, self._instances.role, count)
+        )
         try:
             new = await asyncio.shield(adding)
             await self._look()
@@ -71,7 +82,8 @@ class InstancePool:
         # No await from here on: an instance that serves cannot be undone so easily.
         for worker_id, has_weights in zip(new, have_weights, strict=True):
             health = Health.HEALTHY if has_weights else Health.STALE
-            self._supervisor.watch(worker_id, health)  # first: what serves by it asks whether it comes back
+            # first: what serves by it asks whether it comes back
+            self._supervisor.watch(worker_id, health)
             requests.add(worker_id, self._instances.capacity, health)
         return new
 
@@ -81,10 +93,14 @@ class InstancePool:
             await self._end(adding.result(), ())
 
     async def _bring_weights(self, worker_ids: Sequence[str]) -> list[bool]:
-        """Bring new workers the weights that are served when this returns; returns which of them have them now."""
+        """Bring new workers the weights that are served when this returns; returns which of them
+        have them now.
+        """
 
         async def bring(worker_id: str) -> bool:
-            return await self._supervisor.while_they_answer([worker_id], self._weights.bring(worker_id))
+            return await self._supervisor.while_they_answer(
+                [worker_id], self._weights.bring(worker_id)
+            )
 
         while True:
             version = self._weights.version
@@ -103,15 +119,23 @@ class InstancePool:
         requests, chosen = self._instances.requests, self._known(worker_ids)
         refused = ""
         if again := self._leaving.intersection(chosen):
-            refused = f"workers that are not being removed already, as {', '.join(sorted(again))} are"
+            refused = (
+                f"workers that are not being removed already, as {', '.join(sorted(again))} are"
+            )
         elif chosen and not requests.instances.keys() - self._leaving - set(chosen):
             refused = "one worker at least to stay; close() ends them all"
         if refused:
-            raise InvalidSpecError(role=self._instances.role, field="worker_ids", value=list(worker_ids), expected=refused)
+            raise InvalidSpecError(
+                role=self._instances.role,
+                field="worker_ids",
+                value=list(worker_ids),
+                expected=refused,
+            )
         self._leaving.update(chosen)
         try:
             await self.drain(chosen, migrate)
-            gone = self._forget(chosen)  # in the same turn of the loop: in the next, undrain could give them requests again
+            # in the same turn of the loop: in the next, undrain could give them requests again
+            gone = self._forget(chosen)
             await _to_its_end(self._end(chosen, gone))
         finally:
             self._leaving.difference_update(chosen)
@@ -127,7 +151,11 @@ class InstancePool:
     def _forget(self, worker_ids: Sequence[str]) -> list[Instance]:
         """Serve without these workers, which have nothing; returns the instances that they were."""
         requests = self._instances.requests
-        gone = [requests.instances[worker_id] for worker_id in worker_ids if worker_id in requests.instances]
+        gone = [
+            requests.instances[worker_id]
+            for worker_id in worker_ids
+            if worker_id in requests.instances
+        ]
         for instance in gone:
             requests.remove(instance.instance_id)
             self._supervisor.forget(instance.instance_id)
@@ -135,11 +163,15 @@ class InstancePool:
 
     async def _end(self, worker_ids: Sequence[str], gone: Sequence[Instance]) -> None:
         try:
-            await in_own_thread(self._instances.scheduler.remove_workers, self._instances.role, worker_ids)
+            await in_own_thread(
+                self._instances.scheduler.remove_workers, self._instances.role, worker_ids
+            )
         except JobError:  # it ends none of them
             for instance in gone:
                 self._supervisor.watch(instance.instance_id, instance.health)
-                added = self._instances.requests.add(instance.instance_id, instance.capacity, instance.health)
+                added = self._instances.requests.add(
+                    instance.instance_id, instance.capacity, instance.health
+                )
                 added.error = instance.error
             raise
         finally:

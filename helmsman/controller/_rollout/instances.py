@@ -1,4 +1,6 @@
-"""Instances: the workers of a rollout role, what is known of each, and the calls to their engines."""
+"""Instances: the workers of a rollout role, what is known of each, and the calls to their
+engines.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from helmsman.api.errors import EngineCallError, EngineDeadError, HelmsmanError, InstanceLostError, WorkerFailedError
+from helmsman.api.errors import (
+    EngineCallError,
+    EngineDeadError,
+    HelmsmanError,
+    InstanceLostError,
+    WorkerFailedError,
+)
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.scheduler import Job, Scheduler
 from helmsman.api.supervision import Sign
@@ -22,8 +30,8 @@ from helmsman.controller._roles.role_controller import RoleController, Turn
 
 
 class Instances(RoleController):
-    """Starts and ends the workers of a role together, beside the queue of their requests, whose backend it is, and their
-    supervision. The parts of RolloutController are built on it.
+    """Starts and ends the workers of a role together, beside the queue of their requests, whose
+    backend it is, and their supervision. The parts of RolloutController are built on it.
 
     Args:
         capacity, request_timeout_s, retries, supervision: as of RolloutController.
@@ -56,14 +64,23 @@ class Instances(RoleController):
         super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
         if capacity < 1:
             raise ValueError(f"max_in_flight_per_worker is {capacity}; expected 1 or more")
-        self.capacity, self.turn, self._on_closed, self._request_timeout_s = capacity, turn, on_closed, request_timeout_s
+        self.capacity, self.turn, self._on_closed, self._request_timeout_s = (
+            capacity,
+            turn,
+            on_closed,
+            request_timeout_s,
+        )
         self.is_supervised = supervision is not None
         supervision = supervision or SupervisionPolicy()
         self._goes_on_elsewhere = retries is not None and not isinstance(retries, RetryUnbegun)
         self._requests = make_queue(self, why_hopeless=why_hopeless)
-        self.supervisor = Supervisor(self._requests, supervision, scheduler.monitor, rebuild, engine_name)
+        self.supervisor = Supervisor(
+            self._requests, supervision, scheduler.monitor, rebuild, engine_name
+        )
         self.num_builds: Counter[str] = Counter()
-        """How often each worker was rebuilt: news of an earlier process says nothing about the present one."""
+        """How often each worker was rebuilt: news of an earlier process says nothing about the
+        present one.
+        """
 
     async def look(self) -> None:
         self._workers = tuple(await in_own_thread(self.scheduler.get_workers, self.role, 0))
@@ -76,7 +93,10 @@ class Instances(RoleController):
     def _after_death(self) -> str:
         supervised = "Its RolloutController starts it again"
         if not self.is_supervised:
-            supervised = "With supervision=SupervisionPolicy() its RolloutController starts dead instances again"
+            supervised = (
+                "With supervision=SupervisionPolicy() its RolloutController starts dead "
+                "instances again"
+            )
         retried = "with retries=RetryGeneration() requests that it had begun go on elsewhere"
         if self._goes_on_elsewhere:
             retried = "its retries decide which requests go on elsewhere"
@@ -127,36 +147,54 @@ class Instances(RoleController):
         return any(each.health.lives for each in self._requests.instances.values())
 
     def living_ids(self, *, with_suspects: bool = True) -> list[str]:
-        """Ids of instances that have not died; none while all are being rebuilt. Suspects are late with the answer to a probe.
-        Raises: the reason when none lives or will."""
+        """Ids of instances that have not died; none while all are being rebuilt. Suspects are late
+        with the answer to a probe. Raises: the reason when none lives or will."""
         living = [each for each in self.requests.instances.values() if each.health.lives]
         if not living and (reason := self.why_none_will_serve("any call")) is not None:
             raise reason
-        return [each.instance_id for each in living if with_suspects or each.health is not Health.SUSPECT]
+        return [
+            each.instance_id
+            for each in living
+            if with_suspects or each.health is not Health.SUSPECT
+        ]
 
     def serving_ids(self) -> list[str]:
         return [id_ for id_, instance in self.requests.instances.items() if instance.serves]
 
     async def answering_ids(self) -> list[str]:
         ask, limit_s = self.scheduler.monitor.ask, self.scheduler.timeouts.health_s
-        reports = await asyncio.gather(*(ask(worker_id, limit_s, or_busy=False) for worker_id in self.living_ids()))
+        reports = await asyncio.gather(
+            *(ask(worker_id, limit_s, or_busy=False) for worker_id in self.living_ids())
+        )
         return [report.worker_id for report in reports if report.sign is Sign.ANSWERED]
 
     def why_none_will_serve(self, method: str = "agenerate") -> Exception | None:
-        """Why no instance serves or will, as the error of ``method``; None while one does, or is being rebuilt."""
+        """Why no instance serves or will, as the error of ``method``; None while one does, or is
+        being rebuilt.
+        """
         instances = self._requests.instances
-        if any(each.health.serves or self.supervisor.is_coming_back(id_) for id_, each in instances.items()):
+        if any(
+            each.health.serves or self.supervisor.is_coming_back(id_)
+            for id_, each in instances.items()
+        ):
             return None
         errors = {id_: each.error or _lacks_weights(each) for id_, each in instances.items()}
         return group_error(self.role, method, errors, len(instances))
 
-    async def ask(self, worker_id: str, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """Call an engine. Every call to an instance goes through here, so that its death is noticed whichever call meets it."""
+    async def ask(
+        self, worker_id: str, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
+        """Call an engine. Every call to an instance goes through here, so that its death is noticed
+        whichever call meets it.
+        """
         build = self.num_builds[worker_id]
         try:
-            return await self.scheduler.async_call_engine(worker_id, method, self.engine_name, *args, timeout=timeout, **kwargs)
+            return await self.scheduler.async_call_engine(
+                worker_id, method, self.engine_name, *args, timeout=timeout, **kwargs
+            )
         except (WorkerFailedError, EngineCallError) as error:
-            # Not compared with error.worker_id: with colocation the process that died may go by another role's name.
+            # Not compared with error.worker_id: with colocation the process that died may go by
+            # another role's name.
             if is_death(error) and self.num_builds[worker_id] == build:
                 self.supervisor.note(worker_id, Event.LOST, error)
             raise
@@ -164,7 +202,9 @@ class Instances(RoleController):
     async def ask_while_it_lives(
         self, worker_id: str, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> Any:
-        """Call an engine; raises also when its instance is given up meanwhile, as one that hangs may never answer."""
+        """Call an engine; raises also when its instance is given up meanwhile, as one that hangs
+        may never answer.
+        """
         call = asyncio.ensure_future(self.ask(worker_id, method, *args, timeout=timeout, **kwargs))
         dead = asyncio.ensure_future(self.supervisor.until_dead(worker_id))
         try:
@@ -173,28 +213,40 @@ class Instances(RoleController):
                 await asyncio.wait([call], timeout=DEFAULT_GRACE_S)
             if not call.done():
                 instance = self.requests.instances.get(worker_id)
-                raise (instance and instance.error) or HelmsmanError(f"{worker_id} was given up.", worker_id=worker_id)
+                raise (instance and instance.error) or HelmsmanError(
+                    f"{worker_id} was given up.", worker_id=worker_id
+                )
             return call.result()
         finally:
             dead.cancel()
             call.cancel()
 
     async def ask_all(self, method: str) -> dict[str, Any]:
-        """Call the engines of all living instances. Each call is awaited to its end, as instances are independent."""
+        """Call the engines of all living instances. Each call is awaited to its end, as instances
+        are independent.
+        """
         living = self.living_ids()
         calls = {worker_id: self.ask(worker_id, method) for worker_id in living}
-        return dict(zip(living, await gather_all(self.role, method, calls, grace_s=None), strict=True))
+        return dict(
+            zip(living, await gather_all(self.role, method, calls, grace_s=None), strict=True)
+        )
 
     async def explain(self, error: Exception) -> None:
-        """Raise DeviceMemoryError from an error of devices without room, where a trainer takes turns with the role."""
+        """Raise DeviceMemoryError from an error of devices without room, where a trainer takes
+        turns with the role.
+        """
         if (turn := self.turn()) is not None:
             await turn.explain(error)
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
-        result: GenerationResult = await self._serve(instance_id, "agenerate", request, self._request_timeout_s)
+        result: GenerationResult = await self._serve(
+            instance_id, "agenerate", request, self._request_timeout_s
+        )
         return result
 
-    async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> Sequence[GenerationResult]:
+    async def generate_samples(
+        self, instance_id: str, requests: Sequence[GenerationRequest]
+    ) -> Sequence[GenerationResult]:
         results: Sequence[GenerationResult] = await self._serve(
             instance_id, "agenerate_samples", list(requests), self._request_timeout_s
         )
@@ -203,7 +255,9 @@ class Instances(RoleController):
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
         await self._serve(instance_id, "abort", list(request_ids))
 
-    async def _serve(self, instance_id: str, method: str, argument: Any, timeout: float | None = None) -> Any:
+    async def _serve(
+        self, instance_id: str, method: str, argument: Any, timeout: float | None = None
+    ) -> Any:
         """Call an engine for the queue, which takes a death as an InstanceLostError."""
         try:
             return await self.ask(instance_id, method, argument, timeout=timeout)
@@ -228,7 +282,8 @@ def _lost(instance_id: str, reason: str) -> InstanceLostError:
 def _lacks_weights(instance: Instance) -> HelmsmanError:
     """Why an instance does not serve although nothing has gone wrong with it."""
     return HelmsmanError(
-        f"{instance.instance_id} is {instance.health.value}: it has not got the weights of the last update, and serves after "
+        f"{instance.instance_id} is {instance.health.value}: it has not got the weights of the "
+        "last update, and serves after "
         "the next one.",
         worker_id=instance.instance_id,
     )

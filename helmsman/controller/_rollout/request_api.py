@@ -1,4 +1,6 @@
-"""The prompts of a script as requests of a role, their results, together or as they end, and the hold over their flow."""
+"""The prompts of a script as requests of a role, their results, together or as they end, and the
+hold over their flow.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ import contextlib
 import hashlib
 import itertools
 import queue
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from concurrent.futures import Future
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -39,11 +49,14 @@ class RequestMaker:
         resume_from: GenerationResult | None = None,
         name: str = "the prompt",
     ) -> GenerationRequest:
-        """One request. Raises: ValueError for a prompt that makes no sense, called by this name, or a ``resume_from`` that it
-        cannot go on from."""
+        """One request. Raises: ValueError for a prompt that makes no sense, called by this name, or
+        a ``resume_from`` that it cannot go on from."""
         if isinstance(prompt, GenerationRequest):
             if sampling is not None:
-                raise ValueError(f"{name} is a GenerationRequest with sampling parameters of its own; leave `sampling` out")
+                raise ValueError(
+                    f"{name} is a GenerationRequest with sampling parameters of its own; leave "
+                    "`sampling` out"
+                )
             request = prompt
         else:
             request = GenerationRequest(
@@ -58,25 +71,43 @@ class RequestMaker:
         return request
 
     def make_all(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None, num_samples: int = 1
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        num_samples: int = 1,
     ) -> list[GenerationRequest]:
-        """The requests of several prompts, those of a prompt in a row. Raises: ValueError for what makes no sense."""
-        each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
+        """The requests of several prompts, those of a prompt in a row. Raises: ValueError for what
+        makes no sense.
+        """
+        each = (
+            [sampling] * len(prompts)
+            if sampling is None or isinstance(sampling, SamplingParams)
+            else list(sampling)
+        )
         if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one for all, or one for each")
-        requests = [self.make(p, s, name=f"prompt {i}") for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
+            raise ValueError(
+                f"{len(each)} sampling parameters for {len(prompts)} prompts; give one for all, "
+                "or one for each"
+            )
+        requests = [
+            self.make(p, s, name=f"prompt {i}")
+            for i, (p, s) in enumerate(zip(prompts, each, strict=True))
+        ]
         return [sample for request in requests for sample in samples_of(request, num_samples)]
 
 
 def _token_ids(prompt: object, name: str) -> list[int]:
     if isinstance(prompt, str) or not isinstance(prompt, Iterable):
-        raise ValueError(f"{name} is of type {type(prompt).__name__}; expected its token ids, or a GenerationRequest")
+        raise ValueError(
+            f"{name} is of type {type(prompt).__name__}; expected its token ids, or a "
+            "GenerationRequest"
+        )
     return [int(token) for token in prompt]
 
 
 def samples_of(request: GenerationRequest, num_samples: int) -> list[GenerationRequest]:
-    """A request as its samples: itself when it is to have one, else requests with the ids ``id#0``, ``id#1``... and seeds of
-    their own. Raises: ValueError for a number below 1."""
+    """A request as its samples: itself when it is to have one, else requests with the ids ``id#0``,
+    ``id#1``... and seeds of their own. Raises: ValueError for a number below 1."""
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; expected 1 or more")
     if num_samples == 1:
@@ -85,15 +116,18 @@ def samples_of(request: GenerationRequest, num_samples: int) -> list[GenerationR
         msgspec.structs.replace(
             request,
             request_id=f"{request.request_id}#{sample}",
-            sampling=msgspec.structs.replace(request.sampling, seed=sample_seed(request.sampling.seed, sample)),
+            sampling=msgspec.structs.replace(
+                request.sampling, seed=sample_seed(request.sampling.seed, sample)
+            ),
         )
         for sample in range(num_samples)
     ]
 
 
 def sample_seed(seed: int | None, sample: int) -> int | None:
-    """The seed of a prompt's sample: None for None, else a function of both, of 63 bits, however many samples there are. The
-    first sample has the seed itself, so it is what the prompt alone would have."""
+    """The seed of a prompt's sample: None for None, else a function of both, of 63 bits, however
+    many samples there are. The first sample has the seed itself, so it is what the prompt alone
+    would have."""
     if seed is None or sample == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed} {sample}".encode(), digest_size=8).digest()) >> 1
@@ -101,21 +135,32 @@ def sample_seed(seed: int | None, sample: int) -> int | None:
 
 def require_resumable(request: GenerationRequest, partial: GenerationResult) -> None:
     """Raises: ValueError when a request cannot go on from a result, or has nothing to go on to."""
-    name, num_tokens, sampling = f"resume_from, the result of {partial.request_id!r},", len(partial.token_ids), request.sampling
+    name, num_tokens, sampling = (
+        f"resume_from, the result of {partial.request_id!r},",
+        len(partial.token_ids),
+        request.sampling,
+    )
     if partial.stop_reason != "abort":
-        raise ValueError(f"{name} has come to its end (stop_reason {partial.stop_reason!r}); only an aborted one goes on")
+        raise ValueError(
+            f"{name} has come to its end (stop_reason {partial.stop_reason!r}); only an aborted "
+            "one goes on"
+        )
     if not num_tokens == len(partial.logprobs) == len(partial.versions):
         raise ValueError(
-            f"{name} has {num_tokens} tokens, {len(partial.logprobs)} log-probabilities and {len(partial.versions)} versions; "
+            f"{name} has {num_tokens} tokens, {len(partial.logprobs)} log-probabilities and "
+            f"{len(partial.versions)} versions; "
             "expected one of each for every token"
         )
     if num_tokens >= sampling.max_new_tokens:
         raise ValueError(
-            f"{name} has {num_tokens} tokens already, and max_new_tokens, which counts them, is {sampling.max_new_tokens}; "
+            f"{name} has {num_tokens} tokens already, and max_new_tokens, which counts them, is "
+            f"{sampling.max_new_tokens}; "
             "raise it, or use the result as it is"
         )
     if num_tokens and partial.token_ids[-1] in sampling.stop_token_ids:
-        raise ValueError(f"{name} ends with the stop token {partial.token_ids[-1]}; use it as it is")
+        raise ValueError(
+            f"{name} ends with the stop token {partial.token_ids[-1]}; use it as it is"
+        )
 
 
 OnError: TypeAlias = Literal["raise", "yield"]
@@ -124,10 +169,13 @@ Put: TypeAlias = Callable[[], list[Ticket]]
 """Queues the requests of a call, on Helmsman's event loop."""
 
 
-async def gather(requests: GenerateScheduler, tickets: Sequence[Ticket], role: str, num_workers: int) -> list[GenerationResult]:
+async def gather(
+    requests: GenerateScheduler, tickets: Sequence[Ticket], role: str, num_workers: int
+) -> list[GenerationResult]:
     """The results of all tickets in their order, on Helmsman's event loop.
 
-    When one fails, the others are withdrawn and get a short grace to end in; then the error is raised as call_all raises it.
+    When one fails, the others are withdrawn and get a short grace to end in; then the error is
+    raised as call_all raises it.
     """
     futures = [asyncio.wrap_future(ticket.future) for ticket in tickets]
     if not futures:
@@ -144,19 +192,26 @@ async def gather(requests: GenerateScheduler, tickets: Sequence[Ticket], role: s
         for future in futures:
             future.cancel()  # the results of those that have not ended are not needed any more
     failures: dict[str, Exception] = {}
-    for future, ticket in sorted(zip(futures, tickets, strict=True), key=lambda pair: pair[0] not in first):
+    for future, ticket in sorted(
+        zip(futures, tickets, strict=True), key=lambda pair: pair[0] not in first
+    ):
         error = None if future.cancelled() else future.exception()
         if isinstance(error, Exception):
             failures.setdefault(ticket.sent_to, error)
     if failures:
-        # Requests that were never sent fail because of a worker whose own error, if it is here, says more.
+        # Requests that were never sent fail because of a worker whose own error, if it is here,
+        # says more.
         sent = {worker_id: error for worker_id, error in failures.items() if worker_id}
         raise group_error(role, "generate", sent, num_workers) if sent else failures[""]
     return [future.result() for future in futures]
 
 
-def stream(requests: GenerateScheduler, put: Put, on_error: OnError) -> Iterator[tuple[int, GenerationResult | Exception]]:
-    """Put requests when the first item is asked for, and give each with its number as it ends, to a caller that blocks."""
+def stream(
+    requests: GenerateScheduler, put: Put, on_error: OnError
+) -> Iterator[tuple[int, GenerationResult | Exception]]:
+    """Put requests when the first item is asked for, and give each with its number as it ends, to a
+    caller that blocks.
+    """
     tickets: list[Ticket] = []
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     try:
@@ -189,8 +244,8 @@ async def astream(
 
 
 async def _put_into(tickets: list[Ticket], put: Put, tell: Callable[[int], None]) -> None:
-    """Put requests, and report the number of each as it ends. The caller knows them once they are put, also when it is
-    interrupted before this returns."""
+    """Put requests, and report the number of each as it ends. The caller knows them once they are
+    put, also when it is interrupted before this returns."""
     tickets.extend(put())
     for number, ticket in enumerate(tickets):
         ticket.future.add_done_callback(lambda _, number=number: tell(number))  # type: ignore[misc]
@@ -206,7 +261,9 @@ def _outcome(ticket: Ticket, on_error: OnError) -> GenerationResult | Exception:
 
 
 def withdraw(requests: GenerateScheduler, tickets: Sequence[Ticket]) -> None:
-    """Take back what is queued and abort what is in flight, without waiting for it. On Helmsman's event loop."""
+    """Take back what is queued and abort what is in flight, without waiting for it. On Helmsman's
+    event loop.
+    """
     for ticket in tickets:
         ticket.future.cancel()
     running = [ticket.request_id for ticket in tickets if ticket.future.running()]
@@ -221,14 +278,15 @@ async def _abort_if_open(requests: GenerateScheduler, request_ids: Sequence[str]
 
 
 class RolloutRequests:
-    """Makes the requests of a role and gives them to its GenerateScheduler; see RolloutController. Coroutines run on Helmsman's
-    event loop. With ``samples_by_engine`` a prompt's samples go to one instance by one call."""
+    """Makes the requests of a role and gives them to its GenerateScheduler; see RolloutController.
+    Coroutines run on Helmsman's event loop. With ``samples_by_engine`` a prompt's samples go to one
+    instance by one call."""
 
     def __init__(self, instances: Instances, *, samples_by_engine: bool) -> None:
         self._instances, self._samples_by_engine = instances, samples_by_engine
         self.maker = RequestMaker(instances.role)
 
-    # --- generation -------------------------------------------------------------------------------------------------
+    # --- generation -------------------------------------------------------------------------------
 
     async def submit(
         self,
@@ -250,7 +308,10 @@ class RolloutRequests:
         resume_from: GenerationResult | None,
     ) -> GenerationResult:
         request = self.maker.make(prompt, sampling, resume_from)
-        waiting, tickets = self._instances.requests, self._put([request], options, resume_from=resume_from)
+        waiting, tickets = (
+            self._instances.requests,
+            self._put([request], options, resume_from=resume_from),
+        )
         try:
             return await asyncio.wrap_future(tickets[0].future)
         except asyncio.CancelledError:
@@ -258,7 +319,10 @@ class RolloutRequests:
             raise
 
     async def generate(
-        self, requests: Sequence[GenerationRequest], num_samples: int, options: RequestOptions | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        num_samples: int,
+        options: RequestOptions | None = None,
     ) -> list[GenerationResult]:
         """The results of requests in their order; see RolloutController.generate."""
         tickets = self._put(requests, options, num_samples)
@@ -266,18 +330,30 @@ class RolloutRequests:
         return await gather(instances.requests, tickets, instances.role, len(instances.workers))
 
     def stream(
-        self, requests: Sequence[GenerationRequest], options: RequestOptions | None, num_samples: int, on_error: OnError
+        self,
+        requests: Sequence[GenerationRequest],
+        options: RequestOptions | None,
+        num_samples: int,
+        on_error: OnError,
     ) -> Iterator[tuple[int, GenerationResult | Exception]]:
         """Results as they end, for a caller that blocks; see RolloutController.stream."""
         _require_one_of("on_error", on_error, get_args(OnError))
-        return stream(self._instances.requests, lambda: self._put(requests, options, num_samples), on_error)
+        return stream(
+            self._instances.requests, lambda: self._put(requests, options, num_samples), on_error
+        )
 
     def astream(
-        self, requests: Sequence[GenerationRequest], options: RequestOptions | None, num_samples: int, on_error: OnError
+        self,
+        requests: Sequence[GenerationRequest],
+        options: RequestOptions | None,
+        num_samples: int,
+        on_error: OnError,
     ) -> AsyncIterator[tuple[int, GenerationResult | Exception]]:
         """Results as they end, for any event loop; see RolloutController.astream."""
         _require_one_of("on_error", on_error, get_args(OnError))
-        return astream(self._instances.requests, lambda: self._put(requests, options, num_samples), on_error)
+        return astream(
+            self._instances.requests, lambda: self._put(requests, options, num_samples), on_error
+        )
 
     def _put(
         self,
@@ -295,19 +371,25 @@ class RolloutRequests:
         if (turn := self._instances.turn()) is not None:
             turn.require(self._instances.role, method)
 
-    # --- control ----------------------------------------------------------------------------------------------------
+    # --- control ----------------------------------------------------------------------------------
 
     async def abort(self, request_ids: Collection[str] | None) -> int:
         require_ids("request_ids", request_ids)
-        return await self._instances.requests.abort(None if request_ids is None else frozenset(request_ids))
+        return await self._instances.requests.abort(
+            None if request_ids is None else frozenset(request_ids)
+        )
 
     async def pause(self, in_flight: InFlight, timeout: float | None, by: str = "") -> None:
-        """See RolloutController.pause. ``by`` names a holder, whose pause only its own resume ends: an update of the weights,
-        which resumes in any case."""
+        """See RolloutController.pause. ``by`` names a holder, whose pause only its own resume ends:
+        an update of the weights, which resumes in any case."""
         _require_one_of("in_flight", in_flight, get_args(InFlight))
         requests = self._instances.requests
         requests.suspend(by)
-        operation = f"an update of the weights with in_flight={in_flight!r}" if by else f"pause(in_flight={in_flight!r})"
+        operation = (
+            f"an update of the weights with in_flight={in_flight!r}"
+            if by
+            else f"pause(in_flight={in_flight!r})"
+        )
         if in_flight != "continue":
             ended = requests.wait_ended() if in_flight == "finish" else requests.take_back()
             await self.within(ended, operation, timeout, resumes=bool(by))
@@ -319,10 +401,15 @@ class RolloutRequests:
         await self.within(self._instances.requests.wait_idle(), "wait_idle", timeout)
 
     async def within(
-        self, wait: Coroutine[Any, Any, None], operation: str, limit_s: float | None, *, resumes: bool = False
+        self,
+        wait: Coroutine[Any, Any, None],
+        operation: str,
+        limit_s: float | None,
+        *,
+        resumes: bool = False,
     ) -> None:
-        """Await what becomes of requests, for an operation after whose error the flow goes on if it ``resumes``. Raises:
-        RequestsInFlightError after ``limit_s`` seconds."""
+        """Await what becomes of requests, for an operation after whose error the flow goes on if it
+        ``resumes``. Raises: RequestsInFlightError after ``limit_s`` seconds."""
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:
@@ -334,7 +421,11 @@ class RolloutRequests:
             raise RequestsInFlightError(
                 role=self._instances.role,
                 operation=operation,
-                in_flight={i.instance_id: i.num_in_flight for i in requests.instances.values() if i.num_in_flight},
+                in_flight={
+                    i.instance_id: i.num_in_flight
+                    for i in requests.instances.values()
+                    if i.num_in_flight
+                },
                 num_queued=requests.num_queued,
                 paused=requests.is_suspended and not resumes,
                 limit_s=limit_s,

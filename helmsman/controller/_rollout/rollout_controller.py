@@ -1,4 +1,6 @@
-"""RolloutController: prompts go to the least loaded of a role's workers and come back in the caller's order."""
+"""RolloutController: prompts go to the least loaded of a role's workers and come back in the
+caller's order.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,10 @@ class RolloutController(Closing):
     """The rollout instances of one role.
 
     A request ends exactly once. When its worker dies, it fails with WorkerFailedError or, with
-    ``retries=RetryGeneration()``, goes on at another; the dead worker takes no more, and when none is left every request fails.
-    Instances come and go while requests run (``add``, ``drain``, ``remove``, ``scale``). Methods whose names begin with ``a``
-    are awaited, from any event loop; the others block.
+    ``retries=RetryGeneration()``, goes on at another; the dead worker takes no more, and when none
+    is left every request fails. Instances come and go while requests run (``add``, ``drain``,
+    ``remove``, ``scale``). Methods whose names begin with ``a`` are awaited, from any event loop;
+    the others block.
     """
 
     def __init__(
@@ -63,24 +66,32 @@ class RolloutController(Closing):
             max_queue: requests given to submit that wait here at most; submit blocks beyond it.
             max_in_flight: requests that all workers together have at most.
             policy: which worker takes a request; LeastOutstandingTokens when None.
-            retries: which requests go on at another worker when theirs dies; RetryUnbegun, those that it had not begun, when
-                None.
-            supervision: probe the workers, and rebuild dead ones, which serve again once they have the weights of the last
-                update (kept for that until the next one). Workers that are about to go (Scheduler.preemption_notices) are left
-                in time: what they have is continued elsewhere, and they are rebuilt where there is room. With None a worker's
+            retries: which requests go on at another worker when theirs dies; RetryUnbegun, those
+                that it had not begun, when None.
+            supervision: probe the workers, and rebuild dead ones, which serve again once they have
+                the weights of the last update (kept for that until the next one). Workers that are
+                about to go (Scheduler.preemption_notices) are left in time: what they have is
+                continued elsewhere, and they are rebuilt where there is room. With None a worker's
                 death is noticed by its calls, and final.
-            samples_by_engine: give a prompt's samples to one worker by one call of its engine's ``agenerate_samples``, which
-                computes the prompt once, when it has room for all of them. Otherwise each is a request of its own and goes
-                where there is room.
-            request_timeout_s: seconds from sending a request to its result; the scheduler's ``timeouts.call_s`` when None.
+            samples_by_engine: give a prompt's samples to one worker by one call of its engine's
+                ``agenerate_samples``, which computes the prompt once, when it has room for all of
+                them. Otherwise each is a request of its own and goes where there is room.
+            request_timeout_s: seconds from sending a request to its result; the scheduler's
+                ``timeouts.call_s`` when None.
         """
         self.scheduler, self.job, self.engine_name = scheduler, job, engine_name
-        self.turn: Turn | None = None  # whose devices these are, where a trainer takes turns with it
+        self.turn: Turn | None = (
+            None  # whose devices these are, where a trainer takes turns with it
+        )
         self._instances = Instances(
             *(scheduler, engine, job, engine_args, engine_kwargs, engine_name),
             *(max_in_flight_per_worker, request_timeout_s, retries, supervision),
             make_queue=functools.partial(
-                GenerateScheduler, policy=policy, retries=retries, max_in_flight=max_in_flight, max_queue=max_queue
+                GenerateScheduler,
+                policy=policy,
+                retries=retries,
+                max_in_flight=max_in_flight,
+                max_queue=max_queue,
             ),
             why_hopeless=lambda: self.weight_sink.why_hopeless(),
             turn=lambda: self.turn,
@@ -103,11 +114,14 @@ class RolloutController(Closing):
         return self._instances.workers
 
     def initialize(self) -> None:
-        """Start the workers, build their engines and make them ready; on an error nothing of the role remains.
+        """Start the workers, build their engines and make them ready; on an error nothing of the
+        role remains.
 
-        It blocks, and runs in the caller's thread, so that an interrupt reaches the scheduler's own start.
+        It blocks, and runs in the caller's thread, so that an interrupt reaches the scheduler's own
+        start.
 
-        Raises: JobError, StartError, or the root cause of what failed on the workers, as call_all raises it.
+        Raises: JobError, StartError, or the root cause of what failed on the workers, as call_all
+            raises it.
         """
         self._instances.initialize()
 
@@ -116,7 +130,8 @@ class RolloutController(Closing):
         await self._instances.ainitialize()
 
     def close(self) -> None:
-        """Destroy the engines and end the workers. Idempotent; nothing happens when the scheduler has been closed before.
+        """Destroy the engines and end the workers. Idempotent; nothing happens when the scheduler
+        has been closed before.
 
         Raises: ShutdownIncompleteError.
         """
@@ -126,7 +141,7 @@ class RolloutController(Closing):
         """What waits, what is in flight and which workers serve."""
         return run_sync(self._instances.load())
 
-    # --- generation -------------------------------------------------------------------------------------------------
+    # --- generation -------------------------------------------------------------------------------
 
     @checked
     def generate(
@@ -136,17 +151,24 @@ class RolloutController(Closing):
         *,
         num_samples: int = 1,
     ) -> list[GenerationResult]:
-        """Continue all prompts and return the results in their order, those of each prompt's samples in a row.
+        """Continue all prompts and return the results in their order, those of each prompt's
+        samples in a row.
 
         Args:
             sampling: for all prompts, or one for each; the defaults when None.
-            num_samples: of each prompt. With more than one, the k-th sample of the request ``id`` is the request ``id#k``. It
-                has a seed of its own that follows from the prompt's, and none when that has none.
-        Raises: ValueError for prompts that make no sense, before anything is sent. When a request fails, the others of this
-            call are aborted and their ends awaited for a short grace; then the error is raised as call_all raises it. Use
-            submit, agenerate or stream to keep the results of the others.
+            num_samples: of each prompt. With more than one, the k-th sample of the request ``id``
+                is the request ``id#k``. It has a seed of its own that follows from the prompt's,
+                and none when that has none.
+        Raises: ValueError for prompts that make no sense, before anything is sent. When a request
+            fails, the others of this call are aborted and their ends awaited for a short grace;
+            then the error is raised as call_all raises it. Use submit, agenerate or stream to keep
+            the results of the others.
         """
-        return run_sync(self._requests.generate(self._requests.maker.make_all(prompts, sampling, num_samples), num_samples))
+        return run_sync(
+            self._requests.generate(
+                self._requests.maker.make_all(prompts, sampling, num_samples), num_samples
+            )
+        )
 
     @checked
     async def agenerate(
@@ -157,13 +179,16 @@ class RolloutController(Closing):
         *,
         resume_from: GenerationResult | None = None,
     ) -> GenerationResult:
-        """Continue one prompt. A request is withdrawn, or aborted once it is in flight, when the await is cancelled.
+        """Continue one prompt. A request is withdrawn, or aborted once it is in flight, when the
+        await is cancelled.
 
         Args:
-            resume_from: a result of this prompt that ended with stop_reason 'abort'. The request goes on after its tokens, on
-                any worker, and the result has all of them, each with its log-probability and version; ``max_new_tokens`` counts
-                them, too. With the same seed and weights it is, up to rounding, what it would have been without the abort.
-        Raises: ValueError for a prompt that makes no sense, or a ``resume_from`` that has nothing to go on to.
+            resume_from: a result of this prompt that ended with stop_reason 'abort'. The request
+                goes on after its tokens, on any worker, and the result has all of them, each with
+                its log-probability and version; ``max_new_tokens`` counts them, too. With the same
+                seed and weights it is, up to rounding, what it would have been without the abort.
+        Raises: ValueError for a prompt that makes no sense, or a ``resume_from`` that has nothing
+            to go on to.
         """
         return await run_async(self._requests.generate_one(prompt, sampling, options, resume_from))
 
@@ -177,7 +202,8 @@ class RolloutController(Closing):
     ) -> list[GenerationResult]:
         """Continue one prompt several times; see generate for their ids and seeds.
 
-        When a sample fails, or the await is cancelled, the others are withdrawn or aborted. Raises: as generate.
+        When a sample fails, or the await is cancelled, the others are withdrawn or aborted. Raises:
+            as generate.
         """
         requests = samples_of(self._requests.maker.make(prompt, sampling), num_samples)
         return await run_async(self._requests.generate(requests, num_samples, options))
@@ -214,14 +240,16 @@ class RolloutController(Closing):
         num_samples: int = 1,
         on_error: OnError = "raise",
     ) -> Iterator[tuple[int, GenerationResult | Exception]]:
-        """Continue all prompts and give ``(index, result)`` of each as it ends; ``index`` is its place in what generate would
-        return, so ``index // num_samples`` is the prompt's.
+        """Continue all prompts and give ``(index, result)`` of each as it ends; ``index`` is its
+        place in what generate would return, so ``index // num_samples`` is the prompt's.
 
-        Requests are sent when the first item is asked for. Leaving the loop early, also by an error, aborts the remaining
-        requests. With ``samples_by_engine`` the samples that one call draws come together.
+        Requests are sent when the first item is asked for. Leaving the loop early, also by an
+        error, aborts the remaining requests. With ``samples_by_engine`` the samples that one call
+        draws come together.
 
         Args:
-            on_error: ``raise`` the first failure, which ends the stream, or ``yield`` each as ``(index, error)``.
+            on_error: ``raise`` the first failure, which ends the stream, or ``yield`` each as
+                ``(index, error)``.
         Raises: ValueError for prompts that make no sense, at once.
         """
         requests = self._requests.maker.make_all(prompts, sampling, num_samples)
@@ -259,8 +287,8 @@ class RolloutController(Closing):
         num_samples: int = 1,
         on_error: OnError = "raise",
     ) -> AsyncIterator[tuple[int, GenerationResult | Exception]]:
-        """As stream, for ``async for``. A ``break`` aborts the rest when the loop drops the iterator;
-        ``contextlib.aclosing`` does so at a certain place."""
+        """As stream, for ``async for``. A ``break`` aborts the rest when the loop drops the
+        iterator; ``contextlib.aclosing`` does so at a certain place."""
         requests = self._requests.maker.make_all(prompts, sampling, num_samples)
         return self._requests.astream(requests, options, num_samples, on_error)
 
@@ -273,10 +301,11 @@ class RolloutController(Closing):
         *,
         resume_from: GenerationResult | None = None,
     ) -> Future[GenerationResult]:
-        """Queue one prompt and return its future; blocks while ``max_queue`` submitted requests wait.
+        """Queue one prompt and return its future; blocks while ``max_queue`` submitted requests
+        wait.
 
-        The future can be cancelled while the request waits; abort ends one that is in flight. Its callbacks run on Helmsman's
-        event loop.
+        The future can be cancelled while the request waits; abort ends one that is in flight. Its
+        callbacks run on Helmsman's event loop.
 
         Args:
             resume_from: as in agenerate.
@@ -285,14 +314,16 @@ class RolloutController(Closing):
 
     submit = blocking(asubmit)
 
-    # --- flow of requests ---------------------------------------------------------------------------------------------
+    # --- flow of requests -------------------------------------------------------------------------
 
     @checked
     async def aabort(self, request_ids: Collection[str] | None = None) -> int:
-        """End these requests (None: all that are here now) early; each returns what it has with stop_reason 'abort'.
+        """End these requests (None: all that are here now) early; each returns what it has with
+        stop_reason 'abort'.
 
-        What waits has ended when this returns; what is in flight ends as soon as its worker has given it back, see wait_idle.
-        Requests that come meanwhile are not meant: to be rid of all, pause first.
+        What waits has ended when this returns; what is in flight ends as soon as its worker has
+        given it back, see wait_idle. Requests that come meanwhile are not meant: to be rid of all,
+        pause first.
 
         Returns: how many. Raises: ValueError for one id that is not in a sequence.
         """
@@ -305,13 +336,17 @@ class RolloutController(Closing):
         """Give no request to a worker from now on until resume; submission stays open.
 
         Args:
-            in_flight: what becomes of the requests that workers have. They ``continue``, and this returns at once; or they
-                ``finish``, and it returns when they have; or it ``recall``s them, and returns when their workers have given
-                them back with the tokens that they have, with which they wait and go on anywhere after resume. One that comes
-                to its end on the way is done. The keys of recalled tokens are computed again, by the weights at that time.
-            timeout: seconds to wait for that; None waits as long as the workers' calls may take (``request_timeout_s``).
-        Raises: RequestsInFlightError after the time-out, which names the workers that still have requests. It is paused then,
-            too, and what was recalled still comes back when its worker answers; when that dies, its requests go by ``retries``.
+            in_flight: what becomes of the requests that workers have. They ``continue``, and this
+                returns at once; or they ``finish``, and it returns when they have; or it
+                ``recall``s them, and returns when their workers have given them back with the
+                tokens that they have, with which they wait and go on anywhere after resume. One
+                that comes to its end on the way is done. The keys of recalled tokens are computed
+                again, by the weights at that time.
+            timeout: seconds to wait for that; None waits as long as the workers' calls may take
+                (``request_timeout_s``).
+        Raises: RequestsInFlightError after the time-out, which names the workers that still have
+            requests. It is paused then, too, and what was recalled still comes back when its worker
+            answers; when that dies, its requests go by ``retries``.
         """
         await run_async(self._requests.pause(in_flight, timeout))
 
@@ -325,8 +360,9 @@ class RolloutController(Closing):
 
     @checked
     async def await_idle(self, timeout: float | None = None) -> None:
-        """Wait until no worker has a request and, unless paused, none waits: what comes meanwhile is waited for, too. While
-        others submit, it holds for a moment only; after pause it holds until resume.
+        """Wait until no worker has a request and, unless paused, none waits: what comes meanwhile
+        is waited for, too. While others submit, it holds for a moment only; after pause it holds
+        until resume.
 
         Args:
             timeout: seconds; None for no limit.
@@ -336,17 +372,18 @@ class RolloutController(Closing):
 
     wait_idle = blocking(await_idle)
 
-    # --- instances -----------------------------------------------------------------------------------------------------
+    # --- instances --------------------------------------------------------------------------------
 
     @checked
     async def aadd(self, count: int = 1) -> list[str]:
         """Serve by so many workers more, and return their ids.
 
-        They serve, all of them from one moment on, once they have the weights of the last update: at once under supervision,
-        else after the next update. On an error or an interrupt none of them comes.
+        They serve, all of them from one moment on, once they have the weights of the last update:
+        at once under supervision, else after the next update. On an error or an interrupt none of
+        them comes.
 
-        Raises: as Scheduler.add_workers, or what building the engines raised; under supervision also InstanceLostError, when
-            one of them hangs meanwhile.
+        Raises: as Scheduler.add_workers, or what building the engines raised; under supervision
+            also InstanceLostError, when one of them hangs meanwhile.
         """
         return await run_async(self._pool.add(count))
 
@@ -357,9 +394,10 @@ class RolloutController(Closing):
         """Give these workers nothing more until undrain, and wait until they have nothing.
 
         Args:
-            migrate: continue what they have elsewhere, with the tokens so far, instead of waiting for its end.
-        Raises: WorkerNotFoundError; ValueError for one id that is not in a sequence; HelmsmanError when undrain takes it back.
-            An interrupt takes it back, too.
+            migrate: continue what they have elsewhere, with the tokens so far, instead of waiting
+                for its end.
+        Raises: WorkerNotFoundError; ValueError for one id that is not in a sequence; HelmsmanError
+            when undrain takes it back. An interrupt takes it back, too.
         """
         await run_async(self._pool.drain(worker_ids, migrate))
 
@@ -372,12 +410,14 @@ class RolloutController(Closing):
 
     @checked
     async def aremove(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
-        """Drain these workers, end them and free what they held; the others keep their ids, and these are not given again.
+        """Drain these workers, end them and free what they held; the others keep their ids, and
+        these are not given again.
 
-        An error or an interrupt before their end begins leaves them serving; once it has begun, it is finished.
+        An error or an interrupt before their end begins leaves them serving; once it has begun, it
+        is finished.
 
-        Raises: as drain; InvalidSpecError for all workers that there are, and for those that are being removed already;
-            as Scheduler.remove_workers.
+        Raises: as drain; InvalidSpecError for all workers that there are, and for those that are
+            being removed already; as Scheduler.remove_workers.
         """
         await run_async(self._pool.remove(worker_ids, migrate))
 
@@ -385,8 +425,8 @@ class RolloutController(Closing):
 
     @checked
     async def ascale(self, replicas: int, *, migrate: bool = False) -> None:
-        """Serve by so many workers from now on: ``add`` as many as are missing, or ``remove`` the last ones. Who scales while
-        another does waits for that, drains included.
+        """Serve by so many workers from now on: ``add`` as many as are missing, or ``remove`` the
+        last ones. Who scales while another does waits for that, drains included.
 
         Raises: InvalidSpecError; as these.
         """
@@ -394,36 +434,46 @@ class RolloutController(Closing):
 
     scale = blocking(ascale)
 
-    # --- weights -------------------------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     @checked
-    async def aupdate_weights(self, weights: ResultHandle | Weights, version: int, timeout: float | None = None) -> int:
-        """Serve ``weights`` as ``version`` on every worker, by one call each; requests in flight go on with them.
+    async def aupdate_weights(
+        self, weights: ResultHandle | Weights, version: int, timeout: float | None = None
+    ) -> int:
+        """Serve ``weights`` as ``version`` on every worker, by one call each; requests in flight go
+        on with them.
 
         A worker whose update fails takes no more requests until one succeeds.
 
         Args:
-            weights: what TrainController.export_weights returned, or the parameters themselves, by Hugging Face name.
-            timeout: seconds for all workers together; the scheduler's ``timeouts.call_s`` when None.
+            weights: what TrainController.export_weights returned, or the parameters themselves, by
+                Hugging Face name.
+            timeout: seconds for all workers together; the scheduler's ``timeouts.call_s`` when
+                None.
         Returns: the version, which every living worker serves now.
-        Raises: as call_all, when all workers have answered; under supervision only when no worker serves the weights, since
-            the others are left to it.
+        Raises: as call_all, when all workers have answered; under supervision only when no worker
+            serves the weights, since the others are left to it.
         """
         return await run_async(self.weight_sink.update_all(weights, version, timeout))
 
     update_weights = blocking(aupdate_weights)
 
     @checked
-    async def asleep(self, level: int = 1, in_flight: InFlight = "finish", timeout: float | None = None) -> None:
-        """Give the devices' memory back: the instances accept nothing until wake, and requests are held here. Idempotent.
+    async def asleep(
+        self, level: int = 1, in_flight: InFlight = "finish", timeout: float | None = None
+    ) -> None:
+        """Give the devices' memory back: the instances accept nothing until wake, and requests are
+        held here. Idempotent.
 
         Args:
-            level: 1 keeps the weights on the hosts; 2 drops them, and an instance serves only after an update.
-            in_flight: what becomes of requests that instances have: they ``finish`` first, or it ``recall``s them with the
-                tokens that they have; they go on after wake.
+            level: 1 keeps the weights on the hosts; 2 drops them, and an instance serves only after
+                an update.
+            in_flight: what becomes of requests that instances have: they ``finish`` first, or it
+                ``recall``s them with the tokens that they have; they go on after wake.
             timeout: seconds for all of it; the scheduler's ``timeouts.call_s`` when None.
-        Raises: RequestsInFlightError when they have not ended or come back, and then no instance sleeps; ValueError; as
-            call_all. What fails otherwise may have left some asleep: sleep or wake again.
+        Raises: RequestsInFlightError when they have not ended or come back, and then no instance
+            sleeps; ValueError; as call_all. What fails otherwise may have left some asleep: sleep
+            or wake again.
         """
         await run_async(self.weight_sink.sleep(level, in_flight, timeout))
 
@@ -431,12 +481,14 @@ class RolloutController(Closing):
 
     @checked
     async def awake(self, *, weights_only: bool = False, timeout: float | None = None) -> None:
-        """Take the devices' memory again, and send the requests that were held, once there are weights. Idempotent.
+        """Take the devices' memory again, and send the requests that were held, once there are
+        weights. Idempotent.
 
         Args:
             weights_only: only what weights need: update them now, and wake again for the rest.
             timeout: seconds; the scheduler's ``timeouts.call_s`` when None.
-        Raises: as call_all; DeviceMemoryError for a rollout that takes Turns, when there is not enough.
+        Raises: as call_all; DeviceMemoryError for a rollout that takes Turns, when there is not
+            enough.
         """
         await run_async(self.weight_sink.wake(weights_only, timeout))
 

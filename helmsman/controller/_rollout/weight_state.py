@@ -1,4 +1,6 @@
-"""RolloutWeights: the weights that the instances of a rollout role serve, and their sleep, in which they may have none."""
+"""RolloutWeights: the weights that the instances of a rollout role serve, and their sleep, in which
+they may have none.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from helmsman.api.errors import EngineCallError, HandleLostError, HelmsmanError, SchedulerClosedError
+from helmsman.api.errors import (
+    EngineCallError,
+    HandleLostError,
+    HelmsmanError,
+    SchedulerClosedError,
+)
 from helmsman.api.generation import InFlight
 from helmsman.api.scheduler import ResultHandle, Worker
 from helmsman.api.weight_states import WeightEvent, WeightState
@@ -31,8 +38,9 @@ _ASLEEP = "sleep"
 class RolloutWeights:
     """What the instances of a role serve. It is their WeightSink.
 
-    One update is under way at a time, and the last that began says what is served. An instance that has not got that is STALE,
-    and takes no request until it has. The flow of the requests stops for updates and sleep.
+    One update is under way at a time, and the last that began says what is served. An instance that
+    has not got that is STALE, and takes no request until it has. The flow of the requests stops for
+    updates and sleep.
     """
 
     def __init__(self, instances: Instances, requests: RolloutRequests) -> None:
@@ -44,7 +52,9 @@ class RolloutWeights:
         self.state = WeightState.AWAKE
         """Of most instances; one that was rebuilt or has missed an update may be behind."""
         self._has_room = asyncio.Event()
-        """Set by the state: an instance that is rebuilt while all memory is given back would take what others need."""
+        """Set by the state: an instance that is rebuilt while all memory is given back would take
+        what others need.
+        """
         self._has_room.set()
         self._is_updating = False
         self._one_at_a_time = asyncio.Lock()
@@ -55,8 +65,8 @@ class RolloutWeights:
         return self._instances.workers
 
     def why_hopeless(self) -> Exception | None:
-        """Why requests that wait will never be served; None while a live instance may still become ready, by the update that is
-        under way, or by the next one after sleep."""
+        """Why requests that wait will never be served; None while a live instance may still become
+        ready, by the update that is under way, or by the next one after sleep."""
         if (self._is_updating or not self.state.serves) and self._instances.some_live():
             return None
         return self._instances.why_none_will_serve()
@@ -72,19 +82,27 @@ class RolloutWeights:
         else:
             self._has_room.clear()
 
-    # --- sleep ------------------------------------------------------------------------------------------------------
+    # --- sleep ------------------------------------------------------------------------------------
 
     async def sleep(self, level: int, in_flight: InFlight, timeout: float | None) -> None:
         if level not in (1, 2):
-            raise ValueError(f"level is {level}; expected 1, which keeps the weights on the hosts, or 2, which drops them")
+            raise ValueError(
+                f"level is {level}; expected 1, which keeps the weights on the hosts, or 2, which "
+                "drops them"
+            )
         if in_flight not in ("finish", "recall"):
-            raise ValueError(f"in_flight is {in_flight!r}; expected 'finish' or 'recall', as nothing goes on without a device")
+            raise ValueError(
+                f"in_flight is {in_flight!r}; expected 'finish' or 'recall', as nothing goes on "
+                "without a device"
+            )
         requests = self._instances.requests
         async with self._in_turn(timeout) as left_s:
             requests.suspend(_ASLEEP)
             try:
                 ended = requests.wait_ended() if in_flight == "finish" else requests.take_back()
-                await self._requests.within(ended, f"sleep(in_flight={in_flight!r})", left_s(), resumes=self.state.serves)
+                await self._requests.within(
+                    ended, f"sleep(in_flight={in_flight!r})", left_s(), resumes=self.state.serves
+                )
             except BaseException:
                 self._resume_if_awake()
                 raise
@@ -92,7 +110,10 @@ class RolloutWeights:
             living = self._instances.living_ids()
             if level == 2:
                 for worker_id in living:
-                    error = HelmsmanError(f"{worker_id} has dropped its weights by sleep(level=2).", worker_id=worker_id)
+                    error = HelmsmanError(
+                        f"{worker_id} has dropped its weights by sleep(level=2).",
+                        worker_id=worker_id,
+                    )
                     self._instances.supervisor.note(worker_id, Event.UPDATE_FAILED, error)
             await self._ask_living("sleep", living, left_s(), level)
 
@@ -100,7 +121,9 @@ class RolloutWeights:
         async with self._in_turn(timeout) as left_s:
             if self.state.has_cache:
                 return
-            await self._ask_living("wake", self._instances.living_ids(), left_s(), weights_only=weights_only)
+            await self._ask_living(
+                "wake", self._instances.living_ids(), left_s(), weights_only=weights_only
+            )
             self._on(WeightEvent.WOKE_WEIGHTS if weights_only else WeightEvent.WOKE)
             self._resume_if_awake()
 
@@ -108,9 +131,14 @@ class RolloutWeights:
         """Wait until the instances have memory for weights."""
         await self._has_room.wait()
 
-    async def _ask_living(self, method: str, ids: Sequence[str], timeout: float, *args: Any, **kwargs: Any) -> None:
+    async def _ask_living(
+        self, method: str, ids: Sequence[str], timeout: float, *args: Any, **kwargs: Any
+    ) -> None:
         """Call instances; one that dies by it, or has died, holds nothing of a device any more."""
-        calls = (self._instances.ask_while_it_lives(worker_id, method, *args, timeout=timeout, **kwargs) for worker_id in ids)
+        calls = (
+            self._instances.ask_while_it_lives(worker_id, method, *args, timeout=timeout, **kwargs)
+            for worker_id in ids
+        )
         outcomes = dict(zip(ids, await asyncio.gather(*calls, return_exceptions=True), strict=True))
         failures = {id_: each for id_, each in outcomes.items() if isinstance(each, Exception)}
         errors = {id_: each for id_, each in failures.items() if not is_death(each)}
@@ -119,10 +147,14 @@ class RolloutWeights:
             await self._instances.explain(error)
             raise error
         for worker_id, failure in failures.items():
-            log.warning("%s died while it was to %s: %s", worker_id, method, str(failure).split("\n", 1)[0])
+            log.warning(
+                "%s died while it was to %s: %s", worker_id, method, str(failure).split("\n", 1)[0]
+            )
 
     def _weights_have_come(self) -> None:
-        """Weights have come to an instance at least. Where all memory was given back meanwhile, it will sleep as well."""
+        """Weights have come to an instance at least. Where all memory was given back meanwhile, it
+        will sleep as well.
+        """
         if self.state.has_weight_memory:
             self._on(WeightEvent.UPDATED)
             self._resume_if_awake()
@@ -131,9 +163,11 @@ class RolloutWeights:
         if self.state.serves:
             self._instances.requests.resume(_ASLEEP)
 
-    # --- updates ----------------------------------------------------------------------------------------------------
+    # --- updates ----------------------------------------------------------------------------------
 
-    async def update_all(self, weights: ResultHandle | Weights, version: int, timeout: float | None) -> int:
+    async def update_all(
+        self, weights: ResultHandle | Weights, version: int, timeout: float | None
+    ) -> int:
         deadline = time.monotonic() + self._limit_s(timeout)
         async with self.hold("continue", timeout):
             each = dict.fromkeys(self._instances.living_ids(), weights)
@@ -151,24 +185,35 @@ class RolloutWeights:
     ) -> Mapping[str, Exception]:
         if not self.state.has_weight_memory:
             raise HelmsmanError(
-                f"role {self.role!r} is asleep, and has no room for weights; call wake(weights_only=True) first.",
+                f"role {self.role!r} is asleep, and has no room for weights; call "
+                "wake(weights_only=True) first.",
                 role=self.role,
             )
         if self.version is not None and version < self.version:
             raise ValueError(
-                f"weight version {version} after {self.version}: versions only grow, since each says which weights made a "
+                f"weight version {version} after {self.version}: versions only grow, since each "
+                "says which weights made a "
                 "sample; give a trainer that went back to a checkpoint a higher one (set_version)"
             )
         old = self._served
-        # From here on this is what serves: a worker that is being rebuilt must not come to serve with what was before.
-        self.version, self._served = version, (kept, version) if self._instances.is_supervised and kept is not None else None
+        # From here on this is what serves: a worker that is being rebuilt must not come to serve
+        # with what was before.
+        self.version, self._served = (
+            version,
+            (kept, version) if self._instances.is_supervised and kept is not None else None,
+        )
         requests, note = self._instances.requests, self._instances.supervisor.note
         requests.expect_weights(version)
         for left_out in set(self._instances.living_ids()).difference(weights):
-            error = HelmsmanError(f"{left_out} was left out of the update to weight version {version}.")
+            error = HelmsmanError(
+                f"{left_out} was left out of the update to weight version {version}."
+            )
             note(left_out, Event.UPDATE_FAILED, error)
         try:
-            tasks = {id_: asyncio.ensure_future(self._update_one(id_, weights[id_], version, timeout)) for id_ in weights}
+            tasks = {
+                id_: asyncio.ensure_future(self._update_one(id_, weights[id_], version, timeout))
+                for id_ in weights
+            }
             failures = await _all_that_answer(tasks, sending)
             if len(failures) < len(weights):
                 self._weights_have_come()
@@ -176,15 +221,26 @@ class RolloutWeights:
             if old is not None and old[0] is not kept:
                 await asyncio.to_thread(self._release, old)
         if failures:
-            some_serve = self._instances.serving_ids() or self._instances.why_none_will_serve() is None
+            some_serve = (
+                self._instances.serving_ids() or self._instances.why_none_will_serve() is None
+            )
             if not self._instances.is_supervised or not some_serve:
                 raise group_error(self.role, "update_weights", failures, len(weights))
             for worker_id, failure in failures.items():
-                log.warning("%s does not serve weight version %d: %s", worker_id, version, str(failure).split("\n", 1)[0])
+                log.warning(
+                    "%s does not serve weight version %d: %s",
+                    worker_id,
+                    version,
+                    str(failure).split("\n", 1)[0],
+                )
         return failures
 
-    async def _update_one(self, worker_id: str, weights: ResultHandle | Weights, version: int, timeout: float | None) -> None:
-        """Have an instance serve weights, and report how that ends, unless it is another process or none by then."""
+    async def _update_one(
+        self, worker_id: str, weights: ResultHandle | Weights, version: int, timeout: float | None
+    ) -> None:
+        """Have an instance serve weights, and report how that ends, unless it is another process or
+        none by then.
+        """
         requests, builds = self._instances.requests, self._instances.num_builds
         build = builds[worker_id]
 
@@ -193,15 +249,20 @@ class RolloutWeights:
                 self._instances.supervisor.note(worker_id, event, error)
 
         try:
-            served = await self._instances.ask_while_it_lives(worker_id, "update_weights", weights, version, timeout=timeout)
+            served = await self._instances.ask_while_it_lives(
+                worker_id, "update_weights", weights, version, timeout=timeout
+            )
             if served != version:
                 raise HelmsmanError(
-                    f"{worker_id} serves weight version {served} after an update to {version}; it takes no requests until an "
+                    f"{worker_id} serves weight version {served} after an update to {version}; it "
+                    "takes no requests until an "
                     "update succeeds.",
                     worker_id=worker_id,
                 )
         except asyncio.CancelledError as cancelled:
-            error = HelmsmanError(f"{worker_id}: update_weights was not waited for; its outcome is not known.")
+            error = HelmsmanError(
+                f"{worker_id}: update_weights was not waited for; its outcome is not known."
+            )
             note(Event.UPDATE_FAILED, error)
             raise error from cancelled
         except Exception as error:
@@ -222,8 +283,8 @@ class RolloutWeights:
 
     @contextlib.asynccontextmanager
     async def _in_turn(self, timeout: float | None) -> AsyncIterator[Callable[[], float]]:
-        """Wait until no other update is under way: what instances serve is what the last one that began has brought. Gives the
-        seconds that are left of the time-out."""
+        """Wait until no other update is under way: what instances serve is what the last one that
+        began has brought. Gives the seconds that are left of the time-out."""
         limit_s = self._limit_s(timeout)
         deadline = time.monotonic() + limit_s
         try:
@@ -231,8 +292,10 @@ class RolloutWeights:
                 await self._one_at_a_time.acquire()
         except TimeoutError as error:
             raise HelmsmanError(
-                f"{self.role}: for {limit_s:g} s another update of the weights has been under way; this one was not begun and "
-                "no instance has changed. Begin it again when that one has ended, or give it more time.",
+                f"{self.role}: for {limit_s:g} s another update of the weights has been under "
+                "way; this one was not begun and "
+                "no instance has changed. Begin it again when that one has ended, or give it more "
+                "time.",
                 role=self.role,
                 limit_s=limit_s,
             ) from error
@@ -243,8 +306,8 @@ class RolloutWeights:
 
     @contextlib.asynccontextmanager
     async def hold(self, in_flight: InFlight, timeout: float | None) -> AsyncIterator[None]:
-        """See WeightSink. While weights are brought, an instance without them may get them yet; afterwards what it has goes on
-        elsewhere."""
+        """See WeightSink. While weights are brought, an instance without them may get them yet;
+        afterwards what it has goes on elsewhere."""
         by = f"hold {next(_holds)}"  # of its own: neither the script nor another hold ends it
         requests = self._instances.requests
         async with self._in_turn(timeout) as left_s:
@@ -274,25 +337,29 @@ class RolloutWeights:
             if instance.health is Health.STALE:
                 observe(take_back(worker_id), f"{worker_id}: taking back what it has")
 
-    # --- one that was rebuilt ---------------------------------------------------------------------------------------
+    # --- one that was rebuilt ---------------------------------------------------------------------
 
     async def bring(self, worker_id: str) -> bool:
-        """Bring a worker that was just built the weights that are served; returns whether it has them now. Where the others
-        sleep, it sleeps as well, and waits for the next update."""
+        """Bring a worker that was just built the weights that are served; returns whether it has
+        them now. Where the others sleep, it sleeps as well, and waits for the next update."""
         while True:
             if self.state.has_weight_memory:
                 has_weights = await self._bring_served(worker_id)
                 if self.state.has_weight_memory:
                     return has_weights
-            async with self._in_turn(None):  # or the others might wake meanwhile, and leave it asleep
+            async with self._in_turn(None):
+                # or the others might wake meanwhile, and leave it asleep
                 if not self.state.has_weight_memory:
                     await self._instances.ask(worker_id, "sleep", 1 if self.state.is_whole else 2)
                     return False
 
     async def _bring_served(self, worker_id: str) -> bool:
-        """Bring a worker the weights of the last update; returns whether it has what is served now."""
+        """Bring a worker the weights of the last update; returns whether it has what is served
+        now.
+        """
         if self.version is None:
-            return True  # there was no update: it serves what all serve, the weights that it was built with
+            # there was no update: it serves what all serve, the weights that it was built with
+            return True
         while self._served is not None:
             weights, version = self._served
             try:
@@ -300,8 +367,11 @@ class RolloutWeights:
             except (HandleLostError, EngineCallError) as error:
                 if self.version != version:
                     continue  # they were replaced meanwhile
-                # Their trainer or their folder has gone, or it cannot read them: another process of it could not, either.
-                log.warning("%s has to wait for the next update of the weights: %s", worker_id, error)
+                # Their trainer or their folder has gone, or it cannot read them: another process of
+                # it could not, either.
+                log.warning(
+                    "%s has to wait for the next update of the weights: %s", worker_id, error
+                )
                 return False
             if self.version == version:
                 if served == version and worker_id in self._instances.requests.instances:
@@ -310,7 +380,7 @@ class RolloutWeights:
                 return bool(served == version)
         return False
 
-    # --- for a sync -------------------------------------------------------------------------------------------------
+    # --- for a sync -------------------------------------------------------------------------------
 
     def keeps(self, weights: ResultHandle) -> bool:
         return self._served is not None and self._served[0] is weights
@@ -321,7 +391,9 @@ class RolloutWeights:
     async def answering_ids(self) -> list[str]:
         return await self._instances.answering_ids()
 
-    def served_by(self, failures: Mapping[str, Exception]) -> tuple[tuple[str, ...], dict[str, str]]:
+    def served_by(
+        self, failures: Mapping[str, Exception]
+    ) -> tuple[tuple[str, ...], dict[str, str]]:
         updated: list[str] = []
         failed: dict[str, str] = {}
         for id_, instance in self._instances.requests.instances.items():
@@ -336,7 +408,9 @@ class RolloutWeights:
 async def _all_that_answer(
     updates: Mapping[str, asyncio.Task[None]], sending: asyncio.Future[Any] | None
 ) -> dict[str, Exception]:
-    """Wait for all updates or, once what they wait for has failed, for those that end soon; the failures, earliest first."""
+    """Wait for all updates or, once what they wait for has failed, for those that end soon; the
+    failures, earliest first.
+    """
     failures: dict[str, Exception] = {}
 
     def ended(worker_id: str, task: asyncio.Task[None]) -> None:

@@ -1,4 +1,6 @@
-"""The contract of a backend: it starts worker processes at places that its allocator finds for them."""
+"""The contract of a backend: it starts worker processes at places that its allocator finds for
+them.
+"""
 
 from __future__ import annotations
 
@@ -52,42 +54,59 @@ class Launch(NamedTuple):
     resources: contextlib.AsyncExitStack
 
 
-def start_error(worker_id: str, node: str, reason: str, log_path: str = "", log_start: int = 0) -> WorkerStartError:
-    """The error of a worker that did not start, with the end of its log, which begins at byte ``log_start`` of the file."""
-    role, tail = worker_id.rpartition("/")[0], tail_of(log_path, start=log_start) if log_path else ""
-    return WorkerStartError(role=role, worker_id=worker_id, node=node, reason=reason, log_path=log_path, log_tail=tail)
+def start_error(
+    worker_id: str, node: str, reason: str, log_path: str = "", log_start: int = 0
+) -> WorkerStartError:
+    """The error of a worker that did not start, with the end of its log, which begins at byte
+    ``log_start`` of the file.
+    """
+    role, tail = (
+        worker_id.rpartition("/")[0],
+        tail_of(log_path, start=log_start) if log_path else "",
+    )
+    return WorkerStartError(
+        role=role, worker_id=worker_id, node=node, reason=reason, log_path=log_path, log_tail=tail
+    )
 
 
 class Backend(abc.ABC):
-    """Runs the workers of one scheduler. A backend sets ``allocator`` and ``store``, in ``open`` at the latest, and fills
-    ``launch``; the rest has defaults."""
+    """Runs the workers of one scheduler. A backend sets ``allocator`` and ``store``, in ``open`` at
+    the latest, and fills ``launch``; the rest has defaults."""
 
     allocator: Allocator
     """Finds places for workers; OneMachine where they all run on this machine."""
     store: HandleStore
     run: Run
     shares_process = False
-    """Whether workers are threads of the script's own process, whose environment and random state they share."""
+    """Whether workers are threads of the script's own process, whose environment and random state
+    they share.
+    """
     same_machine = False
     """Whether a worker's environment is only what the script's process gives it."""
 
     def open(self, run: Run, find_worker: Callable[[str], WorkerClient]) -> None:
-        """Acquire what the backend itself needs; ``close`` follows in any case. ``find_worker`` raises WorkerNotFoundError."""
+        """Acquire what the backend itself needs; ``close`` follows in any case. ``find_worker``
+        raises WorkerNotFoundError.
+        """
         self.run = run
 
     @abc.abstractmethod
     async def launch(self, start: Launch) -> list[WorkerClient]:
-        """Start a process for each rank at its place; returns clients that can reach them, in rank order.
+        """Start a process for each rank at its place; returns clients that can reach them, in rank
+        order.
 
-        Everything acquired is pushed on ``start.resources`` as it is acquired, so that unwinding it ends the processes at once
-        and frees their resources. Raises: StartError.
+        Everything acquired is pushed on ``start.resources`` as it is acquired, so that unwinding it
+        ends the processes at once and frees their resources. Raises: StartError.
         """
 
     def guard_platform(self) -> contextlib.ExitStack:
-        """Limits on the use of accelerators in the script's process, in force until the scheduler closes."""
+        """Limits on the use of accelerators in the script's process, in force until the scheduler
+        closes.
+        """
         return current_platform.forbid("this process drives workers through a scheduler")
 
-    def require_environment(self, worker_id: str, env: Mapping[str, str]) -> None:  # noqa: B027 - any, by default
+    # Any, by default
+    def require_environment(self, worker_id: str, env: Mapping[str, str]) -> None:  # noqa: B027
         """Raise InvalidSpecError if a worker cannot be given these variables."""
 
     def closing(self) -> None:  # noqa: B027 - most have nothing to note

@@ -53,13 +53,19 @@ class BackendScheduler(Scheduler):
     Args:
         backend: starts the workers; it belongs to this scheduler alone.
         seed: seed of the run; each worker seeds from (seed, role, rank).
-        log_dir: folder for a log file per worker; a folder of the run below the system's temporary one when None.
+        log_dir: folder for a log file per worker; a folder of the run below the system's temporary
+            one when None.
         timeouts: limits by class of operation.
     Raises: what ``backend.open`` raises.
     """
 
     def __init__(
-        self, backend: Backend, *, seed: int = 0, log_dir: str | Path | None = None, timeouts: Timeouts | None = None
+        self,
+        backend: Backend,
+        *,
+        seed: int = 0,
+        log_dir: str | Path | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
         self._run = Run(seed, log_dir, timeouts)
         self._backend = backend
@@ -109,7 +115,7 @@ class BackendScheduler(Scheduler):
             if self._record is not None:
                 self._record.release()
 
-    # --- the cluster ------------------------------------------------------------------------------------------------
+    # --- the cluster ------------------------------------------------------------------------------
 
     @property
     def shares_process(self) -> bool:
@@ -125,7 +131,7 @@ class BackendScheduler(Scheduler):
         self._roles.require_open("plan")
         return self._backend.allocator.plan(valid, [role.as_planned() for role in self._roles])
 
-    # --- roles ------------------------------------------------------------------------------------------------------
+    # --- roles ------------------------------------------------------------------------------------
 
     @checked
     def create_workers(self, job: Job | Collection[Job]) -> list[str]:
@@ -141,7 +147,9 @@ class BackendScheduler(Scheduler):
                 msgspec.structs.replace(target.job.spec(rank_of(worker_id)), cmd=command, gpu=0)
                 for worker_id in target.worker_ids
             ],
-            scheduling_strategy=SchedulingStrategy(type="colocation", target=target_role, fork=True),
+            scheduling_strategy=SchedulingStrategy(
+                type="colocation", target=target_role, fork=True
+            ),
         )
         return self._lifecycle.create(_valid(job))
 
@@ -168,7 +176,13 @@ class BackendScheduler(Scheduler):
     @checked
     def remove_workers(self, role: str, worker_ids: Sequence[str]) -> None:
         if isinstance(worker_ids, str):
-            raise refusal("remove_workers", "worker_ids", worker_ids, "Sequence[str]", f"Give a list of ids: [{worker_ids!r}]")
+            raise refusal(
+                "remove_workers",
+                "worker_ids",
+                worker_ids,
+                "Sequence[str]",
+                f"Give a list of ids: [{worker_ids!r}]",
+            )
         entry = self._roles.open_role(role, "remove_workers")
         run_sync(self._lifecycle.remove(entry, list(dict.fromkeys(worker_ids))))
 
@@ -182,7 +196,7 @@ class BackendScheduler(Scheduler):
     def advise(self, role: str, next_step: str) -> None:
         self._lifecycle.advice[role] = next_step
 
-    # --- workers ----------------------------------------------------------------------------------------------------
+    # --- workers ----------------------------------------------------------------------------------
 
     @checked
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
@@ -206,7 +220,8 @@ class BackendScheduler(Scheduler):
 
         async def ask() -> list[WorkerStatus]:
             there = {worker_id: client for worker_id, client in clients.items() if client.is_there}
-            found, _ = await ask_health(there, self.timeouts.health_s, "Timeouts.health_s")  # states say what failures mean
+            # states say what failures mean
+            found, _ = await ask_health(there, self.timeouts.health_s, "Timeouts.health_s")
             return [client.status(found.get(worker_id)) for worker_id, client in clients.items()]
 
         return run_sync(ask())
@@ -229,9 +244,15 @@ class BackendScheduler(Scheduler):
     @checked
     async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
         given: Mapping[Any, Any] = env
-        wrong = {name: value for name, value in given.items() if not (isinstance(name, str) and isinstance(value, str))}
+        wrong = {
+            name: value
+            for name, value in given.items()
+            if not (isinstance(name, str) and isinstance(value, str))
+        }
         if wrong:
-            raise TypeError(f"environment of {worker_id}: names and values are strings; got {wrong!r}")
+            raise TypeError(
+                f"environment of {worker_id}: names and values are strings; got {wrong!r}"
+            )
         client = self._roles.client(worker_id)
         self._backend.require_environment(worker_id, env)
         await run_async(client.control(Verb.SET_ENV, dict(env)))
@@ -239,7 +260,11 @@ class BackendScheduler(Scheduler):
     @checked
     async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
         client = self._roles.client(worker_id)
-        limit = (self.timeouts.health_s, "Timeouts.health_s") if timeout is None else (timeout, "the operation's deadline")
+        limit = (
+            (self.timeouts.health_s, "Timeouts.health_s")
+            if timeout is None
+            else (timeout, "the operation's deadline")
+        )
         found, failures = await run_async(ask_health({worker_id: client}, *limit))
         if worker_id in failures:
             raise failures[worker_id]
@@ -247,8 +272,14 @@ class BackendScheduler(Scheduler):
 
     async def preemption_notices(self) -> dict[str, PreemptionNotice]:
         self._roles.require_open("preemption_notices")
-        found = {worker_id: client.preemption_notice for role in self._roles for worker_id, client in role.clients.items()}
-        places = {worker_id: place for role in self._roles for worker_id, place in role.places.items()}
+        found = {
+            worker_id: client.preemption_notice
+            for role in self._roles
+            for worker_id, client in role.clients.items()
+        }
+        places = {
+            worker_id: place for role in self._roles for worker_id, place in role.places.items()
+        }
         told = {worker_id: notice for worker_id, notice in found.items() if notice is not None}
         return told | await self._backend.allocator.preemption_notices(places)
 
@@ -257,7 +288,9 @@ class BackendScheduler(Scheduler):
         if self.shares_process:
             raise errors.FaultsUnsupportedError(scheduler=type(self).__name__)
         target = self._roles.client(fault.worker_id)
-        return await run_async(inject(fault, target, self._roles.clients(), self._backend.allocator.why_node_stays))
+        return await run_async(
+            inject(fault, target, self._roles.clients(), self._backend.allocator.why_node_stays)
+        )
 
     @checked
     async def kill_worker(self, worker_id: str, cause: str) -> None:
@@ -267,7 +300,7 @@ class BackendScheduler(Scheduler):
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         await run_async(probe(role, dict(self._roles.role(role).clients), address, port))
 
-    # --- engines and values -----------------------------------------------------------------------------------------
+    # --- engines and values -----------------------------------------------------------------------
 
     @checked
     async def create_engine(
@@ -290,7 +323,9 @@ class BackendScheduler(Scheduler):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        return self._calls.call(worker_id, method, engine_name, Call(args, kwargs, rpc_meta), timeout)
+        return self._calls.call(
+            worker_id, method, engine_name, Call(args, kwargs, rpc_meta), timeout
+        )
 
     async def async_call_engine(
         self,
@@ -302,11 +337,17 @@ class BackendScheduler(Scheduler):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        return await self._calls.acall(worker_id, method, engine_name, Call(args, kwargs, rpc_meta), timeout)
+        return await self._calls.acall(
+            worker_id, method, engine_name, Call(args, kwargs, rpc_meta), timeout
+        )
 
     @checked
     def call_many(
-        self, calls: Mapping[str, Call], method: str, engine_name: str | None = None, timeout: float | None = None
+        self,
+        calls: Mapping[str, Call],
+        method: str,
+        engine_name: str | None = None,
+        timeout: float | None = None,
     ) -> Fanout:
         return self._calls.call_many(calls, method, engine_name, timeout)
 
@@ -330,12 +371,17 @@ def _valid(job: Job | Collection[Job]) -> list[Job]:
         each.validate()
         if each.role in {other.role for other in jobs[:index]}:
             raise errors.InvalidSpecError(
-                role=each.role, field="role", value=each.role, expected="a name of its own among the jobs of one start"
+                role=each.role,
+                field="role",
+                value=each.role,
+                expected="a name of its own among the jobs of one start",
             )
     return jobs
 
 
-def _ask_all(clients: Mapping[str, WorkerClient], ask: Callable[[WorkerClient], Coroutine[Any, Any, T]]) -> dict[str, T]:
+def _ask_all(
+    clients: Mapping[str, WorkerClient], ask: Callable[[WorkerClient], Coroutine[Any, Any, T]]
+) -> dict[str, T]:
     async def ask_all() -> dict[str, T]:
         return dict(zip(clients, await await_all(map(ask, clients.values())), strict=True))
 

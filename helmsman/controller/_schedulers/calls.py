@@ -13,7 +13,13 @@ from helmsman.api.scheduler import CONTROLLER, Call, ResultHandle, WorkerState
 from helmsman.controller._aio.event_loop import forbid_blocking, run_async, run_sync
 from helmsman.controller._schedulers.backend import Backend, Run
 from helmsman.controller._schedulers.roles import RoleRegistry
-from helmsman.controller._transport.client import GroupPendingCall, WorkerClient, await_reply, request_ids, wait_for_reply
+from helmsman.controller._transport.client import (
+    GroupPendingCall,
+    WorkerClient,
+    await_reply,
+    request_ids,
+    wait_for_reply,
+)
 from helmsman.controller._validation.argument_types import refusal, require_seconds
 from helmsman.rpc_server._host.handles import keep
 from helmsman.rpc_server._wire.codec import Packed, decode, encode, encode_arguments
@@ -72,7 +78,9 @@ class ValueStore:
             self._backend.store.drop(self._put.pop())
 
     def require(self, handles: Iterable[ResultHandle]) -> None:
-        """Raise HandleLostError for a handle whose value is known to be lost. On Ray it may outlive its maker for a while."""
+        """Raise HandleLostError for a handle whose value is known to be lost. On Ray it may outlive
+        its maker for a while.
+        """
         for handle in handles:
             reason = "it was released" if handle.id in self._released else ""
             if handle.worker_id == CONTROLLER:
@@ -81,12 +89,17 @@ class ValueStore:
                 reason = "it was released, or is another scheduler's"
             else:
                 try:
-                    if self._roles.client(handle.worker_id).state in (WorkerState.FAILED, WorkerState.STOPPED):
+                    if self._roles.client(handle.worker_id).state in (
+                        WorkerState.FAILED,
+                        WorkerState.STOPPED,
+                    ):
                         reason = reason or "its worker has ended"
                 except errors.WorkerNotFoundError:
                     reason = reason or "its worker was deleted"
             if reason:
-                raise errors.HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=reason)
+                raise errors.HandleLostError(
+                    worker_id=handle.worker_id, handle_id=handle.id, reason=reason
+                )
 
 
 class CallService:
@@ -98,7 +111,12 @@ class CallService:
         self._values = values
 
     async def create_engine(
-        self, worker_id: str, engine: Any, engine_name: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        worker_id: str,
+        engine: Any,
+        engine_name: str | None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> None:
         client = self._roles.client(worker_id)
         name = str.__str__(engine_name or worker_id)
@@ -107,34 +125,73 @@ class CallService:
         await run_async(client.create_engine(name, payload, self._run.timeouts.create_engine_s))
         self._roles.note_engine(worker_id, name)
 
-    def call(self, worker_id: str, method: str, engine_name: str | None, call: Call, timeout: float | None) -> Any:
-        return decode(wait_for_reply(*self._prepared("call_engine", worker_id, method, engine_name, call, timeout)))
+    def call(
+        self,
+        worker_id: str,
+        method: str,
+        engine_name: str | None,
+        call: Call,
+        timeout: float | None,
+    ) -> Any:
+        return decode(
+            wait_for_reply(
+                *self._prepared("call_engine", worker_id, method, engine_name, call, timeout)
+            )
+        )
 
-    async def acall(self, worker_id: str, method: str, engine_name: str | None, call: Call, timeout: float | None) -> Any:
-        return decode(await await_reply(*self._prepared("async_call_engine", worker_id, method, engine_name, call, timeout)))
+    async def acall(
+        self,
+        worker_id: str,
+        method: str,
+        engine_name: str | None,
+        call: Call,
+        timeout: float | None,
+    ) -> Any:
+        return decode(
+            await await_reply(
+                *self._prepared("async_call_engine", worker_id, method, engine_name, call, timeout)
+            )
+        )
 
     def _prepared(
-        self, caller: str, worker_id: str, method: str, engine_name: str | None, call: Call, timeout: float | None
+        self,
+        caller: str,
+        worker_id: str,
+        method: str,
+        engine_name: str | None,
+        call: Call,
+        timeout: float | None,
     ) -> tuple[WorkerClient, Outgoing, float, str]:
         _require_call(caller, worker_id, method, engine_name, call.rpc_meta)
         limit_s, source = self._limit(caller, timeout)
         client = self._roles.client(worker_id)
         return client, self._packed(client, worker_id, method, engine_name, call), limit_s, source
 
-    def call_many(self, calls: Mapping[str, Call], method: str, engine_name: str | None, timeout: float | None) -> Fanout:
-        """As Scheduler.call_many. Workers with the same arguments get the same message, which is made once."""
+    def call_many(
+        self, calls: Mapping[str, Call], method: str, engine_name: str | None, timeout: float | None
+    ) -> Fanout:
+        """As Scheduler.call_many. Workers with the same arguments get the same message, which is
+        made once.
+        """
         fanout = Fanout(*self._limit("call_many", timeout))
         shared: dict[tuple[Any, ...], Outgoing] = {}
         for worker_id, call in calls.items():
             try:
                 _require_call("call_many", worker_id, method, engine_name, call.rpc_meta)
                 client = self._roles.client(worker_id)
-                key = (id(call.payload), _name_for(client, engine_name or worker_id), id(call.rpc_meta))
+                key = (
+                    id(call.payload),
+                    _name_for(client, engine_name or worker_id),
+                    id(call.rpc_meta),
+                )
                 outgoing = None if call.payload is None else shared.get(key)
                 if outgoing is None:
-                    outgoing = shared[key] = self._packed(client, worker_id, method, engine_name, call)
+                    outgoing = shared[key] = self._packed(
+                        client, worker_id, method, engine_name, call
+                    )
                 GroupPendingCall(client, outgoing, fanout, worker_id).begin()
-            except Exception as error:  # noqa: BLE001 - one worker's failure, which must not hide what was sent to others
+            # One worker's failure, which must not hide what was sent to others
+            except Exception as error:  # noqa: BLE001
                 fanout.failed(worker_id, error)
         return fanout
 
@@ -144,13 +201,18 @@ class CallService:
         require_seconds(caller, timeout)
         return float(timeout), "the call's timeout argument"  # NumPy's own are no numbers to a lock
 
-    def _packed(self, client: WorkerClient, worker_id: str, method: str, engine_name: str | None, call: Call) -> Outgoing:
+    def _packed(
+        self, client: WorkerClient, worker_id: str, method: str, engine_name: str | None, call: Call
+    ) -> Outgoing:
         meta = dict(call.rpc_meta or {})
         keeps, discards = bool(meta.pop("keep", False)), bool(meta.pop("discard", False))
         broadcast = meta.pop("broadcast", None)
         more = meta.pop("kwargs", {})
         if meta:
-            raise TypeError(f"unknown rpc_meta {sorted(map(str, meta))}; it takes 'broadcast', 'discard', 'keep' and 'kwargs'")
+            raise TypeError(
+                f"unknown rpc_meta {sorted(map(str, meta))}; it takes 'broadcast', 'discard', "
+                "'keep' and 'kwargs'"
+            )
         name = engine_name or worker_id
         payload = call.payload
         if payload is None:
@@ -160,19 +222,28 @@ class CallService:
             self._values.require(payload.handles)
         # What is sent has no subclasses of str: msgspec would refuse NumPy's.
         plain = None if (engine := _name_for(client, name)) is None else str.__str__(engine)
-        request = Request(next(request_ids), Verb.CALL, plain, str.__str__(method), keeps, broadcast, discards)
+        request = Request(
+            next(request_ids), Verb.CALL, plain, str.__str__(method), keeps, broadcast, discards
+        )
         return Outgoing(request, payload)
 
 
-def _require_call(caller: str, worker_id: object, method: object, engine_name: object, rpc_meta: object) -> None:
-    """Raise TypeError for an argument of a wrong type; by hand, since it is a part of what an empty call costs."""
+def _require_call(
+    caller: str, worker_id: object, method: object, engine_name: object, rpc_meta: object
+) -> None:
+    """Raise TypeError for an argument of a wrong type; by hand, since it is a part of what an empty
+    call costs.
+    """
     if not isinstance(worker_id, str):
         raise refusal(caller, "worker_id", worker_id, "str, as 'role/0'")
     if not isinstance(method, str):
         raise refusal(caller, "method", method, "str, the name of a method of the engine")
     if not (engine_name is None or isinstance(engine_name, str)):
         hint = f'{caller}(worker, "{method}", "counter", {reprlib.repr(engine_name)})'
-        hint = f"The engine's name, or None for the worker's id, comes before the method's arguments: {hint}"
+        hint = (
+            "The engine's name, or None for the worker's id, comes before the method's "
+            f"arguments: {hint}"
+        )
         raise refusal(caller, "engine_name", engine_name, "str | None", hint)
     if rpc_meta is not None:
         _require_meta(caller, rpc_meta)
@@ -190,5 +261,7 @@ def _require_meta(caller: str, rpc_meta: object) -> None:
 
 
 def _name_for(client: WorkerClient, engine_name: str) -> str | None:
-    """An engine's name in a request: none for one that bears its worker's, so that all workers can be sent the same."""
+    """An engine's name in a request: none for one that bears its worker's, so that all workers can
+    be sent the same.
+    """
     return None if engine_name == client.worker_id else engine_name

@@ -21,8 +21,10 @@ def make_scheduler(name: str, **options: Any) -> Scheduler:
     """The scheduler called ``name``: 'ray', 'local' or 'inline'.
 
     Args:
-        options: arguments of its class; ``seed``, ``log_dir`` and ``timeouts`` mean the same for all.
-    Raises: UnknownBackendError, BackendNotInstalledError; TypeError for an option that it does not have.
+        options: arguments of its class; ``seed``, ``log_dir`` and ``timeouts`` mean the same for
+            all.
+    Raises: UnknownBackendError, BackendNotInstalledError; TypeError for an option that it does not
+        have.
     """
     if name not in _SCHEDULERS:
         raise UnknownBackendError(backend=name, known=list(_SCHEDULERS))
@@ -31,6 +33,8 @@ def make_scheduler(name: str, **options: Any) -> Scheduler:
     known = inspect.signature(kind).parameters
     for option in options:
         if option not in known:
-            raise TypeError(f"scheduler {name!r} has no option {option!r}; {did_you_mean(option, known)}")
+            raise TypeError(
+                f"scheduler {name!r} has no option {option!r}; {did_you_mean(option, known)}"
+            )
     scheduler: Scheduler = kind(**options)
     return scheduler

@@ -76,15 +76,24 @@ class ForkServer(asyncio.Protocol):
         self._ending: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, run_id: str, run_dir: Path, log_path: Path, preload: Sequence[str]) -> ForkServer:
+    async def start(
+        cls, run_id: str, run_dir: Path, log_path: Path, preload: Sequence[str]
+    ) -> ForkServer:
         """Start it; it answers once its modules are imported."""
         ours, theirs = socket.socketpair()
         undo = contextlib.ExitStack()
         undo.callback(ours.close)
-        with undo, theirs, pidfd_of_this_process() as driver, os.fdopen(open_log(log_path, run_id), "ab") as log:
-            # In a session of its own: the terminal's Ctrl-C is for the script, which then ends its workers in order.
+        with (
+            undo,
+            theirs,
+            pidfd_of_this_process() as driver,
+            os.fdopen(open_log(log_path, run_id), "ab") as log,
+        ):
+            # In a session of its own: the terminal's Ctrl-C is for the script, which then ends its
+            # workers in order.
             arguments = [run_id, str(theirs.fileno()), str(driver), str(run_dir), ",".join(preload)]
-            process = subprocess.Popen(  # noqa: ASYNC220 - a start is a few milliseconds, once in a run
+            # A start is a few milliseconds, once in a run
+            process = subprocess.Popen(  # noqa: ASYNC220
                 [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -137,14 +146,17 @@ class ForkServer(asyncio.Protocol):
 
     async def _end_families(self) -> None:
         """End what its workers had started: only this process still has the tags."""
-        left = {pid: worker.tag for pid, worker in self._workers.items() if not worker.survivors.done()}
+        left = {
+            pid: worker.tag for pid, worker in self._workers.items() if not worker.survivors.done()
+        }
         if left:
             for pid, survivors in (await in_thread(_end_families, left)).items():
                 self._workers[pid].survivors.set_result(survivors)
 
     def _error(self) -> ForkServerGoneError:
         return ForkServerGoneError(
-            f"the parent of all local workers has ended; its log: {self._log_path}\n{tail_of(self._log_path)}"
+            "the parent of all local workers has ended; its log: "
+            f"{self._log_path}\n{tail_of(self._log_path)}"
         )
 
     async def spawn(self, order: Spawn) -> int:
@@ -181,10 +193,12 @@ class ForkServer(asyncio.Protocol):
     async def stop(self, limit_s: float) -> None:
         """Close the connection, upon which it ends everything, and await its end."""
         if self._transport is not None:
-            self._transport.write_eof()  # also for children that this process has forked and that hold a copy of the socket
+            # also for children that this process has forked and that hold a copy of the socket
+            self._transport.write_eof()
             self._transport.close()
         deadline = Deadline(limit_s)
-        while self._process.poll() is None:  # and no thread that waits: at the end of the interpreter there is none to be had
+        while self._process.poll() is None:
+            # and no thread that waits: at the end of the interpreter there is none to be had
             if deadline.passed:
                 self._process.kill()
             await asyncio.sleep(0.005)

@@ -1,7 +1,8 @@
-"""InlineScheduler: all workers in the driver's process, so that a debugger's breakpoints stop inside engines.
+"""InlineScheduler: all workers in the driver's process, so that a debugger's breakpoints stop
+inside engines.
 
-Messages go through the codec and an EngineHost as elsewhere. Environment, default process group and random state are shared by
-all workers, and an engine that ends the process ends the script.
+Messages go through the codec and an EngineHost as elsewhere. Environment, default process group and
+random state are shared by all workers, and an engine that ends the process ends the script.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from helmsman.rpc_server._wire.wire import Outgoing
 class InlineScheduler(BackendScheduler):
     """Workers as threads of this process; see BackendScheduler for the other arguments.
 
-    Environment variables that workers set are put back when the scheduler closes. Workers hold accelerators as elsewhere, but
-    nothing keeps them from seeing those of others.
+    Environment variables that workers set are put back when the scheduler closes. Workers hold
+    accelerators as elsewhere, but nothing keeps them from seeing those of others.
 
     Args:
         num_cpus, num_gpus, accelerator, resources: what the machine has; see OneMachine.
@@ -51,7 +52,9 @@ class InlineScheduler(BackendScheduler):
         accelerator: str | None = None,
         resources: Mapping[str, float] | None = None,
     ) -> None:
-        machine = OneMachine(num_cpus=num_cpus, num_gpus=num_gpus, accelerator=accelerator, resources=resources)
+        machine = OneMachine(
+            num_cpus=num_cpus, num_gpus=num_gpus, accelerator=accelerator, resources=resources
+        )
         super().__init__(InlineBackend(machine), seed=seed, log_dir=log_dir, timeouts=timeouts)
 
 
@@ -68,15 +71,24 @@ class InlineBackend(Backend):
     async def launch(self, start: Launch) -> list[WorkerClient]:
         clients = []
         for rank, place in start.places.items():
-            identity = msgspec.structs.replace(self.run.identity(start.job, rank, place.node), log_path="")
+            identity = msgspec.structs.replace(
+                self.run.identity(start.job, rank, place.node), log_path=""
+            )
             host = EngineHost(identity, self.store, seeding=False)
             host.engine_thread.start(identity.worker_id)
             host.set_environment(
-                [EnvironmentVariable(*item, "spec.env_vars") for item in start.job.spec(rank).env_vars.items()]
+                [
+                    EnvironmentVariable(*item, "spec.env_vars")
+                    for item in start.job.spec(rank).env_vars.items()
+                ]
             )
             start.resources.callback(host.close)
             transport = InlineTransport(host)
-            clients.append(WorkerClient(identity.worker_id, place, os.getpid(), "", transport, self.run.timeouts))
+            clients.append(
+                WorkerClient(
+                    identity.worker_id, place, os.getpid(), "", transport, self.run.timeouts
+                )
+            )
         return clients
 
     def guard_platform(self) -> contextlib.ExitStack:
@@ -90,7 +102,8 @@ class InlineBackend(Backend):
                     role=worker_id.rpartition("/")[0],
                     field=f"environment variable {name} of {worker_id}",
                     value=value,
-                    expected=f"{current!r}, which {owner} has set: inline workers share one process, so one of them cannot be "
+                    expected=f"{current!r}, which {owner} has set: inline workers share one "
+                    "process, so one of them cannot be "
                     "another rank than the others. Use replicas=1, or the 'local' scheduler",
                 )
         self._set_by.update((name, (worker_id, value)) for name, value in env.items())

@@ -28,7 +28,12 @@ from helmsman.controller._transport.channel import Channel
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._process.environment import absolute_search_path
-from helmsman.rpc_server._process.guardian import end_members, process_of, split_status, status_of_zombie
+from helmsman.rpc_server._process.guardian import (
+    end_members,
+    process_of,
+    split_status,
+    status_of_zombie,
+)
 from helmsman.rpc_server._process.oom import oom_count, oom_kills_since
 from helmsman.rpc_server._process.pulse import find_page, observe
 from helmsman.rpc_server._process.safe_files import remove_tree
@@ -48,7 +53,8 @@ class LocalScheduler(BackendScheduler):
 
     Args:
         num_cpus, num_gpus, accelerator, resources: what the machine has; see OneMachine.
-        preload: modules that every worker finds imported already. Importing torch costs a worker more than a second otherwise.
+        preload: modules that every worker finds imported already. Importing torch costs a worker
+            more than a second otherwise.
     """
 
     def __init__(
@@ -63,8 +69,12 @@ class LocalScheduler(BackendScheduler):
         resources: Mapping[str, float] | None = None,
         preload: Sequence[str] = ("torch",),
     ) -> None:
-        machine = OneMachine(num_cpus=num_cpus, num_gpus=num_gpus, accelerator=accelerator, resources=resources)
-        super().__init__(LocalBackend(machine, preload), seed=seed, log_dir=log_dir, timeouts=timeouts)
+        machine = OneMachine(
+            num_cpus=num_cpus, num_gpus=num_gpus, accelerator=accelerator, resources=resources
+        )
+        super().__init__(
+            LocalBackend(machine, preload), seed=seed, log_dir=log_dir, timeouts=timeouts
+        )
 
 
 class LocalBackend(Backend):
@@ -84,7 +94,9 @@ class LocalBackend(Backend):
 
     async def launch(self, start: Launch) -> list[WorkerClient]:
         server, run_dir = await self._ensure_server()
-        return await await_all(self._start_worker(start, *pair, server, run_dir) for pair in start.places.items())
+        return await await_all(
+            self._start_worker(start, *pair, server, run_dir) for pair in start.places.items()
+        )
 
     async def _ensure_server(self) -> tuple[ForkServer, Path]:
         async with self._starting_server:
@@ -105,19 +117,30 @@ class LocalBackend(Backend):
         identity = self.run.identity(start.job, rank, ADDRESS)
         devices = self._devices.environment(place.devices)
         path = str(run_dir / f"{secrets.token_hex(6)}.sock")
-        environment = worker_environment(os.environ, start.job.spec(rank), devices, same_machine=True)
+        environment = worker_environment(
+            os.environ, start.job.spec(rank), devices, same_machine=True
+        )
         log_start = log_size(identity.log_path)
         order = Spawn(identity, path, self._key, as_mapping(environment), absolute_search_path())
         try:
             async with asyncio.timeout(start.deadline.remaining_s):
                 pid = await server.spawn(order)
-                ended = LocalProcess(server, pid, worker_tag(identity), identity.log_path, log_start)
+                ended = LocalProcess(
+                    server, pid, worker_tag(identity), identity.log_path, log_start
+                )
                 start.resources.push_async_callback(ended.kill)
                 channel = await open_channel(identity.worker_id, path, self._key, ended)
         except (OSError, errors.ProtocolError, ForkServerGoneError, TimeoutError) as error:
-            reason = str(error) or f"it did not answer within {start.deadline.limit_s:g} s (Timeouts.start_s)"
-            raise start_error(identity.worker_id, ADDRESS, reason, identity.log_path, log_start) from error
-        client = WorkerClient(identity.worker_id, place, pid, identity.log_path, channel, self.run.timeouts)
+            reason = (
+                str(error)
+                or f"it did not answer within {start.deadline.limit_s:g} s (Timeouts.start_s)"
+            )
+            raise start_error(
+                identity.worker_id, ADDRESS, reason, identity.log_path, log_start
+            ) from error
+        client = WorkerClient(
+            identity.worker_id, place, pid, identity.log_path, channel, self.run.timeouts
+        )
         client.environment = devices
         return client
 
@@ -132,7 +155,9 @@ class LocalBackend(Backend):
 class LocalProcess:
     """The end of a worker's process; its log begins at byte ``log_start`` of the file."""
 
-    def __init__(self, server: ForkServer, pid: int, tag: str, log_path: str, log_start: int) -> None:
+    def __init__(
+        self, server: ForkServer, pid: int, tag: str, log_path: str, log_start: int
+    ) -> None:
         self.pid = pid
         self.tag = tag
         self._server = server
@@ -158,11 +183,15 @@ class LocalProcess:
         deadline = Deadline(_END_S)
         self._server.kill(self.pid)
         try:
-            survivors = set(await asyncio.wait_for(self._server.wait_family(self.pid), deadline.remaining_s))
+            survivors = set(
+                await asyncio.wait_for(self._server.wait_family(self.pid), deadline.remaining_s)
+            )
         except TimeoutError:
             survivors = {self.pid}
         else:
-            if survivors:  # the forkserver has looked once; a process can take longer to exit, if it frees much memory
+            # the forkserver has looked once; a process can take longer to exit, if it frees much
+            # memory
+            if survivors:
                 survivors = await in_thread(end_members, survivors, self.pid, self.tag)
         if survivors:
             raise errors.ShutdownIncompleteError(
@@ -178,7 +207,9 @@ class LocalProcess:
             await asyncio.wait_for(self._server.wait_family(self.pid), limit_s)
 
     async def ending(self, lost_because: str) -> Ending:
-        """How it ended; a process that lives although its channel is lost is ended now, since it cannot be reached."""
+        """How it ended; a process that lives although its channel is lost is ended now, since it
+        cannot be reached.
+        """
         try:
             status: int | None = await asyncio.wait_for(self._server.wait_exit(self.pid), _REPORT_S)
         except TimeoutError:
@@ -188,7 +219,9 @@ class LocalProcess:
                 cause = f"was ended by this scheduler: {lost_because or 'its connection was lost'}"
                 return Ending(cause, None, signal.SIGKILL, self._log_tail())
         code, number = split_status(status) if status is not None else (None, None)
-        return Ending(describe_exit(code, number, oom_kills_since(self._oom)), code, number, self._log_tail())
+        return Ending(
+            describe_exit(code, number, oom_kills_since(self._oom)), code, number, self._log_tail()
+        )
 
     async def observe(self, limit_s: float) -> bytes:
         return b"" if self._page is None else await in_thread(observe, self._page, self.pid)
@@ -199,7 +232,9 @@ class LocalProcess:
 
 async def open_channel(worker_id: str, path: str, key: bytes, process: LocalProcess) -> Channel:
     """Connect to the worker that listens at ``path``. Raises OSError, ProtocolError."""
-    channel = Channel(worker_id, functools.partial(connect, path, key, _CONNECT_S), process, shares_memory=True)
+    channel = Channel(
+        worker_id, functools.partial(connect, path, key, _CONNECT_S), process, shares_memory=True
+    )
     await channel.open()
     process.on_end(channel.close)
     return channel

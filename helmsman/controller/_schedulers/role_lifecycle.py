@@ -1,7 +1,7 @@
 """Starts of roles as transactions, and changes of those that run.
 
-All jobs of a start are ready and published, or nothing of them remains. A worker that is restarted keeps its id, and no id is
-given twice.
+All jobs of a start are ready and published, or nothing of them remains. A worker that is restarted
+keeps its id, and no id is given twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from helmsman.controller._node.environment import worker_environment
 from helmsman.controller._placement.placement import Placement, targets_first, tile
 from helmsman.controller._schedulers.backend import Backend, Launch, Run
 from helmsman.controller._schedulers.calls import CallService
-from helmsman.controller._schedulers.roles import Role, RoleRegistry, by_id, not_found, rank_of, stop_roles
+from helmsman.controller._schedulers.roles import (
+    Role,
+    RoleRegistry,
+    by_id,
+    not_found,
+    rank_of,
+    stop_roles,
+)
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._wire.messages import Verb, WorkerConfig
 
@@ -30,7 +37,9 @@ _COMMAND_ENGINE = "helmsman.rpc_server._process.command.CommandEngine"
 
 
 class RoleLifecycle:
-    """Starts, changes and ends the roles of a registry by a backend; see Scheduler for the arguments."""
+    """Starts, changes and ends the roles of a registry by a backend; see Scheduler for the
+    arguments.
+    """
 
     def __init__(self, run: Run, roles: RoleRegistry, backend: Backend, calls: CallService) -> None:
         self.advice: dict[str, str] = {}
@@ -43,7 +52,11 @@ class RoleLifecycle:
     def create(self, jobs: Sequence[Job]) -> list[str]:
         roles = self._publish(jobs, "create_workers", lambda: self._start_roles(jobs))
         try:
-            run_sync(self._run_commands(roles, [worker_id for role in roles for worker_id in role.worker_ids]))
+            run_sync(
+                self._run_commands(
+                    roles, [worker_id for role in roles for worker_id in role.worker_ids]
+                )
+            )
         except BaseException:
             for role in reversed(roles):
                 with contextlib.suppress(errors.RoleNotFoundError):  # it went with its target
@@ -62,7 +75,9 @@ class RoleLifecycle:
 
         async def hold() -> list[Role]:
             async with contextlib.AsyncExitStack() as resources:
-                places = await self._backend.allocator.hold(job, Deadline(self._run.timeouts.start_s), resources)
+                places = await self._backend.allocator.hold(
+                    job, Deadline(self._run.timeouts.start_s), resources
+                )
                 return [Role(job, {}, resources.pop_all(), reserved=by_id(job, places))]
 
         (role,) = self._publish([job], "reserve", hold)
@@ -70,9 +85,21 @@ class RoleLifecycle:
 
     def delete(self, name: str | None, reverse_order: bool = False) -> None:
         forbid_blocking()  # before the roles are forgotten
-        run_sync(stop_roles(self._roles.forget(name), reverse_order, "delete_workers", self._run.timeouts.shutdown_s))
+        run_sync(
+            stop_roles(
+                self._roles.forget(name),
+                reverse_order,
+                "delete_workers",
+                self._run.timeouts.shutdown_s,
+            )
+        )
 
-    def _publish(self, jobs: Sequence[Job], operation: str, start: Callable[[], Coroutine[Any, Any, list[Role]]]) -> list[Role]:
+    def _publish(
+        self,
+        jobs: Sequence[Job],
+        operation: str,
+        start: Callable[[], Coroutine[Any, Any, list[Role]]],
+    ) -> list[Role]:
         with self._roles.claim(jobs, operation):
             roles = run_sync(start())
             try:
@@ -88,13 +115,22 @@ class RoleLifecycle:
         started: dict[str, Role] = {}
 
         async def start(job: Job, places: Sequence[Placement]) -> None:
-            clients = await self._launch(Launch(job, dict(enumerate(places)), deadline, stacks[job.role]))
+            clients = await self._launch(
+                Launch(job, dict(enumerate(places)), deadline, stacks[job.role])
+            )
             started[job.role] = Role(job, by_id(job, clients), stacks[job.role])
 
         async with contextlib.AsyncExitStack() as resources:
-            stacks = {job.role: await resources.enter_async_context(contextlib.AsyncExitStack()) for job in jobs}
+            stacks = {
+                job.role: await resources.enter_async_context(contextlib.AsyncExitStack())
+                for job in jobs
+            }
             separate = [job for job in jobs if job.scheduling_strategy.type == "separation"]
-            places = await self._backend.allocator.reserve(separate, deadline, stacks) if separate else {}
+            places = (
+                await self._backend.allocator.reserve(separate, deadline, stacks)
+                if separate
+                else {}
+            )
             await await_all(start(job, places[job.role]) for job in separate)
             for job in colocated:
                 target = started.get(str(job.scheduling_strategy.target)) or self._roles.role(
@@ -114,7 +150,9 @@ class RoleLifecycle:
 
     async def _launch(self, start: Launch) -> list[WorkerClient]:
         clients = await self._backend.launch(start)
-        await await_all(self._prepare(start, *pair) for pair in zip(start.places, clients, strict=True))
+        await await_all(
+            self._prepare(start, *pair) for pair in zip(start.places, clients, strict=True)
+        )
         return clients
 
     async def _prepare(self, start: Launch, rank: int, client: WorkerClient) -> None:
@@ -130,7 +168,9 @@ class RoleLifecycle:
                     role=job.role,
                     rank=rank,
                     seed=self._run.seed,
-                    environment=worker_environment(os.environ, spec, client.environment, same_machine=same_machine),
+                    environment=worker_environment(
+                        os.environ, spec, client.environment, same_machine=same_machine
+                    ),
                     grant=client.place.grant(client.worker_id),
                 )
                 await client.control(Verb.CONFIGURE, config, limit_s=limit_s)
@@ -155,34 +195,50 @@ class RoleLifecycle:
             ports = self._roles.client(worker_id).engine_ports
             await self._calls.create_engine(worker_id, _COMMAND_ENGINE, None, (command, ports), {})
 
-        commands = {each: jobs[each.rpartition("/")[0]].spec(rank_of(each)).cmd for each in worker_ids}
-        await await_all(run(worker_id, command) for worker_id, command in commands.items() if command)
+        commands = {
+            each: jobs[each.rpartition("/")[0]].spec(rank_of(each)).cmd for each in worker_ids
+        }
+        await await_all(
+            run(worker_id, command) for worker_id, command in commands.items() if command
+        )
 
-    # --- restarts ---------------------------------------------------------------------------------------------------
+    # --- restarts ---------------------------------------------------------------------------------
 
     def restart_worker(self, worker_id: str) -> None:
         self._roles.client(worker_id)
         role = self._roles.role(worker_id.rpartition("/")[0])
         if role.reuses:
             raise errors.InvalidSpecError(
-                role=role.name, field="worker_id", value=worker_id, expected=f"a worker of {role.target!r}, to which it belongs"
+                role=role.name,
+                field="worker_id",
+                value=worker_id,
+                expected=f"a worker of {role.target!r}, to which it belongs",
             )
         run_sync(self._restart(role, worker_id))
         run_sync(self._run_commands([role], [worker_id]))
 
     def restart_workers(self, name: str, *, elsewhere: bool) -> None:
         role = self._roles.open_role(name, "restart_workers")
-        users = [each.name for each in self._roles if each.target == name and (elsewhere or each.reuses)]
+        users = [
+            each.name for each in self._roles if each.target == name and (elsewhere or each.reuses)
+        ]
         expected = ""
         if role.reuses or not role.clients:
             expected = f"a role with workers of its own; these are {role.target or 'nobody'}'s"
         elif users:
-            expected = f"a role whose workers no other stands on; {', '.join(users)} would go with them"
+            expected = (
+                f"a role whose workers no other stands on; {', '.join(users)} would go with them"
+            )
         if expected:
             raise errors.InvalidSpecError(role=name, field="role", value=name, expected=expected)
         if elsewhere:
-            ranks = [rank_of(worker_id) for worker_id in role.clients]  # as many as there are, which is what may have changed
-            specs = [role.job.spec(rank) for rank in ranks] if len(role.job.tasks) > 1 else role.job.tasks
+            # as many as there are, which is what may have changed
+            ranks = [rank_of(worker_id) for worker_id in role.clients]
+            specs = (
+                [role.job.spec(rank) for rank in ranks]
+                if len(role.job.tasks) > 1
+                else role.job.tasks
+            )
             run_sync(_kill_all(role))
             self.delete(name)
             self.create([msgspec.structs.replace(role.job, replicas=len(ranks), tasks=specs)])
@@ -199,9 +255,15 @@ class RoleLifecycle:
             await old.kill("was ended by restart_worker")
             place, allocator = old.place, self._backend.allocator
             if await allocator.is_lost(place):
-                await allocator.give_back(worker_id, place, [each.place for each in role.clients.values() if each is not old])
+                await allocator.give_back(
+                    worker_id,
+                    place,
+                    [each.place for each in role.clients.values() if each is not old],
+                )
                 single = _single(role.job, rank)
-                (place,) = (await allocator.reserve([single], deadline, {single.role: resources}))[single.role]
+                (place,) = (await allocator.reserve([single], deadline, {single.role: resources}))[
+                    single.role
+                ]
             (client,) = await self._launch(Launch(role.job, {rank: place}, deadline, resources))
             with self._roles.changing(role):
                 if role.clients.get(worker_id) is not old:
@@ -213,7 +275,11 @@ class RoleLifecycle:
                 role.own(worker_id, resources)
 
     async def _restart_all(self, role: Role) -> None:
-        async with role.growing, _restarting(role, role.worker_ids), contextlib.AsyncExitStack() as resources:
+        async with (
+            role.growing,
+            _restarting(role, role.worker_ids),
+            contextlib.AsyncExitStack() as resources,
+        ):
             deadline = Deadline(self._run.timeouts.start_s)
             old = role.clients
             await _kill_all(role)
@@ -226,7 +292,7 @@ class RoleLifecycle:
                 role.engine_names.clear()
                 role.resources.push_async_callback(resources.pop_all().aclose)
 
-    # --- growth -----------------------------------------------------------------------------------------------------
+    # --- growth -----------------------------------------------------------------------------------
 
     def scale(self, name: str, replicas: int) -> list[str]:
         role = self._roles.open_role(name, "scale")
@@ -240,21 +306,36 @@ class RoleLifecycle:
 
     def _require_scalable(self, role: Role, replicas: int, *, shrinks: bool) -> None:
         if replicas < 1:
-            raise errors.InvalidSpecError(role=role.name, field="replicas", value=replicas, expected="1 or more")
+            raise errors.InvalidSpecError(
+                role=role.name, field="replicas", value=replicas, expected="1 or more"
+            )
         has_many = role.clients and role.target is None and len(role.job.tasks) > 1
         expected = "a job with one spec for all of its replicas" if has_many else ""
         self._require_own(role, "replicas", replicas, shrinks, expected)
 
-    def _require_own(self, role: Role, field: str, value: Any, shrinks: bool, expected: str = "") -> None:
-        """Raise InvalidSpecError unless the role has workers of its own, and none that another role uses if some shall go."""
+    def _require_own(
+        self, role: Role, field: str, value: Any, shrinks: bool, expected: str = ""
+    ) -> None:
+        """Raise InvalidSpecError unless the role has workers of its own, and none that another role
+        uses if some shall go.
+        """
         if role.target is not None:
             expected = f"a role with workers of its own; these stand on role {role.target!r}"
         elif not role.clients:
             expected = "a role with workers; this one only holds devices"
-        elif not expected and shrinks and (dependents := [each.name for each in self._roles.with_dependents(role.name)[:-1]]):
-            expected = f"no fewer workers while {', '.join(dependents)} stand on them; delete these roles first"
+        elif (
+            not expected
+            and shrinks
+            and (dependents := [each.name for each in self._roles.with_dependents(role.name)[:-1]])
+        ):
+            expected = (
+                f"no fewer workers while {', '.join(dependents)} stand on them; delete "
+                "these roles first"
+            )
         if expected:
-            raise errors.InvalidSpecError(role=role.name, field=field, value=value, expected=expected)
+            raise errors.InvalidSpecError(
+                role=role.name, field=field, value=value, expected=expected
+            )
 
     def _scale(self, role: Role, num_more: Callable[[], int]) -> list[str]:
         async def scale() -> list[str]:
@@ -262,7 +343,11 @@ class RoleLifecycle:
                 count = num_more()
                 if count < 0:
                     await self.remove(role, role.worker_ids[count:])
-                return await self._grow(role, range(role.num_ids, role.num_ids + count)) if count > 0 else []
+                return (
+                    await self._grow(role, range(role.num_ids, role.num_ids + count))
+                    if count > 0
+                    else []
+                )
 
         new = run_sync(scale())
         try:
@@ -276,10 +361,15 @@ class RoleLifecycle:
         deadline = Deadline(self._run.timeouts.start_s)
         singles = {rank: _single(role.job, rank) for rank in ranks}
         async with contextlib.AsyncExitStack() as resources:
-            stacks = {each.role: await resources.enter_async_context(contextlib.AsyncExitStack()) for each in singles.values()}
+            stacks = {
+                each.role: await resources.enter_async_context(contextlib.AsyncExitStack())
+                for each in singles.values()
+            }
             places = await self._backend.allocator.reserve(list(singles.values()), deadline, stacks)
             started = await await_all(
-                self._launch(Launch(role.job, {rank: places[single.role][0]}, deadline, stacks[single.role]))
+                self._launch(
+                    Launch(role.job, {rank: places[single.role][0]}, deadline, stacks[single.role])
+                )
                 for rank, single in singles.items()
             )
             clients = {client.worker_id: client for (client,) in started}
@@ -290,7 +380,7 @@ class RoleLifecycle:
                     role.own(worker_id, stack)
         return list(clients)
 
-    # --- removal ----------------------------------------------------------------------------------------------------
+    # --- removal ----------------------------------------------------------------------------------
 
     async def remove(self, role: Role, worker_ids: Sequence[str]) -> None:
         with self._roles.changing(role):
@@ -300,7 +390,9 @@ class RoleLifecycle:
             self._require_own(role, "worker_ids", list(worker_ids), shrinks=True)
             if len(worker_ids) >= len(role.clients):
                 expected = "one worker at least to stay; delete_workers ends a role"
-                raise errors.InvalidSpecError(role=role.name, field="worker_ids", value=list(worker_ids), expected=expected)
+                raise errors.InvalidSpecError(
+                    role=role.name, field="worker_ids", value=list(worker_ids), expected=expected
+                )
             doomed = role.part(worker_ids)
         ending = asyncio.ensure_future(self._end(role, doomed))
         try:
@@ -323,7 +415,9 @@ class RoleLifecycle:
 
 @contextlib.asynccontextmanager
 async def _restarting(role: Role, worker_ids: Sequence[str]) -> AsyncIterator[None]:
-    """One restart at a time, or a place has two processes; the removal of one of these workers cancels it."""
+    """One restart at a time, or a place has two processes; the removal of one of these workers
+    cancels it.
+    """
     while running := {role.restarts[each] for each in worker_ids if each in role.restarts}:
         await asyncio.wait(running)
     task = asyncio.current_task()
@@ -341,10 +435,14 @@ async def _restarting(role: Role, worker_ids: Sequence[str]) -> AsyncIterator[No
 
 
 async def _kill_all(role: Role) -> None:
-    """End all processes of a role at once: in order, one that waits in a collective for a lost rank would not end."""
+    """End all processes of a role at once: in order, one that waits in a collective for a lost rank
+    would not end.
+    """
     await await_all(client.kill("was ended by restart_workers") for client in role.clients.values())
 
 
 def _single(job: Job, rank: int) -> Job:
     """The resources of one worker of a job, as a job of its own."""
-    return msgspec.structs.replace(job, role=f"{job.role}+{rank}", replicas=1, tasks=[job.spec(rank)])
+    return msgspec.structs.replace(
+        job, role=f"{job.role}+{rank}", replicas=1, tasks=[job.spec(rank)]
+    )

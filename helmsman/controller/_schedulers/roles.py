@@ -25,7 +25,9 @@ T = TypeVar("T")
 
 
 class Role:
-    """A role that runs: its workers, and what has to be undone when it goes. One that is only reserved has places alone."""
+    """A role that runs: its workers, and what has to be undone when it goes. One that is only
+    reserved has places alone.
+    """
 
     def __init__(
         self,
@@ -39,8 +41,8 @@ class Role:
         self.job = job
         """As it was started: its workers may have become more or fewer since."""
         self.clients = dict(clients)
-        """By worker id, in rank order. Ids need not follow each other: one that was removed is not given again. It is replaced
-        and never changed, since other threads go through it."""
+        """By worker id, in rank order. Ids need not follow each other: one that was removed is not
+        given again. It is replaced and never changed, since other threads go through it."""
         self._reserved = dict(reserved or {})
         self.num_ids = job.replicas
         """How many ids it has given so far."""
@@ -56,12 +58,20 @@ class Role:
 
     def own(self, worker_id: str, resources: contextlib.AsyncExitStack) -> None:
         """Note what has to be undone when this worker goes, beside what all were started with."""
-        self._own.setdefault(worker_id, contextlib.AsyncExitStack()).push_async_callback(resources.pop_all().aclose)
+        self._own.setdefault(worker_id, contextlib.AsyncExitStack()).push_async_callback(
+            resources.pop_all().aclose
+        )
 
     def part(self, worker_ids: Iterable[str]) -> Role:
         """Let go of these workers; returns them as a role that is to be stopped."""
-        doomed = Role(self.job, {worker_id: self.clients[worker_id] for worker_id in worker_ids}, contextlib.AsyncExitStack())
-        self.clients = {each: client for each, client in self.clients.items() if each not in doomed.clients}
+        doomed = Role(
+            self.job,
+            {worker_id: self.clients[worker_id] for worker_id in worker_ids},
+            contextlib.AsyncExitStack(),
+        )
+        self.clients = {
+            each: client for each, client in self.clients.items() if each not in doomed.clients
+        }
         for worker_id in doomed.clients:
             self.engine_names.pop(worker_id, None)
             if (stack := self._own.pop(worker_id, None)) is not None:
@@ -83,7 +93,9 @@ class Role:
 
     @property
     def places(self) -> dict[str, Placement]:
-        return self._reserved or {worker_id: client.place for worker_id, client in self.clients.items()}
+        return self._reserved or {
+            worker_id: client.place for worker_id, client in self.clients.items()
+        }
 
     @property
     def workers(self) -> list[PlannedWorker]:
@@ -94,7 +106,9 @@ class Role:
         return self.job.scheduling_strategy.target
 
     def as_planned(self) -> PlannedRole:
-        """The role as a plan has it; what its placement groups hold is counted by the cluster itself."""
+        """The role as a plan has it; what its placement groups hold is counted by the cluster
+        itself.
+        """
         return PlannedRole(
             role=self.name,
             accelerator=next((place.accelerator for place in self.places.values()), ""),
@@ -112,7 +126,9 @@ class RoleRegistry:
         self._lock = threading.Lock()
         self._closed = False
         self._parents_roles: dict[str, Role] | None = None
-        """Forked child only: keeps the parent's roles referenced, so that asyncio does not log pending work of theirs."""
+        """Forked child only: keeps the parent's roles referenced, so that asyncio does not log
+        pending work of theirs.
+        """
         _registries.add(self)
 
     @property
@@ -122,9 +138,11 @@ class RoleRegistry:
 
     def require_open(self, operation: str) -> None:
         if self._closed:
-            raise errors.SchedulerClosedError(operation=operation, in_child=self._parents_roles is not None)
+            raise errors.SchedulerClosedError(
+                operation=operation, in_child=self._parents_roles is not None
+            )
 
-    # --- look-ups ---------------------------------------------------------------------------------------------------
+    # --- look-ups ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Role]:
         """The roles in order of creation."""
@@ -143,7 +161,9 @@ class RoleRegistry:
         return self.role(name)
 
     def note_engine(self, worker_id: str, engine_name: str) -> None:
-        """Note an engine that a role has created, for the end of a role whose workers are another's."""
+        """Note an engine that a role has created, for the end of a role whose workers are
+        another's.
+        """
         role = self._roles.get(worker_id.rpartition("/")[0])
         if role is not None:  # else it was deleted meanwhile
             role.engine_names.setdefault(worker_id, set()).add(engine_name)
@@ -163,25 +183,31 @@ class RoleRegistry:
         return [client for role in self for client in role.clients.values()]
 
     def with_dependents(self, name: str) -> list[Role]:
-        """A role and all that are colocated with it, dependents first: they cannot outlive the workers or devices they use."""
+        """A role and all that are colocated with it, dependents first: they cannot outlive the
+        workers or devices they use.
+        """
         found = [self.role(name)]
         for role in self:  # a dependent was created after the role that it depends on
             if any(role.target == other.name for other in found):
                 found.append(role)
         return found[::-1]
 
-    # --- changes ----------------------------------------------------------------------------------------------------
+    # --- changes ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def claim(self, jobs: Sequence[Job], operation: str) -> Iterator[None]:
-        """Hold the names of roles while they start. Raises SchedulerClosedError, RoleExistsError."""
+        """Hold the names of roles while they start. Raises SchedulerClosedError,
+        RoleExistsError.
+        """
         self.require_open(operation)
         names = {job.role for job in jobs}
         with self._lock:
             for job in jobs:
                 if job.role in self._roles or job.role in self._starting:
                     running = self._roles.get(job.role)
-                    raise errors.RoleExistsError(role=job.role, num_workers=len(running.places) if running else job.replicas)
+                    raise errors.RoleExistsError(
+                        role=job.role, num_workers=len(running.places) if running else job.replicas
+                    )
             self._starting |= names
         try:
             yield
@@ -190,8 +216,8 @@ class RoleRegistry:
                 self._starting -= names
 
     def publish(self, roles: Sequence[Role], operation: str) -> None:
-        """Add roles that are ready. Raises SchedulerClosedError, or RoleNotFoundError when another thread has deleted the
-        target of one meanwhile."""
+        """Add roles that are ready. Raises SchedulerClosedError, or RoleNotFoundError when another
+        thread has deleted the target of one meanwhile."""
         with self._lock:
             self.require_open(operation)
             known = {*self._roles, *(role.name for role in roles)}
@@ -202,7 +228,9 @@ class RoleRegistry:
 
     @contextlib.contextmanager
     def changing(self, role: Role) -> Iterator[None]:
-        """Hold the registry while the workers of a role change. Raises RoleNotFoundError if the role has been deleted."""
+        """Hold the registry while the workers of a role change. Raises RoleNotFoundError if the
+        role has been deleted.
+        """
         with self._lock:
             if self._roles.get(role.name) is not role:
                 raise errors.RoleNotFoundError(name=role.name, known=list(self._roles))
@@ -217,7 +245,9 @@ class RoleRegistry:
         return doomed
 
     def close(self) -> list[Role] | None:
-        """Remove all roles for good; returns them, the last first, or None if it has been closed before."""
+        """Remove all roles for good; returns them, the last first, or None if it has been closed
+        before.
+        """
         with self._lock:
             if self._closed:
                 return None
@@ -227,8 +257,9 @@ class RoleRegistry:
         return doomed
 
     def leave_to_parent(self) -> None:
-        """Forked child only: give up the workers, which are the parent's. Replies to a child's calls would be taken for the
-        parent's on the shared connections, and the end of a child must not end them."""
+        """Forked child only: give up the workers, which are the parent's. Replies to a child's
+        calls would be taken for the parent's on the shared connections, and the end of a child must
+        not end them."""
         self._lock = threading.Lock()
         self._closed = True
         self._roles, self._parents_roles = {}, self._roles
@@ -246,13 +277,19 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-# --- the end of roles -----------------------------------------------------------------------------------------------------
+# --- the end of roles -----------------------------------------------------------------------------
 
 
-async def stop_roles(doomed: list[Role], reverse_order: bool, operation: str, limit_s: float) -> None:
-    """Destroy the engines of all roles at once, end the processes, free the resources; all under one deadline."""
+async def stop_roles(
+    doomed: list[Role], reverse_order: bool, operation: str, limit_s: float
+) -> None:
+    """Destroy the engines of all roles at once, end the processes, free the resources; all under
+    one deadline.
+    """
     deadline = Deadline(limit_s)
-    hung: set[WorkerClient] = set().union(*await asyncio.gather(*(_end_engines(role, deadline) for role in doomed)))
+    hung: set[WorkerClient] = set().union(
+        *await asyncio.gather(*(_end_engines(role, deadline) for role in doomed))
+    )
     remaining: list[str] = []
     for role in doomed:
         if role.reuses:
@@ -260,22 +297,28 @@ async def stop_roles(doomed: list[Role], reverse_order: bool, operation: str, li
         clients = list(role.clients.values())
         waves = [clients[1:], clients[:1]] if reverse_order else [clients]
         for wave in waves:
-            await asyncio.gather(*(_ask_to_end(client, deadline) for client in wave if client not in hung))
+            await asyncio.gather(
+                *(_ask_to_end(client, deadline) for client in wave if client not in hung)
+            )
             cause = f"was ended by {operation}"
-            outcomes = await asyncio.gather(*(client.kill(cause) for client in wave), return_exceptions=True)
+            outcomes = await asyncio.gather(
+                *(client.kill(cause) for client in wave), return_exceptions=True
+            )
             for outcome in outcomes:
                 if isinstance(outcome, errors.ShutdownIncompleteError):
                     remaining += outcome.remaining
                 elif outcome is not None:
                     raise outcome
-        with contextlib.suppress(errors.ShutdownIncompleteError):  # of a process that is counted above
+        with contextlib.suppress(errors.ShutdownIncompleteError):
+            # of a process that is counted above
             await role.free()
     if remaining:
         raise errors.ShutdownIncompleteError(
             operation=operation,
             remaining=remaining,
             elapsed_s=deadline.elapsed_s,
-            command="kill -9 " + " ".join(part.split()[1] for part in remaining if part.startswith("pid ")),
+            command="kill -9 "
+            + " ".join(part.split()[1] for part in remaining if part.startswith("pid ")),
         )
 
 
@@ -289,7 +332,9 @@ async def _end_engines(role: Role, deadline: Deadline) -> set[WorkerClient]:
             return
         # Half of the time: a hung engine must leave enough to end its process in order.
         try:
-            problems = await client.control(Verb.DESTROY, names, limit_s=max(deadline.remaining_s / 2, 0.001))
+            problems = await client.control(
+                Verb.DESTROY, names, limit_s=max(deadline.remaining_s / 2, 0.001)
+            )
         except errors.CallTimeoutError:
             hung.add(client)  # asking it to end would be in vain, too
         except errors.CallError:
@@ -318,4 +363,6 @@ def rank_of(worker_id: str) -> int:
 
 def not_found(worker_id: str, *roles: Role) -> errors.WorkerNotFoundError:
     """The error of an id that none of these roles has."""
-    return errors.WorkerNotFoundError(name=worker_id, known=[each for role in roles for each in role.worker_ids])
+    return errors.WorkerNotFoundError(
+        name=worker_id, known=[each for role in roles for each in role.worker_ids]
+    )

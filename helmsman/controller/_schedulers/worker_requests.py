@@ -1,4 +1,6 @@
-"""Requests to workers that only one method of a scheduler needs: a trial of a rendezvous, and a fault that they inflict."""
+"""Requests to workers that only one method of a scheduler needs: a trial of a rendezvous, and a
+fault that they inflict.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._wire.messages import FaultCommand, Verb
 
 LIMIT_S = 10.0
-"""For all ranks together. Where a network drops what it does not route, this is how long it takes to be told."""
+"""For all ranks together. Where a network drops what it does not route, this is how long it takes
+to be told.
+"""
 _ANSWER_S = 1.0
 """Of it, what a worker has to answer with once it has given up to connect."""
 
 
 async def probe(role: str, ranks: Mapping[str, WorkerClient], address: str, port: int) -> None:
-    """Let rank 0 listen on ``port`` and every rank, in order, itself too, connect to it at ``address``, all at once. Raises:
-    RendezvousError; WorkerFailedError or CallTimeoutError when rank 0 does not answer."""
+    """Let rank 0 listen on ``port`` and every rank, in order, itself too, connect to it at
+    ``address``, all at once. Raises: RendezvousError; WorkerFailedError or CallTimeoutError when
+    rank 0 does not answer."""
     deadline = Deadline(LIMIT_S)
     master_id, master = next(iter(ranks.items()))
     proof = secrets.token_bytes(16)
@@ -32,20 +37,33 @@ async def probe(role: str, ranks: Mapping[str, WorkerClient], address: str, port
     async def reach(client: WorkerClient) -> str:
         limit_s = max(deadline.remaining_s, 2 * _ANSWER_S)
         try:
-            return str(await client.control(Verb.REACH, address, port, proof, limit_s - _ANSWER_S, limit_s=limit_s))
+            return str(
+                await client.control(
+                    Verb.REACH, address, port, proof, limit_s - _ANSWER_S, limit_s=limit_s
+                )
+            )
         except errors.CallError as error:
             return str(error).split("\n", 1)[0]
 
     try:
         refused = await master.control(Verb.LISTEN, port, proof, LIMIT_S, limit_s=deadline.limit_s)
-        reasons = {} if refused else dict(zip(ranks, await asyncio.gather(*map(reach, ranks.values())), strict=True))
+        reasons = (
+            {}
+            if refused
+            else dict(zip(ranks, await asyncio.gather(*map(reach, ranks.values())), strict=True))
+        )
     finally:
-        with contextlib.suppress(errors.CallError):  # it has ended, or it listens for LIMIT_S at most
+        with contextlib.suppress(errors.CallError):
+            # it has ended, or it listens for LIMIT_S at most
             await master.control(Verb.LISTEN, None)
     failed = {worker_id: reason for worker_id, reason in reasons.items() if reason}
     if refused or failed:
         leased = f"port {port} is{'' if str(port) in master.engine_ports else ' not'} leased to it"
-        place = "the address of its node" if address == master.node else f"not the address of its node, which is {master.node}"
+        place = (
+            "the address of its node"
+            if address == master.node
+            else f"not the address of its node, which is {master.node}"
+        )
         raise errors.RendezvousError(
             role=role,
             address=address,
@@ -58,11 +76,16 @@ async def probe(role: str, ranks: Mapping[str, WorkerClient], address: str, port
 
 
 async def inject(
-    fault: Fault, target: WorkerClient, clients: Iterable[WorkerClient], why_node_stays: Callable[[Placement], str]
+    fault: Fault,
+    target: WorkerClient,
+    clients: Iterable[WorkerClient],
+    why_node_stays: Callable[[Placement], str],
 ) -> list[Injection]:
-    """Inflict a fault now; returns what became of it at each worker that it concerns, of all ``clients`` of the run.
+    """Inflict a fault now; returns what became of it at each worker that it concerns, of all
+    ``clients`` of the run.
 
-    ``why_node_stays`` tells why the node at a place cannot be dropped itself; '' when it can. It may block.
+    ``why_node_stays`` tells why the node at a place cannot be dropped itself; '' when it can. It
+    may block.
     """
     if not isinstance(fault, DropNode):
         return [await _health(target) or await _tell(target, _command(fault))]
@@ -72,7 +95,12 @@ async def inject(
     living = [client for client, problem in zip(there, found, strict=True) if problem is None]
     node = f"; the node itself stays: {why}" if why else "; its raylet was killed, too"
     inflicted = await asyncio.gather(
-        *(_tell(client, FaultCommand(kind="kill", ends_raylet=not why and client is living[0]), node) for client in living)
+        *(
+            _tell(
+                client, FaultCommand(kind="kill", ends_raylet=not why and client is living[0]), node
+            )
+            for client in living
+        )
     )
     spared = [problem for problem in found if problem is not None]
     return [*inflicted, *spared]
@@ -82,17 +110,25 @@ def _command(fault: Kill | Hang | Slow) -> FaultCommand:
     if isinstance(fault, Kill):
         return FaultCommand(kind="kill")
     factor = fault.factor if isinstance(fault, Slow) else math.inf
-    return FaultCommand(kind="stop", factor=factor, seconds=math.inf if fault.seconds is None else fault.seconds)
+    return FaultCommand(
+        kind="stop", factor=factor, seconds=math.inf if fault.seconds is None else fault.seconds
+    )
 
 
 async def _health(client: WorkerClient) -> Injection | None:
-    """Why a worker cannot be told anything. One that hangs would do it late, when nobody expects it any more."""
+    """Why a worker cannot be told anything. One that hangs would do it late, when nobody expects it
+    any more.
+    """
     try:
         await client.control(Verb.HEALTH)
     except WorkerFailedError as error:
         return _injection(client, False, f"it had ended before: it {error.cause}")
     except CallTimeoutError as error:
-        return _injection(client, False, f"it was not told, since it gave no sign of life within {error.limit_s:g} s")
+        return _injection(
+            client,
+            False,
+            f"it was not told, since it gave no sign of life within {error.limit_s:g} s",
+        )
     except CallError as error:
         return _injection(client, False, f"it was not told: {error}")
     return None
@@ -111,4 +147,6 @@ async def _tell(client: WorkerClient, command: FaultCommand, more: str = "") -> 
 
 
 def _injection(client: WorkerClient, done: bool, outcome: str) -> Injection:
-    return Injection(worker_id=client.worker_id, pid=client.pid, node=client.node, done=done, outcome=outcome)
+    return Injection(
+        worker_id=client.worker_id, pid=client.pid, node=client.node, done=done, outcome=outcome
+    )

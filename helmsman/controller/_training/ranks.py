@@ -1,4 +1,6 @@
-"""The ranks of a training job: how a batch is cut over them, calls to all of them, and the weights that they hold."""
+"""The ranks of a training job: how a batch is cut over them, calls to all of them, and the weights
+that they hold.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,13 @@ from helmsman.controller._validation.argument_names import require_loss_settings
 
 
 def split_by_tokens(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Cut samples into ``num_parts`` shares of about equally many tokens; returns the indices of each share in ascending order.
+    """Cut samples into ``num_parts`` shares of about equally many tokens; returns the indices of
+    each share in ascending order.
 
-    Longest first, each to the share with the fewest tokens (Graham 1969, "Bounds on multiprocessing timing anomalies"): the
-    largest share has at most 4/3 of the best possible, and no two shares differ by more than the longest sample. Equal inputs
-    give equal cuts. Shares are empty when there are fewer samples.
+    Longest first, each to the share with the fewest tokens (Graham 1969, "Bounds on multiprocessing
+    timing anomalies"): the largest share has at most 4/3 of the best possible, and no two shares
+    differ by more than the longest sample. Equal inputs give equal cuts. Shares are empty when
+    there are fewer samples.
     """
     if num_parts < 1:
         raise ValueError(f"num_parts is {num_parts}; expected 1 or more")
@@ -40,8 +44,8 @@ def split_by_tokens(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def split_samples(samples: Sequence[Mapping[str, Any]], num_parts: int) -> list[list[int]]:
-    """Cut a batch as split_by_tokens does, the two samples of a pair (helmsman.api.pairs) always into the same share. Raises:
-    as sample_lengths and sample_units."""
+    """Cut a batch as split_by_tokens does, the two samples of a pair (helmsman.api.pairs) always
+    into the same share. Raises: as sample_lengths and sample_units."""
     lengths = sample_lengths(samples)
     units = sample_units(samples)
     shares = split_by_tokens([sum(lengths[index] for index in unit) for unit in units], num_parts)
@@ -49,9 +53,10 @@ def split_samples(samples: Sequence[Mapping[str, Any]], num_parts: int) -> list[
 
 
 def sample_lengths(samples: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Tokens of each sample of a batch, after checking that the batch makes sense. Raises: ValueError naming the sample and the
-    column, when the batch is empty, a sample has no or no flat ``input_ids``, a per-token column has another length, or the
-    samples do not all have the same columns."""
+    """Tokens of each sample of a batch, after checking that the batch makes sense. Raises:
+    ValueError naming the sample and the column, when the batch is empty, a sample has no or no flat
+    ``input_ids``, a per-token column has another length, or the samples do not all have the same
+    columns."""
     if not samples:
         raise ValueError("the batch has no samples; give at least one")
     columns = set(samples[0])
@@ -62,18 +67,23 @@ def sample_lengths(samples: Sequence[Mapping[str, Any]]) -> list[int]:
         num_tokens = _num_entries(index, "input_ids", sample["input_ids"])
         if not num_tokens:
             what = "a scalar" if num_tokens is None else "empty"
-            raise ValueError(f"sample {index}: column 'input_ids' is {what}; expected the token ids of one sequence")
+            raise ValueError(
+                f"sample {index}: column 'input_ids' is {what}; expected the token ids of one "
+                "sequence"
+            )
         if set(sample) != columns:
             column = min(set(sample) ^ columns)
             having, missing = (index, 0) if column in sample else (0, index)
             raise ValueError(
-                f"sample {missing} has no column {column!r}, but sample {having} has; give it to all samples or to none"
+                f"sample {missing} has no column {column!r}, but sample {having} has; give it to "
+                "all samples or to none"
             )
         for column, value in sample.items():
             num_entries = _num_entries(index, column, value)
             if num_entries is not None and num_entries != num_tokens:
                 raise ValueError(
-                    f"sample {index}: column {column!r} has {num_entries} entries, but 'input_ids' has {num_tokens}; expected "
+                    f"sample {index}: column {column!r} has {num_entries} entries, but "
+                    f"'input_ids' has {num_tokens}; expected "
                     "one entry per token, or a scalar"
                 )
         lengths.append(num_tokens)
@@ -81,12 +91,15 @@ def sample_lengths(samples: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _num_entries(index: int, column: str, value: Any) -> int | None:
-    """Entries of a flat column; None for a scalar. Arrays and tensors are known by ``shape``, without importing a library."""
+    """Entries of a flat column; None for a scalar. Arrays and tensors are known by ``shape``,
+    without importing a library.
+    """
     shape = getattr(value, "shape", None)
     if shape is not None:
         if len(shape) > 1:
             raise ValueError(
-                f"sample {index}: column {column!r} has shape {tuple(shape)}; expected one entry per token, or a scalar"
+                f"sample {index}: column {column!r} has shape {tuple(shape)}; expected one entry "
+                "per token, or a scalar"
             )
         return int(shape[0]) if shape else None
     if isinstance(value, (str, bytes)):
@@ -98,8 +111,12 @@ def _num_entries(index: int, column: str, value: Any) -> int | None:
 
 
 _REPLICATED = {"broadcast": False}
-"""Every rank is given the arguments itself: they are small, and no rank waits for another to read them."""
-_NEEDS_DEVICES = frozenset({"train_batch", "eval_batch", "forward", "save", "save_in_background", "load"})
+"""Every rank is given the arguments itself: they are small, and no rank waits for another to read
+them.
+"""
+_NEEDS_DEVICES = frozenset(
+    {"train_batch", "eval_batch", "forward", "save", "save_in_background", "load"}
+)
 """Methods that a rank refuses while it sleeps."""
 _FROM_HEAD = {"broadcast": True}
 """The head of each model-parallel group is given the arguments, and the others get them from it."""
@@ -110,7 +127,8 @@ class Ranks:
 
     Args:
         model_parallel_size: neighbours that share one share of a batch.
-        has_our_engine: whether all settings of a loss are known; another engine may read settings itself.
+        has_our_engine: whether all settings of a loss are known; another engine may read settings
+            itself.
         turn: returns whose devices these are, where a rollout takes turns with the job.
     """
 
@@ -122,7 +140,12 @@ class Ranks:
         has_our_engine: bool,
         turn: Callable[[], Turn | None],
     ) -> None:
-        self._controller, self._size, self._has_our_engine, self._turn = controller, model_parallel_size, has_our_engine, turn
+        self._controller, self._size, self._has_our_engine, self._turn = (
+            controller,
+            model_parallel_size,
+            has_our_engine,
+            turn,
+        )
         self.scheduler: Scheduler = controller.scheduler
         self.role = controller.role
         self.group_id = ""
@@ -133,13 +156,17 @@ class Ranks:
     def workers(self) -> tuple[Worker, ...]:
         return self._controller.workers
 
-    async def call(self, method: str, calls: Mapping[str, Call], timeout: float | None = None) -> list[Any]:
+    async def call(
+        self, method: str, calls: Mapping[str, Call], timeout: float | None = None
+    ) -> list[Any]:
         """Call ranks; see call_all. Raises also: DevicesNotOwnedError, DeviceMemoryError."""
         if (turn := self._turn()) is not None and method in _NEEDS_DEVICES:
             turn.require(self.role, method)
         name = self._controller.engine_name
         try:
-            return await call_all(self.scheduler, self.role, method, calls, engine_name=name, timeout=timeout)
+            return await call_all(
+                self.scheduler, self.role, method, calls, engine_name=name, timeout=timeout
+            )
         except (EngineCallError, GroupCallError) as error:
             if turn is not None:
                 await turn.explain(error)
@@ -148,7 +175,9 @@ class Ranks:
     async def replicated(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         """Call every rank with the same arguments; returns their results in rank order."""
         meta = _REPLICATED if self._size > 1 else None
-        return await self.call(method, {worker.id: Call(args, rpc_meta=meta) for worker in self.workers}, timeout)
+        return await self.call(
+            method, {worker.id: Call(args, rpc_meta=meta) for worker in self.workers}, timeout
+        )
 
     async def on_root(self, method: str, *args: Any, timeout: float | None, keep: bool) -> Any:
         """Call every rank, and return what rank 0 made; with ``keep`` its handle."""
@@ -165,7 +194,9 @@ class Ranks:
         loss_kwargs: Mapping[str, Any] | None,
         timeout: float | None,
     ) -> dict[str, float]:
-        """Give each rank its share of a batch for a loss; returns the statistics. See TrainController.train_batch."""
+        """Give each rank its share of a batch for a loss; returns the statistics. See
+        TrainController.train_batch.
+        """
         if isinstance(loss_fn, str) or self._has_our_engine:
             require_loss_settings(loss_fn, loss_kwargs)
         shares = self._split(samples)
@@ -181,8 +212,10 @@ class Ranks:
             returned = results[head * self._size]
             if len(returned) != len(share):
                 raise HelmsmanError(
-                    f"{self.workers[head * self._size].id}: forward returned {len(returned)} results for the {len(share)} "
-                    "samples it was given; the engine's data-parallel layout is not the controller's "
+                    f"{self.workers[head * self._size].id}: forward returned {len(returned)} "
+                    f"results for the {len(share)} "
+                    "samples it was given; the engine's data-parallel layout is not the "
+                    "controller's "
                     f"({len(shares)} data-parallel ranks of {self._size}).",
                     role=self.role,
                 )
@@ -210,14 +243,17 @@ class Ranks:
             calls[worker.id] = Call(args, rpc_meta=_FROM_HEAD if self._size > 1 else None)
         return await self.call(method, calls, timeout)
 
-    # --- weights ----------------------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     async def version(self, timeout: float | None = None) -> int:
         versions: list[int] = await self.replicated("get_version", timeout=timeout)
         if len(set(versions)) > 1:
-            found = {worker.id: version for worker, version in zip(self.workers, versions, strict=True)}
+            found = {
+                worker.id: version for worker, version in zip(self.workers, versions, strict=True)
+            }
             raise HelmsmanError(
-                f"the ranks of role {self.role!r} hold different weight versions: {found}. Load one checkpoint on all of them.",
+                f"the ranks of role {self.role!r} hold different weight versions: {found}. Load "
+                "one checkpoint on all of them.",
                 role=self.role,
                 versions=found,
             )
@@ -229,7 +265,9 @@ class Ranks:
         self._note(version)
 
     async def raise_version(self) -> int:
-        """Set a version above all that were told before, unless the weights have one; returns it."""
+        """Set a version above all that were told before, unless the weights have one; returns
+        it.
+        """
         before = self._highest
         version = await self.version()
         if before is not None and version <= before:
@@ -245,7 +283,8 @@ class Ranks:
         handle = await self.on_root("export_weights", timeout=timeout, keep=True)
         if not isinstance(handle, ResultHandle):
             raise HelmsmanError(
-                f"{self.workers[0].id}: export_weights returned {type(handle).__name__} on rank 0, not the parameters.",
+                f"{self.workers[0].id}: export_weights returned {type(handle).__name__} on rank "
+                "0, not the parameters.",
                 role=self.role,
             )
         return handle
@@ -257,8 +296,10 @@ class Ranks:
             exported = await self.version(deadline.remaining_s)
             if exported != version:
                 raise HelmsmanError(
-                    f"role {self.role!r} went on to weight version {exported} while version {version} was exported; which of "
-                    "them the export has is not known, and no instance was given it. Take no step, and load nothing, until "
+                    f"role {self.role!r} went on to weight version {exported} while version "
+                    f"{version} was exported; which of "
+                    "them the export has is not known, and no instance was given it. Take no "
+                    "step, and load nothing, until "
                     "update_rollout has returned; then call it again.",
                     role=self.role,
                     versions=(version, exported),

@@ -1,4 +1,6 @@
-"""TrainController: the ranks of a training job, driven from one script as if they were one engine."""
+"""TrainController: the ranks of a training job, driven from one script as if they were one
+engine.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
 from helmsman.api.weight_exchange import ReceivesWeights
 from helmsman.controller._aio.event_loop import run_async, run_sync
 from helmsman.controller._roles.call_all import is_communication_error
-from helmsman.controller._roles.role_controller import RoleController, Turn, blocking, rank_environment
+from helmsman.controller._roles.role_controller import (
+    RoleController,
+    Turn,
+    blocking,
+    rank_environment,
+)
 from helmsman.controller._training.ranks import Ranks
 from helmsman.controller._validation.argument_types import checked
 from helmsman.controller._weight_sync.sync import ViaExport, WeightSync
@@ -31,11 +38,13 @@ logger = logging.getLogger(__name__)
 
 
 class TrainController(RoleController):
-    """One training job: every method is one call on all ranks, and batches are cut over the data-parallel ranks by token count.
+    """One training job: every method is one call on all ranks, and batches are cut over the
+    data-parallel ranks by token count.
 
-    Ranks are laid out as torch does, model-parallel innermost: ``model_parallel_size`` neighbours share one data-parallel
-    coordinate and one share of the batch, which their first rank, the head, receives. Errors are those of call_all. Methods
-    whose names begin with ``a`` are awaited, from any event loop; the others block.
+    Ranks are laid out as torch does, model-parallel innermost: ``model_parallel_size`` neighbours
+    share one data-parallel coordinate and one share of the batch, which their first rank, the head,
+    receives. Errors are those of call_all. Methods whose names begin with ``a`` are awaited, from
+    any event loop; the others block.
     """
 
     _ready_methods = ("create_process_group", "initialize")
@@ -51,7 +60,8 @@ class TrainController(RoleController):
         *,
         model_parallel_size: int = 1,
     ) -> None:
-        """As RoleController; ``job.replicas`` is the world size, and every spec gets a port at least.
+        """As RoleController; ``job.replicas`` is the world size, and every spec gets a port at
+        least.
 
         Raises: JobError; ValueError when ``model_parallel_size`` does not divide the world size.
         """
@@ -59,10 +69,13 @@ class TrainController(RoleController):
         if model_parallel_size < 1 or job.replicas % model_parallel_size:
             valid = [size for size in range(1, job.replicas + 1) if job.replicas % size == 0]
             raise ValueError(
-                f"model_parallel_size is {model_parallel_size}, which does not divide the {job.replicas} replicas of job "
+                f"model_parallel_size is {model_parallel_size}, which does not divide the "
+                f"{job.replicas} replicas of job "
                 f"{job.role!r}; valid sizes: {', '.join(map(str, valid))}"
             )
-        tasks = [msgspec.structs.replace(spec, port_count=max(1, spec.port_count)) for spec in job.tasks]
+        tasks = [
+            msgspec.structs.replace(spec, port_count=max(1, spec.port_count)) for spec in job.tasks
+        ]
         self.job = msgspec.structs.replace(job, tasks=tasks)
         self.model_parallel_size = model_parallel_size
         self.data_parallel_size = job.replicas // model_parallel_size
@@ -72,7 +85,10 @@ class TrainController(RoleController):
         """Whose devices these are, where a rollout takes turns with it."""
         engine_path = engine if isinstance(engine, str) else engine.__module__
         self._ranks = Ranks(
-            self, model_parallel_size, has_our_engine=engine_path.startswith("helmsman."), turn=lambda: self.turn
+            self,
+            model_parallel_size,
+            has_our_engine=engine_path.startswith("helmsman."),
+            turn=lambda: self.turn,
         )
         self.weight_source = self._ranks
 
@@ -88,14 +104,17 @@ class TrainController(RoleController):
 
         Args:
             samples: the batch, in any order; see helmsman.api.engines.Sample.
-            loss_fn: a name of docs/training.md, an import path 'package.module.function', or a function that can be pickled.
+            loss_fn: a name of docs/training.md, an import path 'package.module.function', or a
+                function that can be pickled.
             loss_kwargs: further arguments of the loss.
             timeout: seconds for all ranks together; the scheduler's ``timeouts.call_s`` when None.
         Returns: the engine's statistics over the global batch.
-        Raises: ValueError for a batch that makes no sense, or a setting that the loss is known not to take, before anything is
-            sent; else as call_all.
+        Raises: ValueError for a batch that makes no sense, or a setting that the loss is known not
+            to take, before anything is sent; else as call_all.
         """
-        return await run_async(self._ranks.step("train_batch", samples, loss_fn, loss_kwargs, timeout))
+        return await run_async(
+            self._ranks.step("train_batch", samples, loss_fn, loss_kwargs, timeout)
+        )
 
     train_batch = blocking(atrain_batch)
 
@@ -112,20 +131,34 @@ class TrainController(RoleController):
 
     @checked
     async def aforward(self, samples: Sequence[Sample], timeout: float | None = None) -> list[Any]:
-        """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of ``samples``."""
+        """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of
+        ``samples``.
+        """
         return await run_async(self._ranks.forward(samples, timeout))
 
     forward = blocking(aforward)
 
     @checked
-    def save(self, path: str | os.PathLike[str], timeout: float | None = None, *, background: bool = False) -> None:
-        """Write all that training goes on from below ``path``, which all ranks can reach; it is there when it is complete.
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        timeout: float | None = None,
+        *,
+        background: bool = False,
+    ) -> None:
+        """Write all that training goes on from below ``path``, which all ranks can reach; it is
+        there when it is complete.
 
         Args:
-            background: return once the state has been copied to the hosts; it is written while training goes on. What goes
-                wrong then is raised by wait_for_save, or by the next call that comes first.
+            background: return once the state has been copied to the hosts; it is written while
+                training goes on. What goes wrong then is raised by wait_for_save, or by the next
+                call that comes first.
         """
-        run_sync(self._ranks.replicated("save_in_background" if background else "save", os.fspath(path), timeout=timeout))
+        run_sync(
+            self._ranks.replicated(
+                "save_in_background" if background else "save", os.fspath(path), timeout=timeout
+            )
+        )
 
     @checked
     def wait_for_save(self, timeout: float | None = None) -> None:
@@ -140,40 +173,51 @@ class TrainController(RoleController):
         max_shard_bytes: int = 5 << 30,
         timeout: float | None = None,
     ) -> None:
-        """Write weights, configuration and tokenizer as a Hugging Face folder, which gets its name when it is complete.
+        """Write weights, configuration and tokenizer as a Hugging Face folder, which gets its name
+        when it is complete.
 
         Args:
-            dtype: floating-point type of what is written, such as 'bfloat16'; None leaves it as it is.
+            dtype: floating-point type of what is written, such as 'bfloat16'; None leaves it as it
+                is.
             max_shard_bytes: of one file.
         """
-        run_sync(self._ranks.replicated("export_hf", os.fspath(path), dtype, max_shard_bytes, timeout=timeout))
+        run_sync(
+            self._ranks.replicated(
+                "export_hf", os.fspath(path), dtype, max_shard_bytes, timeout=timeout
+            )
+        )
 
     @checked
     async def asleep(self, timeout: float | None = None) -> None:
-        """Give the devices' memory back: the state of all ranks waits on their hosts. Idempotent. Weights can still be brought
-        to a rollout; training and checkpoints are refused until wake."""
+        """Give the devices' memory back: the state of all ranks waits on their hosts. Idempotent.
+        Weights can still be brought to a rollout; training and checkpoints are refused until
+        wake."""
         await run_async(self._ranks.replicated("sleep", timeout=timeout))
 
     sleep = blocking(asleep)
 
     @checked
     async def awake(self, timeout: float | None = None) -> None:
-        """Take the devices' memory again. Idempotent. Raises: DeviceMemoryError for a trainer that takes Turns, when there is
-        not enough; it sleeps on."""
+        """Take the devices' memory again. Idempotent. Raises: DeviceMemoryError for a trainer that
+        takes Turns, when there is not enough; it sleeps on."""
         await run_async(self._ranks.replicated("wake", timeout=timeout))
 
     wake = blocking(awake)
 
     @checked
     def load(self, path: str | os.PathLike[str], timeout: float | None = None) -> None:
-        """Read what save wrote. Raises: CheckpointError when the engine cannot; else as call_all."""
+        """Read what save wrote. Raises: CheckpointError when the engine cannot; else as
+        call_all.
+        """
         try:
             run_sync(self._ranks.replicated("load", os.fspath(path), timeout=timeout))
         except (EngineCallError, GroupCallError) as error:
             cause = error.first if isinstance(error, GroupCallError) else error
             if not isinstance(cause, EngineCallError) or is_communication_error(cause):
                 raise
-            raise CheckpointError(role=self.role, path=os.fspath(path), reason=cause.remote_message) from error
+            raise CheckpointError(
+                role=self.role, path=os.fspath(path), reason=cause.remote_message
+            ) from error
 
     def get_version(self) -> int:
         """The weight version, on which all ranks agree."""
@@ -191,26 +235,33 @@ class TrainController(RoleController):
 
     @checked
     def export_weights(self, timeout: float | None = None) -> ResultHandle:
-        """Gather the full parameters on rank 0 and return a handle; they stay there until ``scheduler.release(handle)``."""
+        """Gather the full parameters on rank 0 and return a handle; they stay there until
+        ``scheduler.release(handle)``.
+        """
         return run_sync(self.weight_source.gather(timeout))
 
     @checked
     async def aupdate_rollout(self, rollout: ReceivesWeights, timeout: float | None = None) -> int:
-        """Bring the current weights to every rollout worker, past the controller; returns the version they serve."""
+        """Bring the current weights to every rollout worker, past the controller; returns the
+        version they serve.
+        """
         return (await WeightSync(self, rollout, ViaExport()).apush(timeout)).version
 
     update_rollout = blocking(aupdate_rollout)
 
     @checked
-    def recover(self, checkpoint: str | os.PathLike[str] | None = None, timeout: float | None = None) -> int:
+    def recover(
+        self, checkpoint: str | os.PathLike[str] | None = None, timeout: float | None = None
+    ) -> int:
         """Rebuild all ranks when some were lost, and load a checkpoint; returns the weight version.
 
-        All processes of the role are ended before any is started, since the ranks that live wait in collectives for the lost
-        ones. They come back at their places or, where a node is gone or a place cannot be had, wherever the job fits. Other
-        roles are not touched. After an error it may be tried again.
+        All processes of the role are ended before any is started, since the ranks that live wait in
+        collectives for the lost ones. They come back at their places or, where a node is gone or a
+        place cannot be had, wherever the job fits. Other roles are not touched. After an error it
+        may be tried again.
 
-        The version is above all that were told before (get_version, update_rollout), since what has those versions was made by
-        other weights.
+        The version is above all that were told before (get_version, update_rollout), since what has
+        those versions was made by other weights.
 
         Args:
             checkpoint: what save wrote; None for the weights with which the engines are built.
@@ -235,7 +286,9 @@ class TrainController(RoleController):
         return self.raise_version()
 
     def raise_version(self) -> int:
-        """Once weights were restored: set a version above all that were told before, unless they have one; returns it."""
+        """Once weights were restored: set a version above all that were told before, unless they
+        have one; returns it.
+        """
         return run_sync(self.weight_source.raise_version())
 
     def _restart(self) -> None:
@@ -247,24 +300,38 @@ class TrainController(RoleController):
             return
         gone = places - {node.node_id for node in self.scheduler.nodes()}
         if gone:
-            logger.warning("role %s is placed again: %d of its nodes have gone (%s)", self.role, len(gone), ", ".join(gone))
+            logger.warning(
+                "role %s is placed again: %d of its nodes have gone (%s)",
+                self.role,
+                len(gone),
+                ", ".join(gone),
+            )
             self.scheduler.restart_workers(self.role, elsewhere=True)
             return
         try:
             self.scheduler.restart_workers(self.role)
         except StartError as error:
-            logger.warning("role %s is placed again, since it could not be started at its places: %s", self.role, error)
+            logger.warning(
+                "role %s is placed again, since it could not be started at its places: %s",
+                self.role,
+                error,
+            )
             try:
                 self.scheduler.restart_workers(self.role, elsewhere=True)
             except InvalidSpecError:  # others stand on its workers there
                 raise error from None
 
     def _after_death(self) -> str:
-        return "RecoverableTraining starts all ranks again and goes on from the last checkpoint, and recover() does so by hand."
+        return (
+            "RecoverableTraining starts all ranks again and goes on from the last checkpoint, "
+            "and recover() does so by hand."
+        )
 
     async def _make_ready(self, workers: Sequence[Worker], ranks: Sequence[int]) -> None:
         master = self._environment(workers)[workers[0].id]
-        await self.scheduler.probe_rendezvous(self.role, master["MASTER_ADDR"], int(master["MASTER_PORT"]))
+        await self.scheduler.probe_rendezvous(
+            self.role, master["MASTER_ADDR"], int(master["MASTER_PORT"])
+        )
         await super()._make_ready(workers, ranks)
 
     def _environment(self, workers: Sequence[Worker]) -> Mapping[str, Mapping[str, str]]:

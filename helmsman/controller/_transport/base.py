@@ -19,7 +19,9 @@ LOG_TAIL_LINES = 50
 
 
 class TransportLostError(Exception):
-    """The worker's process has ended, or cannot be reached; only a transport raises it and only a pending call sees it."""
+    """The worker's process has ended, or cannot be reached; only a transport raises it and only a
+    pending call sees it.
+    """
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -37,7 +39,9 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 def error_in(answer: Payload) -> errors.HelmsmanError:
-    """The error in a reply, with the original exception as its cause where that can be unpickled here."""
+    """The error in a reply, with the original exception as its cause where that can be unpickled
+    here.
+    """
     try:
         error: errors.HelmsmanError = decode(answer)
     except errors.HelmsmanError as unreadable:
@@ -47,7 +51,8 @@ def error_in(answer: Payload) -> errors.HelmsmanError:
         error.original = None
         try:
             error.__cause__ = pickle.loads(original)
-        except (Exception, SystemExit):  # noqa: BLE001 - unpickling runs its own code; our error has its text
+        # Unpickling runs its own code; our error has its text
+        except (Exception, SystemExit):  # noqa: BLE001
             error.__cause__ = None
     return error
 
@@ -65,27 +70,34 @@ class Awaited(Protocol):
 class Transport(abc.ABC):
     """Carries requests to one worker. A request arrives at most once, whatever happens.
 
-    Engine work (``ENGINE_WORK``) arrives in the order in which ``post`` was called, however long each takes to be packed: ranks
-    that were called in one order must meet in their collectives in that order. Control verbs wait for nothing.
+    Engine work (``ENGINE_WORK``) arrives in the order in which ``post`` was called, however long
+    each takes to be packed: ranks that were called in one order must meet in their collectives in
+    that order. Control verbs wait for nothing.
     """
 
     @abc.abstractmethod
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
-        """Send a request, whose reply is for ``awaited``; from any thread. It never times out by itself. Raises:
-        TransportLostError, ProtocolError, WorkerBacklogError."""
+        """Send a request, whose reply is for ``awaited``; from any thread. It never times out by
+        itself. Raises: TransportLostError, ProtocolError, WorkerBacklogError."""
 
-    def renew(self, silent_since: float) -> None:  # noqa: B027 - a transport without a connection has none to replace
-        """Replace a connection by which nothing has come since then (time.monotonic()), though the worker runs."""
+    # A transport without a connection has none to replace
+    def renew(self, silent_since: float) -> None:  # noqa: B027
+        """Replace a connection by which nothing has come since then (time.monotonic()), though the
+        worker runs.
+        """
 
     @abc.abstractmethod
     async def ending(self) -> Ending:
         """How the worker ended; called after TransportLostError, answers within about a second."""
 
     async def observe(self, limit_s: float) -> bytes:
-        """Observe the worker from outside its process, for ``pulse.read``; b'' when there is no observation in time."""
+        """Observe the worker from outside its process, for ``pulse.read``; b'' when there is no
+        observation in time.
+        """
         return b""
 
-    async def wait_ended(self, limit_s: float) -> None:  # noqa: B027 - where ending takes no time, there is nothing to wait for
+    # Where ending takes no time, there is nothing to wait for
+    async def wait_ended(self, limit_s: float) -> None:  # noqa: B027
         """Wait until the worker has ended by itself, at most ``limit_s`` seconds."""
 
     @abc.abstractmethod
@@ -103,8 +115,8 @@ def split_returncode(status: int | None) -> tuple[int | None, int | None]:
 def describe_exit(exit_code: int | None, exit_signal: int | None, num_oom_kills: int = 0) -> str:
     """How a process ended, as part of a sentence.
 
-    ``exit_code`` is None after a signal, and where it is not known; ``num_oom_kills`` counts processes that the kernel's OOM
-    killer has ended around it since it started.
+    ``exit_code`` is None after a signal, and where it is not known; ``num_oom_kills`` counts
+    processes that the kernel's OOM killer has ended around it since it started.
     """
     if exit_signal is not None:
         name = errors.signal_name(exit_signal)
@@ -113,7 +125,8 @@ def describe_exit(exit_code: int | None, exit_signal: int | None, num_oom_kills:
         if num_oom_kills:
             return (
                 "was ended by SIGKILL (most likely by the kernel's OOM killer, which has ended "
-                f"{num_oom_kills} process{'es' if num_oom_kills > 1 else ''} of its memory cgroup since it started)"
+                f"{num_oom_kills} process{'es' if num_oom_kills > 1 else ''} of its memory cgroup "
+                "since it started)"
             )
         return "was ended by SIGKILL (by whom is not known)"
     if exit_code is not None:
@@ -122,7 +135,9 @@ def describe_exit(exit_code: int | None, exit_signal: int | None, num_oom_kills:
 
 
 def log_size(path: str) -> int:
-    """Bytes of a log file; 0 when it cannot be read. A process that starts appends to what is there of earlier ones."""
+    """Bytes of a log file; 0 when it cannot be read. A process that starts appends to what is there
+    of earlier ones.
+    """
     try:
         return os.path.getsize(path)
     except OSError:
@@ -132,7 +147,8 @@ def log_size(path: str) -> int:
 def tail_of(path: str, num_lines: int = LOG_TAIL_LINES, *, start: int = 0) -> str:
     """The last lines of a log file, of at most 64 KB; '' when it cannot be read.
 
-    ``start`` bytes at its beginning are of earlier processes; a shorter file has been rotated and has none.
+    ``start`` bytes at its beginning are of earlier processes; a shorter file has been rotated and
+    has none.
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:

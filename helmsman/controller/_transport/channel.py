@@ -42,11 +42,15 @@ from helmsman.rpc_server._wire.wire import (
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 30.0
-"""How long the controller tries to reconnect to a worker that lives, before it gives the worker up."""
+"""How long the controller tries to reconnect to a worker that lives, before it gives the worker
+up.
+"""
 
 _GREET_S = 5.0
 _EXIT_S = 1.0
-"""How long a killed process may take to exit. What it has forked may hold the connection for longer."""
+"""How long a killed process may take to exit. What it has forked may hold the connection for
+longer.
+"""
 _RECONNECT_PAUSE_S = 0.05
 _READ_BYTES = 1 << 18
 _IN_THREAD_BYTES = 1 << 20
@@ -58,12 +62,16 @@ Connect = Callable[[], Awaitable[socket.socket]]
 
 @functools.cache
 def backlog_limit_bytes() -> int:
-    """Most bytes, with shared memory, that wait for one worker to take them before another call: a quarter of the machine's."""
+    """Most bytes, with shared memory, that wait for one worker to take them before another call: a
+    quarter of the machine's.
+    """
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
 class SidePath(Protocol):
-    """Carries payloads that a channel cannot carry. Both methods raise TransportLostError, ProtocolError, HandleLostError."""
+    """Carries payloads that a channel cannot carry. Both methods raise TransportLostError,
+    ProtocolError, HandleLostError.
+    """
 
     async def bring(self, request_id: int, payload: Payload) -> None:
         """Bring the arguments of a request to the worker, before the request itself."""
@@ -76,7 +84,9 @@ class WorkerProcess(Protocol):
     """The process behind a channel; its methods have the meaning of Transport's."""
 
     async def ending(self, lost_because: str) -> Ending:
-        """How it ended; one that lives though its channel was given up is ended, and ``lost_because`` is the cause."""
+        """How it ended; one that lives though its channel was given up is ended, and
+        ``lost_because`` is the cause.
+        """
 
     async def observe(self, limit_s: float) -> bytes: ...
 
@@ -88,8 +98,8 @@ class WorkerProcess(Protocol):
 class Channel(Transport):
     """A session with a worker. Its methods run on the event loop, ``post`` on any thread.
 
-    Without asyncio's transports, which would be a third of the cost of a call: a message is written with one system call, on
-    the caller's own thread, and read with another.
+    Without asyncio's transports, which would be a third of the cost of a call: a message is written
+    with one system call, on the caller's own thread, and read with another.
 
     Args:
         connect: makes the connection, and a new one when that is lost.
@@ -125,9 +135,13 @@ class Channel(Transport):
         """When the last bytes came, by time.monotonic()."""
         self._reader = FrameReader()
         self._writing = threading.Lock()
-        """Held while a message is numbered and written, and while the connection is read or changes."""
+        """Held while a message is numbered and written, and while the connection is read or
+        changes.
+        """
         self._cut: socket.socket | None = None
-        """The connection that a message is being written to. While ``_writing`` is free: one with an incomplete message."""
+        """The connection that a message is being written to. While ``_writing`` is free: one with
+        an incomplete message.
+        """
         self._unsent = bytearray()
         self._packing = asyncio.Lock()
         self._to_pack: set[int] = set()
@@ -143,7 +157,9 @@ class Channel(Transport):
         self._attach(sock)
 
     def close(self, reason: str = "") -> None:
-        """End the session; ``reason`` is for the errors of requests that are not answered. Idempotent."""
+        """End the session; ``reason`` is for the errors of requests that are not answered.
+        Idempotent.
+        """
         with self._writing:
             if not self.is_open:
                 return
@@ -169,11 +185,15 @@ class Channel(Transport):
         with contextlib.ExitStack() as stack:
             witness: socket.socket | None = None
             if self._socket is not None:
-                with contextlib.suppress(OSError):  # without a free descriptor it is killed all the same
-                    witness = stack.enter_context(socket.socket(fileno=os.dup(self._socket.fileno())))
+                with contextlib.suppress(OSError):
+                    # without a free descriptor it is killed all the same
+                    witness = stack.enter_context(
+                        socket.socket(fileno=os.dup(self._socket.fileno()))
+                    )
             self.close()
             await self.process.kill()
-            # Ray reports an actor dead before its process has exited; the connection ends with the process.
+            # Ray reports an actor dead before its process has exited; the connection ends with the
+            # process.
             if witness is not None:
                 witness.setblocking(False)
                 with contextlib.suppress(OSError, TimeoutError):
@@ -181,15 +201,19 @@ class Channel(Transport):
                         while await self._loop.sock_recv(witness, _READ_BYTES):
                             pass
 
-    # --- the connection ---------------------------------------------------------------------------------------------
+    # --- the connection ---------------------------------------------------------------------------
 
     def renew(self, silent_since: float) -> None:
         if self._socket is not None and self._heard_at < silent_since:
-            log.warning("%s: it runs and does not answer, so its connection is replaced", self._worker_id)
+            log.warning(
+                "%s: it runs and does not answer, so its connection is replaced", self._worker_id
+            )
             self._drop(self._socket)
 
     async def _greet(self) -> tuple[socket.socket, int]:
-        """Connect; returns the number of messages that the worker has received, too. Raises OSError, ProtocolError."""
+        """Connect; returns the number of messages that the worker has received, too. Raises
+        OSError, ProtocolError.
+        """
         hello = HELLO.pack(self._token, self._num_attempts, self._session.num_received)
         self._num_attempts += 1
         stream = Stream(await self._connect())
@@ -198,7 +222,9 @@ class Channel(Transport):
                 stream.write(pack_length(HELLO.size) + hello)
                 welcome = await stream.read(unpack_length(await stream.read(LENGTH_BYTES)))
             if len(welcome) != WELCOME.size:
-                raise ProtocolError(f"the worker's first message has {len(welcome)} bytes, expected {WELCOME.size}")
+                raise ProtocolError(
+                    f"the worker's first message has {len(welcome)} bytes, expected {WELCOME.size}"
+                )
         except EOFError as error:
             stream.close()
             raise ConnectionResetError("the worker closed the connection at once") from error
@@ -235,14 +261,18 @@ class Channel(Transport):
                     sock, num_received = await self._greet()
             except (OSError, ProtocolError) as error:
                 reason = f": {error}"
-                if self.shares_memory and isinstance(error, ConnectionRefusedError | FileNotFoundError):
+                if self.shares_memory and isinstance(
+                    error, ConnectionRefusedError | FileNotFoundError
+                ):
                     self.close()  # no process listens there any more
                     return
                 await asyncio.sleep(_RECONNECT_PAUSE_S)
                 continue
             if num_received < 0:
                 sock.close()
-                self.close("its connection was lost, and it has ended the session of this controller")
+                self.close(
+                    "its connection was lost, and it has ended the session of this controller"
+                )
                 return
             try:
                 with self._writing:
@@ -253,9 +283,15 @@ class Channel(Transport):
             except ProtocolError as error:
                 self.close(f"its connection was lost and could not be resumed: {error}")
                 return
-            log.warning("%s: its connection was lost and restored after %.2f s", self._worker_id, deadline.elapsed_s)
+            log.warning(
+                "%s: its connection was lost and restored after %.2f s",
+                self._worker_id,
+                deadline.elapsed_s,
+            )
             return
-        self.close(f"its connection was lost and could not be restored within {RECONNECT_S:g} s{reason}")
+        self.close(
+            f"its connection was lost and could not be restored within {RECONNECT_S:g} s{reason}"
+        )
 
     def _in_background(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
@@ -263,11 +299,12 @@ class Channel(Transport):
         task.add_done_callback(self._tasks.discard)
         return task
 
-    # --- requests ---------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
         thread = threading.get_ident()
-        if thread in threads_awaited:  # called by a signal handler or finalizer that interrupted this method
+        if thread in threads_awaited:
+            # called by a signal handler or finalizer that interrupted this method
             self._loop.call_soon_threadsafe(self._post_here, outgoing, awaited)
             return
         try:
@@ -276,13 +313,18 @@ class Channel(Transport):
                 if (
                     outgoing.is_small
                     and not (outgoing.in_order and self._to_pack)
-                    and (not outgoing.payload.handles or can_carry(outgoing.payload, shares_memory=self.shares_memory))
+                    and (
+                        not outgoing.payload.handles
+                        or can_carry(outgoing.payload, shares_memory=self.shares_memory)
+                    )
                 ):
                     self._write(outgoing, outgoing.body(), awaited)
                     return
                 if outgoing.in_order:
                     self._to_pack.add(outgoing.request.id)
-            self._loop.call_soon_threadsafe(lambda: self._in_background(self._pack_and_write(outgoing, awaited)))
+            self._loop.call_soon_threadsafe(
+                lambda: self._in_background(self._pack_and_write(outgoing, awaited))
+            )
         except BaseException:
             self._to_pack.discard(outgoing.request.id)
             raise
@@ -307,22 +349,35 @@ class Channel(Transport):
             self._to_pack.discard(outgoing.request.id)
 
     async def _packed(self, outgoing: Outgoing) -> tuple[bytes, ShmSegment | None]:
-        if self._side_path is not None and not can_carry(outgoing.payload, shares_memory=self.shares_memory):
-            body = outgoing.framed()  # first: arguments of a request that cannot be sent would stay in the worker
+        if self._side_path is not None and not can_carry(
+            outgoing.payload, shares_memory=self.shares_memory
+        ):
+            # first: arguments of a request that cannot be sent would stay in the worker
+            body = outgoing.framed()
             await self._side_path.bring(outgoing.request.id, outgoing.payload)
             return body, None
         if outgoing.num_bytes >= _IN_THREAD_BYTES:
-            return await in_thread(functools.partial(outgoing.packed, shares_memory=self.shares_memory))
+            return await in_thread(
+                functools.partial(outgoing.packed, shares_memory=self.shares_memory)
+            )
         return outgoing.packed(shares_memory=self.shares_memory)
 
-    def _write(self, outgoing: Outgoing, body: bytes, awaited: Awaited, segment: ShmSegment | None = None) -> None:
-        """Send a request; its segment is closed once the worker has taken it. ``_writing`` is held."""
+    def _write(
+        self, outgoing: Outgoing, body: bytes, awaited: Awaited, segment: ShmSegment | None = None
+    ) -> None:
+        """Send a request; its segment is closed once the worker has taken it. ``_writing`` is
+        held.
+        """
         sock = self._socket
         try:
             if not self.is_open:
                 raise TransportLostError(self.lost_because)
             num_kept = self._session.num_kept_bytes
-            if outgoing.is_call and num_kept and num_kept + outgoing.num_bytes > backlog_limit_bytes():
+            if (
+                outgoing.is_call
+                and num_kept
+                and num_kept + outgoing.num_bytes > backlog_limit_bytes()
+            ):
                 raise WorkerBacklogError(
                     worker_id=self._worker_id,
                     engine_name=outgoing.request.engine_name,
@@ -347,7 +402,8 @@ class Channel(Transport):
             if is_whole:
                 self._cut = None
             raise
-        except BaseException:  # an interrupt of the caller's thread: kept messages are sent by the next connection
+        except BaseException:
+            # an interrupt of the caller's thread: kept messages are sent by the next connection
             if sock is not None:
                 self._loop.call_soon_threadsafe(self._drop, sock)
             raise
@@ -388,13 +444,14 @@ class Channel(Transport):
             if not self._unsent:
                 self._loop.remove_writer(sock)
 
-    # --- replies ----------------------------------------------------------------------------------------------------
+    # --- replies ----------------------------------------------------------------------------------
 
     def _read(self) -> None:
         sock = self._socket
         assert sock is not None
         try:
-            # TLS allows one thread at a time; else the loop does not wait for a signal handler that has interrupted a write.
+            # TLS allows one thread at a time; else the loop does not wait for a signal handler that
+            # has interrupted a write.
             with self._writing if isinstance(sock, ssl.SSLSocket) else contextlib.nullcontext():
                 data = sock.recv(_READ_BYTES)
         except WOULD_BLOCK:
@@ -410,8 +467,12 @@ class Channel(Transport):
                 self._take(message)
         except (ProtocolError, msgspec.MsgspecError) as error:
             self.close(f"it sent a message that cannot be understood: {error}")
-        except Exception:  # such as MemoryError: the worker sends again, by the next connection, all that was not counted
-            log.exception("%s: a message could not be taken, so its connection is replaced", self._worker_id)
+        except Exception:
+            # such as MemoryError: the worker sends again, by the next connection, all that was not
+            # counted
+            log.exception(
+                "%s: a message could not be taken, so its connection is replaced", self._worker_id
+            )
             self._drop(sock)
 
     def _take(self, message: bytes) -> None:
@@ -423,13 +484,16 @@ class Channel(Transport):
         frame = decode_reply(body)
         reply, wire = frame.reply, frame.payload
         awaited = self._awaited.get(reply.id)
-        is_large = wire is not None and wire.segment is not None and wire.segment.size >= _IN_THREAD_BYTES
+        is_large = (
+            wire is not None and wire.segment is not None and wire.segment.size >= _IN_THREAD_BYTES
+        )
         payload: Payload | None = None
         failure: Exception | None = None
         if awaited is not None and wire is not None:
             try:
                 payload = from_wire(wire, populated=not is_large)
-            except Exception as error:  # noqa: BLE001 - no memory is left, or it does not unpickle: the loss of this result alone
+            # No memory is left, or it does not unpickle: the loss of this result alone
+            except Exception as error:  # noqa: BLE001
                 failure = error
         if self._session.taken(len(body), wire):
             with self._writing:
@@ -451,11 +515,17 @@ class Channel(Transport):
                 awaited.failed(failure)
             elif payload is not None:
                 awaited.replied(reply, payload)
-        except BaseException:  # taking an answer may unpickle it; the other messages of the same read must not be lost with it
-            log.exception("%s: the answer to request %d could not be taken", self._worker_id, reply.id)
+        except BaseException:
+            # taking an answer may unpickle it; the other messages of the same read must not be lost
+            # with it
+            log.exception(
+                "%s: the answer to request %d could not be taken", self._worker_id, reply.id
+            )
 
     async def _complete(self, reply: Reply, payload: Payload | None) -> None:
-        """Hand over a reply once its result is here: its pages, or all of it where it came without."""
+        """Hand over a reply once its result is here: its pages, or all of it where it came
+        without.
+        """
         failure: Exception | None = None
         try:
             if payload is not None:

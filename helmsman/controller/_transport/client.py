@@ -1,4 +1,6 @@
-"""The controller's view of one worker: its pending calls, and the meaning of its errors. A Transport carries the requests."""
+"""The controller's view of one worker: its pending calls, and the meaning of its errors. A
+Transport carries the requests.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,21 @@ import msgspec
 
 from helmsman.api import errors
 from helmsman.api.fan_out import Fanout, lead_of
-from helmsman.api.scheduler import PreemptionNotice, ResultHandle, Timeouts, WorkerHealth, WorkerState, WorkerStatus
-from helmsman.controller._aio.event_loop import background_loop, forbid_blocking, in_thread, mailbox_of, run_on_loop
+from helmsman.api.scheduler import (
+    PreemptionNotice,
+    ResultHandle,
+    Timeouts,
+    WorkerHealth,
+    WorkerState,
+    WorkerStatus,
+)
+from helmsman.controller._aio.event_loop import (
+    background_loop,
+    forbid_blocking,
+    in_thread,
+    mailbox_of,
+    run_on_loop,
+)
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
 from helmsman.rpc_server._wire.codec import Payload, decode, encode, is_plain
@@ -31,10 +46,15 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _WITHDRAWAL_S = 0.1
-"""How long the error of a call that had not begun waits for its withdrawal, so that it can say whether it ever will."""
+"""How long the error of a call that had not begun waits for its withdrawal, so that it can say
+whether it ever will.
+"""
 _CAUSE_S = 1.8
 """How long the error of a call waits for the cause of its worker's end."""
-_UNKNOWN_YET = Ending(f"has ended; its node did not report the cause within {_CAUSE_S:g} s. The log shows it when it arrives")
+_UNKNOWN_YET = Ending(
+    f"has ended; its node did not report the cause within {_CAUSE_S:g} s. The log shows it when "
+    "it arrives"
+)
 _LATE_ANSWER_S = 60.0
 """How long a worker may take to withdraw a late call; its caller does not wait for that."""
 
@@ -46,7 +66,13 @@ class WorkerClient:
     """One worker, as the scheduler calls it. All methods run on the background loop."""
 
     def __init__(
-        self, worker_id: str, place: Placement, pid: int | None, log_path: str, transport: Transport, timeouts: Timeouts
+        self,
+        worker_id: str,
+        place: Placement,
+        pid: int | None,
+        log_path: str,
+        transport: Transport,
+        timeouts: Timeouts,
     ) -> None:
         self.worker_id = worker_id
         self.place = place
@@ -58,14 +84,18 @@ class WorkerClient:
         self.environment: dict[str, str] = {}
         """Variables that the backend wants in the worker, such as device masks."""
         self.advice: Mapping[str, str] = {}
-        """Role -> what to do about the death of one of its workers, where a controller knows better than the scheduler."""
+        """Role -> what to do about the death of one of its workers, where a controller knows better
+        than the scheduler.
+        """
         self._timeouts = timeouts
         self.in_flight: dict[int, PendingCall] = {}
         """Engine work that is not answered, by request id."""
         self.overdue: set[int] = set()
         """Requests that were given up and are not answered."""
         self.unanswered: dict[int, float] = {}
-        """Requests for its health that an observation has replaced: when they began; they do not make the worker OVERDUE."""
+        """Requests for its health that an observation has replaced: when they began; they do not
+        make the worker OVERDUE.
+        """
         self._to_locate: list[int] = []
         self._locating: asyncio.Task[dict[int, CallState]] | None = None
         """The question about all of ``_to_locate``, until it is sent."""
@@ -87,7 +117,9 @@ class WorkerClient:
         await await_reply(self, Outgoing(request, payload), limit_s, "Timeouts.create_engine_s")
 
     async def control(self, verb: Verb, *arguments: Any, limit_s: float | None = None) -> Any:
-        """Ask a control verb and return its answer; ``Timeouts.health_s`` is the limit when none is given."""
+        """Ask a control verb and return its answer; ``Timeouts.health_s`` is the limit when none is
+        given.
+        """
         outgoing = Outgoing(Request(next(request_ids), verb), encode(arguments))
         source = "Timeouts.health_s" if limit_s is None else "the operation's deadline"
         return decode(await await_reply(self, outgoing, limit_s or self._timeouts.health_s, source))
@@ -106,7 +138,8 @@ class WorkerClient:
         if self._ends_at is None or not self.is_there:
             return None
         return PreemptionNotice(
-            reason=f"its process {self.pid} was sent SIGTERM", deadline_s=max(0.0, self._ends_at - time.monotonic())
+            reason=f"its process {self.pid} was sent SIGTERM",
+            deadline_s=max(0.0, self._ends_at - time.monotonic()),
         )
 
     def status(self, health: WorkerHealth | None) -> WorkerStatus:
@@ -149,7 +182,11 @@ class WorkerClient:
             self.in_background(self._release(kept))
 
     def engine_of(self, request: Request) -> str | None:
-        return self.worker_id if request.engine_name is None and request.verb is Verb.CALL else request.engine_name
+        return (
+            self.worker_id
+            if request.engine_name is None and request.verb is Verb.CALL
+            else request.engine_name
+        )
 
     def name_of(self, request: Request) -> str:
         return dotted(self.engine_of(request), request.method or request.verb.value)
@@ -165,7 +202,9 @@ class WorkerClient:
             await self.control(Verb.RELEASE, handle.id)
 
     async def locate(self, request_id: int, limit_s: float) -> CallState | None:
-        """Ask the worker where a call is; None without an answer in time. Calls asked about together share one question."""
+        """Ask the worker where a call is; None without an answer in time. Calls asked about
+        together share one question.
+        """
         self._to_locate.append(request_id)
         if self._locating is None:
             self._locating = asyncio.ensure_future(self._locate_all(limit_s))
@@ -176,23 +215,35 @@ class WorkerClient:
         await asyncio.sleep(0)  # the calls that become late at the same time add theirs
         request_ids, self._to_locate, self._locating = self._to_locate, [], None
         try:
-            found: dict[int, CallState] = await self.control(Verb.INSPECT, request_ids, limit_s=limit_s)
+            found: dict[int, CallState] = await self.control(
+                Verb.INSPECT, request_ids, limit_s=limit_s
+            )
         except errors.CallError:  # no answer: the errors of the calls are raised without the line
             return {}
         return found
 
     async def timed_out(
-        self, request: Request, elapsed_s: float, limit_s: float, source: str, seen: CallState | None, *, may_withdraw: bool
+        self,
+        request: Request,
+        elapsed_s: float,
+        limit_s: float,
+        source: str,
+        seen: CallState | None,
+        *,
+        may_withdraw: bool,
     ) -> errors.CallTimeoutError:
-        """The error of a call that is late by a limit, which comes from the setting ``source``. One that has not begun is
-        withdrawn if it may be, and its error waits a moment for that. ``seen`` is the answer to ``locate``."""
+        """The error of a call that is late by a limit, which comes from the setting ``source``. One
+        that has not begun is withdrawn if it may be, and its error waits a moment for that.
+        ``seen`` is the answer to ``locate``."""
         state, stack = "it did not answer within the limit", ""
         if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
             if seen is None:
                 state = "it did not say in time where the call is; the log has it once it does"
             if may_withdraw or seen is None:
                 found = self.in_background(
-                    self._follow(request, elapsed_s, is_seen=seen is not None, may_withdraw=may_withdraw)
+                    self._follow(
+                        request, elapsed_s, is_seen=seen is not None, may_withdraw=may_withdraw
+                    )
                 )
                 if seen is not None and seen.state != "running":
                     await asyncio.wait([found], timeout=_WITHDRAWAL_S)
@@ -212,8 +263,12 @@ class WorkerClient:
             log_path=self.log_path,
         )
 
-    async def _follow(self, request: Request, elapsed_s: float, *, is_seen: bool, may_withdraw: bool) -> CallState | None:
-        """Withdraw or find a late call; where its error could not say where it was, the log does. None without an answer."""
+    async def _follow(
+        self, request: Request, elapsed_s: float, *, is_seen: bool, may_withdraw: bool
+    ) -> CallState | None:
+        """Withdraw or find a late call; where its error could not say where it was, the log does.
+        None without an answer.
+        """
         call: CallState | None = None
         with contextlib.suppress(errors.CallError):
             if may_withdraw:
@@ -225,13 +280,22 @@ class WorkerClient:
         if call is not None and not is_seen:
             place = call.describe(may_withdraw=may_withdraw)
             stack = f"; its engine thread is at:\n{call.stack}" if call.stack else ""
-            log.warning("%s: %s timed out after %.2f s: %s%s", self.worker_id, self.name_of(request), elapsed_s, place, stack)
+            log.warning(
+                "%s: %s timed out after %.2f s: %s%s",
+                self.worker_id,
+                self.name_of(request),
+                elapsed_s,
+                place,
+                stack,
+            )
         return call
 
     async def failed(self, request: Request) -> errors.WorkerFailedError:
         """The error of a request whose worker has ended."""
         if self._looking_up is None:
-            if oldest := min(list(self.in_flight.values()), key=lambda call: call.started, default=None):
+            if oldest := min(
+                list(self.in_flight.values()), key=lambda call: call.started, default=None
+            ):
                 self._ran_at_end = oldest.name, time.monotonic() - oldest.started
             self._looking_up = asyncio.ensure_future(self._look_up_ending())
         await asyncio.wait([self._looking_up], timeout=_CAUSE_S)
@@ -247,14 +311,21 @@ class WorkerClient:
             running=running or None,
             running_s=running_s if running else None,
             next_step=self.advice.get(self.worker_id.rpartition("/")[0], ""),
-            **{**msgspec.structs.asdict(self._ending), "log_path": self._ending.log_path or self.log_path},
+            **{
+                **msgspec.structs.asdict(self._ending),
+                "log_path": self._ending.log_path or self.log_path,
+            },
         )
 
     async def _look_up_ending(self) -> Ending:
         """Once for all calls that were in flight; it may take longer than they wait."""
         try:
             ending = await self.transport.ending()
-            if self._killed_because and ending.exit_signal in (None, signal.SIGKILL):  # else it ended before the kill
+            if self._killed_because and ending.exit_signal in (
+                None,
+                signal.SIGKILL,
+            ):
+                # else it ended before the kill
                 ending = msgspec.structs.replace(ending, cause=self._killed_because)
         except Exception as error:  # noqa: BLE001 - the calls must end
             ending = Ending(f"has ended; the look-up of its exit failed: {error}")
@@ -264,11 +335,23 @@ class WorkerClient:
 
 
 class PendingCall(abc.ABC):
-    """One request to one worker, from its sending to its answer; used on the event loop. No task waits for it, callbacks do."""
+    """One request to one worker, from its sending to its answer; used on the event loop. No task
+    waits for it, callbacks do.
+    """
 
-    __slots__ = ("_client", "_given_up", "_is_lost", "_may_withdraw", "_outgoing", "_seen", "started")
+    __slots__ = (
+        "_client",
+        "_given_up",
+        "_is_lost",
+        "_may_withdraw",
+        "_outgoing",
+        "_seen",
+        "started",
+    )
 
-    def __init__(self, client: WorkerClient, outgoing: Outgoing, started: float | None = None) -> None:
+    def __init__(
+        self, client: WorkerClient, outgoing: Outgoing, started: float | None = None
+    ) -> None:
         self._client = client
         self._outgoing = outgoing
         self._given_up = False
@@ -280,12 +363,18 @@ class PendingCall(abc.ABC):
         self.started = time.monotonic() if started is None else started
 
     def begin(self) -> None:
-        """Send the request, on any thread. One that cannot be encoded fails as if the worker had refused it."""
+        """Send the request, on any thread. One that cannot be encoded fails as if the worker had
+        refused it.
+        """
         if self._outgoing.is_call:
             self._client.in_flight[self._outgoing.request.id] = self
         try:
             self._client.transport.post(self._outgoing, self)
-        except (TransportLostError, errors.HelmsmanError) as error:  # it is the answer of this request
+        except (
+            TransportLostError,
+            errors.HelmsmanError,
+        ) as error:
+            # it is the answer of this request
             run_on_loop(functools.partial(self.failed, error))
         except BaseException:  # an interrupt
             self._client.in_flight.pop(self._outgoing.request.id, None)
@@ -326,7 +415,9 @@ class PendingCall(abc.ABC):
             self._fail(error)
 
     def inquire(self, lead_s: float) -> None:
-        """Ask the worker where the call is, for the error at the limit, which is ``lead_s`` seconds away."""
+        """Ask the worker where the call is, for the error at the limit, which is ``lead_s`` seconds
+        away.
+        """
         if self._outgoing.request.id in self._client.in_flight and not self._is_lost:
             self._client.in_background(self._inquire(lead_s))
 
@@ -334,8 +425,8 @@ class PendingCall(abc.ABC):
         self._seen = await self._client.locate(self._outgoing.request.id, max(lead_s, 0.001))
 
     def give_up(self, limit_s: float, source: str) -> None:
-        """Fail a late call. The worker is OVERDUE until the reply, whose memory still has to be freed. The error of a worker
-        that has ended is pending."""
+        """Fail a late call. The worker is OVERDUE until the reply, whose memory still has to be
+        freed. The error of a worker that has ended is pending."""
         if self._is_lost:
             return
         self._given_up = True
@@ -355,7 +446,12 @@ class PendingCall(abc.ABC):
     async def _on_timeout(self, limit_s: float, source: str) -> None:
         elapsed_s = time.monotonic() - self.started
         error = await self._client.timed_out(
-            self._outgoing.request, elapsed_s, limit_s, source, self._seen, may_withdraw=self._may_withdraw
+            self._outgoing.request,
+            elapsed_s,
+            limit_s,
+            source,
+            self._seen,
+            may_withdraw=self._may_withdraw,
         )
         self._end(error)
 
@@ -365,11 +461,15 @@ class PendingCall(abc.ABC):
 
 
 class _AwaitedCall(PendingCall):
-    """A request whose caller, a thread or coroutine, is woken by its answer and keeps its deadline."""
+    """A request whose caller, a thread or coroutine, is woken by its answer and keeps its
+    deadline.
+    """
 
     __slots__ = ("_on_filled", "error", "is_abandoned", "payload")
 
-    def __init__(self, client: WorkerClient, outgoing: Outgoing, on_filled: Callable[[], None]) -> None:
+    def __init__(
+        self, client: WorkerClient, outgoing: Outgoing, on_filled: Callable[[], None]
+    ) -> None:
         self._on_filled = on_filled
         self.is_abandoned = False
         """Whether the caller no longer waits."""
@@ -410,7 +510,9 @@ class GroupPendingCall(PendingCall):
 
     __slots__ = ("_group", "_is_answered", "_worker_id")
 
-    def __init__(self, client: WorkerClient, outgoing: Outgoing, group: Fanout, worker_id: str) -> None:
+    def __init__(
+        self, client: WorkerClient, outgoing: Outgoing, group: Fanout, worker_id: str
+    ) -> None:
         self._group = group
         self._is_answered = False
         self._worker_id = worker_id  # with colocation the client may go by another role's name
@@ -439,9 +541,12 @@ class GroupPendingCall(PendingCall):
 
     def give_up(self, limit_s: float, source: str) -> None:
         if not self._is_answered:
-            # A worker that has begun its call, or may have, could wait for this one in a collective.
+            # A worker that has begun its call, or may have, could wait for this one in a
+            # collective.
             group = self._group
-            is_safe = len(group.pending) == 1 or all(call.is_waiting for call in group.pending.values())
+            is_safe = len(group.pending) == 1 or all(
+                call.is_waiting for call in group.pending.values()
+            )
             self._may_withdraw = is_safe and not group.results
             super().give_up(limit_s, source)
 
@@ -449,15 +554,21 @@ class GroupPendingCall(PendingCall):
         self._group.failed(self._worker_id, error)
 
 
-def wait_for_reply(client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str) -> Payload:
-    """Send a request and block for its answer; an interrupt of the waiting thread leaves the call to its worker."""
+def wait_for_reply(
+    client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str
+) -> Payload:
+    """Send a request and block for its answer; an interrupt of the waiting thread leaves the call
+    to its worker.
+    """
     forbid_blocking()
     waiting = threading.Lock()
     waiting.acquire()
     call = _AwaitedCall(client, outgoing, waiting.release)
     try:
         call.begin()
-        if not waiting.acquire(timeout=min(max(limit_s - lead_of(limit_s), 0.0), threading.TIMEOUT_MAX)):
+        if not waiting.acquire(
+            timeout=min(max(limit_s - lead_of(limit_s), 0.0), threading.TIMEOUT_MAX)
+        ):
             left_s = max(limit_s - (time.monotonic() - call.started), 0.0)
             run_on_loop(functools.partial(call.inquire, left_s))
             if not waiting.acquire(timeout=left_s):
@@ -469,7 +580,9 @@ def wait_for_reply(client: WorkerClient, outgoing: Outgoing, limit_s: float, sou
     return call.result()
 
 
-async def await_reply(client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str) -> Payload:
+async def await_reply(
+    client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str
+) -> Payload:
     """Send a request and await its answer, on any event loop."""
     loop = asyncio.get_running_loop()
     is_background = loop is background_loop()
@@ -479,7 +592,11 @@ async def await_reply(client: WorkerClient, outgoing: Outgoing, limit_s: float, 
         if not filled.done():
             filled.set_result(None)
 
-    call = _AwaitedCall(client, outgoing, settle if is_background else functools.partial(mailbox_of(loop).post, settle))
+    call = _AwaitedCall(
+        client,
+        outgoing,
+        settle if is_background else functools.partial(mailbox_of(loop).post, settle),
+    )
     call.begin()
     lead_s = lead_of(limit_s)
     timer: asyncio.TimerHandle

@@ -1,4 +1,6 @@
-"""The health of workers: their own answers, and observations from outside of those that do not answer in time."""
+"""The health of workers: their own answers, and observations from outside of those that do not
+answer in time.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,17 @@ from helmsman.rpc_server._wire.wire import Outgoing
 _PATIENCE_S = 0.5
 """A worker that has not answered for so long is observed from outside."""
 _OBSERVED_WITHIN_S = 0.4
-"""Limit of an observation; with ``_PATIENCE_S`` it is below the second within which health is known."""
+"""Limit of an observation; with ``_PATIENCE_S`` it is below the second within which health is
+known.
+"""
 _MAX_UNANSWERED = 4
-"""Most unanswered questions to a worker that runs Python, such as one that waits in an engine's ``failure``."""
+"""Most unanswered questions to a worker that runs Python, such as one that waits in an engine's
+``failure``.
+"""
 _SILENT_S = 5.0
-"""A worker that runs Python gets a new connection when a question has been unanswered for so long, and nothing has come."""
+"""A worker that runs Python gets a new connection when a question has been unanswered for so long,
+and nothing has come.
+"""
 _STATES: Mapping[str, ProcessState] = {"R": "running", "D": "disk", "T": "stopped", "t": "stopped"}
 
 _decode_health = msgspec.msgpack.Decoder(WorkerHealth).decode
@@ -35,9 +43,9 @@ async def ask_health(
 ) -> tuple[dict[str, WorkerHealth], dict[str, BaseException]]:
     """Ask workers for their health, all at once; on the background loop.
 
-    A worker that has not answered an earlier question is asked again only once its interpreter runs. One that cannot be
-    observed has ``limit_s`` seconds, as ``source`` says. Returns the health of those that answered or could be observed, and
-    the error of each of the others.
+    A worker that has not answered an earlier question is asked again only once its interpreter
+    runs. One that cannot be observed has ``limit_s`` seconds, as ``source`` says. Returns the
+    health of those that answered or could be observed, and the error of each of the others.
     """
     asked = Fanout(limit_s, source)
     question = Outgoing(Request(next(request_ids), Verb.HEALTH), encode(()))
@@ -49,11 +57,18 @@ async def ask_health(
             calls[worker_id].begin()
 
     ask(worker_id for worker_id, client in clients.items() if not client.unanswered)
-    observed = await _observe({worker_id: client for worker_id, client in clients.items() if client.unanswered})
-    found = {worker_id: health for worker_id, health in observed.items() if _is_still_stuck(clients[worker_id], health)}
+    observed = await _observe(
+        {worker_id: client for worker_id, client in clients.items() if client.unanswered}
+    )
+    found = {
+        worker_id: health
+        for worker_id, health in observed.items()
+        if _is_still_stuck(clients[worker_id], health)
+    }
     ask([worker_id for worker_id in clients if worker_id not in found and worker_id not in calls])
     patience_s, deadline = min(_PATIENCE_S, limit_s / 2), Deadline(limit_s)
-    while asked.pending and deadline.remaining_s > patience_s:  # again, since an observer may be starting
+    while asked.pending and deadline.remaining_s > patience_s:
+        # again, since an observer may be starting
         await asked.wait(timeout_s=patience_s)
         observed = await _observe({worker_id: clients[worker_id] for worker_id in asked.pending})
         for worker_id, health in observed.items():
@@ -68,7 +83,9 @@ async def ask_health(
 
 
 def _is_still_stuck(client: WorkerClient, observed: WorkerHealth) -> bool:
-    """Whether a further question is pointless: an earlier one is unanswered, and the worker still cannot answer."""
+    """Whether a further question is pointless: an earlier one is unanswered, and the worker still
+    cannot answer.
+    """
     num_unanswered = len(client.unanswered)
     is_alive = (observed.stuck_s or 0.0) < _PATIENCE_S and num_unanswered < _MAX_UNANSWERED
     return num_unanswered > 0 and not is_alive
@@ -76,8 +93,13 @@ def _is_still_stuck(client: WorkerClient, observed: WorkerHealth) -> bool:
 
 async def _observe(clients: Mapping[str, WorkerClient]) -> dict[str, WorkerHealth]:
     """Observe workers from outside; without those for which that is not possible now."""
-    observations = await asyncio.gather(*(client.transport.observe(_OBSERVED_WITHIN_S) for client in clients.values()))
-    seen = {worker_id: read(observation) for worker_id, observation in zip(clients, observations, strict=True)}
+    observations = await asyncio.gather(
+        *(client.transport.observe(_OBSERVED_WITHIN_S) for client in clients.values())
+    )
+    seen = {
+        worker_id: read(observation)
+        for worker_id, observation in zip(clients, observations, strict=True)
+    }
     for worker_id, each in seen.items():
         if each is not None and each.stuck_s < _PATIENCE_S:
             _doubt(clients[worker_id])
@@ -86,7 +108,11 @@ async def _observe(clients: Mapping[str, WorkerClient]) -> dict[str, WorkerHealt
 
 def _doubt(client: WorkerClient) -> None:
     """Replace a connection that has died silently: its worker could have answered by now."""
-    asked = [asked_at for asked_at in client.unanswered.values() if asked_at < time.monotonic() - _SILENT_S]
+    asked = [
+        asked_at
+        for asked_at in client.unanswered.values()
+        if asked_at < time.monotonic() - _SILENT_S
+    ]
     if asked:
         client.transport.renew(max(asked))
 
@@ -94,11 +120,18 @@ def _doubt(client: WorkerClient) -> None:
 def _as_health(seen: Seen) -> WorkerHealth:
     """The worker's last description of itself, with what has changed since."""
     last = _decode_health(seen.description)
-    running, running_s = last.running, None if last.running_s is None else last.running_s + seen.stuck_s
+    running, running_s = (
+        last.running,
+        None if last.running_s is None else last.running_s + seen.stuck_s,
+    )
     if seen.thread_call is not None:
         running, running_s = seen.thread_call if seen.thread_call.name else (None, None)
     async_running = dict(last.async_running)
-    if seen.loop_call is not None and seen.loop_call.name and seen.loop_call.running_s < seen.stuck_s:
+    if (
+        seen.loop_call is not None
+        and seen.loop_call.name
+        and seen.loop_call.running_s < seen.stuck_s
+    ):
         async_running[seen.loop_call.name] = async_running.get(seen.loop_call.name, 0) + 1
     return msgspec.structs.replace(
         last,

@@ -1,6 +1,8 @@
-"""Names of the arguments that engines and losses take, read from their source, since a driver imports no torch.
+"""Names of the arguments that engines and losses take, read from their source, since a driver
+imports no torch.
 
-Where the source does not show them, as with arguments that are passed on, nothing is refused here and the worker decides.
+Where the source does not show them, as with arguments that are passed on, nothing is refused here
+and the worker decides.
 """
 
 from __future__ import annotations
@@ -22,16 +24,20 @@ from helmsman.api.suggestions import did_you_mean
 
 _LOSSES = "helmsman.engines.losses"
 _NUM_GIVEN = 2
-"""Arguments that our engines give a loss by position, the outputs and the batch, which are not suggested."""
+"""Arguments that our engines give a loss by position, the outputs and the batch, which are not
+suggested.
+"""
 _MAX_HOPS = 8
 """Most imports that are followed to the definition of a name."""
 
 _Definition: TypeAlias = ast.ClassDef | ast.FunctionDef
 
 
-def require_engine_arguments(role: str, engine: str | type[Any], arguments: Mapping[str, Any]) -> None:
-    """Refuse named arguments that the constructor of an engine does not take. Raises: InvalidSpecError for one that is known
-    not to exist."""
+def require_engine_arguments(
+    role: str, engine: str | type[Any], arguments: Mapping[str, Any]
+) -> None:
+    """Refuse named arguments that the constructor of an engine does not take. Raises:
+    InvalidSpecError for one that is known not to exist."""
     known = _engine_arguments(engine) if arguments else None
     for name, value in arguments.items():
         if known is not None and name not in known:
@@ -45,12 +51,16 @@ def require_engine_arguments(role: str, engine: str | type[Any], arguments: Mapp
 
 
 def require_loss_settings(loss: LossFn | str, settings: Mapping[str, Any] | None) -> None:
-    """Refuse settings that a loss does not take. Raises: ValueError for one that is known not to exist."""
+    """Refuse settings that a loss does not take. Raises: ValueError for one that is known not to
+    exist.
+    """
     known = _loss_settings(loss) if settings else None
     for name in settings or ():
         if known is not None and name not in known:
             shown = loss if isinstance(loss, str) else getattr(loss, "__name__", repr(loss))
-            raise ValueError(f"loss {shown!r} has no setting {name!r}; {did_you_mean(name, known[_NUM_GIVEN:])}")
+            raise ValueError(
+                f"loss {shown!r} has no setting {name!r}; {did_you_mean(name, known[_NUM_GIVEN:])}"
+            )
 
 
 def _engine_arguments(engine: str | type[Any]) -> list[str] | None:
@@ -74,14 +84,17 @@ def _loss_settings(loss: LossFn | str) -> list[str] | None:
     if found is None or not isinstance(found[1], ast.FunctionDef):
         return None
     function = found[1]
-    wrappers = [each for each in function.decorator_list if not ast.unparse(each).startswith("loss_traits(")]
+    wrappers = [
+        each for each in function.decorator_list if not ast.unparse(each).startswith("loss_traits(")
+    ]
     return None if function.args.kwarg is not None or wrappers else _parameters(function)
 
 
 def _signature_names(function: Any) -> list[str] | None:
     """Names of the parameters; None where any name is taken, or nothing is known.
 
-    Those of a decorator's own function count, since it may take more than the function that it wraps.
+    Those of a decorator's own function count, since it may take more than the function that it
+    wraps.
     """
     try:
         parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
@@ -89,44 +102,81 @@ def _signature_names(function: Any) -> list[str] | None:
         return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    return [
+        each.name
+        for each in parameters
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
 
 
 def _class_arguments(module: str, definition: ast.ClassDef) -> list[str] | None:
-    """Arguments of a class whose constructor names them, or is ``(self, config: Config | None = None, **fields)`` and so takes
-    the fields of that struct; None for other classes."""
-    function = next((each for each in definition.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
-    if function is None or definition.keywords or definition.decorator_list or function.decorator_list:
+    """Arguments of a class whose constructor names them, or is ``(self, config: Config | None =
+    None, **fields)`` and so takes the fields of that struct; None for other classes."""
+    function = next(
+        (
+            each
+            for each in definition.body
+            if isinstance(each, ast.FunctionDef) and each.name == "__init__"
+        ),
+        None,
+    )
+    if (
+        function is None
+        or definition.keywords
+        or definition.decorator_list
+        or function.decorator_list
+    ):
         return None
     named = _parameters(function)[1:]
     if function.args.kwarg is None:
         return named
     annotation = function.args.args[-1].annotation if named == ["config"] else None
-    config, optional, _ = ast.unparse(annotation).partition(" | None") if annotation is not None else ("", "", "")
+    config, optional, _ = (
+        ast.unparse(annotation).partition(" | None") if annotation is not None else ("", "", "")
+    )
     found = _definition(module, config) if optional else None
     if found is None or not isinstance(found[1], ast.ClassDef):
         return None
     is_struct = [ast.unparse(base).rpartition(".")[2] for base in found[1].bases] == ["Struct"]
-    is_struct = is_struct and all(keyword.arg not in (None, "rename") for keyword in found[1].keywords)
-    fields = [each.target.id for each in found[1].body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+    is_struct = is_struct and all(
+        keyword.arg not in (None, "rename") for keyword in found[1].keywords
+    )
+    fields = [
+        each.target.id
+        for each in found[1].body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    ]
     return [*fields, *named] if is_struct else None
 
 
 def _parameters(function: ast.FunctionDef) -> list[str]:
-    return [each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    return [
+        each.arg
+        for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+    ]
 
 
 def _short_names() -> dict[str, str]:
     tree = _source(_LOSSES)
     for node in tree.body if tree is not None else ():
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LOSSES" and isinstance(node.value, ast.Dict):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and ast.unparse(node.target) == "LOSSES"
+            and isinstance(node.value, ast.Dict)
+        ):
             pairs = zip(node.value.keys, node.value.values, strict=True)
-            return {str(key.value): ast.unparse(value) for key, value in pairs if isinstance(key, ast.Constant)}
+            return {
+                str(key.value): ast.unparse(value)
+                for key, value in pairs
+                if isinstance(key, ast.Constant)
+            }
     return {}
 
 
 def _definition(module: str, name: str) -> tuple[str, _Definition] | None:
-    """(module, definition) of a class or function, found by way of the imports of modules that only name it."""
+    """(module, definition) of a class or function, found by way of the imports of modules that only
+    name it.
+    """
     for _ in range(_MAX_HOPS):
         tree = _source(module)
         hop: tuple[str, str] | None = None
@@ -134,7 +184,14 @@ def _definition(module: str, name: str) -> tuple[str, _Definition] | None:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
                 return module, node
             if isinstance(node, ast.ImportFrom) and not node.level and node.module:
-                hop = next(((node.module, each.name) for each in node.names if (each.asname or each.name) == name), hop)
+                hop = next(
+                    (
+                        (node.module, each.name)
+                        for each in node.names
+                        if (each.asname or each.name) == name
+                    ),
+                    hop,
+                )
         if hop is None:
             return None
         module, name = hop
@@ -166,11 +223,17 @@ def _path_of(module: str) -> str | None:
 
 
 def _spec_of(module: str) -> ModuleSpec | None:
-    """Where a module is, found without an import of its packages; a finder of an editable install knows only the outermost."""
+    """Where a module is, found without an import of its packages; a finder of an editable install
+    knows only the outermost.
+    """
     package = module.rpartition(".")[0]
     if not package:
         return importlib.util.find_spec(module)
     if package in sys.modules:
         return PathFinder.find_spec(module, getattr(sys.modules[package], "__path__", []))
     parent = _spec_of(package)
-    return PathFinder.find_spec(module, parent.submodule_search_locations or []) if parent is not None else None
+    return (
+        PathFinder.find_spec(module, parent.submodule_search_locations or [])
+        if parent is not None
+        else None
+    )

@@ -1,4 +1,6 @@
-"""Argument checks of public methods: wrong types are refused in the caller, before a message is numbered or sent."""
+"""Argument checks of public methods: wrong types are refused in the caller, before a message is
+numbered or sent.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,15 @@ Test = Callable[[Any], bool]
 def checked(function: F) -> F:
     """Make a public function refuse arguments whose types are not those of its annotations.
 
-    A wrong type is a TypeError that names the function, the argument, the value and the annotation; nan for a number is a
-    ValueError. The items of built-in collections are checked where the annotation gives them a class.
+    A wrong type is a TypeError that names the function, the argument, the value and the annotation;
+    nan for a number is a ValueError. The items of built-in collections are checked where the
+    annotation gives them a class.
     """
     signature: list[_Signature] = []
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not signature:  # annotations may name classes that are defined further down in the module
+        if not signature:
+            # annotations may name classes that are defined further down in the module
             signature.append(_Signature(function))
         signature[0].check(args, kwargs)
 
@@ -49,10 +53,15 @@ def checked(function: F) -> F:
 
 
 def refusal(method: str, argument: str, value: object, expected: str, hint: str = "") -> TypeError:
-    """The error of an argument of the wrong type; ``hint`` is a further sentence without its full stop."""
+    """The error of an argument of the wrong type; ``hint`` is a further sentence without its full
+    stop.
+    """
     observed = f"{reprlib.repr(value)} (of type {type(value).__qualname__})"
     step = f" {hint}." if hint else ""
-    return TypeError(f"{method}: the argument {argument} is {observed}, expected {expected}. Nothing was sent.{step}")
+    return TypeError(
+        f"{method}: the argument {argument} is {observed}, expected {expected}. Nothing was "
+        f"sent.{step}"
+    )
 
 
 def _hint(function: str, argument: str, value: object) -> str:
@@ -71,7 +80,9 @@ def require_seconds(method: str, timeout: object) -> None:
     if not _is_number(timeout):
         raise refusal(method, "timeout", timeout, "float | None, a number of seconds")
     if math.isnan(cast(float, timeout)):
-        raise ValueError(f"{method}: timeout=nan is not a number of seconds; leave it out for Timeouts.call_s")
+        raise ValueError(
+            f"{method}: timeout=nan is not a number of seconds; leave it out for Timeouts.call_s"
+        )
 
 
 class _Signature:
@@ -89,21 +100,29 @@ class _Signature:
             if parameter.kind is not parameter.KEYWORD_ONLY:
                 self._positional.append(name)
             annotation = parameter.annotation
-            if annotation is not parameter.empty and (test := _test_of(eval(annotation, {}, names))) is not None:
+            if (
+                annotation is not parameter.empty
+                and (test := _test_of(eval(annotation, {}, names))) is not None
+            ):
                 self._tests[name] = annotation, test
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        by_position = zip(self._positional, args, strict=False)  # too few or too many are Python's own error
+        # too few or too many are Python's own error
+        by_position = zip(self._positional, args, strict=False)
         for name, value in itertools.chain(by_position, kwargs.items()):
             annotation, test = self._tests.get(name, ("", None))
             if test is not None and not test(value):
-                raise refusal(self._function, name, value, annotation, _hint(self._function, name, value))
+                raise refusal(
+                    self._function, name, value, annotation, _hint(self._function, name, value)
+                )
             if test is not None and isinstance(value, float) and math.isnan(value):
                 raise ValueError(f"{self._function}: the argument {name} is nan, expected a number")
 
 
 class _Names(dict[str, Any]):
-    """The names of a module; those that it imports for type checkers alone become forward references."""
+    """The names of a module; those that it imports for type checkers alone become forward
+    references.
+    """
 
     def __init__(self, module: Mapping[str, Any]) -> None:
         super().__init__()
@@ -136,12 +155,16 @@ def _test_of(annotation: Any, depth: int = 1) -> Test | None:
     if kind is Callable:
         return callable
     if kind in (Sequence, Collection):
-        return functools.partial(_is_collection, kind is Sequence, arguments[0] is str, _item_test(arguments[0], depth))
+        return functools.partial(
+            _is_collection, kind is Sequence, arguments[0] is str, _item_test(arguments[0], depth)
+        )
     return lambda value: isinstance(value, kind)
 
 
 def _item_test(annotation: Any, depth: int) -> Test | None:
-    """The test of a container's items; None unless they are of a plain class: a prompt has many items of its own."""
+    """The test of a container's items; None unless they are of a plain class: a prompt has many
+    items of its own.
+    """
     is_class = isinstance(annotation, type) and get_origin(annotation) is None
     return _test_of(annotation, depth - 1) if depth and is_class else None
 
@@ -167,9 +190,15 @@ def _has_class_named(name: str, value: Any) -> bool:
 
 
 def _is_collection(is_ordered: bool, may_be_text: bool, item_test: Test | None, value: Any) -> bool:
-    """Whether a value has a length, or, if it is to be ordered, items by number, as arrays and data sets have."""
+    """Whether a value has a length, or, if it is to be ordered, items by number, as arrays and data
+    sets have.
+    """
     if isinstance(value, (str, bytes, bytearray)):
         return may_be_text and isinstance(value, str)
-    if isinstance(value, Mapping) or not hasattr(value, "__len__" if not is_ordered else "__getitem__"):
+    if isinstance(value, Mapping) or not hasattr(
+        value, "__len__" if not is_ordered else "__getitem__"
+    ):
         return False
-    return item_test is None or not isinstance(value, _PLAIN_COLLECTIONS) or all(map(item_test, value))
+    return (
+        item_test is None or not isinstance(value, _PLAIN_COLLECTIONS) or all(map(item_test, value))
+    )

@@ -1,4 +1,6 @@
-"""WeightSync: brings a trainer's weights to the instances of a rollout, one call to each, in one of several ways."""
+"""WeightSync: brings a trainer's weights to the instances of a rollout, one call to each, in one of
+several ways.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,13 @@ class WeightSync:
     Args:
         way: ViaMemory (the default), ViaCollective or ViaDisk.
         form: type, names, buckets and checksums of what is sent.
-        in_flight: what becomes of requests that are in flight: they ``continue`` by the new weights, each token with the
-            version that made it; ``finish`` by the old ones first, while nothing new starts; or are taken back (``recall``)
-            with the tokens they have, and continued by the new weights on any instance.
+        in_flight: what becomes of requests that are in flight: they ``continue`` by the new
+            weights, each token with the version that made it; ``finish`` by the old ones first,
+            while nothing new starts; or are taken back (``recall``) with the tokens they have, and
+            continued by the new weights on any instance.
 
-    An instance whose sync fails gets no requests until one succeeds, and those it has go on elsewhere.
+    An instance whose sync fails gets no requests until one succeeds, and those it has go on
+    elsewhere.
     """
 
     def __init__(
@@ -57,9 +61,14 @@ class WeightSync:
         self._source, self._sink = source, sink = trainer.weight_source, rollout.weight_sink
         if source.scheduler is not sink.scheduler:
             raise ValueError(
-                f"role {source.role!r} and role {sink.role!r} run on two schedulers, and weights go between workers of one"
+                f"role {source.role!r} and role {sink.role!r} run on two schedulers, and weights "
+                "go between workers of one"
             )
-        self._way, self._form, self._in_flight = way or ViaMemory(), form or WeightFormat(), in_flight
+        self._way, self._form, self._in_flight = (
+            way or ViaMemory(),
+            form or WeightFormat(),
+            in_flight,
+        )
         self._way.check(source, sink)
 
     @checked
@@ -68,9 +77,10 @@ class WeightSync:
 
         Args:
             timeout: seconds for all of it; the scheduler's ``timeouts.call_s`` when None.
-        Raises: what the trainer raised, before any instance has changed unless it was in the middle of broadcasts; ValueError
-            for a version below the last one's; RequestsInFlightError when requests that had to end or
-            come back have not; else as RolloutController.update_weights.
+        Raises: what the trainer raised, before any instance has changed unless it was in the middle
+            of broadcasts; ValueError for a version below the last one's; RequestsInFlightError when
+            requests that had to end or come back have not; else as
+            RolloutController.update_weights.
         """
         return await run_async(self._push(timeout))
 
@@ -78,27 +88,42 @@ class WeightSync:
 
     async def _push(self, timeout: float | None) -> SyncReport:
         started = time.monotonic()
-        deadline = started + (self._source.scheduler.timeouts.call_s if timeout is None else timeout)
+        deadline = started + (
+            self._source.scheduler.timeouts.call_s if timeout is None else timeout
+        )
         async with self._sink.hold(self._in_flight, deadline - time.monotonic()):
             version = await self._source.version(deadline - time.monotonic())
-            num_bytes, failures = await self._way.carry(self._source, self._sink, self._form, version, deadline)
+            num_bytes, failures = await self._way.carry(
+                self._source, self._sink, self._form, version, deadline
+            )
             updated, failed = self._sink.served_by(failures)
         return SyncReport(
-            version=version, num_bytes=num_bytes, seconds=time.monotonic() - started, updated=updated, failed=failed
+            version=version,
+            num_bytes=num_bytes,
+            seconds=time.monotonic() - started,
+            updated=updated,
+            failed=failed,
         )
 
 
 class Way:
-    """How weights travel: the trainer stores them once, and each instance reads them there, unless ``carry`` does otherwise."""
+    """How weights travel: the trainer stores them once, and each instance reads them there, unless
+    ``carry`` does otherwise.
+    """
 
     def check(self, source: WeightSource, sink: WeightSink) -> None:
         """Raise ValueError where it cannot be."""
 
     async def carry(
-        self, source: WeightSource, sink: WeightSink, form: WeightFormat, version: int, deadline: float
+        self,
+        source: WeightSource,
+        sink: WeightSink,
+        form: WeightFormat,
+        version: int,
+        deadline: float,
     ) -> tuple[int, Mapping[str, Exception]]:
-        """Bring the weights until a deadline on time.monotonic's clock; returns how many bytes left the trainer, and why they
-        have not reached which instance."""
+        """Bring the weights until a deadline on time.monotonic's clock; returns how many bytes left
+        the trainer, and why they have not reached which instance."""
         stored = await self._store(source, form, version, deadline - time.monotonic())
         try:
             weights = dict.fromkeys(sink.living_ids(), stored)
@@ -115,24 +140,32 @@ class Way:
 
 
 class ViaMemory(Way):
-    """Worker to worker: once into shared memory of the trainer's node, or Ray's object store, from which each instance reads
-    them; instances of one other node read one copy of it. Rank 0 holds all of them on its host."""
+    """Worker to worker: once into shared memory of the trainer's node, or Ray's object store, from
+    which each instance reads them; instances of one other node read one copy of it. Rank 0 holds
+    all of them on its host."""
 
-    async def _store(self, source: WeightSource, form: WeightFormat, version: int, timeout: float) -> ResultHandle:
+    async def _store(
+        self, source: WeightSource, form: WeightFormat, version: int, timeout: float
+    ) -> ResultHandle:
         handle: ResultHandle = await source.publish(IntoMemory(version=version), form, timeout)
         return handle
 
 
 class ViaExport(Way):
-    """As ViaMemory, for trainers without publish_weights: all parameters as they are, by ``export_weights``."""
+    """As ViaMemory, for trainers without publish_weights: all parameters as they are, by
+    ``export_weights``.
+    """
 
-    async def _store(self, source: WeightSource, form: WeightFormat, version: int, timeout: float) -> ResultHandle:
+    async def _store(
+        self, source: WeightSource, form: WeightFormat, version: int, timeout: float
+    ) -> ResultHandle:
         return await source.export(version, timeout)
 
 
 class ViaDisk(Way):
-    """Files of safetensors in a folder that all workers reach. A version's folder appears when it is complete, in the layout
-    that Hugging Face reads, so that other programs can take weights from it, too.
+    """Files of safetensors in a folder that all workers reach. A version's folder appears when it
+    is complete, in the layout that Hugging Face reads, so that other programs can take weights from
+    it, too.
 
     Args:
         folder: the same on all nodes; a relative one is below the script's own current folder.
@@ -144,18 +177,22 @@ class ViaDisk(Way):
             raise ValueError(f"num_kept is {num_kept}; expected 1 or more")
         self._folder, self._num_kept = os.path.abspath(folder), num_kept
 
-    async def _store(self, source: WeightSource, form: WeightFormat, version: int, timeout: float) -> WeightsOnDisk:
+    async def _store(
+        self, source: WeightSource, form: WeightFormat, version: int, timeout: float
+    ) -> WeightsOnDisk:
         target = OntoDisk(version=version, folder=self._folder, num_kept=self._num_kept)
         written: WeightsOnDisk = await source.publish(target, form, timeout)
         return written
 
 
 class ViaCollective(Way):
-    """Broadcasts of a process group (gloo on hosts, nccl, hccl) of the trainer's rank 0 and the instances, device to device.
+    """Broadcasts of a process group (gloo on hosts, nccl, hccl) of the trainer's rank 0 and the
+    instances, device to device.
 
-    Nothing is decoded while they last. The group is made at the first sync, and again when its members have changed, one of
-    them has been in another since, or something went wrong. When a member dies, is late or cannot take part, the weights are
-    sent once more to those that can. An instance that is rebuilt between two syncs serves after the next one.
+    Nothing is decoded while they last. The group is made at the first sync, and again when its
+    members have changed, one of them has been in another since, or something went wrong. When a
+    member dies, is late or cannot take part, the weights are sent once more to those that can. An
+    instance that is rebuilt between two syncs serves after the next one.
 
     Args:
         timeout_s: how long members wait for each other.
@@ -170,22 +207,30 @@ class ViaCollective(Way):
     def check(self, source: WeightSource, sink: WeightSink) -> None:
         if source.scheduler.shares_process:
             raise ValueError(
-                f"ViaCollective needs workers in processes of their own, which {type(source.scheduler).__name__} has not; "
+                "ViaCollective needs workers in processes of their own, which "
+                f"{type(source.scheduler).__name__} has not; "
                 "use ViaMemory"
             )
         sender = source.workers[0]
         shared = [
             each.id
             for each in sink.workers
-            if each.node_id == sender.node_id and set(map(str, each.devices)) & set(map(str, sender.devices))
+            if each.node_id == sender.node_id
+            and set(map(str, each.devices)) & set(map(str, sender.devices))
         ]
         if shared:
             raise ValueError(
-                f"{shared[0]} has a device of {sender.id}, and a collective takes one member for each device; use ViaMemory"
+                f"{shared[0]} has a device of {sender.id}, and a collective takes one member for "
+                "each device; use ViaMemory"
             )
 
     async def carry(
-        self, source: WeightSource, sink: WeightSink, form: WeightFormat, version: int, deadline: float
+        self,
+        source: WeightSource,
+        sink: WeightSink,
+        form: WeightFormat,
+        version: int,
+        deadline: float,
     ) -> tuple[int, Mapping[str, Exception]]:
         reachable = sink.living_ids(with_suspects=False)
         if not reachable:
@@ -212,7 +257,9 @@ class ViaCollective(Way):
             self._port = await source.open_store(deadline - time.monotonic())
             self._group_id = uuid.uuid4().hex
         source.group_id = sink.group_id = self._group_id
-        self._members = ()  # after an error or an interrupt it is not known where in the group's broadcasts each of them is
+        # after an error or an interrupt it is not known where in the group's broadcasts each of
+        # them is
+        self._members = ()
         place = ByCollective(
             version=version,
             group_id=self._group_id,
@@ -222,7 +269,9 @@ class ViaCollective(Way):
             world_size=1 + len(ids),
             timeout_s=max(0.1, min(self._timeout_s, deadline - time.monotonic())),
         )
-        weights = {id_: msgspec.structs.replace(place, rank=rank) for rank, id_ in enumerate(ids, 1)}
+        weights = {
+            id_: msgspec.structs.replace(place, rank=rank) for rank, id_ in enumerate(ids, 1)
+        }
         sending = asyncio.ensure_future(source.publish(place, form, deadline - time.monotonic()))
         sides: tuple[Any, Any] = await asyncio.gather(
             sending,
@@ -243,14 +292,24 @@ class _Outcome:
             if isinstance(side, BaseException) and not isinstance(side, Exception):
                 raise side
         self.num_bytes: int | None = None if isinstance(sent, Exception) else sent
-        self.failures: Mapping[str, Exception] | None = None if isinstance(received, Exception) else received
+        self.failures: Mapping[str, Exception] | None = (
+            None if isinstance(received, Exception) else received
+        )
         self.errors = [side for side in (sent, received) if isinstance(side, Exception)]
         """Of the trainer first."""
         self.errors += (self.failures or {}).values()
-        self.has_lost_trainer = any(isinstance(each, WorkerFailedError) for each in _members_of(sent))
+        self.has_lost_trainer = any(
+            isinstance(each, WorkerFailedError) for each in _members_of(sent)
+        )
         """Whether a rank of it has died, without which nothing can be sent."""
-        by_instance = received.errors if isinstance(received, GroupCallError) else self.failures or {}
-        self.unable = {id_ for id_, each in by_instance.items() if isinstance(each, EngineCallError) and not _is_broken(each)}
+        by_instance = (
+            received.errors if isinstance(received, GroupCallError) else self.failures or {}
+        )
+        self.unable = {
+            id_
+            for id_, each in by_instance.items()
+            if isinstance(each, EngineCallError) and not _is_broken(each)
+        }
         """Instances that failed by themselves, and would again."""
 
 
@@ -262,6 +321,9 @@ def _is_broken(error: Exception) -> bool:
     """Whether a member of the group is gone or late, so that others may have gone without."""
     return any(
         isinstance(each, WorkerFailedError)
-        or (isinstance(each, EngineCallError) and (each.remote_type == "ConnectionError" or is_communication_error(each)))
+        or (
+            isinstance(each, EngineCallError)
+            and (each.remote_type == "ConnectionError" or is_communication_error(each))
+        )
         for each in _members_of(error)
     )

@@ -1,4 +1,6 @@
-"""The order of a group's calls, the check of the ranks' coordinates, and arguments that are packed once for all ranks."""
+"""The order of a group's calls, the check of the ranks' coordinates, and arguments that are packed
+once for all ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +27,33 @@ from helmsman.rpc_server._wire.codec import Packed, encode
 
 
 class CallOrder:
-    """Lets the calls of a group pass in the order in which they were made, ``max_concurrency`` at a time. It is used on
-    Helmsman's event loop. ``check`` compares the ranks' coordinates within a limit in seconds, before the first call that is
-    cut along an axis."""
+    """Lets the calls of a group pass in the order in which they were made, ``max_concurrency`` at a
+    time. It is used on Helmsman's event loop. ``check`` compares the ranks' coordinates within a
+    limit in seconds, before the first call that is cut along an axis."""
 
-    def __init__(self, name: str, max_concurrency: int | None, check: Callable[[float], Awaitable[None]]) -> None:
+    def __init__(
+        self, name: str, max_concurrency: int | None, check: Callable[[float], Awaitable[None]]
+    ) -> None:
         self.is_checked = False
         self._name = name
         self._check = check
         self._lock = asyncio.Lock()
-        """Held while the coordinates are compared, so that later calls wait behind the call that does so."""
+        """Held while the coordinates are compared, so that later calls wait behind the call that
+        does so.
+        """
         self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
 
-    async def enter(self, method: str, limit_s: float | None, deadline: float, *, is_cut: bool) -> float | None:
-        """Wait for earlier calls whose check of the coordinates is pending, and check them for the first call that is cut.
+    async def enter(
+        self, method: str, limit_s: float | None, deadline: float, *, is_cut: bool
+    ) -> float | None:
+        """Wait for earlier calls whose check of the coordinates is pending, and check them for the
+        first call that is cut.
 
-        The lock serves waiting calls in their order, and nothing is awaited between its release and the sending of a call, so
-        calls reach the workers in the order in which they were made.
+        The lock serves waiting calls in their order, and nothing is awaited between its release and
+        the sending of a call, so calls reach the workers in the order in which they were made.
 
-        Returns: seconds that the call itself may take; ``limit_s``, its timeout argument, where it has not waited.
+        Returns: seconds that the call itself may take; ``limit_s``, its timeout argument, where it
+            has not waited.
         Raises: CallTimeoutError at the deadline, by time.monotonic(); the errors of the check.
         """
         waits = self._lock.locked() or (is_cut and not self.is_checked)
@@ -58,9 +68,12 @@ class CallOrder:
                 method=method,
                 elapsed_s=time.monotonic() - began,
                 limit_s=deadline - began,
-                limit_source="Timeouts.call_s" if limit_s is None else "the call's timeout argument",
+                limit_source="Timeouts.call_s"
+                if limit_s is None
+                else "the call's timeout argument",
                 worker_alive=True,
-                state="the call was not sent, since an earlier call still waits for the coordinates of the ranks",
+                state="the call was not sent, since an earlier call still waits for the "
+                "coordinates of the ranks",
                 stack="",
             ) from error
         try:
@@ -82,14 +95,20 @@ class CallOrder:
 
 
 async def compare_coordinates(
-    cluster: str, engine: str | type[Any], topology: Topology, call: Callable[..., Awaitable[list[Any]]], limit_s: float
+    cluster: str,
+    engine: str | type[Any],
+    topology: Topology,
+    call: Callable[..., Awaitable[list[Any]]],
+    limit_s: float,
 ) -> None:
-    """Ask the workers of a cluster for their coordinates, if their class has a method for that, by ``call``, which is given the
-    method's name, the calls by worker id and a limit in seconds. Raises: TopologyMismatchError; GroupCallError where workers do
-    not answer."""
+    """Ask the workers of a cluster for their coordinates, if their class has a method for that, by
+    ``call``, which is given the method's name, the calls by worker id and a limit in seconds.
+    Raises: TopologyMismatchError; GroupCallError where workers do not answer."""
     if not (isinstance(engine, str) or hasattr(engine, "get_rank_info")):
         return
-    calls = {f"{cluster}/{info.rank}": Call(rpc_meta={"broadcast": False}) for info in topology.ranks}
+    calls = {
+        f"{cluster}/{info.rank}": Call(rpc_meta={"broadcast": False}) for info in topology.ranks
+    }
     try:
         told = await call("get_rank_info", calls, limit_s)
     except HelmsmanError as error:
@@ -102,11 +121,15 @@ async def compare_coordinates(
         if (told_apart := _difference(ours, theirs)) is not None
     }
     if differences:
-        raise TopologyMismatchError(cluster=cluster, num_ranks=topology.world_size, differences=differences)
+        raise TopologyMismatchError(
+            cluster=cluster, num_ranks=topology.world_size, differences=differences
+        )
 
 
 def _is_missing_method(error: HelmsmanError) -> bool:
-    return isinstance(error, MethodNotFoundError) or isinstance(getattr(error, "first", None), MethodNotFoundError)
+    return isinstance(error, MethodNotFoundError) or isinstance(
+        getattr(error, "first", None), MethodNotFoundError
+    )
 
 
 def _difference(ours: RankInfo, theirs: Any) -> tuple[str, str] | None:
@@ -116,26 +139,36 @@ def _difference(ours: RankInfo, theirs: Any) -> tuple[str, str] | None:
     if isinstance(theirs, Mapping):
         named = dict(theirs)
     else:
-        names = ["rank", "world_size", *(f"{axis}_{what}" for axis in AXES for what in ("rank", "size"))]
+        names = [
+            "rank",
+            "world_size",
+            *(f"{axis}_{what}" for axis in AXES for what in ("rank", "size")),
+        ]
         named = {name: getattr(theirs, name) for name in names if hasattr(theirs, name)}
     wrong = [name for name, value in named.items() if getattr(ours, name, None) != value]
     if not wrong:
         return None
     shown = [
         ", ".join(f"{name}={value}" for name, value in side)
-        for side in ([(name, getattr(ours, name, "unknown")) for name in wrong], [(name, named[name]) for name in wrong])
+        for side in (
+            [(name, getattr(ours, name, "unknown")) for name in wrong],
+            [(name, named[name]) for name in wrong],
+        )
     ]
     return shown[0], shown[1]
 
 
 _PUT_FROM_BYTES = 64 * 1024
-"""What several ranks get and is at least so large is put where each node fetches it once; the rest travels in messages."""
+"""What several ranks get and is at least so large is put where each node fetches it once; the rest
+travels in messages.
+"""
 
 
 class PackedArguments:
     """What each rank gets, ready to be sent.
 
-    Everything is packed before anything is sent, in the thread of the caller, so what cannot be packed reaches nobody.
+    Everything is packed before anything is sent, in the thread of the caller, so what cannot be
+    packed reaches nobody.
     """
 
     def __init__(self, scheduler: Scheduler, method: str, dispatched: Dispatched) -> None:
@@ -147,22 +180,35 @@ class PackedArguments:
 
         def one(name: str, argument: Argument) -> Argument:
             receivers = Counter(argument.of_rank[rank] for rank in dispatched.ranks)
-            names = [name] if len(argument.parts) == 1 else [f"{name}<part {number}>" for number in range(len(argument.parts))]
+            names = (
+                [name]
+                if len(argument.parts) == 1
+                else [f"{name}<part {number}>" for number in range(len(argument.parts))]
+            )
             starts = argument.starts or [0] * len(argument.parts)
             parts = [
-                self._pack(method, names[number], part, receivers[number], starts[number]) if receivers[number] else None
+                self._pack(method, names[number], part, receivers[number], starts[number])
+                if receivers[number]
+                else None
                 for number, part in enumerate(argument.parts)
             ]
             return Argument(parts, argument.of_rank)
 
         try:
-            self._args = [one(f"args[{index}]", argument) for index, argument in enumerate(dispatched.args)]
-            self._kwargs = {name: one(f"kwargs[{name!r}]", argument) for name, argument in dispatched.kwargs.items()}
+            self._args = [
+                one(f"args[{index}]", argument) for index, argument in enumerate(dispatched.args)
+            ]
+            self._kwargs = {
+                name: one(f"kwargs[{name!r}]", argument)
+                for name, argument in dispatched.kwargs.items()
+            }
         except BaseException:
             self.release()
             raise
         every = (*self._args, *self._kwargs.values())
-        self._cut = [argument for argument in every if len(argument.parts) > 1 or None in argument.of_rank]
+        self._cut = [
+            argument for argument in every if len(argument.parts) > 1 or None in argument.of_rank
+        ]
         """Those of which ranks get different parts."""
 
     def call_of(self, rank: int, rpc_meta: Mapping[str, Any]) -> Call:
@@ -185,9 +231,14 @@ class PackedArguments:
             packed = Packed(encode(value, root=name))
         except NotSerializableError as error:
             worker_id, _, method = method.partition(".")
-            # 'args[0]<part 1>[2].x' is 'args[0][6].x' in the caller's list where the part starts with row 4.
+            # 'args[0]<part 1>[2].x' is 'args[0][6].x' in the caller's list where the part starts
+            # with row 4.
             row = re.compile(r"<part \d+>\[(\d+)\]")
-            path = row.sub(lambda found: f"[{start + int(found[1])}]", error.path, 1) if isinstance(value, list) else error.path
+            path = (
+                row.sub(lambda found: f"[{start + int(found[1])}]", error.path, 1)
+                if isinstance(value, list)
+                else error.path
+            )
             raise ArgumentNotSerializableError(
                 worker_id=worker_id,
                 engine_name=None,

@@ -25,15 +25,30 @@ from helmsman.api.scheduler import (
     WorkerStatus,
 )
 from helmsman.api.topology import RankInfo
-from helmsman.api.worker_group import ClusterConfig, GroupFuture, Options, RegisteredMethod, WorkerGroup
+from helmsman.api.worker_group import (
+    ClusterConfig,
+    GroupFuture,
+    Options,
+    RegisteredMethod,
+    WorkerGroup,
+)
 from helmsman.controller._aio.event_loop import forbid_blocking, run_sync, submit
 from helmsman.controller._roles.role_controller import RoleController, rank_environment
 from helmsman.controller._validation.argument_names import require_engine_arguments
 from helmsman.controller._validation.argument_types import checked, require_seconds
 from helmsman.controller._worker_groups import dispatch
-from helmsman.controller._worker_groups.call_order import CallOrder, PackedArguments, compare_coordinates
+from helmsman.controller._worker_groups.call_order import (
+    CallOrder,
+    PackedArguments,
+    compare_coordinates,
+)
 from helmsman.controller._worker_groups.dispatch import Dispatched
-from helmsman.controller._worker_groups.resource_manager import Allocation, Device, ResourceManager, parse_device_mapping
+from helmsman.controller._worker_groups.resource_manager import (
+    Allocation,
+    Device,
+    ResourceManager,
+    parse_device_mapping,
+)
 
 W_co = TypeVar("W_co", covariant=True)
 Method: TypeAlias = str | RegisteredMethod[Any, ..., Any, Any]
@@ -41,24 +56,34 @@ Method: TypeAlias = str | RegisteredMethod[Any, ..., Any, Any]
 
 _EXACTLY = {"broadcast": False}
 """Each rank is given what its coordinates say; nothing is passed on between workers."""
-_OF_INSTANCES = ("name", "resource_manager", "worker_config", "topology", "scheduler", "job", "engine_name")
+_OF_INSTANCES = (
+    "name",
+    "resource_manager",
+    "worker_config",
+    "topology",
+    "scheduler",
+    "job",
+    "engine_name",
+)
 """Attributes that a cluster has once it is made."""
 
 
 class Cluster(RoleController, WorkerGroup[W_co]):
     """A named group of workers of one class, on devices of a ResourceManager, on any scheduler.
 
-    It starts when it is made, or nothing of it remains. Methods that the class declares with ``register`` are called by
-    ``cluster.method(Actor.log_probs)(batch)``, or as methods of the cluster where a subclass names them::
+    It starts when it is made, or nothing of it remains. Methods that the class declares with
+    ``register`` are called by ``cluster.method(Actor.log_probs)(batch)``, or as methods of the
+    cluster where a subclass names them::
 
         class ActorCluster(Cluster[Actor]):
             log_probs = Actor.log_probs
 
-    Before the first call that is cut along an axis, workers that have a method ``get_rank_info()`` are asked once for their own
-    coordinates, a RankInfo or a mapping of some of its fields; TopologyMismatchError names those that differ.
+    Before the first call that is cut along an axis, workers that have a method ``get_rank_info()``
+    are asked once for their own coordinates, a RankInfo or a mapping of some of its fields;
+    TopologyMismatchError names those that differ.
 
-    Undeclared ones are called by name: ``execute_all_sync("log_probs", Shard(batch), 0.7)``. There, too, nothing is cut that is
-    not marked as a Shard.
+    Undeclared ones are called by name: ``execute_all_sync("log_probs", Shard(batch), 0.7)``. There,
+    too, nothing is cut that is not marked as a Shard.
     """
 
     _ready_methods = ()
@@ -66,11 +91,15 @@ class Cluster(RoleController, WorkerGroup[W_co]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, value in vars(cls).items():
-            if isinstance(value, RegisteredMethod) and (hasattr(Cluster, name) or name in _OF_INSTANCES):
+            if isinstance(value, RegisteredMethod) and (
+                hasattr(Cluster, name) or name in _OF_INSTANCES
+            ):
                 raise DispatchError(
                     method=f"{cls.__qualname__}.{name}",
-                    reason=f"a Cluster has a {name!r} of its own, which {value.spec.full_name} would hide",
-                    step=f"Name it otherwise here, or leave it out and call cluster.method({value.spec.full_name})",
+                    reason=f"a Cluster has a {name!r} of its own, which {value.spec.full_name} "
+                    "would hide",
+                    step="Name it otherwise here, or leave it out and call "
+                    f"cluster.method({value.spec.full_name})",
                 )
 
     def __init__(
@@ -91,7 +120,8 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             resource_manager: whose devices, nodes and scheduler they use.
             worker_config: how many, where, and their parallel sizes.
             args, kwargs: of the class's constructor, the same on every rank.
-        Raises: JobError, StartError, EngineCreationError and its like; GroupCallError where several ranks failed.
+        Raises: JobError, StartError, EngineCreationError and its like; GroupCallError where several
+            ranks failed.
         """
         self.name = name
         self.resource_manager = resource_manager
@@ -118,7 +148,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             resource_manager.free(name)
             raise
 
-    # --- what it is -------------------------------------------------------------------------------------------------
+    # --- what it is -------------------------------------------------------------------------------
 
     @checked
     def get_rank_info(self, rank: int) -> RankInfo:
@@ -166,16 +196,19 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         for placed, worker in zip(self._allocation.workers, self.workers, strict=True):
             devices = ",".join(str(device.index) for device in placed.devices) or "-"
             rows.append(
-                f"{worker.id:<24} node {placed.node_rank} ({worker.ip})  devices {devices:<8} {self.get_rank_info(placed.rank)}"
+                f"{worker.id:<24} node {placed.node_rank} ({worker.ip})  devices {devices:<8} "
+                f"{self.get_rank_info(placed.rank)}"
             )
         return "\n".join(rows)
 
     def __repr__(self) -> str:
         return f"<Cluster {self.name!r} of {self.world_size} ranks>"
 
-    # --- calls by name ----------------------------------------------------------------------------------------------
+    # --- calls by name ----------------------------------------------------------------------------
 
-    def execute_rank_zero_sync(self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+    def execute_rank_zero_sync(
+        self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
         """Call a method on rank 0 alone and return what it returns. Raises: its error."""
         return self.execute_rank_zero_async(method, *args, timeout=timeout, **kwargs).awaited()
 
@@ -185,14 +218,17 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         """As execute_rank_zero_sync, without waiting."""
         return self._execute(method, [0], args, kwargs, timeout, lambda results: results[0])
 
-    def execute_all_sync(self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+    def execute_all_sync(
+        self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
         """Call a method on all ranks and return what each returns, in rank order.
 
         Args:
             method: its name, or a declared one, whose declaration is not used here.
             args, kwargs: given to every rank as they are, also lists; ``Shard(x)`` is cut.
             timeout: seconds for all ranks together; the scheduler's ``timeouts.call_s`` when None.
-        Raises: DispatchError and UnevenBatchError before anything is sent; GroupCallError, root cause first.
+        Raises: DispatchError and UnevenBatchError before anything is sent; GroupCallError, root
+            cause first.
         """
         return self.execute_all_async(method, *args, timeout=timeout, **kwargs).awaited()
 
@@ -211,7 +247,9 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """As execute_all_sync on these ranks, in their order. A Shard is cut over all ranks, and theirs are sent."""
+        """As execute_all_sync on these ranks, in their order. A Shard is cut over all ranks, and
+        theirs are sent.
+        """
         ranks = [self.get_rank_info(operator.index(rank)).rank for rank in ranks]
         if not ranks or len(set(ranks)) < len(ranks):
             raise ValueError(f"ranks are {ranks}; give one at least, and each once")
@@ -229,18 +267,28 @@ class Cluster(RoleController, WorkerGroup[W_co]):
     ) -> GroupFuture[Any]:
         self._check_started()
         name = method if isinstance(method, str) else self.method(method).spec.name
-        dispatched = dispatch.dispatch_ad_hoc(self.topology, f"{self.name}.{name}", args, kwargs, ranks)
-        return GroupFuture(self._send(name, dispatched, ranks, Options(timeout)), collect, forbid_blocking)
+        dispatched = dispatch.dispatch_ad_hoc(
+            self.topology, f"{self.name}.{name}", args, kwargs, ranks
+        )
+        return GroupFuture(
+            self._send(name, dispatched, ranks, Options(timeout)), collect, forbid_blocking
+        )
 
-    # --- declared calls ---------------------------------------------------------------------------------------------
+    # --- declared calls ---------------------------------------------------------------------------
 
-    def _begin(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> GroupFuture[Any]:
+    def _begin(
+        self, spec: MethodSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options
+    ) -> GroupFuture[Any]:
         self._check_started()
-        if options.keep and (isinstance(spec.dispatch_mode, CustomDispatch) or callable(spec.collect)):
+        if options.keep and (
+            isinstance(spec.dispatch_mode, CustomDispatch) or callable(spec.collect)
+        ):
             raise DispatchError(
                 method=spec.full_name,
-                reason="its results are to stay in the workers, and a function of its own is to make one of them",
-                step="Call it without keep, or declare Collect.LIST and call the function where the values are",
+                reason="its results are to stay in the workers, and a function of its own is to "
+                "make one of them",
+                step="Call it without keep, or declare Collect.LIST and call the function where "
+                "the values are",
             )
         dispatched = dispatch.dispatch(self.topology, spec, args, kwargs)
         answering = dispatch.answering_ranks(self.topology, spec, dispatched.ranks)
@@ -249,37 +297,55 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             if not options.keep:
                 return dispatch.collect(self.topology, spec, dispatched.cut, results)
             try:
-                return dispatch.collect_kept(self.scheduler, self.topology, spec, dispatched.cut, results)
+                return dispatch.collect_kept(
+                    self.scheduler, self.topology, spec, dispatched.cut, results
+                )
             except BaseException:
                 for handle in results:  # nobody else knows them
                     if isinstance(handle, ResultHandle):
                         self.scheduler.release(handle)
                 raise
 
-        sent = self._send(spec.name, dispatched, answering, options, is_cut=spec.sharding is not None)
+        sent = self._send(
+            spec.name, dispatched, answering, options, is_cut=spec.sharding is not None
+        )
         return GroupFuture(sent, collect, forbid_blocking)
 
     def _send(
-        self, method: str, dispatched: Dispatched, answering: Sequence[int], options: Options, *, is_cut: bool = False
+        self,
+        method: str,
+        dispatched: Dispatched,
+        answering: Sequence[int],
+        options: Options,
+        *,
+        is_cut: bool = False,
     ) -> Any:
-        """Start the call without blocking; a future of the results of ``answering``, in their order.
+        """Start the call without blocking; a future of the results of ``answering``, in their
+        order.
 
-        Arguments are packed here, in the caller's thread. A call that ``is_cut`` along an axis is preceded by the check of the
-        workers' coordinates, on Helmsman's event loop.
+        Arguments are packed here, in the caller's thread. A call that ``is_cut`` along an axis is
+        preceded by the check of the workers' coordinates, on Helmsman's event loop.
         """
         require_seconds(f"{self.name}.{method}", options.timeout)
-        deadline = time.monotonic() + (self.scheduler.timeouts.call_s if options.timeout is None else options.timeout)
+        deadline = time.monotonic() + (
+            self.scheduler.timeouts.call_s if options.timeout is None else options.timeout
+        )
         packed = PackedArguments(self.scheduler, f"{self.name}.{method}", dispatched)
         wanted = set(answering)
         ids = {rank: f"{self.name}/{rank}" for rank in dispatched.ranks}
         answers, rest = {**_EXACTLY, "keep": options.keep}, {**_EXACTLY, "discard": True}
-        calls = {worker_id: packed.call_of(rank, answers if rank in wanted else rest) for rank, worker_id in ids.items()}
+        calls = {
+            worker_id: packed.call_of(rank, answers if rank in wanted else rest)
+            for rank, worker_id in ids.items()
+        }
 
         async def run() -> list[Any]:
             try:
                 limit_s = await self._order.enter(method, options.timeout, deadline, is_cut=is_cut)
                 async with self._order.slot(limit_s, deadline) as left_s:
-                    results = dict(zip(ids, await self._call_workers(method, calls, left_s), strict=True))
+                    results = dict(
+                        zip(ids, await self._call_workers(method, calls, left_s), strict=True)
+                    )
             finally:
                 packed.release()
             return [results[rank] for rank in answering]
@@ -289,10 +355,12 @@ class Cluster(RoleController, WorkerGroup[W_co]):
     def _after_death(self) -> str:
         return "Cluster.restart(rank) gives a rank a new process and a new instance of the class."
 
-    # --- life -------------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     def health(self) -> list[WorkerStatus]:
-        """What each rank is doing, in rank order; also during a long call. Never raises for a dead one."""
+        """What each rank is doing, in rank order; also during a long call. Never raises for a dead
+        one.
+        """
         self._check_started()
         found = {status.worker_id: status for status in self.scheduler.status()}
         return [found.get(worker.id, _deleted(worker)) for worker in self.workers]
@@ -301,8 +369,9 @@ class Cluster(RoleController, WorkerGroup[W_co]):
     def restart(self, rank: int) -> None:
         """Give a rank a new process, on the same devices, with a new instance of the class.
 
-        Its state is gone, and process groups that it was in have to be made again. A new rank 0 has another master port, of
-        which the environment of all ranks that live is told. Restarts of one cluster wait for each other.
+        Its state is gone, and process groups that it was in have to be made again. A new rank 0 has
+        another master port, of which the environment of all ranks that live is told. Restarts of
+        one cluster wait for each other.
 
         Raises: IndexError; StartError and EngineCreationError, after which it may be tried again.
         """
@@ -313,7 +382,8 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             await self._make_ready(workers, [rank])
             if rank == 0 and not scheduler.shares_process:
                 for worker_id, environment in rank_environment(self.role, workers).items():
-                    with contextlib.suppress(WorkerFailedError):  # a dead one is told when it is restarted
+                    with contextlib.suppress(WorkerFailedError):
+                        # a dead one is told when it is restarted
                         await scheduler.set_worker_env(worker_id, environment)
 
         with self._restarting:
@@ -326,7 +396,9 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         self.close()
 
     def close(self) -> None:
-        """Destroy the instances, end the workers and give their devices back to the ResourceManager. Idempotent."""
+        """Destroy the instances, end the workers and give their devices back to the
+        ResourceManager. Idempotent.
+        """
         was_closed = self._closed
         if not was_closed:
             forbid_blocking()  # before its devices are given back
@@ -337,20 +409,33 @@ class Cluster(RoleController, WorkerGroup[W_co]):
                 self.resource_manager.free(self.name)
 
     def _engine_of(self, rank: int, workers: Sequence[Worker]) -> EngineSpec:
-        environment = {} if self.scheduler.shares_process else rank_environment(self.role, workers)[workers[rank].id]
-        return EngineSpec(target=self._engine, env=environment, rank_info=self.get_rank_info(rank), kwargs=self._kwargs)
+        environment = (
+            {}
+            if self.scheduler.shares_process
+            else rank_environment(self.role, workers)[workers[rank].id]
+        )
+        return EngineSpec(
+            target=self._engine,
+            env=environment,
+            rank_info=self.get_rank_info(rank),
+            kwargs=self._kwargs,
+        )
 
 
 def _deleted(worker: Worker) -> WorkerStatus:
-    return WorkerStatus(worker_id=worker.id, state=WorkerState.STOPPED, node=worker.ip, pid=None, log_path="")
+    return WorkerStatus(
+        worker_id=worker.id, state=WorkerState.STOPPED, node=worker.ip, pid=None, log_path=""
+    )
 
 
-# --- from the configuration to the job --------------------------------------------------------------------------------------
+# --- from the configuration to the job ------------------------------------------------------------
 
 
 def _world_size_of(name: str, config: ClusterConfig) -> int:
     def refuse(field: str, expected: str) -> InvalidSpecError:
-        return InvalidSpecError(role=name, field=field, value=getattr(config, field), expected=expected)
+        return InvalidSpecError(
+            role=name, field=field, value=getattr(config, field), expected=expected
+        )
 
     if config.max_concurrency is not None and config.max_concurrency < 1:
         raise refuse("max_concurrency", "1 or more, or None for no limit")
@@ -364,20 +449,30 @@ def _world_size_of(name: str, config: ClusterConfig) -> int:
         raise refuse("num_gpus_per_worker", f"a divisor of the {devices} devices of device_mapping")
     if config.world_size not in (None, size):
         each = config.num_gpus_per_worker
-        raise refuse("world_size", f"{size}, which {devices} devices with {each} for each worker give, or None")
+        raise refuse(
+            "world_size",
+            f"{size}, which {devices} devices with {each} for each worker give, or None",
+        )
     return size
 
 
-def _job_of(name: str, resources: ResourceManager, config: ClusterConfig, allocation: Allocation) -> Job:
+def _job_of(
+    name: str, resources: ResourceManager, config: ClusterConfig, allocation: Allocation
+) -> Job:
     """The workers as the scheduler starts them. Rank 0 has a port, where process groups meet."""
     spec = SchedulingSpec(cpu=config.num_cpus, env_vars=config.env_vars)
     if not resources.scheduler.shares_process and config.device_mapping is not None:
         mapping = [[device.index for device in worker.devices] for worker in allocation.workers]
-        strategy = SchedulingStrategy(type="colocation", target=resources.name, fork=True, device_mapping=mapping)
+        strategy = SchedulingStrategy(
+            type="colocation", target=resources.name, fork=True, device_mapping=mapping
+        )
         tasks = [spec] * len(allocation.workers)
     else:
         strategy = SchedulingStrategy()
-        tasks = [msgspec.structs.replace(spec, mem=config.mem, nodelist=[worker.node_id]) for worker in allocation.workers]
+        tasks = [
+            msgspec.structs.replace(spec, mem=config.mem, nodelist=[worker.node_id])
+            for worker in allocation.workers
+        ]
     tasks[0] = msgspec.structs.replace(tasks[0], port_count=1)
     return Job(role=name, replicas=len(tasks), tasks=tasks, scheduling_strategy=strategy)
 
@@ -390,5 +485,8 @@ def _plain_class(worker_cls: Any) -> str | type[Any]:
         made: type[Any] = metadata.modified_class
         return getattr(made, "__ray_actor_class__", made)
     if not isinstance(worker_cls, (str, type)):
-        raise TypeError(f"worker_cls is a class, a Ray actor class or an import path; got {type(worker_cls).__qualname__}")
+        raise TypeError(
+            "worker_cls is a class, a Ray actor class or an import path; got "
+            f"{type(worker_cls).__qualname__}"
+        )
     return worker_cls

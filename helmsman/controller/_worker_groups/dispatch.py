@@ -1,6 +1,8 @@
-"""From the arguments of a group call to what each rank gets, and from what the ranks return to one result. Pure.
+"""From the arguments of a group call to what each rank gets, and from what the ranks return to one
+result. Pure.
 
-Each argument becomes a few parts and a part's number for each rank, so what goes to many ranks is packed once.
+Each argument becomes a few parts and a part's number for each rank, so what goes to many ranks is
+packed once.
 """
 
 from __future__ import annotations
@@ -14,7 +16,16 @@ import msgspec
 
 from helmsman.api.batch import Batch, Remainder, part_sizes
 from helmsman.api.columns import Ragged, concat_columns, kind_of
-from helmsman.api.dispatch import AxisSharding, Collect, CustomDispatch, Dispatch, Execute, MethodSpec, Replicate, Shard
+from helmsman.api.dispatch import (
+    AxisSharding,
+    Collect,
+    CustomDispatch,
+    Dispatch,
+    Execute,
+    MethodSpec,
+    Replicate,
+    Shard,
+)
 from helmsman.api.errors import DispatchError, UnevenBatchError
 from helmsman.api.remote_batch import Piece, RemoteBatch
 from helmsman.api.scheduler import ResultHandle, Scheduler
@@ -24,7 +35,9 @@ from helmsman.api.topology import AXES, Axis, Topology
 class Argument(msgspec.Struct, frozen=True):
     parts: Sequence[Any]
     of_rank: Sequence[int | None]
-    """Number of the part that each rank gets; None for a rank that gets nothing, which is given None."""
+    """Number of the part that each rank gets; None for a rank that gets nothing, which is given
+    None.
+    """
     starts: Sequence[int] = ()
     """Index of each part's first row in the value that was given; empty where no rows were cut."""
 
@@ -50,9 +63,11 @@ class Dispatched(msgspec.Struct, frozen=True):
     """None where nothing was cut."""
 
 
-def dispatch(topology: Topology, spec: MethodSpec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Dispatched:
-    """Spread the arguments of a declared method. Raises: TypeError for arguments that the method does not take; DispatchError,
-    UnevenBatchError."""
+def dispatch(
+    topology: Topology, spec: MethodSpec, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Dispatched:
+    """Spread the arguments of a declared method. Raises: TypeError for arguments that the method
+    does not take; DispatchError, UnevenBatchError."""
     bound = _bind(spec, args, kwargs)
     world = range(topology.world_size)
 
@@ -60,17 +75,23 @@ def dispatch(topology: Topology, spec: MethodSpec, args: Sequence[Any], kwargs: 
         if isinstance(value, (Shard, Replicate)):
             raise DispatchError(
                 method=spec.full_name,
-                reason=f"{what} is a {type(value).__name__}, and what becomes of its arguments is declared: {spec.mode_shown}",
+                reason=f"{what} is a {type(value).__name__}, and what becomes of its arguments is "
+                f"declared: {spec.mode_shown}",
                 step="Give the value itself, or call execute_all_sync, where no declaration counts",
             )
         return _same_for_all(topology, value)
 
     def entry_for_each_rank(what: str, value: Any) -> Argument:
         if not isinstance(value, (list, tuple)) or len(value) != len(world):
-            found = f"{len(value)} of them" if isinstance(value, (list, tuple)) else f"a {type(value).__qualname__}"
+            found = (
+                f"{len(value)} of them"
+                if isinstance(value, (list, tuple))
+                else f"a {type(value).__qualname__}"
+            )
             raise DispatchError(
                 method=spec.full_name,
-                reason=f"{what} of an ALL_TO_ALL call is a list or tuple with an entry for each of {len(world)} ranks; got "
+                reason=f"{what} of an ALL_TO_ALL call is a list or tuple with an entry for each "
+                f"of {len(world)} ranks; got "
                 f"{found}",
                 step="Give one entry for each rank, or declare another mode",
             )
@@ -88,17 +109,22 @@ def dispatch(topology: Topology, spec: MethodSpec, args: Sequence[Any], kwargs: 
 
 
 def dispatch_ad_hoc(
-    topology: Topology, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Sequence[int]
+    topology: Topology,
+    method: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    ranks: Sequence[int],
 ) -> Dispatched:
-    """Spread arguments that say themselves what is to become of them: Shard(x), Replicate(x), and bare ones, which are
-    replicated. Raises: DispatchError, UnevenBatchError."""
+    """Spread arguments that say themselves what is to become of them: Shard(x), Replicate(x), and
+    bare ones, which are replicated. Raises: DispatchError, UnevenBatchError."""
 
     def one(what: str, value: Any) -> Argument:
         if isinstance(value, Shard):
             if len(ranks) == 1 and topology.num_parts(value.sharding.shard) > 1:
                 raise DispatchError(
                     method=method,
-                    reason=f"{what} is a Shard, and the call goes to rank {ranks[0]} alone, so the other shares would be lost",
+                    reason=f"{what} is a Shard, and the call goes to rank {ranks[0]} alone, so "
+                    "the other shares would be lost",
                     step="Give that rank its rows themselves",
                 )
             return _shares(topology, method, what, value.sharding, value.value, value.remainder)[0]
@@ -108,7 +134,10 @@ def dispatch_ad_hoc(
 
 
 def _each(
-    one: Callable[[str, Any], Argument], args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Sequence[int]
+    one: Callable[[str, Any], Argument],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    ranks: Sequence[int],
 ) -> Dispatched:
     return Dispatched(
         [one(f"argument {index}", value) for index, value in enumerate(args)],
@@ -118,10 +147,18 @@ def _each(
 
 
 def collecting_ranks(topology: Topology, sharding: AxisSharding) -> list[int]:
-    """The rank from which the results of each part come, in the order of the parts. Raises: DispatchError for a ``take`` beyond
-    the group's size."""
-    wanted = {axis: _coordinate(topology, "taken from", sharding.take, axis) for axis in AXES if axis not in sharding.shard}
-    found = [info.rank for info in topology.ranks if all(info.along(axis) == coordinate for axis, coordinate in wanted.items())]
+    """The rank from which the results of each part come, in the order of the parts. Raises:
+    DispatchError for a ``take`` beyond the group's size."""
+    wanted = {
+        axis: _coordinate(topology, "taken from", sharding.take, axis)
+        for axis in AXES
+        if axis not in sharding.shard
+    }
+    found = [
+        info.rank
+        for info in topology.ranks
+        if all(info.along(axis) == coordinate for axis, coordinate in wanted.items())
+    ]
     return sorted(found, key=lambda rank: topology.part_of(rank, sharding.shard))
 
 
@@ -137,7 +174,9 @@ def _coordinate(topology: Topology, what: str, named: Mapping[Axis, int], axis: 
 
 
 def answering_ranks(topology: Topology, spec: MethodSpec, called: Sequence[int]) -> list[int]:
-    """Of the ranks that are called, those whose results count, in the order in which they are collected."""
+    """Of the ranks that are called, those whose results count, in the order in which they are
+    collected.
+    """
     if spec.sharding is not None and not spec.collects_all:
         return collecting_ranks(topology, spec.sharding)
     if spec.dispatch_mode is Dispatch.ONE_TO_ALL_ONE:
@@ -152,8 +191,12 @@ def collect(
     results: list[Any],
     concat: Callable[[Sequence[Batch]], Batch] = Batch.concat,
 ) -> Any:
-    """One result of those of ``answering_ranks``, in their order; ``concat`` joins batches. Raises: DispatchError."""
-    if spec.execute_mode is Execute.RANK_ZERO and not isinstance(spec.dispatch_mode, CustomDispatch):
+    """One result of those of ``answering_ranks``, in their order; ``concat`` joins batches. Raises:
+    DispatchError.
+    """
+    if spec.execute_mode is Execute.RANK_ZERO and not isinstance(
+        spec.dispatch_mode, CustomDispatch
+    ):
         return results[0]
     if spec.dispatch_mode is Dispatch.ONE_TO_ALL_ONE:
         return results[0]
@@ -164,11 +207,16 @@ def collect(
     if not isinstance(spec.collect, Collect) and spec.collect is not None:
         return spec.collect(results)
     if cut is not None and any(cut.padding):
-        results = [_unpadded(spec.full_name, *each) for each in zip(results, cut.sizes, cut.padding, strict=True)]
+        results = [
+            _unpadded(spec.full_name, *each)
+            for each in zip(results, cut.sizes, cut.padding, strict=True)
+        ]
     return _join_rows(spec.full_name, results, concat)
 
 
-def _join_rows(method: str, results: Sequence[Any], concat: Callable[[Sequence[Batch]], Batch]) -> Any:
+def _join_rows(
+    method: str, results: Sequence[Any], concat: Callable[[Sequence[Batch]], Batch]
+) -> Any:
     """All rows, one part after another; None where every part is None."""
     if all(result is None for result in results):
         return None
@@ -177,7 +225,8 @@ def _join_rows(method: str, results: Sequence[Any], concat: Callable[[Sequence[B
         raise DispatchError(
             method=method,
             reason=f"its parts returned {' and '.join(kinds)}, which cannot be joined",
-            step="Return a Batch, tensor, array, Ragged or list from each, or declare collect=Collect.LIST",
+            step="Return a Batch, tensor, array, Ragged or list from each, or declare "
+            "collect=Collect.LIST",
         )
     try:
         return concat(results) if isinstance(results[0], Batch) else concat_columns(results)
@@ -185,18 +234,25 @@ def _join_rows(method: str, results: Sequence[Any], concat: Callable[[Sequence[B
         raise DispatchError(
             method=method,
             reason=f"what its parts returned cannot be joined: {error}",
-            step="Return the same columns, dtypes and row shapes from each, or declare collect=Collect.LIST",
+            step="Return the same columns, dtypes and row shapes from each, or declare "
+            "collect=Collect.LIST",
         ) from error
 
 
-def collect_kept(scheduler: Scheduler, topology: Topology, spec: MethodSpec, cut: Cut | None, handles: list[Any]) -> Any:
-    """Join batches that stay in the workers as one whose rows stay; other results as their handles."""
+def collect_kept(
+    scheduler: Scheduler, topology: Topology, spec: MethodSpec, cut: Cut | None, handles: list[Any]
+) -> Any:
+    """Join batches that stay in the workers as one whose rows stay; other results as their
+    handles.
+    """
     if spec.collect is not Collect.JOIN:
         return collect(topology, spec, cut, handles)
     if not any(map(_is_remote_batch, handles)):
         return handles
     batches = [
-        RemoteBatch(scheduler, [Piece(each, 0, each.length or 0)], each.num_padding) if _is_remote_batch(each) else each
+        RemoteBatch(scheduler, [Piece(each, 0, each.length or 0)], each.num_padding)
+        if _is_remote_batch(each)
+        else each
         for each in handles
     ]
     return collect(topology, spec, cut, batches, RemoteBatch.join)
@@ -211,10 +267,12 @@ def is_joinable(value: Any) -> bool:
     return isinstance(value, Batch) or bool(kind_of(value))
 
 
-# --- how ----------------------------------------------------------------------------------------------------------------
+# --- how ------------------------------------------------------------------------------------------
 
 
-def _bind(spec: MethodSpec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments | None:
+def _bind(
+    spec: MethodSpec, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments | None:
     if spec.signature is None:
         return None
     try:
@@ -236,17 +294,25 @@ def _custom(
     ranks: Sequence[int],
 ) -> Dispatched:
     made: Any = mode.dispatch_fn(topology, *args, **kwargs)
-    well_made = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Sequence) and isinstance(made[1], Mapping)
+    well_made = (
+        isinstance(made, tuple)
+        and len(made) == 2
+        and isinstance(made[0], Sequence)
+        and isinstance(made[1], Mapping)
+    )
     entries = [*made[0], *made[1].values()] if well_made else []
     wrong = [
         entry
         for entry in entries
-        if not isinstance(entry, Sequence) or isinstance(entry, (str, bytes)) or len(entry) != topology.world_size
+        if not isinstance(entry, Sequence)
+        or isinstance(entry, (str, bytes))
+        or len(entry) != topology.world_size
     ]
     if not well_made or wrong:
         raise DispatchError(
             method=spec.full_name,
-            reason=f"its dispatch_fn returned {_shape(made)}; it returns (args, kwargs), each entry a sequence with a value "
+            reason=f"its dispatch_fn returned {_shape(made)}; it returns (args, kwargs), each "
+            "entry a sequence with a value "
             f"for each of the {topology.world_size} ranks",
             step="Repair the function",
         )
@@ -271,14 +337,23 @@ def _shape(made: Any) -> str:
     return f"a tuple of {', '.join(type(each).__qualname__ for each in made) or 'nothing'}"
 
 
-def _cut(topology: Topology, spec: MethodSpec, sharding: AxisSharding, bound: inspect.BoundArguments | None) -> Dispatched:
+def _cut(
+    topology: Topology,
+    spec: MethodSpec,
+    sharding: AxisSharding,
+    bound: inspect.BoundArguments | None,
+) -> Dispatched:
     assert bound is not None and spec.signature is not None
     cuts: dict[str, Cut] = {}
 
     def one(name: str, value: Any) -> Argument:
-        if value is None or (spec.shard is not None and name.partition("[")[0].lstrip("*") not in spec.shard):
+        if value is None or (
+            spec.shard is not None and name.partition("[")[0].lstrip("*") not in spec.shard
+        ):
             return _same_for_all(topology, value)
-        argument, cuts[name] = _shares(topology, spec.full_name, f"argument {name!r}", sharding, value, spec.remainder)
+        argument, cuts[name] = _shares(
+            topology, spec.full_name, f"argument {name!r}", sharding, value, spec.remainder
+        )
         return argument
 
     positional: list[Argument] = []
@@ -301,11 +376,18 @@ def _cut(topology: Topology, spec: MethodSpec, sharding: AxisSharding, bound: in
             reason=f"arguments that are cut together have as many rows; got {shown}",
             step="Give equal numbers of rows, or name in shard=(...) those that are cut",
         )
-    return Dispatched(positional, named, range(topology.world_size), next(iter(cuts.values()), None))
+    return Dispatched(
+        positional, named, range(topology.world_size), next(iter(cuts.values()), None)
+    )
 
 
 def _shares(
-    topology: Topology, method: str, what: str, sharding: AxisSharding, value: Any, remainder: Remainder
+    topology: Topology,
+    method: str,
+    what: str,
+    sharding: AxisSharding,
+    value: Any,
+    remainder: Remainder,
 ) -> tuple[Argument, Cut]:
     num_parts = topology.num_parts(sharding.shard)
     if isinstance(value, tuple):
@@ -313,13 +395,16 @@ def _shares(
     if not is_joinable(value):
         raise DispatchError(
             method=method,
-            reason=f"{what} is cut over {', '.join(sharding.shard) or 'no axis'}, and a {type(value).__qualname__} has no rows",
-            step="Cut a Batch, tensor, array, Ragged, list or tuple; what all ranks get whole is left out of shard=(...)",
+            reason=f"{what} is cut over {', '.join(sharding.shard) or 'no axis'}, and a "
+            f"{type(value).__qualname__} has no rows",
+            step="Cut a Batch, tensor, array, Ragged, list or tuple; what all ranks get whole is "
+            "left out of shard=(...)",
         )
     if remainder == "pad" and len(value) % num_parts and not isinstance(value, Batch):
         raise DispatchError(
             method=method,
-            reason=f"{what} has {len(value)} rows for {num_parts} parts and is a {type(value).__qualname__}, which cannot "
+            reason=f"{what} has {len(value)} rows for {num_parts} parts and is a "
+            f"{type(value).__qualname__}, which cannot "
             "carry the mask of padded rows",
             step="Give a Batch, or declare remainder='uneven'",
         )
@@ -328,14 +413,24 @@ def _shares(
     except UnevenBatchError as error:
         derivation = topology.derivation(sharding.shard)
         raise UnevenBatchError(
-            num_rows=error.num_rows, divisor=num_parts, derivation=derivation, what=f"{method}: {what}"
+            num_rows=error.num_rows,
+            divisor=num_parts,
+            derivation=derivation,
+            what=f"{method}: {what}",
         ) from None
     sizes = [len(part) for part in parts]
     # What the caller has padded himself stays.
-    padding = [max(0, min(size, end - len(value))) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
-    given = {axis: _coordinate(topology, "given to", sharding.give, axis) for axis in sharding.alone}
+    padding = [
+        max(0, min(size, end - len(value)))
+        for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)
+    ]
+    given = {
+        axis: _coordinate(topology, "given to", sharding.give, axis) for axis in sharding.alone
+    }
     of_rank = [
-        topology.part_of(info.rank, sharding.shard) if all(info.along(axis) == at for axis, at in given.items()) else None
+        topology.part_of(info.rank, sharding.shard)
+        if all(info.along(axis) == at for axis, at in given.items())
+        else None
         for info in topology.ranks
     ]
     return Argument(parts, of_rank, [0, *itertools.accumulate(sizes[:-1])]), Cut(sizes, padding)
@@ -350,7 +445,9 @@ def _parts(rows: Any, num_parts: int, remainder: Remainder) -> Sequence[Any]:
 
 
 def _unpadded(method: str, result: Any, num_rows: int, padding: int) -> Any:
-    """A part's result without the rows of padding, where the worker has not left them out itself."""
+    """A part's result without the rows of padding, where the worker has not left them out
+    itself.
+    """
     if not padding or result is None:
         return result
     kept = num_rows - padding
@@ -358,7 +455,8 @@ def _unpadded(method: str, result: Any, num_rows: int, padding: int) -> Any:
         found = f"{len(result)} rows" if is_joinable(result) else f"a {type(result).__qualname__}"
         raise DispatchError(
             method=method,
-            reason=f"a part of {num_rows} rows, {padding} of them padding, returned {found}, so nobody can tell which of these "
+            reason=f"a part of {num_rows} rows, {padding} of them padding, returned {found}, so "
+            "nobody can tell which of these "
             "are padding",
             step="With remainder='pad', return a row for each row, or declare remainder='uneven'",
         )

@@ -72,18 +72,21 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
 class ResourceManager(Closing):
     """Holds whole nodes' devices for the run and shares them out by number.
 
-    Devices are counted node by node, nodes in topology order, devices of a node in its own order. They are held until
-    ``destroy_placement_group`` or ``close``, whoever uses them; several holders of one device are colocated there, and take
-    turns as the script arranges it.
+    Devices are counted node by node, nodes in topology order, devices of a node in its own order.
+    They are held until ``destroy_placement_group`` or ``close``, whoever uses them; several holders
+    of one device are colocated there, and take turns as the script arranges it.
 
     Args:
-        num_gpus_per_node: accelerators to hold on each node, of whatever kind the cluster has; 0 for a run on CPUs.
+        num_gpus_per_node: accelerators to hold on each node, of whatever kind the cluster has; 0
+            for a run on CPUs.
         num_nodes: nodes to hold; all that have so many devices when None.
         scheduler: a Scheduler, or the word for one that this makes, and closes with itself.
-        num_cpus_per_gpu: CPUs to hold with each device; workers on devices ask Ray for nothing of their own.
+        num_cpus_per_gpu: CPUs to hold with each device; workers on devices ask Ray for nothing of
+            their own.
         name: role under which the devices are held, where a run has several managers.
 
-    Raises: ResourcesNotMetError, with what was asked for and what there is; PlacementTimeoutError where others hold it.
+    Raises: ResourcesNotMetError, with what was asked for and what there is; PlacementTimeoutError
+        where others hold it.
     """
 
     def __init__(
@@ -101,7 +104,9 @@ class ResourceManager(Closing):
             raise ValueError(f"num_nodes is {num_nodes!r}; it is 1 or more, or None for all")
         self.name = name
         self._owns_scheduler = isinstance(scheduler, str)
-        self.scheduler: Scheduler = make_scheduler(scheduler) if isinstance(scheduler, str) else scheduler
+        self.scheduler: Scheduler = (
+            make_scheduler(scheduler) if isinstance(scheduler, str) else scheduler
+        )
         self._allocations: dict[str, Allocation] = {}
         self._lock = threading.Lock()
         self._destroyed = False
@@ -137,22 +142,35 @@ class ResourceManager(Closing):
         wanted = num_nodes or max(1, len(fitting))
         if len(fitting) < wanted:
             raise ResourcesNotMetError(
-                requested=f"{wanted} node{'s' if wanted > 1 else ''} with {num_gpus} devices each, {wanted * num_gpus} in all",
+                requested=f"{wanted} node{'s' if wanted > 1 else ''} with {num_gpus} devices "
+                f"each, {wanted * num_gpus} in all",
                 observed=_table(nodes),
                 step=_step(nodes, num_gpus, wanted)
-                + (f", or give the scheduler num_gpus={num_gpus} for logical devices" if scheduler.shares_process else ""),
+                + (
+                    f", or give the scheduler num_gpus={num_gpus} for logical devices"
+                    if scheduler.shares_process
+                    else ""
+                ),
             )
         if scheduler.shares_process:  # where devices are numbers only
             logical = tuple(str(index) for index in range(num_gpus))
-            return [Reservation(node_id=node.node_id, node=node.address, devices=logical) for node in fitting[:wanted]]
+            return [
+                Reservation(node_id=node.node_id, node=node.address, devices=logical)
+                for node in fitting[:wanted]
+            ]
         if not num_gpus:
-            return [Reservation(node_id=node.node_id, node=node.address) for node in fitting[:wanted]]
+            return [
+                Reservation(node_id=node.node_id, node=node.address) for node in fitting[:wanted]
+            ]
         spec = SchedulingSpec(
-            cpu=num_cpus * num_gpus, gpu=num_gpus, ray_placement_strategy="separate", node_packing="strict_spread"
+            cpu=num_cpus * num_gpus,
+            gpu=num_gpus,
+            ray_placement_strategy="separate",
+            node_packing="strict_spread",
         )
         return scheduler.reserve(Job(role=self.name, replicas=wanted, tasks=[spec]))
 
-    # --- sharing out ------------------------------------------------------------------------------------------------
+    # --- sharing out ------------------------------------------------------------------------------
 
     @property
     def num_devices(self) -> int:
@@ -172,27 +190,40 @@ class ResourceManager(Closing):
 
         Args:
             world_size: number of workers.
-            device_mapping: devices by number, a list or '0-7,16'; each worker gets an equal run of them, on one node. None:
+            device_mapping: devices by number, a list or '0-7,16'; each worker gets an equal run of
+                them, on one node. None:
                 workers without devices, which are spread over the nodes.
             holder: under which the ledger has it; a holder has one allocation.
             num_cpus: CPUs that each worker without devices will ask for.
-        Raises: InvalidSpecError; RoleExistsError for a holder that has one already; PlacementInfeasibleError and
-        PlacementTimeoutError for workers without devices that nodes have no CPUs for.
+        Raises: InvalidSpecError; RoleExistsError for a holder that has one already;
+        PlacementInfeasibleError and PlacementTimeoutError for workers without devices that nodes
+        have no CPUs for.
         """
         if world_size < 1:
-            raise InvalidSpecError(role=holder, field="world_size", value=world_size, expected="1 or more")
+            raise InvalidSpecError(
+                role=holder, field="world_size", value=world_size, expected="1 or more"
+            )
         if self._destroyed:
-            raise HelmsmanError(f"the devices of ResourceManager {self.name!r} were given back; make a new one for {holder!r}.")
+            raise HelmsmanError(
+                f"the devices of ResourceManager {self.name!r} were given back; make a new one "
+                f"for {holder!r}."
+            )
         with self._lock:
             if holder in self._allocations:
-                raise RoleExistsError(role=holder, num_workers=len(self._allocations[holder].workers))
+                raise RoleExistsError(
+                    role=holder, num_workers=len(self._allocations[holder].workers)
+                )
         if device_mapping is None:
             workers = self._spread(world_size, holder, num_cpus)
         else:
             workers = self._map(world_size, parse_device_mapping(device_mapping, holder), holder)
         with self._lock:
             taken = {device.index for worker in workers for device in worker.devices}
-            others = [each.holder for each in self._allocations.values() if taken & {device.index for device in each.devices}]
+            others = [
+                each.holder
+                for each in self._allocations.values()
+                if taken & {device.index for device in each.devices}
+            ]
             allocation = Allocation(
                 holder=holder,
                 workers=tuple(workers),
@@ -215,13 +246,23 @@ class ResourceManager(Closing):
             raise refuse(f"a multiple of the {world_size} workers; it has {len(mapping)} devices")
         workers = []
         for rank in range(world_size):
-            devices = tuple(self.devices[index] for index in mapping[rank * size : (rank + 1) * size])
+            devices = tuple(
+                self.devices[index] for index in mapping[rank * size : (rank + 1) * size]
+            )
             first = devices[0]
             if any(device.node_rank != first.node_rank for device in devices):
-                where = ", ".join(f"{device.index} on node {device.node_rank}" for device in devices)
+                where = ", ".join(
+                    f"{device.index} on node {device.node_rank}" for device in devices
+                )
                 raise refuse(f"devices of one node for each worker; rank {rank} would have {where}")
             workers.append(
-                WorkerPlacement(rank=rank, node_rank=first.node_rank, node_id=first.node_id, node=first.node, devices=devices)
+                WorkerPlacement(
+                    rank=rank,
+                    node_rank=first.node_rank,
+                    node_id=first.node_id,
+                    node=first.node,
+                    devices=devices,
+                )
             )
         return workers
 
@@ -230,17 +271,24 @@ class ResourceManager(Closing):
         spec = SchedulingSpec(cpu=num_cpus, nodelist=node_ids, node_packing="spread")
         plan = self.scheduler.plan(Job(role=holder, replicas=world_size, tasks=[spec]))
         return [
-            WorkerPlacement(rank=rank, node_rank=node_ids.index(worker.node_id), node_id=worker.node_id, node=worker.node)
+            WorkerPlacement(
+                rank=rank,
+                node_rank=node_ids.index(worker.node_id),
+                node_id=worker.node_id,
+                node=worker.node,
+            )
             for rank, worker in enumerate(plan.roles[0].workers)
         ]
 
     @checked
     def free(self, holder: str) -> None:
-        """Take back what a holder was given; nothing happens when that is nothing. Its workers are not touched."""
+        """Take back what a holder was given; nothing happens when that is nothing. Its workers are
+        not touched.
+        """
         with self._lock:
             self._allocations.pop(holder, None)
 
-    # --- the ledger -------------------------------------------------------------------------------------------------
+    # --- the ledger -------------------------------------------------------------------------------
 
     @property
     def allocations(self) -> Mapping[str, Allocation]:
@@ -252,7 +300,10 @@ class ResourceManager(Closing):
     def holders(self, device: int) -> list[Holding]:
         """Who holds a device, longest first. Raises: IndexError."""
         if not 0 <= device < self.num_devices:
-            raise IndexError(f"device {device}; this ResourceManager holds {self.num_devices} devices, counted from 0")
+            raise IndexError(
+                f"device {device}; this ResourceManager holds {self.num_devices} devices, counted "
+                "from 0"
+            )
         return [
             Holding(holder=each.holder, rank=worker.rank, since=each.since)
             for each in self.allocations.values()
@@ -264,11 +315,21 @@ class ResourceManager(Closing):
         """A line for each device: its number, node, physical id, and who holds it since when."""
         rows = [("device", "node", "id", "held by")]
         for device in self.devices:
-            held = ", ".join(f"{each.holder}/{each.rank} since {each.since:%H:%M:%S}" for each in self.holders(device.index))
-            rows.append((str(device.index), f"{device.node_rank} ({device.node})", device.device_id, held or "-"))
+            held = ", ".join(
+                f"{each.holder}/{each.rank} since {each.since:%H:%M:%S}"
+                for each in self.holders(device.index)
+            )
+            rows.append(
+                (
+                    str(device.index),
+                    f"{device.node_rank} ({device.node})",
+                    device.device_id,
+                    held or "-",
+                )
+            )
         return aligned(rows)
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def destroy_placement_group(self) -> None:
         """Give all devices back; the workers that use them end. Idempotent."""
@@ -294,9 +355,21 @@ class ResourceManager(Closing):
 def _table(nodes: Sequence[Node]) -> str:
     rows = [("node", "devices", "free", "CPU", "free")]
     for node in nodes:
-        name = f"{node.hostname} ({node.address})" if node.hostname and node.hostname != node.address else node.address
+        name = (
+            f"{node.hostname} ({node.address})"
+            if node.hostname and node.hostname != node.address
+            else node.address
+        )
         devices = f"{node.num_devices} {node.accelerator}".strip()
-        rows.append((name, devices, str(node.num_free_devices), f"{node.num_cpus:g}", f"{node.num_free_cpus:g}"))
+        rows.append(
+            (
+                name,
+                devices,
+                str(node.num_free_devices),
+                f"{node.num_cpus:g}",
+                f"{node.num_free_cpus:g}",
+            )
+        )
     return aligned(rows)
 
 
@@ -313,7 +386,7 @@ def _step(nodes: Sequence[Node], num_gpus: int, wanted: int) -> str:
     return text[0].upper() + text[1:]
 
 
-# --- device mappings ----------------------------------------------------------------------------------------------------
+# --- device mappings ------------------------------------------------------------------------------
 
 
 def parse_device_mapping(mapping: str | Sequence[int], role: str) -> list[int]:
@@ -324,26 +397,34 @@ def parse_device_mapping(mapping: str | Sequence[int], role: str) -> list[int]:
     Raises: InvalidSpecError.
     """
     if isinstance(mapping, str):
-        devices = [device for part in mapping.split(",") for device in _devices_of(part, mapping, role)]
+        devices = [
+            device for part in mapping.split(",") for device in _devices_of(part, mapping, role)
+        ]
     else:
         try:
             devices = [operator.index(device) for device in mapping]
         except TypeError:
-            raise _wrong_mapping(role, mapping, "whole numbers, or a text such as '0-7,16'") from None
+            raise _wrong_mapping(
+                role, mapping, "whole numbers, or a text such as '0-7,16'"
+            ) from None
     if not devices:
         raise _wrong_mapping(role, mapping, "one device at least, or None for no devices")
     if min(devices) < 0:
         raise _wrong_mapping(role, mapping, "devices from 0 on")
     if len(set(devices)) < len(devices):
         twice = sorted({device for device in devices if devices.count(device) > 1})
-        raise _wrong_mapping(role, mapping, f"each device once; {', '.join(map(str, twice[:8]))} is there twice")
+        raise _wrong_mapping(
+            role, mapping, f"each device once; {', '.join(map(str, twice[:8]))} is there twice"
+        )
     return devices
 
 
 def _devices_of(part: str, mapping: str, role: str) -> Sequence[int]:
     match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
     if match is None:
-        expected = f"numbers and ranges separated by commas, such as '0-7,16'; {part.strip()!r} is neither"
+        expected = (
+            f"numbers and ranges separated by commas, such as '0-7,16'; {part.strip()!r} is neither"
+        )
         raise _wrong_mapping(role, mapping, expected)
     first = int(match[1])
     last = int(match[2] or first)

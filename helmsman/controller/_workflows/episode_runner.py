@@ -1,7 +1,8 @@
-"""EpisodeRunner: a user's async function per episode, many at once on one event loop, and batches of what comes out.
+"""EpisodeRunner: a user's async function per episode, many at once on one event loop, and batches
+of what comes out.
 
-Everything here runs on that loop, and time is the loop's, so that samplers can be tried on a virtual clock
-(helmsman.testing.run_virtually).
+Everything here runs on that loop, and time is the loop's, so that samplers can be tried on a
+virtual clock (helmsman.testing.run_virtually).
 """
 
 from __future__ import annotations
@@ -30,12 +31,15 @@ _STOP_S = 5.0
 _PACKAGE = str(Path(__file__).parents[2])
 
 Workflow = Callable[[Any], Awaitable[Any]]
-"""``async def workflow(item)``: what becomes of an item, or None when nothing of use does. It awaits generation
-(``rollout.agenerate``), tools and rewards; what blocks belongs into a RewardPool or ``asyncio.to_thread``."""
+"""``async def workflow(item)``: what becomes of an item, or None when nothing of use does. It
+awaits generation (``rollout.agenerate``), tools and rewards; what blocks belongs into a RewardPool
+or ``asyncio.to_thread``."""
 
 
 class WorkflowFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What has become of the episodes so far. All but those of rollout_batch are counted, each in one place."""
+    """What has become of the episodes so far. All but those of rollout_batch are counted, each in
+    one place.
+    """
 
     num_started: int
     num_running: int
@@ -52,7 +56,9 @@ class WorkflowFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeRunner:
-    """Runs episodes on the event loop of its caller; WorkflowExecutor has the arguments, and is what scripts use."""
+    """Runs episodes on the event loop of its caller; WorkflowExecutor has the arguments, and is
+    what scripts use.
+    """
 
     def __init__(
         self,
@@ -72,10 +78,16 @@ class EpisodeRunner:
             if value < least:
                 raise ValueError(f"{name} is {value}; expected {least} or more")
         if episode_timeout_s is not None and not episode_timeout_s > 0:
-            raise ValueError(f"episode_timeout_s is {episode_timeout_s:g}; expected seconds above 0, or None")
+            raise ValueError(
+                f"episode_timeout_s is {episode_timeout_s:g}; expected seconds above 0, or None"
+            )
         _require_async(workflow)
         self._workflow, self._sampler = workflow, sampler or BoundedStaleness()
-        self._max_in_flight, self._max_failures, self._failure_window = max_in_flight, max_failures, failure_window
+        self._max_in_flight, self._max_failures, self._failure_window = (
+            max_in_flight,
+            max_failures,
+            failure_window,
+        )
         self._timeout_s = episode_timeout_s
         self._version = 0
         self._feeding: tuple[Iterator[Any], int] | None = None
@@ -87,7 +99,9 @@ class EpisodeRunner:
         self._handed_at: int | None = None
         """Version at which the last batch was handed over."""
         self._running: dict[int, int] = {}
-        """Number of each episode that counts -> version at its start, in the order of the starts."""
+        """Number of each episode that counts -> version at its start, in the order of the
+        starts.
+        """
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._given: set[asyncio.Task[Any]] = set()
         self._workflows: set[asyncio.Task[Any]] = set()
@@ -113,7 +127,8 @@ class EpisodeRunner:
             raise
         finally:
             self._given.difference_update(tasks)
-        errors = [None if task.cancelled() else task.exception() for task in tasks]  # all of them are seen
+        # all of them are seen
+        errors = [None if task.cancelled() else task.exception() for task in tasks]
         if self._is_closing:
             raise closed_error()
         for error in errors:
@@ -136,9 +151,15 @@ class EpisodeRunner:
             self._require_few_failures()
             with _no_exit("the sampler"):
                 batch = list(self._sampler.select(self._waiting, self._pipe(batch_size)))
-            _require_known("select", [each.number for each in batch], (each.number for each in self._waiting), "wait")
+            _require_known(
+                "select",
+                [each.number for each in batch],
+                (each.number for each in self._waiting),
+                "wait",
+            )
             if not batch and not has_more and not self._running:
-                batch = sorted(self._waiting, key=lambda each: each.number)[:batch_size]  # all that will ever come
+                # all that will ever come
+                batch = sorted(self._waiting, key=lambda each: each.number)[:batch_size]
                 self._take(batch)
                 self._warn_of_end(source, len(batch), batch_size)
                 return batch
@@ -156,7 +177,8 @@ class EpisodeRunner:
         if num_episodes < batch_size and source is not self._ended_source:
             self._ended_source = source
             log.warning(
-                "the source of items has ended: this batch has %d of %d episodes, and later ones are empty. End the loop at an "
+                "the source of items has ended: this batch has %d of %d episodes, and later ones "
+                "are empty. End the loop at an "
                 "empty batch, or give an endless source, such as itertools.cycle(items)",
                 num_episodes,
                 batch_size,
@@ -181,7 +203,9 @@ class EpisodeRunner:
         )
 
     async def close(self) -> None:
-        """Cancel what runs, and wait for it a while; what swallows the cancellation is left. Idempotent."""
+        """Cancel what runs, and wait for it a while; what swallows the cancellation is left.
+        Idempotent.
+        """
         self._is_closing, self._feeding = True, None
         self._changed.set()
         for task in [*self._tasks.values(), *self._given, *self._workflows]:
@@ -189,13 +213,17 @@ class EpisodeRunner:
         if self._workflows:
             await asyncio.wait(list(self._workflows), timeout=_STOP_S)
 
-    # --- flow -------------------------------------------------------------------------------------------------------------
+    # --- flow -------------------------------------------------------------------------------------
 
     def _turn(self, batch_size: int) -> bool:
-        """Drop what is of no use any more, and start what may be started; whether the source may have more."""
+        """Drop what is of no use any more, and start what may be started; whether the source may
+        have more.
+        """
         with _no_exit("the sampler"):
             stopped = list(self._sampler.stop(self._waiting, self._pipe(batch_size)))
-            old = {each.number for each in self._sampler.evict(self._waiting, self._pipe(batch_size))}
+            old = {
+                each.number for each in self._sampler.evict(self._waiting, self._pipe(batch_size))
+            }
         _require_known("stop", stopped, self._running, "run")
         _require_known("evict", old, (each.number for each in self._waiting), "wait")
         for number in stopped:
@@ -245,10 +273,12 @@ class EpisodeRunner:
         del self._running[number]
         return self._tasks.pop(number)
 
-    # --- episodes ---------------------------------------------------------------------------------------------------------
+    # --- episodes ---------------------------------------------------------------------------------
 
     async def _run(self, item: Any) -> Any:
-        """What the workflow makes of an item. Ends at once when it is cancelled, or the time is over, whatever that does."""
+        """What the workflow makes of an item. Ends at once when it is cancelled, or the time is
+        over, whatever that does.
+        """
         work = asyncio.ensure_future(self._work(item))
         self._workflows.add(work)
         work.add_done_callback(self._workflows.discard)
@@ -261,19 +291,24 @@ class EpisodeRunner:
             self._abandon(work)
             raise EpisodeTimeoutError(item=reprlib.repr(item)[:120], limit_s=self._timeout_s or 0.0)
         if work.cancelled():
-            raise HelmsmanError("the episode was cancelled by something that it awaited, and not by its executor.")
+            raise HelmsmanError(
+                "the episode was cancelled by something that it awaited, and not by its executor."
+            )
         return work.result()
 
     async def _work(self, item: Any) -> Any:
         with _no_exit("the episode"):
             made: Any = self._workflow(item)
             if not inspect.isawaitable(made):
-                raise TypeError(f"the workflow {_name_of(self._workflow)} returned {made!r:.80}; {_WRITE_ASYNC}")
+                raise TypeError(
+                    f"the workflow {_name_of(self._workflow)} returned {made!r:.80}; {_WRITE_ASYNC}"
+                )
             return await made
 
     def _abandon(self, work: asyncio.Future[Any]) -> None:
         work.cancel()
-        work.add_done_callback(lambda work: work.cancelled() or work.exception())  # retrieved, so that asyncio does not log it
+        # retrieved, so that asyncio does not log it
+        work.add_done_callback(lambda work: work.cancelled() or work.exception())
 
     async def _episode(self, item: Any, number: int, version: int) -> None:
         try:
@@ -281,8 +316,11 @@ class EpisodeRunner:
             episode = Episode(item=item, value=value, number=number, version=version)
             with _no_exit("the sampler"):
                 is_of_use = value is not None and self._sampler.keep(episode)
-        except Exception as error:  # noqa: BLE001 - it is this episode's failure; too many of them are the batch's
-            log.warning("an episode failed (%s): %s: %s", _place_of(error), type(error).__name__, error)
+        # It is this episode's failure; too many of them are the batch's
+        except Exception as error:  # noqa: BLE001
+            log.warning(
+                "an episode failed (%s): %s: %s", _place_of(error), type(error).__name__, error
+            )
             self._num_failed += 1
             self._note(error)
         else:
@@ -293,10 +331,15 @@ class EpisodeRunner:
                 self._num_rejected += 1
         self._leave(number)
         self._changed.set()
-        if self._feeding is not None and not self._num_asking and len(self._failures()) <= self._max_failures:
+        if (
+            self._feeding is not None
+            and not self._num_asking
+            and len(self._failures()) <= self._max_failures
+        ):
             try:
                 self._turn(self._feeding[1])  # also while the script trains
-            except Exception as error:  # noqa: BLE001 - of the source or the sampler, for the caller that asks for the next batch
+            # Of the source or the sampler, for the caller that asks for the next batch
+            except Exception as error:  # noqa: BLE001
                 self._feeding, self._source_error = None, error
 
     def _note(self, error: BaseException | None) -> None:
@@ -324,7 +367,8 @@ _WRITE_ASYNC = "expected a coroutine. Define it with `async def`, and await what
 def _require_async(workflow: Workflow) -> None:
     """Refuse a function that is defined without ``async``. Raises: TypeError.
 
-    A lambda, a decorated function, or one whose annotation says so may return a coroutine, which its first call shows.
+    A lambda, a decorated function, or one whose annotation says so may return a coroutine, which
+    its first call shows.
     """
     function: Any = workflow
     while isinstance(function, functools.partial):
@@ -337,7 +381,11 @@ def _require_async(workflow: Workflow) -> None:
     returned = str(getattr(function, "__annotations__", {}).get("return", ""))
     may_be_async = hasattr(function, "__wrapped__") or _AWAITABLE.search(returned) is not None
     may_be_async = may_be_async or getattr(function, "__name__", "") == "<lambda>"
-    if not may_be_async or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+    if (
+        not may_be_async
+        or inspect.isgeneratorfunction(function)
+        or inspect.isasyncgenfunction(function)
+    ):
         raise TypeError(f"the workflow {_name_of(workflow)} is no async function; {_WRITE_ASYNC}")
 
 
@@ -349,26 +397,37 @@ def _place_of(error: BaseException) -> str:
     """File and line of the innermost frame outside of Helmsman, or of the innermost one."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)] or frames
-    return f"{theirs[-1].filename}:{theirs[-1].lineno} in {theirs[-1].name}" if theirs else "no traceback"
+    return (
+        f"{theirs[-1].filename}:{theirs[-1].lineno} in {theirs[-1].name}"
+        if theirs
+        else "no traceback"
+    )
 
 
 @contextlib.contextmanager
 def _no_exit(whose: str) -> Iterator[None]:
-    """A user's code: what would end the script is an error as others are, since it is not on the script's thread."""
+    """A user's code: what would end the script is an error as others are, since it is not on the
+    script's thread.
+    """
     try:
         yield
     except (SystemExit, KeyboardInterrupt) as error:
-        raise HelmsmanError(f"{whose} raised {error!r}, which cannot end the script from here; raise an Exception.") from error
+        raise HelmsmanError(
+            f"{whose} raised {error!r}, which cannot end the script from here; raise an Exception."
+        ) from error
 
 
 def _require_known(what: str, chosen: Collection[int], known: Iterable[int], state: str) -> None:
-    """A sampler's choice: each once, and of those that there are; or an episode would be used twice, or counted twice."""
+    """A sampler's choice: each once, and of those that there are; or an episode would be used
+    twice, or counted twice.
+    """
     if not chosen:
         return
     there, distinct = set(known), set(chosen)
     if len(distinct) < len(chosen) or not distinct <= there:
         raise ValueError(
-            f"the sampler's {what} returned episodes {sorted(chosen)}; expected each once, and only those that {state}: "
+            f"the sampler's {what} returned episodes {sorted(chosen)}; expected each once, and "
+            f"only those that {state}: "
             f"{sorted(there)}"
         )
 

@@ -1,4 +1,6 @@
-"""WorkflowExecutor: runs a user's async function per episode, many at once, and makes batches of what comes out."""
+"""WorkflowExecutor: runs a user's async function per episode, many at once, and makes batches of
+what comes out.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 from helmsman.api.closing import Closing
-from helmsman.controller._workflows.episode_runner import EpisodeRunner, Workflow, WorkflowFigures, closed_error
+from helmsman.controller._workflows.episode_runner import (
+    EpisodeRunner,
+    Workflow,
+    WorkflowFigures,
+    closed_error,
+)
 from helmsman.controller._workflows.staleness import Episode, Sampler
 from helmsman.rpc_server._host.threads import start_loop
 
@@ -21,17 +28,21 @@ _STOP_S = 5.0
 class WorkflowExecutor(Closing):
     """Runs episodes on an event loop and in a thread of its own, beside the training step.
 
-    An exception in an episode is that episode's failure: it is logged and counted, and another episode takes its place, until
-    more than ``max_failures`` of the last ``failure_window`` episodes have failed.
+    An exception in an episode is that episode's failure: it is logged and counted, and another
+    episode takes its place, until more than ``max_failures`` of the last ``failure_window``
+    episodes have failed.
 
     Args:
         workflow: an ``async def``; see Workflow. TypeError for a function that is none.
-        sampler: decides what is started, kept, handed over and stopped; BoundedStaleness(0) when None, which is synchronous.
+        sampler: decides what is started, kept, handed over and stopped; BoundedStaleness(0) when
+            None, which is synchronous.
         max_in_flight: episodes that run at once, at most.
-        max_failures: failed episodes among the last ``failure_window``, beyond which the next batch raises.
-        episode_timeout_s: seconds from an episode's start, after which it is cancelled and has failed; None for no limit. What
-            it awaits sees the cancellation: requests of ``rollout.agenerate`` are aborted at their instances. An episode that
-            swallows it goes on, and whatever it returns is dropped.
+        max_failures: failed episodes among the last ``failure_window``, beyond which the next batch
+            raises.
+        episode_timeout_s: seconds from an episode's start, after which it is cancelled and has
+            failed; None for no limit. What it awaits sees the cancellation: requests of
+            ``rollout.agenerate`` are aborted at their instances. An episode that swallows it goes
+            on, and whatever it returns is dropped.
     """
 
     def __init__(
@@ -59,26 +70,30 @@ class WorkflowExecutor(Closing):
         self._closed = False
 
     def rollout_batch(self, items: Iterable[Any]) -> list[Any]:
-        """Run these episodes, wait for all, and return their values in the order of the items; None for one without a value.
+        """Run these episodes, wait for all, and return their values in the order of the items; None
+        for one without a value.
 
-        Raises: the first error of an episode, in the order of the items, once all have ended; EpisodeTimeoutError.
+        Raises: the first error of an episode, in the order of the items, once all have ended;
+            EpisodeTimeoutError.
         """
         return self._run(self._episodes.rollout_batch(list(items)))
 
     def prepare_batch(self, source: Iterator[Any], batch_size: int) -> list[Episode]:
-        """The next ``batch_size`` episodes; meanwhile and afterwards as many more run as the sampler lets.
+        """The next ``batch_size`` episodes; meanwhile and afterwards as many more run as the
+        sampler lets.
 
         Args:
-            source: of items; drawn from when an episode starts, also while the script trains. It holds up all episodes while it
-                blocks, as the sampler does.
+            source: of items; drawn from when an episode starts, also while the script trains. It
+                holds up all episodes while it blocks, as the sampler does.
 
-        When the source ends, the last batch is shorter, which is logged, and those after it are empty. Raises:
-        WorkflowFailuresError, or what the source or the sampler has raised.
+        When the source ends, the last batch is shorter, which is logged, and those after it are
+        empty. Raises: WorkflowFailuresError, or what the source or the sampler has raised.
         """
         return self._run(self._episodes.prepare_batch(source, batch_size))
 
     def set_version(self, version: int) -> None:
-        """Say which weight version is served from now on; more episodes may start then, at the latest with the next batch.
+        """Say which weight version is served from now on; more episodes may start then, at the
+        latest with the next batch.
 
         Raises: ValueError for a version below the last one.
         """
@@ -127,7 +142,8 @@ class WorkflowExecutor(Closing):
     def _forbid_blocking(self) -> None:
         if threading.current_thread() is self._thread:
             raise RuntimeError(
-                "an episode, a source or a sampler made a blocking call of the WorkflowExecutor that runs it, which would wait "
+                "an episode, a source or a sampler made a blocking call of the WorkflowExecutor "
+                "that runs it, which would wait "
                 "for itself; make it in the script, or by asyncio.to_thread"
             )
 

@@ -1,4 +1,5 @@
-"""RewardPool: a user's reward function on workers of any scheduler, with a limit of time that holds.
+"""RewardPool: a user's reward function on workers of any scheduler, with a limit of time that
+holds.
 
 All of it runs on Helmsman's own event loop, so nothing is locked.
 """
@@ -37,7 +38,9 @@ _RESTART_WINDOW_S = 3600.0
 _PAUSE_S = 0.1
 """After a restart that failed; doubled with each more."""
 _MAX_PAUSE_S = 30.0
-"""Or the budget of an hour would never be spent, and what waits for a worker would never be told."""
+"""Or the budget of an hour would never be spent, and what waits for a worker would never be
+told.
+"""
 
 
 class Process:
@@ -56,8 +59,9 @@ class Process:
 
 
 class RewardWorkers:
-    """Gives out places at workers, of which each has ``capacity``, and restarts those that are lost: by ``rebuild``, which
-    raises when it cannot, and at most ``max_restarts`` of all together within an hour."""
+    """Gives out places at workers, of which each has ``capacity``, and restarts those that are
+    lost: by ``rebuild``, which raises when it cannot, and at most ``max_restarts`` of all together
+    within an hour."""
 
     def __init__(
         self,
@@ -67,8 +71,15 @@ class RewardWorkers:
         max_restarts: int,
         rebuild: Callable[[str], Awaitable[None]],
     ) -> None:
-        self._role, self._capacity, self._max_restarts, self._rebuild = role, capacity, max_restarts, rebuild
-        self._processes: dict[str, Process | None] = {worker_id: Process(worker_id) for worker_id in worker_ids}
+        self._role, self._capacity, self._max_restarts, self._rebuild = (
+            role,
+            capacity,
+            max_restarts,
+            rebuild,
+        )
+        self._processes: dict[str, Process | None] = {
+            worker_id: Process(worker_id) for worker_id in worker_ids
+        }
         """By worker; None where it is lost."""
         self._coming_back: set[str] = set()
         self._queue: collections.deque[asyncio.Future[Process]] = collections.deque()
@@ -80,11 +91,12 @@ class RewardWorkers:
         self._closed: HelmsmanError | None = None
         """Why no place is given out any more."""
 
-    # --- places -----------------------------------------------------------------------------------------------------------
+    # --- places -----------------------------------------------------------------------------------
 
     async def acquire(self, *, is_again: bool) -> Process:
-        """A place at the worker that has the fewest scores, in the order of asking; who was sent in vain comes first. Raises:
-        RewardWorkersSpentError when no worker is left; what close was given."""
+        """A place at the worker that has the fewest scores, in the order of asking; who was sent in
+        vain comes first. Raises: RewardWorkersSpentError when no worker is left; what close was
+        given."""
         if self._closed is not None:
             raise self._closed
         place: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
@@ -133,14 +145,16 @@ class RewardWorkers:
             if not (place := self._queue.popleft()).done():
                 place.set_exception(error)
 
-    # --- losses -----------------------------------------------------------------------------------------------------------
+    # --- losses -----------------------------------------------------------------------------------
 
     def on_report(self, report: Report) -> None:
         if report.sign is Sign.DEAD and (process := self._processes[report.worker_id]) is not None:
             self.lose(process, report.reason)
 
     def lose(self, process: Process, reason: str) -> None:
-        """A process is gone, or of no use: what it has fails, and another is started in its place. Idempotent."""
+        """A process is gone, or of no use: what it has fails, and another is started in its place.
+        Idempotent.
+        """
         if process.lost.done():
             return
         worker_id = process.worker_id
@@ -155,10 +169,14 @@ class RewardWorkers:
 
     async def _restart(self, worker_id: str) -> None:
         pause_s = _PAUSE_S
-        while self._closed is None and self._budget.spend(asyncio.get_running_loop().time()) is not None:
+        while (
+            self._closed is None
+            and self._budget.spend(asyncio.get_running_loop().time()) is not None
+        ):
             try:
                 await self._rebuild(worker_id)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the worker is not there, and the budget decides
+            # Whatever it is, the worker is not there, and the budget decides
+            except Exception as error:  # noqa: BLE001
                 if self._closed is None:
                     log.warning("%s could not be restarted: %s", worker_id, error)
                     self._last_reason = f"it could not be restarted: {error}"
@@ -170,7 +188,7 @@ class RewardWorkers:
         self._coming_back.discard(worker_id)
         self._hand_out()
 
-    # --- end --------------------------------------------------------------------------------------------------------------
+    # --- end --------------------------------------------------------------------------------------
 
     def close(self, error: HelmsmanError) -> None:
         self._closed = error
@@ -187,9 +205,13 @@ class RewardWorkers:
 
 _ENGINE = "helmsman.rpc_server._host.reward.RewardEngine"
 _GRACE_S = 5.0
-"""How much later than an async function's limit its worker's silence means that the worker hangs."""
+"""How much later than an async function's limit its worker's silence means that the worker
+hangs.
+"""
 _DEAD_S = 60.0
-"""A worker that is silent for so long, or for twice the limit of a score, is restarted; the limit itself comes first."""
+"""A worker that is silent for so long, or for twice the limit of a score, is restarted; the limit
+itself comes first.
+"""
 _SHUTDOWN_S = 2.0
 """A score that runs when the pool of this machine is closed has half of it to end."""
 
@@ -197,19 +219,22 @@ _SHUTDOWN_S = 2.0
 class RewardPool(RoleController):
     """Scores by a user's function, on the workers of one role.
 
-    A score goes to the worker that has the fewest, or waits in order while all have as many as they take: one of a ``def``
-    function, ``max_in_flight_per_worker`` of an ``async def``. Each is computed once, at most. One that takes too long fails
-    alone: an async function is cancelled, and the worker of a synchronous one is restarted, as one that has died is, while
-    the others go on.
+    A score goes to the worker that has the fewest, or waits in order while all have as many as they
+    take: one of a ``def`` function, ``max_in_flight_per_worker`` of an ``async def``. Each is
+    computed once, at most. One that takes too long fails alone: an async function is cancelled, and
+    the worker of a synchronous one is restarted, as one that has died is, while the others go on.
 
     Args:
-        scheduler: of any kind. On the inline scheduler what takes too long is left to run beside the script.
+        scheduler: of any kind. On the inline scheduler what takes too long is left to run beside
+            the script.
         function: ``def`` or ``async def``; picklable, or an import path 'package.module.function'.
         job: the workers, such as ``Job(role="reward", replicas=8)``.
-        timeout_s: seconds from sending a score to a worker until its result; ``timeouts.call_s`` when None. What blocks a
-            worker's event loop, or holds the interpreter's lock, is noticed some seconds later.
+        timeout_s: seconds from sending a score to a worker until its result; ``timeouts.call_s``
+            when None. What blocks a worker's event loop, or holds the interpreter's lock, is
+            noticed some seconds later.
         max_in_flight_per_worker: scores that run at once on a worker, of an async function.
-        max_restarts: of all workers together, within an hour; beyond them a worker that is lost stays so.
+        max_restarts: of all workers together, within an hour; beyond them a worker that is lost
+            stays so.
     """
 
     _ready_methods = ()
@@ -252,8 +277,12 @@ class RewardPool(RoleController):
         max_in_flight_per_worker: int = 64,
         max_restarts: int = 64,
     ) -> Self:
-        """A pool of processes of this machine, started, that ends them when it is closed. Raises: as initialize."""
-        scheduler = LocalScheduler(num_gpus=0, preload=(), timeouts=Timeouts(shutdown_s=_SHUTDOWN_S))
+        """A pool of processes of this machine, started, that ends them when it is closed. Raises:
+        as initialize.
+        """
+        scheduler = LocalScheduler(
+            num_gpus=0, preload=(), timeouts=Timeouts(shutdown_s=_SHUTDOWN_S)
+        )
         try:
             pool = cls(
                 scheduler,
@@ -270,15 +299,18 @@ class RewardPool(RoleController):
             raise
         return pool
 
-    # --- scores -----------------------------------------------------------------------------------------------------------
+    # --- scores -----------------------------------------------------------------------------------
 
     async def ascore(self, *args: Any, **kwargs: Any) -> Any:
-        """``function(*args, **kwargs)`` on a worker; may be awaited on any event loop, and as ``await pool(...)``.
+        """``function(*args, **kwargs)`` on a worker; may be awaited on any event loop, and as
+        ``await pool(...)``.
 
-        When the await is cancelled, a score that waits is withdrawn, and the result of one that runs is dropped.
+        When the await is cancelled, a score that waits is withdrawn, and the result of one that
+        runs is dropped.
 
-        Raises: EngineCallError, what the function raised, with its traceback; RewardTimeoutError; RewardLostError (its worker
-            died); RewardWorkersSpentError (no worker is left); ArgumentNotSerializableError.
+        Raises: EngineCallError, what the function raised, with its traceback; RewardTimeoutError;
+            RewardLostError (its worker died); RewardWorkersSpentError (no worker is left);
+            ArgumentNotSerializableError.
         """
         return await run_async(self._score(self._call(args, kwargs)))
 
@@ -312,11 +344,13 @@ class RewardPool(RoleController):
         is_again = False
         while True:
             process = await places.acquire(is_again=is_again)
-            # A task of its own: a worker has what it was sent, also when its caller waits no longer.
+            # A task of its own: a worker has what it was sent, also when its caller waits no
+            # longer.
             attempt = asyncio.ensure_future(self._attempt(places, process, call))
             self._attempts.add(attempt)
             attempt.add_done_callback(self._attempts.discard)
-            attempt.add_done_callback(lambda attempt: attempt.cancelled() or attempt.exception())  # seen, by somebody or not
+            # seen, by somebody or not
+            attempt.add_done_callback(lambda attempt: attempt.cancelled() or attempt.exception())
             try:
                 return await asyncio.shield(attempt)
             except _NotBegunError:
@@ -327,8 +361,12 @@ class RewardPool(RoleController):
             await self._require_alive(places, process)
             return self._answer(process, call, await self._sent(process, call))
         except CallTimeoutError as error:
-            places.lose(process, f"a score did not end within {error.elapsed_s:.2f} s, so it is restarted")
-            raise self._overtime(process, call, error.elapsed_s, "The worker is restarted", error.stack) from error
+            places.lose(
+                process, f"a score did not end within {error.elapsed_s:.2f} s, so it is restarted"
+            )
+            raise self._overtime(
+                process, call, error.elapsed_s, "The worker is restarted", error.stack
+            ) from error
         except WorkerFailedError as error:
             reason = f"process {error.pid} {error.cause}"
             places.lose(process, reason)
@@ -340,10 +378,14 @@ class RewardPool(RoleController):
             places.give_back(process)
 
     async def _require_alive(self, places: RewardWorkers, process: Process) -> None:
-        """Ask a process that has been sent nothing, once for all who wait: a score that it was never sent goes elsewhere."""
+        """Ask a process that has been sent nothing, once for all who wait: a score that it was
+        never sent goes elsewhere.
+        """
         if not process.num_sent:
             if process.alive is None:
-                ask = self.scheduler.monitor.ask(process.worker_id, self.scheduler.timeouts.health_s)
+                ask = self.scheduler.monitor.ask(
+                    process.worker_id, self.scheduler.timeouts.health_s
+                )
                 process.alive = asyncio.ensure_future(ask)
             report = await asyncio.shield(process.alive)
             if report.sign is Sign.DEAD:
@@ -355,10 +397,16 @@ class RewardPool(RoleController):
     async def _sent(self, process: Process, call: _Call) -> Any:
         method, limit_s, arguments = "score", self.timeout_s, tuple[Any, ...]((call.packed,))
         if self._is_async:
-            method, limit_s, arguments = "ascore", self.timeout_s + _GRACE_S, (call.packed, self.timeout_s)
+            method, limit_s, arguments = (
+                "ascore",
+                self.timeout_s + _GRACE_S,
+                (call.packed, self.timeout_s),
+            )
         process.num_sent += 1
         try:
-            sent = self.scheduler.async_call_engine(process.worker_id, method, None, *arguments, timeout=limit_s)
+            sent = self.scheduler.async_call_engine(
+                process.worker_id, method, None, *arguments, timeout=limit_s
+            )
             work = asyncio.ensure_future(sent)
             await asyncio.wait([work, process.lost], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -366,7 +414,8 @@ class RewardPool(RoleController):
         if work.done():
             return work.result()
         work.cancel()
-        work.add_done_callback(lambda work: work.cancelled() or work.exception())  # retrieved, so that asyncio does not log it
+        # retrieved, so that asyncio does not log it
+        work.add_done_callback(lambda work: work.cancelled() or work.exception())
         raise self._lost(process, call, process.lost.result())
 
     def _lost(self, process: Process, call: _Call, reason: str) -> HelmsmanError:
@@ -378,23 +427,34 @@ class RewardPool(RoleController):
             raise self._overtime(process, call, answer.elapsed_s, "The function was cancelled", "")
         return answer
 
-    def _overtime(self, process: Process, call: _Call, elapsed_s: float, then: str, stack: str) -> RewardTimeoutError:
+    def _overtime(
+        self, process: Process, call: _Call, elapsed_s: float, then: str, stack: str
+    ) -> RewardTimeoutError:
         return RewardTimeoutError(
-            worker_id=process.worker_id, call=str(call), elapsed_s=elapsed_s, limit_s=self.timeout_s, then=then, stack=stack
+            worker_id=process.worker_id,
+            call=str(call),
+            elapsed_s=elapsed_s,
+            limit_s=self.timeout_s,
+            then=then,
+            stack=stack,
         )
 
-    # --- life -------------------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     async def _make_ready(self, workers: Sequence[Worker], ranks: Sequence[int]) -> None:
         await super()._make_ready(workers, ranks)
         limit_s = self.scheduler.timeouts.create_engine_s
-        self._is_async = await self.scheduler.async_call_engine(workers[ranks[0]].id, "is_async", None, timeout=limit_s)
+        self._is_async = await self.scheduler.async_call_engine(
+            workers[ranks[0]].id, "is_async", None, timeout=limit_s
+        )
 
     def _on_started(self) -> None:
         async def start() -> None:
             ids = [worker.id for worker in self._workers]
             capacity = self._max_in_flight if self._is_async else 1
-            self._places = RewardWorkers(self.role, ids, capacity, self._max_restarts, self._rebuild)
+            self._places = RewardWorkers(
+                self.role, ids, capacity, self._max_restarts, self._rebuild
+            )
             policy = ProbePolicy(dead_s=max(_DEAD_S, 2 * self.timeout_s))
             self._watch = Watch(self.scheduler.monitor, policy, self._places.on_report, ids)
 
@@ -414,15 +474,20 @@ class RewardPool(RoleController):
 
         async def end() -> None:
             watch.close()
-            places.close(HelmsmanError(f"the reward pool of role {self.role!r} was closed.", role=self.role))
+            places.close(
+                HelmsmanError(f"the reward pool of role {self.role!r} was closed.", role=self.role)
+            )
 
         run_sync(end())
 
     def close(self) -> None:
-        """End the workers; what waits or runs fails. Idempotent. Raises: ShutdownIncompleteError."""
+        """End the workers; what waits or runs fails. Idempotent. Raises:
+        ShutdownIncompleteError.
+        """
         try:
             super().close()
-            if self._places is not None:  # a process whose start was under way is ended when that sees that its role is gone
+            if self._places is not None:
+                # a process whose start was under way is ended when that sees that its role is gone
                 run_sync(self._places.settle(self.scheduler.timeouts.shutdown_s))
         finally:
             if self._owned is not None:
@@ -441,5 +506,8 @@ class _Call:
         self._args, self._kwargs = args, kwargs
 
     def __str__(self) -> str:
-        shown = [*map(reprlib.repr, self._args), *(f"{name}={reprlib.repr(value)}" for name, value in self._kwargs.items())]
+        shown = [
+            *map(reprlib.repr, self._args),
+            *(f"{name}={reprlib.repr(value)}" for name, value in self._kwargs.items()),
+        ]
         return f"score({', '.join(shown)})"

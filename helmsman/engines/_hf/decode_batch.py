@@ -1,8 +1,10 @@
-"""The sequences that are being decoded: their slots in a key-value cache, and the model's step over them.
+"""The sequences that are being decoded: their slots in a key-value cache, and the model's step over
+them.
 
-Row r of each layer's pool holds the keys and values of one sequence, from column 0 on. Running sequences fill the rows from
-0 on without gaps, so that a step works on views and copies nothing but the new entries. Joining and leaving at every step is
-the iteration-level scheduling of Orca (OSDI 2022).
+Row r of each layer's pool holds the keys and values of one sequence, from column 0 on. Running
+sequences fill the rows from 0 on without gaps, so that a step works on views and copies nothing but
+the new entries. Joining and leaving at every step is the iteration-level scheduling of Orca (OSDI
+2022).
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ from helmsman.api.generation import SamplingParams
 class DecodeBatch:
     """Up to ``num_slots`` sequences, in rows 0 to ``num_rows - 1``.
 
-    A prompt's last token is not prefilled: it is the input of the sequence's first step, so that every token is drawn in
-    the same way.
+    A prompt's last token is not prefilled: it is the input of the sequence's first step, so that
+    every token is drawn in the same way.
 
     Raises: ValueError where the model's attention is of a kind that slots cannot hold.
     """
 
-    def __init__(self, model: nn.Module, *, num_slots: int, max_len: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, *, num_slots: int, max_len: int, device: torch.device
+    ) -> None:
         self.num_rows, self.num_slots = 0, num_slots
         self._model = model
         self._max_len = max_len
@@ -43,7 +47,9 @@ class DecodeBatch:
         self._sampling: list[SamplingParams] = []
         self._positions: list[int] = []
         dtype = next(model.parameters()).dtype
-        self._visible, self._hidden = (torch.tensor(value, dtype=dtype, device=device) for value in (0.0, -torch.inf))
+        self._visible, self._hidden = (
+            torch.tensor(value, dtype=dtype, device=device) for value in (0.0, -torch.inf)
+        )
         self._columns = torch.arange(max_len, device=device)
         self._slots = torch.arange(num_slots, device=device)
         self._inputs = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -55,13 +61,18 @@ class DecodeBatch:
     def num_free(self) -> int:
         return self.num_slots - self.num_rows
 
-    def add(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> int:
-        """Prefill prompts of 1 to ``max_len - 1`` tokens together and append them as rows. Equal prompts are computed once.
-        Returns the number of prompt tokens that were computed.
+    def add(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        seeds: Sequence[int],
+    ) -> int:
+        """Prefill prompts of 1 to ``max_len - 1`` tokens together and append them as rows. Equal
+        prompts are computed once. Returns the number of prompt tokens that were computed.
 
-        Each seed decides what its sequence draws. The number for the token at position p, counted from the prompt's first, is
-        the p-th of the seed's stream, so that a continuation resumed with the same seed goes on as if it had not been cut, here
-        or on another instance.
+        Each seed decides what its sequence draws. The number for the token at position p, counted
+        from the prompt's first, is the p-th of the seed's stream, so that a continuation resumed
+        with the same seed goes on as if it had not been cut, here or on another instance.
         """
         start, end = self.num_rows, self.num_rows + len(prompts)
         unique: dict[tuple[int, ...], int] = {}
@@ -72,7 +83,11 @@ class DecodeBatch:
             for row, prefix in enumerate(unique):
                 padded[row, : len(prefix)] = torch.tensor(prefix, dtype=torch.int64)
             cursor = self.cache.cursor
-            cursor.prefill, cursor.start, cursor.rows = True, start, torch.tensor(which, device=self._device)
+            cursor.prefill, cursor.start, cursor.rows = (
+                True,
+                start,
+                torch.tensor(which, device=self._device),
+            )
             # Padding on the right needs no mask: no token of a prompt sees what comes after it.
             self._model.base_model(  # type: ignore[operator]
                 input_ids=padded.to(self._device), past_key_values=self.cache, use_cache=True
@@ -80,7 +95,9 @@ class DecodeBatch:
         streams = [draw_uniforms(seed, self._max_len) for seed in seeds]
         positions = [len(prompt) - 1 for prompt in prompts]
         self._uniforms[start:end] = torch.stack(streams).to(self._device)
-        self._inputs[start:end] = torch.tensor([prompt[-1] for prompt in prompts], device=self._device)
+        self._inputs[start:end] = torch.tensor(
+            [prompt[-1] for prompt in prompts], device=self._device
+        )
         self._input_positions[start:end] = torch.tensor(positions, device=self._device)
         self._positions += positions
         self._sampling += sampling
@@ -91,7 +108,12 @@ class DecodeBatch:
         """Draw the next token of every row; returns tokens and their log-probabilities, by row."""
         num_rows, cursor = self.num_rows, self.cache.cursor
         slots, positions = self._slots[:num_rows], self._input_positions[:num_rows]
-        cursor.prefill, cursor.rows, cursor.columns, cursor.width = False, slots, positions, max(self._positions) + 1
+        cursor.prefill, cursor.rows, cursor.columns, cursor.width = (
+            False,
+            slots,
+            positions,
+            max(self._positions) + 1,
+        )
         logits = self._model(
             input_ids=self._inputs[:num_rows, None],
             position_ids=positions[:, None],
@@ -124,8 +146,12 @@ class DecodeBatch:
         self._sampling.clear()
         self._positions.clear()
 
-    def _make_mask(self, positions: torch.Tensor, width: int) -> torch.Tensor | Mapping[str, torch.Tensor]:
-        """Additive masks (N, 1, 1, width): a row sees its own columns, within the window in layers that have one."""
+    def _make_mask(
+        self, positions: torch.Tensor, width: int
+    ) -> torch.Tensor | Mapping[str, torch.Tensor]:
+        """Additive masks (N, 1, 1, width): a row sees its own columns, within the window in layers
+        that have one.
+        """
         columns, last = self._columns[:width], positions[:, None]
         masks = {}
         for kind in self._mask_kinds:
@@ -142,33 +168,41 @@ class DecodeBatch:
         drawn = [params for params in self._sampling if params.temperature > 0]
         return SamplingRows(
             temperature=column([params.temperature for params in self._sampling], torch.float32),
-            top_k=column([params.top_k or self.vocab_size for params in self._sampling], torch.int64),
+            top_k=column(
+                [params.top_k or self.vocab_size for params in self._sampling], torch.int64
+            ),
             top_p=column([params.top_p for params in self._sampling], torch.float32),
             all_greedy=not drawn,
-            any_filtered=any(params.top_p < 1 or 0 < params.top_k < self.vocab_size for params in drawn),
+            any_filtered=any(
+                params.top_p < 1 or 0 < params.top_k < self.vocab_size for params in drawn
+            ),
         )
 
 
 def _mask_kinds(config: Any) -> tuple[str, ...]:
     types = getattr(config, "layer_types", None)
     if types is None:
-        types = ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"]
+        types = [
+            "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+        ]
     kinds = tuple(sorted(set(types)))
     unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if unknown:
         raise ValueError(
-            f"{config.model_type} has layers of {', '.join(unknown)}; the rollout engine decodes full and sliding attention"
+            f"{config.model_type} has layers of {', '.join(unknown)}; the rollout engine decodes "
+            "full and sliding attention"
         )
     return kinds
 
 
-# --- the cache ----------------------------------------------------------------------------------------------------------------
+# --- the cache ------------------------------------------------------------------------------------
 
 
 class Cursor:
-    """Where the next forward pass writes; the layers of one cache share it. In prefill whole prompts are written, from slot
-    ``start`` on, and ``rows`` (B,) is the pass's row for each slot. Decoding writes one token per row: ``rows`` (N,) are the
-    slots, ``columns`` (N,) the column of each, and attention looks at ``width`` columns."""
+    """Where the next forward pass writes; the layers of one cache share it. In prefill whole
+    prompts are written, from slot ``start`` on, and ``rows`` (B,) is the pass's row for each slot.
+    Decoding writes one token per row: ``rows`` (N,) are the slots, ``columns`` (N,) the column of
+    each, and attention looks at ``width`` columns."""
 
     def __init__(self) -> None:
         self.prefill = True
@@ -191,7 +225,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         self._released: tuple[torch.Size, torch.Size] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the pools for states like these; zeros, since a masked NaN would still spoil the sum."""
+        """Allocate the pools for states like these; zeros, since a masked NaN would still spoil the
+        sum.
+        """
         shape = (self._num_slots, key_states.shape[1], self._num_columns)
         self.keys = key_states.new_zeros(*shape, key_states.shape[-1])
         self.values = value_states.new_zeros(*shape, value_states.shape[-1])
@@ -205,7 +241,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
             self.lazy_initialization(key_states, value_states)
         cursor, keys, values = self._cursor, self.keys, self.values
         if cursor.prefill:
-            slots, length = slice(cursor.start, cursor.start + len(cursor.rows)), key_states.shape[2]
+            slots, length = (
+                slice(cursor.start, cursor.start + len(cursor.rows)),
+                key_states.shape[2],
+            )
             keys[slots, :, :length] = key_states[cursor.rows]
             values[slots, :, :length] = value_states[cursor.rows]
             return key_states, value_states
@@ -232,11 +271,15 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
             self.values[target, :, :length] = self.values[source, :, :length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys for the masks that the model makes, which it does in prefill only."""
+        """Length and offset of the keys for the masks that the model makes, which it does in
+        prefill only.
+        """
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens before those of a forward pass: none in prefill; while decoding they are given as positions."""
+        """Tokens before those of a forward pass: none in prefill; while decoding they are given as
+        positions.
+        """
         return 0
 
     def get_max_length(self) -> int:
@@ -244,11 +287,17 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """The slots of all layers, each for a sequence of so many tokens; layers appear as the model first uses them."""
+    """The slots of all layers, each for a sequence of so many tokens; layers appear as the model
+    first uses them.
+    """
 
     def __init__(self, num_slots: int, num_columns: int) -> None:
         self.cursor = Cursor()
-        super().__init__(layer_class_to_replicate=functools.partial(SlotLayer, self.cursor, num_slots, num_columns))
+        super().__init__(
+            layer_class_to_replicate=functools.partial(
+                SlotLayer, self.cursor, num_slots, num_columns
+            )
+        )
 
     def release(self) -> None:
         for layer in self.layers:
@@ -268,7 +317,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
             layer.move(source, target, length)
 
 
-# --- drawing tokens -----------------------------------------------------------------------------------------------------------
+# --- drawing tokens -------------------------------------------------------------------------------
 
 
 class SamplingRows(msgspec.Struct, frozen=True):
@@ -287,34 +336,43 @@ class SamplingRows(msgspec.Struct, frozen=True):
 
 
 def draw_uniforms(seed: int, num: int) -> torch.Tensor:
-    """The first numbers of a seed's stream, (num,) float32 in [0, 1): a function of seed and position alone, whatever ``num``
-    is.
+    """The first numbers of a seed's stream, (num,) float32 in [0, 1): a function of seed and
+    position alone, whatever ``num`` is.
 
-    Philox counts, so all 64 bits of the seed matter; torch's generator on the host uses 32 of them, under which two requests of
-    a long run may well draw the same.
+    Philox counts, so all 64 bits of the seed matter; torch's generator on the host uses 32 of them,
+    under which two requests of a long run may well draw the same.
     """
-    return torch.from_numpy(np.random.Generator(np.random.Philox(key=seed)).random(num, dtype=np.float32))
+    return torch.from_numpy(
+        np.random.Generator(np.random.Philox(key=seed)).random(num, dtype=np.float32)
+    )
 
 
-def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per sequence, by logits (N, V) and uniforms (N,) float32 in [0, 1), by inverting the cumulative
-    distribution.
+def sample_tokens(
+    logits: torch.Tensor, uniforms: torch.Tensor, rows: SamplingRows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per sequence, by logits (N, V) and uniforms (N,) float32 in [0, 1), by
+    inverting the cumulative distribution.
 
-    One uniform number decides each token, so what a sequence draws depends on its own logits and number alone, not on its
-    neighbours in the batch. The order is temperature, top-k, top-p (arXiv:1904.09751), as in Hugging Face and vLLM.
+    One uniform number decides each token, so what a sequence draws depends on its own logits and
+    number alone, not on its neighbours in the batch. The order is temperature, top-k, top-p
+    (arXiv:1904.09751), as in Hugging Face and vLLM.
 
-    Returns tokens (N,) int64, and their log-probabilities (N,) float32 under the plain model: temperature 1, nothing left out.
+    Returns tokens (N,) int64, and their log-probabilities (N,) float32 under the plain model:
+    temperature 1, nothing left out.
     """
     logits = logits.float()
     tokens = logits.argmax(-1)
     if not rows.all_greedy:
         greedy = rows.temperature == 0
         # A subtraction first: dividing by a tiny temperature must not overflow.
-        scaled = (logits - logits.amax(-1, keepdim=True)) / rows.temperature.masked_fill(greedy, 1.0)[:, None]
+        scaled = (logits - logits.amax(-1, keepdim=True)) / rows.temperature.masked_fill(
+            greedy, 1.0
+        )[:, None]
         if rows.any_filtered:
             scaled = _filter(scaled, rows)
         cumulative = scaled.softmax(-1).cumsum(-1)
-        # The total is 1 only up to rounding; staying below it keeps the draw on a token that has a probability.
+        # The total is 1 only up to rounding; staying below it keeps the draw on a token that has a
+        # probability.
         total = cumulative[:, -1]
         target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
         drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]

@@ -1,8 +1,9 @@
 """The thread that decodes: it takes requests and commands between steps and resolves their futures.
 
-A request waits until a slot is free, runs from its prefill to its last token, and is resolved exactly once:
+A request waits until a slot is free, runs from its prefill to its last token, and is resolved
+exactly once:
 
-    WAITING -> RUNNING -> resolved with a result (stop, length, abort), or with the error that a step raised
+    WAITING -> RUNNING -> resolved with a result (stop, length, abort), or with a step's error
 """
 
 from __future__ import annotations
@@ -47,16 +48,28 @@ class _Sequence(Generation):
 
     def fail(self, cause: Exception) -> None:
         if self.future.set_running_or_notify_cancel():
-            error = RuntimeError(f"a decoding step failed while this request was in flight: {type(cause).__name__}: {cause}")
+            error = RuntimeError(
+                "a decoding step failed while this request was in flight: "
+                f"{type(cause).__name__}: {cause}"
+            )
             error.__cause__ = cause
             self.future.set_exception(error)
 
 
 class DecodeLoop:
-    """Continuous batching in a thread of its own, which alone uses the model from now on. All public methods may be called from
-    any thread. At most ``max_prefill_tokens`` prompt tokens, padding included, are computed between two decoding steps."""
+    """Continuous batching in a thread of its own, which alone uses the model from now on. All
+    public methods may be called from any thread. At most ``max_prefill_tokens`` prompt tokens,
+    padding included, are computed between two decoding steps."""
 
-    def __init__(self, model: nn.Module, batch: DecodeBatch, *, max_len: int, max_prefill_tokens: int, version: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: DecodeBatch,
+        *,
+        max_len: int,
+        max_prefill_tokens: int,
+        version: int,
+    ) -> None:
         self._model = model
         self._batch = batch
         self._max_len = max_len
@@ -80,7 +93,9 @@ class DecodeLoop:
         self._thread.start()
 
     def stats(self) -> dict[str, int]:
-        """Counts as of the last step: running, waiting, tokens computed and generated; and the version."""
+        """Counts as of the last step: running, waiting, tokens computed and generated; and the
+        version.
+        """
         return {
             "num_running": len(self._running),
             "num_waiting": sum(map(len, list(self._waiting))),
@@ -90,47 +105,62 @@ class DecodeLoop:
         }
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[GenerationResult]]:
-        """Queue requests with the same prompt, which join together as soon as there are slots for all; on an error none.
-        Raises: ValueError for an id that is in flight already; RuntimeError when the engine is asleep or destroyed."""
+        """Queue requests with the same prompt, which join together as soon as there are slots for
+        all; on an error none. Raises: ValueError for an id that is in flight already; RuntimeError
+        when the engine is asleep or destroyed."""
         sequences = [_Sequence(request, self._max_len) for request in requests]
         ids: set[str] = set()
         with self._changed:
             self._check_open()
             if not self.state.has_cache:
-                raise RuntimeError("the rollout engine is asleep, and accepts no request; call wake() first")
+                raise RuntimeError(
+                    "the rollout engine is asleep, and accepts no request; call wake() first"
+                )
             for request in requests:
                 if request.request_id in self._ids or request.request_id in ids:
                     raise already_in_flight(request.request_id)
                 ids.add(request.request_id)
             self._ids |= ids
             most = self._batch.num_slots
-            self._waiting += [sequences[start : start + most] for start in range(0, len(sequences), most)]
+            self._waiting += [
+                sequences[start : start + most] for start in range(0, len(sequences), most)
+            ]
             self._changed.notify()
         return [sequence.future for sequence in sequences]
 
     def abort(self, request_ids: Sequence[str] | None) -> Future[int]:
         """End requests before the next step; the future has their number."""
-        return self._command(lambda: self._abort(None if request_ids is None else frozenset(request_ids)))
+        return self._command(
+            lambda: self._abort(None if request_ids is None else frozenset(request_ids))
+        )
 
     def update_weights(self, weights: Weights, version: int) -> Future[int]:
-        """Exchange the weights before the next step, which waits for them; the future has the version that is served."""
+        """Exchange the weights before the next step, which waits for them; the future has the
+        version that is served.
+        """
         return self._command(lambda: self._update_weights(weights, version))
 
     def sleep(self, level: int) -> Future[None]:
-        """Give the memory of cache and weights back, which at level 1 wait on the host and at level 2 are dropped."""
+        """Give the memory of cache and weights back, which at level 1 wait on the host and at level
+        2 are dropped.
+        """
         return self._command(lambda: self._sleep(level))
 
     def wake(self, weights_only: bool) -> Future[None]:
         return self._command(lambda: self._wake(weights_only))
 
     def close(self, timeout_s: float) -> None:
-        """End all requests as aborted, and the thread. Idempotent. Raises: TimeoutError when a step did not end in time."""
+        """End all requests as aborted, and the thread. Idempotent. Raises: TimeoutError when a step
+        did not end in time.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"the decoding thread did not end within {timeout_s:g} s; one step is still running")
+            raise TimeoutError(
+                f"the decoding thread did not end within {timeout_s:g} s; one step is still running"
+            )
 
     def _check_open(self) -> None:
         if self._closing:
@@ -144,7 +174,8 @@ class DecodeLoop:
                 return
             try:
                 future.set_result(run())
-            except Exception as exc:  # noqa: BLE001  it belongs to the caller, who waits on the future
+            # It belongs to the caller, who waits on the future
+            except Exception as exc:  # noqa: BLE001
                 future.set_exception(exc)
 
         with self._changed:
@@ -153,7 +184,7 @@ class DecodeLoop:
             self._changed.notify()
         return future
 
-    # --- the decoding thread ------------------------------------------------------------------------------------------
+    # --- the decoding thread ----------------------------------------------------------------------
 
     @torch.inference_mode()
     def _run(self) -> None:
@@ -163,7 +194,9 @@ class DecodeLoop:
                 commands, closing = self._commands, self._closing
                 self._commands = deque()
             while commands:
-                commands.popleft()()  # and nothing remembers it: with the weights of an update goes the memory of their sender
+                # and nothing remembers it: with the weights of an update goes the memory of their
+                # sender
+                commands.popleft()()
             if closing:
                 self._abort(None)
                 self._weight_group.close()
@@ -182,7 +215,9 @@ class DecodeLoop:
         return self.state.is_whole and bool(self._waiting or self._running)
 
     def _admit(self) -> None:
-        """Prefill waiting requests, as many as slots and the prefill budget allow, first come first served."""
+        """Prefill waiting requests, as many as slots and the prefill budget allow, first come first
+        served.
+        """
         joining: list[_Sequence] = []
         prompts: set[tuple[int, ...]] = set()
         longest = 0
@@ -220,9 +255,12 @@ class DecodeLoop:
         self._remove_ended()
 
     def _remove_ended(self) -> int:
-        rows = [row for row, sequence in enumerate(self._running) if sequence.stop_reason is not None]
+        rows = [
+            row for row, sequence in enumerate(self._running) if sequence.stop_reason is not None
+        ]
         resolved = [self._running[row] for row in rows]
-        for row in reversed(rows):  # the last row takes a removed one's place, so the highest goes first
+        for row in reversed(rows):
+            # the last row takes a removed one's place, so the highest goes first
             self._batch.remove(row)
             self._running[row] = self._running[-1]
             self._running.pop()
@@ -241,8 +279,16 @@ class DecodeLoop:
             return request_ids is None or sequence.request.request_id in request_ids
 
         with self._changed:
-            dropped = [sequence for together in self._waiting for sequence in together if is_meant(sequence)]
-            left = ([sequence for sequence in together if not is_meant(sequence)] for together in self._waiting)
+            dropped = [
+                sequence
+                for together in self._waiting
+                for sequence in together
+                if is_meant(sequence)
+            ]
+            left = (
+                [sequence for sequence in together if not is_meant(sequence)]
+                for together in self._waiting
+            )
             self._waiting = deque(together for together in left if together)
         for sequence in (*dropped, *filter(is_meant, self._running)):
             sequence.end("abort")
@@ -254,7 +300,8 @@ class DecodeLoop:
         with self._changed:
             if self._ids:
                 raise RuntimeError(
-                    f"{len(self._ids)} request(s) are in flight, and the engine stays awake; wait for their end or abort them"
+                    f"{len(self._ids)} request(s) are in flight, and the engine stays awake; wait "
+                    "for their end or abort them"
                 )
             self.state = self.state.after(WeightEvent.SLEPT if level == 1 else WeightEvent.DROPPED)
         if level == 2:
@@ -276,7 +323,10 @@ class DecodeLoop:
 
     def _update_weights(self, weights: Weights, version: int) -> int:
         if not self.state.has_weight_memory:
-            raise RuntimeError("the rollout engine is asleep, and has no room for weights; call wake(weights_only=True) first")
+            raise RuntimeError(
+                "the rollout engine is asleep, and has no room for weights; call "
+                "wake(weights_only=True) first"
+            )
         try:
             with incoming(weights, self._weight_group) as arriving:
                 apply_weights(self._model, arriving)
@@ -288,7 +338,10 @@ class DecodeLoop:
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
-            failed = [*self._running, *(sequence for together in self._waiting for sequence in together)]
+            failed = [
+                *self._running,
+                *(sequence for together in self._waiting for sequence in together),
+            ]
             self._running.clear()
             self._waiting.clear()
             self._ids.clear()

@@ -1,11 +1,15 @@
-"""Checkpoints of a sharded training state, which every rank writes its part of: all or nothing, for any number of ranks.
+"""Checkpoints of a sharded training state, which every rank writes its part of: all or nothing, for
+any number of ranks.
 
     <path>/helmsman.json     how far training has come, and on how many ranks
-    <path>/config.json       the model's configuration, with the tokenizer's files where the model came from a folder
-    <path>/state/            torch.distributed.checkpoint: parameters and optimizer state by name, each rank's random state
+    <path>/config.json       the model's configuration; the tokenizer's files where it came from a
+                             folder
+    <path>/state/            torch.distributed.checkpoint: parameters and optimizer state by name,
+                             each rank's random state
 
-Tensors are saved by their place in the whole, which their DTensor knows, so ranks of another number or mesh read what they
-need of them. The folder gets its name when everything is in it. To give the weights to others there is hf_export.py.
+Tensors are saved by their place in the whole, which their DTensor knows, so ranks of another number
+or mesh read what they need of them. The folder gets its name when everything is in it. To give the
+weights to others there is hf_export.py.
 """
 
 from __future__ import annotations
@@ -45,8 +49,9 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Saves and loads the state of a training job, with the random state of ``device`` and the host. Every method but ``close``
-    is called on all ranks, which wait ``timeout_s`` for each other's writing."""
+    """Saves and loads the state of a training job, with the random state of ``device`` and the
+    host. Every method but ``close`` is called on all ranks, which wait ``timeout_s`` for each
+    other's writing."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self._device, self._timeout_s = device, timeout_s
@@ -65,14 +70,16 @@ class Checkpointer:
         *,
         background: bool = False,
     ) -> None:
-        """Write a checkpoint at a folder that all ranks reach; one that was there is replaced when this is complete. The
-        tokenizer is copied from ``source``, the folder that the model came from.
+        """Write a checkpoint at a folder that all ranks reach; one that was there is replaced when
+        this is complete. The tokenizer is copied from ``source``, the folder that the model came
+        from.
 
-        With ``background`` it returns once the state has been copied to the host, and is written while training goes on. What
-        goes wrong then is raised by the next call of save, load, or wait.
+        With ``background`` it returns once the state has been copied to the host, and is written
+        while training goes on. What goes wrong then is raised by the next call of save, load, or
+        wait.
 
-        Raises: OSError where a rank cannot write there, or there is something else than a checkpoint; other ranks raise
-        RuntimeError.
+        Raises: OSError where a rank cannot write there, or there is something else than a
+        checkpoint; other ranks raise RuntimeError.
         """
         self.wait()
         path = os.path.abspath(path)
@@ -80,7 +87,9 @@ class Checkpointer:
         unfinished = ""
         with failing_together(f"saving to {path}"):
             if is_root:
-                unfinished = begin_folder(path, model, source, Saved(progress, dist.get_world_size()))
+                unfinished = begin_folder(
+                    path, model, source, Saved(progress, dist.get_world_size())
+                )
         unfinished = gather_objects(unfinished)[0]
         state = {**_tensors(model, optimizer), **self._random_state()}
         self._join_group()
@@ -93,7 +102,9 @@ class Checkpointer:
                     shutil.rmtree(unfinished, ignore_errors=True)
                 raise
             writing = threading.Thread(
-                target=self._write_and_note, args=(state, unfinished, path, is_root), name="helmsman-checkpoint"
+                target=self._write_and_note,
+                args=(state, unfinished, path, is_root),
+                name="helmsman-checkpoint",
             )
             writing.start()
             self._writing = writing
@@ -101,7 +112,9 @@ class Checkpointer:
         with failing_together(f"saving to {path}"):
             self._write(state, unfinished, path, is_root)
 
-    def _write_and_note(self, state: Mapping[str, torch.Tensor], unfinished: str, path: str, is_root: bool) -> None:
+    def _write_and_note(
+        self, state: Mapping[str, torch.Tensor], unfinished: str, path: str, is_root: bool
+    ) -> None:
         try:
             self._write(state, unfinished, path, is_root)
         except Exception as error:
@@ -109,14 +122,21 @@ class Checkpointer:
             if is_root:
                 self._failure = error
 
-    def _write(self, state: Mapping[str, torch.Tensor], unfinished: str, path: str, is_root: bool) -> None:
+    def _write(
+        self, state: Mapping[str, torch.Tensor], unfinished: str, path: str, is_root: bool
+    ) -> None:
         folder = os.path.join(unfinished, STATE_FOLDER)
         try:
             with plain_errors(f"writing to {path}"):
-                metadata = dcp.save(dict(state), storage_writer=Writer(folder), process_group=self._group)
+                metadata = dcp.save(
+                    dict(state), storage_writer=Writer(folder), process_group=self._group
+                )
             if is_root:
                 if problem := missing_part(folder, metadata):
-                    raise OSError(f"{problem}, which another rank has written; {path} must be one folder for all ranks")
+                    raise OSError(
+                        f"{problem}, which another rank has written; {path} must be one folder "
+                        "for all ranks"
+                    )
                 replace_folder(unfinished, path)
         finally:
             if is_root:
@@ -134,7 +154,9 @@ class Checkpointer:
             self._writing = None
 
     def raise_failure(self) -> None:
-        """Raise what a save in the background met, once: on rank 0 alone, so inside a block that fails together."""
+        """Raise what a save in the background met, once: on rank 0 alone, so inside a block that
+        fails together.
+        """
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -143,14 +165,18 @@ class Checkpointer:
         """Wait until nothing is being written, and leave the group of the writers. Idempotent."""
         self._join_writing()
         if self._failure is not None:
-            logger.error("the last checkpoint was not saved, and no call has raised it: %s", self._failure)
+            logger.error(
+                "the last checkpoint was not saved, and no call has raised it: %s", self._failure
+            )
             self._failure = None
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
     def _join_group(self) -> None:
-        """Have a group of its own: what is written in the background must not meet the collectives of training."""
+        """Have a group of its own: what is written in the background must not meet the collectives
+        of training.
+        """
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
 
@@ -158,8 +184,10 @@ class Checkpointer:
         """Read a checkpoint into a model and an optimizer that has not stepped.
 
         Raises:
-            ValueError: There is no checkpoint, a part of one, or one of another model; nothing has changed.
-            RuntimeError: It cannot be read to its end; the model has some of its parameters. Or another rank failed.
+            ValueError: There is no checkpoint, a part of one, or one of another model; nothing has
+                changed.
+            RuntimeError: It cannot be read to its end; the model has some of its parameters. Or
+                another rank failed.
         """
         self.wait()
         with failing_together(f"loading {path}"):
@@ -171,8 +199,16 @@ class Checkpointer:
         self._join_group()
         random = self._random_state() if saved.num_ranks == dist.get_world_size() else {}
         # One that was saved on another kind of device has no state of this one.
-        random = {name: tensor for name, tensor in random.items() if name in found and found[name].size == tensor.shape}
-        state = {**_model_tensors(model), **{name: tensor for _, _, name, tensor in states}, **random}
+        random = {
+            name: tensor
+            for name, tensor in random.items()
+            if name in found and found[name].size == tensor.shape
+        }
+        state = {
+            **_model_tensors(model),
+            **{name: tensor for _, _, name, tensor in states},
+            **random,
+        }
         with plain_errors(f"loading {path}"):
             dcp.load(state, storage_reader=reader, process_group=self._group)
         for parameter, key, _, tensor in states:
@@ -183,7 +219,9 @@ class Checkpointer:
     def _random_state(self) -> dict[str, torch.Tensor]:
         state = {f"random.{dist.get_rank()}.host": torch.get_rng_state()}
         if self._device.type != "cpu":
-            state[f"random.{dist.get_rank()}.device"] = torch.get_device_module(self._device).get_rng_state()
+            state[f"random.{dist.get_rank()}.device"] = torch.get_device_module(
+                self._device
+            ).get_rng_state()
         return state
 
     def _set_random_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -195,7 +233,9 @@ class Checkpointer:
 
 
 def read_parameters(path: str, model: nn.Module) -> None:
-    """Read the parameters of a checkpoint into a model that is not sharded, in one process. Raises: ValueError as load."""
+    """Read the parameters of a checkpoint into a model that is not sharded, in one process. Raises:
+    ValueError as load.
+    """
     read_saved(path)
     reader, found = read_contents(path)
     _check_shapes(path, model, found)
@@ -209,7 +249,9 @@ def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Of model and optimizer by name, sharded as they are. An optimizer that has not stepped has none."""
+    """Of model and optimizer by name, sharded as they are. An optimizer that has not stepped has
+    none.
+    """
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
     tensors = _model_tensors(model)
     for parameter, states in optimizer.state.items():
@@ -221,7 +263,9 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
 def _empty_states(
     model: nn.Module, found: Mapping[str, TensorStorageMetadata]
 ) -> list[tuple[torch.Tensor, str, str, torch.Tensor]]:
-    """(parameter, key, name in the checkpoint, tensor to read it into) for each of the optimizer's tensors that there are."""
+    """(parameter, key, name in the checkpoint, tensor to read it into) for each of the optimizer's
+    tensors that there are.
+    """
     states: list[tuple[torch.Tensor, str, str, torch.Tensor]] = []
     parameters = named_tensors(model)
     for name, each in found.items():
@@ -241,7 +285,8 @@ def _empty_states(
 def _staged(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         local = tensor.to_local().to("cpu", copy=True)
-        return DTensor(local, tensor._spec, requires_grad=False)  # from_local would bring it to the mesh's device again
+        # from_local would bring it to the mesh's device again
+        return DTensor(local, tensor._spec, requires_grad=False)
     return tensor.to("cpu", copy=True)
 
 
@@ -249,6 +294,12 @@ def _check_shapes(path: str, model: nn.Module, found: Mapping[str, TensorStorage
     own = {name: tuple(tensor.shape) for name, tensor in _model_tensors(model).items()}
     other = {name: tuple(each.size) for name, each in found.items() if name.startswith("model.")}
     if own != other:
-        names = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
-        shown = ", ".join(f"{name} {own.get(name)} here, {other.get(name)} there" for name in names[:4])
-        raise ValueError(f"{path!r} holds another model; {len(names)} of its parameters differ: {shown}")
+        names = sorted(
+            name for name in own.keys() | other.keys() if own.get(name) != other.get(name)
+        )
+        shown = ", ".join(
+            f"{name} {own.get(name)} here, {other.get(name)} there" for name in names[:4]
+        )
+        raise ValueError(
+            f"{path!r} holds another model; {len(names)} of its parameters differ: {shown}"
+        )

@@ -1,4 +1,6 @@
-"""The folder of a checkpoint: made beside its place and named when it is complete, and read only if it is whole."""
+"""The folder of a checkpoint: made beside its place and named when it is complete, and read only if
+it is whole.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ STATE_FOLDER = "state"
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """How far training has come; the schedule of the learning rate follows from it and the configuration."""
+    """How far training has come; the schedule of the learning rate follows from it and the
+    configuration.
+    """
 
     version: int
     """Weight version."""
@@ -39,11 +43,15 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 def is_checkpoint(path: str) -> bool:
-    return os.path.isfile(os.path.join(path, PROGRESS_FILE)) and os.path.isdir(os.path.join(path, STATE_FOLDER))
+    return os.path.isfile(os.path.join(path, PROGRESS_FILE)) and os.path.isdir(
+        os.path.join(path, STATE_FOLDER)
+    )
 
 
 def begin_folder(path: str, model: nn.Module, source: str | None, saved: Saved) -> str:
-    """Make a folder beside ``path`` with everything but the state; returns its name. Raises: OSError."""
+    """Make a folder beside ``path`` with everything but the state; returns its name. Raises:
+    OSError.
+    """
     check_replaceable(path, PROGRESS_FILE)
     parent, name = os.path.split(path)
     os.makedirs(parent, exist_ok=True)
@@ -61,7 +69,9 @@ def begin_folder(path: str, model: nn.Module, source: str | None, saved: Saved) 
 
 
 def read_saved(path: str) -> Saved:
-    """What helmsman.json has. Raises: ValueError where there is no checkpoint, or only a part of one."""
+    """What helmsman.json has. Raises: ValueError where there is no checkpoint, or only a part of
+    one.
+    """
     progress_path = os.path.join(path, PROGRESS_FILE)
     if not os.path.isfile(progress_path):
         raise ValueError(f"{path!r} is not a checkpoint of this engine: it has no {PROGRESS_FILE}")
@@ -72,27 +82,36 @@ def read_saved(path: str) -> Saved:
 
 
 def read_contents(path: str) -> tuple[dcp.FileSystemReader, dict[str, TensorStorageMetadata]]:
-    """A reader of a checkpoint's state, and the tensors that it has by name. Raises: ValueError where a file is not whole."""
+    """A reader of a checkpoint's state, and the tensors that it has by name. Raises: ValueError
+    where a file is not whole.
+    """
     folder = os.path.join(path, STATE_FOLDER)
     reader = dcp.FileSystemReader(folder)
     with _readable(os.path.join(folder, ".metadata")):
         metadata = reader.read_metadata()
     if problem := missing_part(folder, metadata):
         raise ValueError(f"{path!r} is a part of a checkpoint: {problem}")
-    found = {name: each for name, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
+    found = {
+        name: each
+        for name, each in metadata.state_dict_metadata.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
     return reader, found
 
 
 @contextlib.contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """Whatever a file's decoder makes of what is not its format, as ValueError; what the system says of it stays."""
+    """Whatever a file's decoder makes of what is not its format, as ValueError; what the system
+    says of it stays.
+    """
     try:
         yield
     except OSError:
         raise
     except Exception as error:  # a decoder, pickle's above all, raises anything
         raise ValueError(
-            f"{path!r} cannot be read, as after a crash of its host: {type(error).__name__}: {error}. Load another checkpoint"
+            f"{path!r} cannot be read, as after a crash of its host: {type(error).__name__}: "
+            f"{error}. Load another checkpoint"
         ) from error
 
 
@@ -111,7 +130,9 @@ def missing_part(folder: str, metadata: Metadata) -> str:
 
 
 class Writer(dcp.FileSystemWriter):
-    """Says what the system has said: where a file takes no more, torch's archive fails once again while it is closed."""
+    """Says what the system has said: where a file takes no more, torch's archive fails once again
+    while it is closed.
+    """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -125,7 +146,9 @@ class Writer(dcp.FileSystemWriter):
 
 @contextlib.contextmanager
 def plain_errors(what: str) -> Iterator[None]:
-    """torch's error of several ranks, which is no Exception, as that of the first of them. Raises: OSError, RuntimeError."""
+    """torch's error of several ranks, which is no Exception, as that of the first of them. Raises:
+    OSError, RuntimeError.
+    """
     try:
         yield
     except CheckpointException as error:

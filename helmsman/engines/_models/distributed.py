@@ -1,7 +1,9 @@
-"""The process group of a training job: joining, leaving, and failing together; sharded tensors by name and as a whole.
+"""The process group of a training job: joining, leaving, and failing together; sharded tensors by
+name and as a whole.
 
-Several engines of one process (an actor and its reference model, say) share the default group: the first one makes it, the
-last one to leave takes it down, and a group that somebody else made is left alone.
+Several engines of one process (an actor and its reference model, say) share the default group: the
+first one makes it, the last one to leave takes it down, and a group that somebody else made is left
+alone.
 """
 
 from __future__ import annotations
@@ -27,20 +29,25 @@ def environment_int(name: str, default: int) -> int:
     try:
         return int(text) if text else default
     except ValueError as exc:
-        raise ValueError(f"the environment variable {name} is {text!r}; expected an integer") from exc
+        raise ValueError(
+            f"the environment variable {name} is {text!r}; expected an integer"
+        ) from exc
 
 
 def local_device_index() -> int:
-    """Index of this rank's device among those it sees: LOCAL_RANK, or 0 where each process is shown one device only."""
+    """Index of this rank's device among those it sees: LOCAL_RANK, or 0 where each process is shown
+    one device only.
+    """
     return 0 if current_platform.device_count() == 1 else environment_int("LOCAL_RANK", 0)
 
 
 def join_process_group(*, rendezvous_timeout_s: float, collective_timeout_s: float) -> bool:
-    """Join the default process group from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a job of one rank needs no address and
-    opens no port. Returns whether the group is ours to leave; False when somebody else had made it.
+    """Join the default process group from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a job of
+    one rank needs no address and opens no port. Returns whether the group is ours to leave; False
+    when somebody else had made it.
 
-    Raises: ConnectionError when not all ranks came together in time; ValueError where the environment does not say where they
-    meet.
+    Raises: ConnectionError when not all ranks came together in time; ValueError where the
+    environment does not say where they meet.
     """
     global _num_users
     if dist.is_initialized():
@@ -49,7 +56,8 @@ def join_process_group(*, rendezvous_timeout_s: float, collective_timeout_s: flo
     rank, world_size = environment_int("RANK", 0), environment_int("WORLD_SIZE", 1)
     device_type, backend = current_platform.device_type, current_platform.communication_backend
     dist.init_process_group(
-        # The host backend carries small objects and optimizer scalars, which do not live on the device.
+        # The host backend carries small objects and optimizer scalars, which do not live on the
+        # device.
         "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{backend}",
         store=_meet(rank, world_size, rendezvous_timeout_s),
         rank=rank,
@@ -66,14 +74,18 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     address, port = os.environ.get("MASTER_ADDR", ""), environment_int("MASTER_PORT", 0)
     if not address or not port:
         raise ValueError(
-            f"rank {rank} of {world_size} needs MASTER_ADDR and MASTER_PORT; they are {address!r} and {port or ''!r}"
+            f"rank {rank} of {world_size} needs MASTER_ADDR and MASTER_PORT; they are {address!r} "
+            f"and {port or ''!r}"
         )
     try:
-        return dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timedelta(seconds=timeout_s))
+        return dist.TCPStore(
+            address, port, world_size, is_master=rank == 0, timeout=timedelta(seconds=timeout_s)
+        )
     except dist.DistError as exc:
         hint = "is the port taken?" if rank == 0 else "is rank 0 alive, and can this node reach it?"
         raise ConnectionError(
-            f"rank {rank} of {world_size} did not meet the other ranks at {address}:{port} within {timeout_s:g} s; {hint} "
+            f"rank {rank} of {world_size} did not meet the other ranks at {address}:{port} within "
+            f"{timeout_s:g} s; {hint} "
             "Look at the ranks that did not report this."
         ) from exc
 
@@ -96,26 +108,34 @@ def gather_objects(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def failing_together(what: str) -> Iterator[None]:
-    """A block whose failure on one rank is an error on every rank, instead of the others' hang in the next collective.
+    """A block whose failure on one rank is an error on every rank, instead of the others' hang in
+    the next collective.
 
-    The block itself must not communicate. The rank that failed raises its own error, the others RuntimeError.
+    The block itself must not communicate. The rank that failed raises its own error, the others
+    RuntimeError.
     """
     error: Exception | None = None
     try:
         yield
-    except Exception as exc:  # noqa: BLE001  whatever went wrong here, the other ranks must not wait for this one
+    # Whatever went wrong here, the other ranks must not wait for this one
+    except Exception as exc:  # noqa: BLE001
         error = exc
     failures = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
     if failed:
-        # By these words the controller knows that the cause is elsewhere (helmsman/controller/_roles/call_all.py).
-        raise RuntimeError(f"{what} failed on another rank, so this one did not go on. {'; '.join(failed)}")
+        # By these words the controller knows that the cause is elsewhere
+        # (helmsman/controller/_roles/call_all.py).
+        raise RuntimeError(
+            f"{what} failed on another rank, so this one did not go on. {'; '.join(failed)}"
+        )
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, or shards of them; one with several names (tied embeddings) by its first name only."""
+    """Parameters and persistent buffers, or shards of them; one with several names (tied
+    embeddings) by its first name only.
+    """
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), (name, tensor))
@@ -123,6 +143,8 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be sharded, on its device. A collective of the ranks that have a shard."""
+    """All of a tensor that may be sharded, on its device. A collective of the ranks that have a
+    shard.
+    """
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

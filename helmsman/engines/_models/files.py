@@ -18,15 +18,20 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def check_replaceable(path: str, mark: str) -> None:
-    """Raise FileExistsError unless there is nothing at a path, an empty folder, or one with the file ``mark``.
+    """Raise FileExistsError unless there is nothing at a path, an empty folder, or one with the
+    file ``mark``.
 
-    What is replaced is removed: a path that was meant as the parent of the new folder must not cost all that is in it.
+    What is replaced is removed: a path that was meant as the parent of the new folder must not cost
+        all that is in it.
     """
     if not os.path.lexists(path) or os.path.isfile(os.path.join(path, mark)):
         return
     if not os.path.isdir(path) or os.listdir(path):
         what = f"a folder with other files and no {mark}" if os.path.isdir(path) else "no folder"
-        raise FileExistsError(f"{path} is {what}, and would be replaced; give the path of a folder that is new, or remove it")
+        raise FileExistsError(
+            f"{path} is {what}, and would be replaced; give the path of a folder that is new, or "
+            "remove it"
+        )
 
 
 def replace_folder(source: str, path: str) -> None:
@@ -41,7 +46,9 @@ def replace_folder(source: str, path: str) -> None:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: str) -> None:
-    """Write a safetensors file of tensors on any device. Raises: OSError, which safetensors has as a number in its message."""
+    """Write a safetensors file of tensors on any device. Raises: OSError, which safetensors has as
+    a number in its message.
+    """
     seen: set[int] = set()
     alone = {}
     for name, tensor in tensors.items():
@@ -59,7 +66,9 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: str) -> None:
 
 
 class FolderWriter:
-    """Writes tensors into a folder as Hugging Face has them: files of safetensors, and an index in the end."""
+    """Writes tensors into a folder as Hugging Face has them: files of safetensors, and an index in
+    the end.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -72,9 +81,11 @@ class FolderWriter:
         save_tensors(tensors, self._path(f"{len(self._files)}.unnamed"))
         self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
 
-    def finish(self, metadata: Mapping[str, Any] | None = None, *, indexes_one: bool = True) -> None:
-        """Name the files and write their index, with ``metadata`` beside the size. Without ``indexes_one`` one file alone has
-        no index, and the name model.safetensors."""
+    def finish(
+        self, metadata: Mapping[str, Any] | None = None, *, indexes_one: bool = True
+    ) -> None:
+        """Name the files and write their index, with ``metadata`` beside the size. Without
+        ``indexes_one`` one file alone has no index, and the name model.safetensors."""
         count = len(self._files)
         if count == 1 and not indexes_one:
             os.rename(self._path("1.unnamed"), self._path("model.safetensors"))
@@ -84,7 +95,11 @@ class FolderWriter:
             os.rename(self._path(f"{number}.unnamed"), self._path(name))
         index = {
             "metadata": {"total_size": self.num_bytes, **(metadata or {})},
-            "weight_map": {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors},
+            "weight_map": {
+                tensor: name
+                for name, tensors in zip(names, self._files, strict=True)
+                for tensor in tensors
+            },
         }
         with open(self._path(INDEX_FILE), "w") as file:
             json.dump(index, file, indent=2)
@@ -93,7 +108,14 @@ class FolderWriter:
         return os.path.join(self._folder, name)
 
 
-_TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+_TOKENIZER_PREFIXES = (
+    "tokenizer",
+    "vocab",
+    "merges",
+    "special_tokens",
+    "added_tokens",
+    "chat_template",
+)
 
 
 def copy_tokenizer(source: str | None, path: str) -> None:

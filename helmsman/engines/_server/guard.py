@@ -1,11 +1,14 @@
-"""The parent of an inference server: it ends all that the server has started when the server ends, or its worker does.
+"""The parent of an inference server: it ends all that the server has started when the server ends,
+or its worker does.
 
-A server's children may have changed their group, their session and, by a title of their own, the environment that others can
-read, so that no one finds them once their parent is gone. This process adopts them (PR_SET_CHILD_SUBREAPER).
+A server's children may have changed their group, their session and, by a title of their own, the
+environment that others can read, so that no one finds them once their parent is gone. This process
+adopts them (PR_SET_CHILD_SUBREAPER).
 
-Standard library only: this file runs as a script of its own, ``guard.py REPORT_FD LIMIT_S FOLDER -- COMMAND``. A byte
-on its standard input asks for the server's end in order, within LIMIT_S seconds; the end of its input for the end at
-once. It reports the server's process id, and its wait status once nothing of it is left, and removes FOLDER.
+Standard library only: this file runs as a script of its own, ``guard.py REPORT_FD LIMIT_S FOLDER --
+COMMAND``. A byte on its standard input asks for the server's end in order, within LIMIT_S seconds;
+the end of its input for the end at once. It reports the server's process id, and its wait status
+once nothing of it is left, and removes FOLDER.
 """
 
 from __future__ import annotations
@@ -61,8 +64,9 @@ def _report(report_fd: int, number: int) -> None:
 
 
 def _wake_at_childs_end() -> int:
-    """A descriptor that becomes readable when a child has ended. Signals for the worker's group end no process here: the engine
-    asks the server to end, or it goes with the worker. They have handlers, as the server would inherit ignored ones."""
+    """A descriptor that becomes readable when a child has ended. Signals for the worker's group end
+    no process here: the engine asks the server to end, or it goes with the worker. They have
+    handlers, as the server would inherit ignored ones."""
     read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
@@ -92,7 +96,9 @@ def _until_it_ends(server_pid: int, wake_fd: int, limit_s: float) -> int | None:
 
 
 def _reap(server_pid: int) -> int | None:
-    """Take the statuses of all children that have ended, adopted ones too; returns the server's if it is among them."""
+    """Take the statuses of all children that have ended, adopted ones too; returns the server's if
+    it is among them.
+    """
     found = None
     while True:
         try:

@@ -1,7 +1,7 @@
 """HTTP to an inference server: one pool of connections, and what may be sent again.
 
-A request is sent again only when it cannot have begun: the connection was refused, or the server answered 503. Whatever else
-goes wrong is an error, since the server may have worked on it.
+A request is sent again only when it cannot have begun: the connection was refused, or the server
+answered 503. Whatever else goes wrong is an error, since the server may have worked on it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     import aiohttp
 
 _IDLE_S = 2.0
-"""How long an unused connection is kept: less than servers do (uvicorn 5 s), or a request could meet the connection's end."""
+"""How long an unused connection is kept: less than servers do (uvicorn 5 s), or a request could
+meet the connection's end.
+"""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.02, 1.0
 _HEALTH_S = 5.0
 _NEWS_S = 2.0
@@ -32,7 +34,8 @@ _NEWS_S = 2.0
 class ServerClient:
     """Sends requests to one server ('host:port'), from one event loop.
 
-    ``retry_s`` limits how long a request that cannot have begun is sent again; ``lost`` makes the error of a broken connection.
+    ``retry_s`` limits how long a request that cannot have begun is sent again; ``lost`` makes the
+    error of a broken connection.
     """
 
     def __init__(
@@ -54,10 +57,17 @@ class ServerClient:
         self.is_closed = False
 
     async def call(
-        self, method: str, route: str, *, body: Any = None, params: Mapping[str, str] | None = None, limit_s: float
+        self,
+        method: str,
+        route: str,
+        *,
+        body: Any = None,
+        params: Mapping[str, str] | None = None,
+        limit_s: float,
     ) -> bytes:
-        """Send a request and return the answer. Raises: ServerRequestError for another status than 200, ServerLostError for a
-        connection that broke, TimeoutError when there was no answer within ``limit_s`` seconds."""
+        """Send a request and return the answer. Raises: ServerRequestError for another status than
+        200, ServerLostError for a connection that broke, TimeoutError when there was no answer
+        within ``limit_s`` seconds."""
         try:
             async with (
                 asyncio.timeout(limit_s),
@@ -68,14 +78,18 @@ class ServerClient:
                 return answer
         except TimeoutError as error:
             raise TimeoutError(
-                f"the inference server at {self._address} did not answer {route} within {limit_s:g} s; it may still do it. "
+                f"the inference server at {self._address} did not answer {route} within "
+                f"{limit_s:g} s; it may still do it. "
                 "Raise ServerConfig.control_timeout_s if this takes long by its nature"
             ) from error
 
     async def events(self, route: str, body: Any) -> AsyncGenerator[bytes, None]:
-        """Post a request and give the data of the events (text/event-stream) that answer it; leaving early closes the
-        connection. Raises: as call, without a limit."""
-        async with self._broken_is_lost(route), await self._send("POST", route, body, None) as response:
+        """Post a request and give the data of the events (text/event-stream) that answer it;
+        leaving early closes the connection. Raises: as call, without a limit."""
+        async with (
+            self._broken_is_lost(route),
+            await self._send("POST", route, body, None) as response,
+        ):
             buffer = b""
             async for chunk in response.content.iter_any():
                 *lines, buffer = (buffer + chunk).split(b"\n")
@@ -93,7 +107,9 @@ class ServerClient:
             await self._raise_lost(route, error)
 
     async def refuse(self, route: str, status: int, answer: str, expected: str) -> NoReturn:
-        """Raise the error of an answer that is none: ServerLostError where it is the server's last."""
+        """Raise the error of an answer that is none: ServerLostError where it is the server's
+        last.
+        """
         if self._has_ended() or not await self._is_healthy():
             await self._raise_lost(route, self._refused(route, status, answer, expected))
         raise self._refused(route, status, answer, expected)
@@ -114,11 +130,17 @@ class ServerClient:
     def _refused(self, route: str, status: int, answer: str, expected: str) -> ServerRequestError:
         steps = {
             401: "It has another key than this run's: look for a second server at this address",
-            404: "It has no such route: see docs/architecture.md for the versions that have, and its own flags",
+            404: "It has no such route: see docs/architecture.md for the versions that have, and "
+            "its own flags",
         }
         step = steps.get(status, "What it says, and its output in the worker's log, tell why")
         return ServerRequestError(
-            address=self._address, route=route, status=status, answer=answer[:2000], expected=expected, step=step
+            address=self._address,
+            route=route,
+            status=status,
+            answer=answer[:2000],
+            expected=expected,
+            step=step,
         )
 
     async def close(self) -> None:
@@ -127,7 +149,9 @@ class ServerClient:
         if session is not None:
             await session.close()
 
-    async def _send(self, method: str, route: str, body: Any, params: Mapping[str, str] | None) -> aiohttp.ClientResponse:
+    async def _send(
+        self, method: str, route: str, body: Any, params: Mapping[str, str] | None
+    ) -> aiohttp.ClientResponse:
         """The answer, whose body is not read yet."""
         deadline = time.monotonic() + self._retry_s
         pause_s = _LEAST_PAUSE_S
@@ -135,7 +159,9 @@ class ServerClient:
         while True:
             is_late = time.monotonic() > deadline
             try:
-                response = await self._connected().request(method, f"http://{self._address}{route}", data=data, params=params)
+                response = await self._connected().request(
+                    method, f"http://{self._address}{route}", data=data, params=params
+                )
             except self._library.ClientConnectorError as error:
                 if is_late or self._has_ended():
                     await self._raise_lost(route, error)
@@ -157,15 +183,21 @@ class ServerClient:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
-                headers={"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"},
+                headers={
+                    "Authorization": f"Bearer {self._key}",
+                    "Content-Type": "application/json",
+                },
                 trust_env=False,  # a proxy has no business between a worker and its own server
             )
         return self._session
 
     async def _raise_lost(self, route: str, error: Exception) -> NoReturn:
-        """Raise the error of a broken connection, once it is known whether the process has ended."""
+        """Raise the error of a broken connection, once it is known whether the process has
+        ended.
+        """
         deadline = time.monotonic() + _NEWS_S
-        while not self._has_ended() and time.monotonic() < deadline:  # noqa: ASYNC110 - it is a thread that learns of it
+        # It is a thread that learns of it
+        while not self._has_ended() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         raise self._lost(f"{route}: {type(error).__name__}: {error}") from error
 

@@ -29,11 +29,12 @@ _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
 class ServerProcess:
     """A server, running from its construction on.
 
-    It is the child of a guard (guard.py), which ends all that it has started with it, and it with the worker, however
-    that ends. Its output goes to the worker's; the last of it is kept.
+    It is the child of a guard (guard.py), which ends all that it has started with it, and it with
+    the worker, however that ends. Its output goes to the worker's; the last of it is kept.
 
-    ``environment`` is added to the worker's own. ``folder`` is removed with the server, even if the worker is killed;
-    ``secret`` is not shown in the command line; ``on_end`` is called once when nothing is left, on a thread of its own.
+    ``environment`` is added to the worker's own. ``folder`` is removed with the server, even if the
+    worker is killed; ``secret`` is not shown in the command line; ``on_end`` is called once when
+    nothing is left, on a thread of its own.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
                 pass_fds=[their_report_fd],
-                process_group=0,  # of the worker's session still, so that the worker's own guardian knows it
+                # of the worker's session still, so that the worker's own guardian knows it
+                process_group=0,
                 bufsize=0,
             )
         except BaseException:
@@ -77,9 +79,13 @@ class ServerProcess:
             raise
         finally:
             os.close(their_report_fd)
-        self._output = threading.Thread(target=self._pass_on_output, name="server output", daemon=True)
+        self._output = threading.Thread(
+            target=self._pass_on_output, name="server output", daemon=True
+        )
         self._output.start()
-        threading.Thread(target=self._watch, args=(report_fd,), name="server watch", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(report_fd,), name="server watch", daemon=True
+        ).start()
         self._started.wait()
 
     @property
@@ -103,9 +109,12 @@ class ServerProcess:
             self._output.join(1.0)  # what it wrote last is the most telling
         return b"".join(self._tail)[-_TAIL_BYTES:].decode(errors="replace")
 
-    def wait_ready(self, address: str, route: str, headers: Mapping[str, str], limit_s: float) -> None:
-        """Wait until the server answers a GET of this route with 200. Raises: ServerStartError when it ended before, or did not
-        within ``limit_s`` seconds; it is still running in the second case."""
+    def wait_ready(
+        self, address: str, route: str, headers: Mapping[str, str], limit_s: float
+    ) -> None:
+        """Wait until the server answers a GET of this route with 200. Raises: ServerStartError when
+        it ended before, or did not within ``limit_s`` seconds; it is still running in the second
+        case."""
         started = time.monotonic()
         observed, pause_s = "nothing was asked yet", _LEAST_PAUSE_S
 
@@ -126,18 +135,24 @@ class ServerProcess:
             if remaining_s <= 0:
                 raise failure(
                     f"was still not ready ({observed})",
-                    "If its output shows that it was on its way, raise ServerConfig.start_timeout_s",
+                    "If its output shows that it was on its way, raise "
+                    "ServerConfig.start_timeout_s",
                 )
             observed = _probe(address, route, headers, min(remaining_s, 5.0))
             if observed == "":
                 return
             if self._ended.wait(min(pause_s * random.uniform(0.5, 1.0), max(0.0, remaining_s))):
                 how = self.how_it_ended().removeprefix("it ").removeprefix("its guard ")
-                raise failure(how, "Its output says why; run the command by hand in the worker's environment to see all of it")
+                raise failure(
+                    how,
+                    "Its output says why; run the command by hand in the worker's environment to "
+                    "see all of it",
+                )
             pause_s = min(_MOST_PAUSE_S, pause_s * 1.5)
 
     def stop(self) -> None:
-        """End it and all that it has started: SIGTERM, SIGKILL after ``stop_timeout_s`` seconds. Idempotent.
+        """End it and all that it has started: SIGTERM, SIGKILL after ``stop_timeout_s`` seconds.
+        Idempotent.
 
         Raises:
             TimeoutError: Something of it is left, although it was killed.
@@ -150,7 +165,8 @@ class ServerProcess:
                     stdin.write(b"t")
                 if not self.wait(self._stop_timeout_s + _GUARD_GRACE_S):
                     raise TimeoutError(
-                        f"the inference server (process {self.pid}) is not gone {_GUARD_GRACE_S:g} s after it was killed; what "
+                        f"the inference server (process {self.pid}) is not gone "
+                        f"{_GUARD_GRACE_S:g} s after it was killed; what "
                         "is stuck in the kernel ends with its device's driver"
                     )
             stdin.close()
@@ -161,7 +177,8 @@ class ServerProcess:
         with stdout:
             while chunk := os.read(stdout.fileno(), _CHUNK_BYTES):
                 self._tail.append(chunk)
-                with contextlib.suppress(OSError):  # the worker's own output may be closed; the server must go on
+                with contextlib.suppress(OSError):
+                    # the worker's own output may be closed; the server must go on
                     os.write(2, chunk)
 
     def _watch(self, report_fd: int) -> None:
@@ -172,7 +189,8 @@ class ServerProcess:
         if status:
             self.exit_code = os.waitstatus_to_exitcode(int(status))
         elif self.pid:
-            with contextlib.suppress(ProcessLookupError):  # the guard was killed, and no other process ends the server
+            with contextlib.suppress(ProcessLookupError):
+                # the guard was killed, and no other process ends the server
                 os.killpg(self.pid, signal.SIGKILL)
         self._guard.wait()
         self._ended.set()
@@ -180,7 +198,9 @@ class ServerProcess:
 
 
 def get(address: str, route: str, headers: Mapping[str, str], limit_s: float) -> tuple[int, bytes]:
-    """Status and body of an answer to a GET. Raises: OSError (TimeoutError too), http.client.HTTPException."""
+    """Status and body of an answer to a GET. Raises: OSError (TimeoutError too),
+    http.client.HTTPException.
+    """
     connection = http.client.HTTPConnection(address, timeout=limit_s)
     try:
         connection.request("GET", route, headers=dict(headers))

@@ -1,4 +1,6 @@
-"""The protocol that ServerEngine speaks with an inference server: its configuration, requests and answers."""
+"""The protocol that ServerEngine speaks with an inference server: its configuration, requests and
+answers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _OURS = {
 """Arguments that ServerConfig.args may not have, and what to do."""
 
 
-class ServerConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServerConfig(
+    msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """Which server a rollout instance runs, and how."""
 
     model: str
@@ -39,15 +43,17 @@ class ServerConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=Tr
     sleep: bool = False
     """Start the server so that it can sleep."""
     args: tuple[str, ...] = ()
-    """More of the server's own arguments, which come last, so that they win over ours. Not its model, address and key."""
+    """More of the server's own arguments, which come last, so that they win over ours. Not its
+    model, address and key.
+    """
     env: dict[str, str] = {}
     """Environment variables of the server, beside the worker's."""
     command: tuple[str, ...] = ()
-    """The program with its first arguments, before ours, such as ('vllm', 'serve'); empty for its module, by the worker's
-    Python."""
+    """The program with its first arguments, before ours, such as ('vllm', 'serve'); empty for its
+    module, by the worker's Python."""
     host: str = "127.0.0.1"
-    """Where the server listens; 'node' is the address of the worker's node. Only its own worker needs to reach it, and vLLM's
-    key does not cover the routes by which weights are changed."""
+    """Where the server listens; 'node' is the address of the worker's node. Only its own worker
+    needs to reach it, and vLLM's key does not cover the routes by which weights are changed."""
     start_timeout_s: float = 600.0
     """How long it may take to get ready."""
     stop_timeout_s: float = 15.0
@@ -55,16 +61,24 @@ class ServerConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=Tr
     control_timeout_s: float = 600.0
     """How long a control request may take, such as the loading of weights."""
     retry_s: float = 30.0
-    """How long a request that cannot have begun is sent again: the connection was refused, or the server answered 503."""
+    """How long a request that cannot have begun is sent again: the connection was refused, or the
+    server answered 503.
+    """
     exchange_folder: str = "/dev/shm"
-    """Where weights that do not come as files are laid for the server to read; it needs room for all of them."""
+    """Where weights that do not come as files are laid for the server to read; it needs room for
+    all of them.
+    """
 
     def __post_init__(self) -> None:
         for name in (arg.partition("=")[0].replace("_", "-") for arg in self.args):
             if name in _OURS:
-                raise ValueError(f"args has {name}, which ServerEngine gives the server itself: {_OURS[name]}")
+                raise ValueError(
+                    f"args has {name}, which ServerEngine gives the server itself: {_OURS[name]}"
+                )
         if self.tensor_parallel_size < 1:
-            raise ValueError(f"tensor_parallel_size is {self.tensor_parallel_size}; expected 1 or more")
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}; expected 1 or more"
+            )
         for name in ("start_timeout_s", "stop_timeout_s", "control_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0")
@@ -110,9 +124,11 @@ class Dialect(Protocol):
         """The request for an attempt, which is answered by a stream of events."""
 
     def chunks(self, event: bytes, num_tokens: Sequence[int]) -> list[Chunk]:
-        """What an event says. ``num_tokens``: of each sample, how many this answer has brought before.
+        """What an event says. ``num_tokens``: of each sample, how many this answer has brought
+        before.
 
-        Raises: ValueError (msgspec.DecodeError too) with what it says for one that is an error, or not of this dialect.
+        Raises: ValueError (msgspec.DecodeError too) with what it says for one that is an error, or
+            not of this dialect.
         """
 
     def abort(self, request_id: str) -> Call | None:
@@ -137,7 +153,9 @@ class Dialect(Protocol):
 def require_logprobs(token_ids: Sequence[int], logprobs: Sequence[float | None]) -> list[float]:
     found = [math.nan if each is None else each for each in logprobs]
     if len(token_ids) != len(found) or any(math.isnan(each) for each in found):
-        raise ValueError(f"it has {len(token_ids)} tokens with the log-probabilities {list(logprobs)}")
+        raise ValueError(
+            f"it has {len(token_ids)} tokens with the log-probabilities {list(logprobs)}"
+        )
     return found
 
 
@@ -147,12 +165,18 @@ class _Outcome(msgspec.Struct, frozen=True):
 
 
 def problem_in(answer: bytes) -> str | None:
-    """Of ``{"success": false}``, and of what a method of VLLMWorkerExtension returned on any rank."""
+    """Of ``{"success": false}``, and of what a method of VLLMWorkerExtension returned on any
+    rank.
+    """
     try:
         outcome = msgspec.json.decode(answer, type=_Outcome)
     except msgspec.DecodeError:
         return None  # it is text for people
-    problems = [": ".join(each["error"]) for each in outcome.results if isinstance(each, dict) and "error" in each]
+    problems = [
+        ": ".join(each["error"])
+        for each in outcome.results
+        if isinstance(each, dict) and "error" in each
+    ]
     if problems:
         return "; ".join(dict.fromkeys(problems))
     return None if outcome.success else answer.decode(errors="replace")

@@ -1,4 +1,6 @@
-"""Weights as an inference server takes them, whichever way they come: a folder of safetensors that it reads."""
+"""Weights as an inference server takes them, whichever way they come: a folder of safetensors that
+it reads.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ log = logging.getLogger(__name__)
 
 
 def forms_of(folder: str) -> list[Expected]:
-    """What weights of a folder's model look like; nothing where that cannot be told, as with code of the model's own."""
+    """What weights of a folder's model look like; nothing where that cannot be told, as with code
+    of the model's own.
+    """
     try:
         return expected_of(folder)
     except ValueError as error:
@@ -35,13 +39,16 @@ _FOLDER = "helmsman-weights."
 
 
 def make_exchange(parent: str) -> tuple[str, int]:
-    """A folder of this process's own below ``parent``, and the descriptor of its lock, which ends with the process.
+    """A folder of this process's own below ``parent``, and the descriptor of its lock, which ends
+    with the process.
 
-    Folders whose process has gone are removed: where a worker is killed, its guardian may kill the server's guard, too.
+    Folders whose process has gone are removed: where a worker is killed, its guardian may kill the
+        server's guard, too.
     """
     for name in os.listdir(parent):
         if name.startswith(_FOLDER):
-            with contextlib.suppress(OSError):  # its process lives, it is somebody else's, or another has removed it
+            with contextlib.suppress(OSError):
+                # its process lives, it is somebody else's, or another has removed it
                 _remove_abandoned(os.path.join(parent, name))
     unlocked = tempfile.mkdtemp(prefix=f".{_FOLDER}", dir=parent)
     lock = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY)
@@ -62,11 +69,15 @@ def _remove_abandoned(path: str) -> None:
 
 
 @contextlib.contextmanager
-def as_folder(weights: Weights, group: WeightGroup, forms: Sequence[Expected], exchange_folder: str) -> Iterator[str]:
-    """Weights, however they come, as a folder for the server to read; it is there until the end. Servers take what they find,
-    and go on without the rest, so names and shapes are compared before.
+def as_folder(
+    weights: Weights, group: WeightGroup, forms: Sequence[Expected], exchange_folder: str
+) -> Iterator[str]:
+    """Weights, however they come, as a folder for the server to read; it is there until the end.
+    Servers take what they find, and go on without the rest, so names and shapes are compared
+    before.
 
-    Raises: ValueError where they do not fit the model, or are not those that were sent; ConnectionError; OSError.
+    Raises: ValueError where they do not fit the model, or are not those that were sent;
+        ConnectionError; OSError.
     """
     with incoming(weights, group) as arriving:
         if forms:
@@ -91,7 +102,9 @@ def _has_checksums(path: str) -> bool:
 
 
 def write_folder(buckets: Iterable[Mapping[str, torch.Tensor]], path: str) -> None:
-    """Write tensors by name as files with an index, as Hugging Face has them. Raises: OSError where there is no room."""
+    """Write tensors by name as files with an index, as Hugging Face has them. Raises: OSError where
+    there is no room.
+    """
     writer = FolderWriter(path)
     for bucket in buckets:
         try:
@@ -99,8 +112,10 @@ def write_folder(buckets: Iterable[Mapping[str, torch.Tensor]], path: str) -> No
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"no room for {sum(tensor.nbytes for tensor in bucket.values())} bytes of weights more, after "
-                f"{writer.num_bytes}, in {path}: {error}. Free some, or set ServerConfig.exchange_folder to a folder with room "
+                f"no room for {sum(tensor.nbytes for tensor in bucket.values())} bytes of weights "
+                "more, after "
+                f"{writer.num_bytes}, in {path}: {error}. Free some, or set "
+                "ServerConfig.exchange_folder to a folder with room "
                 "for all of them",
             ) from error
     writer.finish()

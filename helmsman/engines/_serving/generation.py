@@ -1,4 +1,6 @@
-"""A request from its admission to its result: checks, generated tokens, and how it continues after a cut."""
+"""A request from its admission to its result: checks, generated tokens, and how it continues after
+a cut.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,33 @@ from helmsman.api.generation import GenerationRequest, GenerationResult, StopRea
 
 
 def check_request(
-    request: GenerationRequest, *, max_model_len: int | None, vocab_size: int | None, limit: str = "max_model_len"
+    request: GenerationRequest,
+    *,
+    max_model_len: int | None,
+    vocab_size: int | None,
+    limit: str = "max_model_len",
 ) -> None:
-    """Raise ValueError for a request that no engine can do. None is a number that is not known; ``limit`` names the setting
-    that ``max_model_len`` comes from."""
-    prompt, name, seed = request.prompt_ids, f"request {request.request_id!r}", request.sampling.seed
+    """Raise ValueError for a request that no engine can do. None is a number that is not known;
+    ``limit`` names the setting that ``max_model_len`` comes from."""
+    prompt, name, seed = (
+        request.prompt_ids,
+        f"request {request.request_id!r}",
+        request.sampling.seed,
+    )
     if not prompt:
         raise ValueError(f"{name} has an empty prompt; expected at least one token")
     if max_model_len is not None and len(prompt) >= max_model_len:
         raise ValueError(
-            f"{name} has a prompt of {len(prompt)} tokens, which leaves no room for a continuation within "
+            f"{name} has a prompt of {len(prompt)} tokens, which leaves no room for a "
+            "continuation within "
             f"{limit}={max_model_len}"
         )
     if min(prompt) < 0 or (vocab_size is not None and max(prompt) >= vocab_size):
-        wrong = next(token for token in prompt if token < 0 or (vocab_size is not None and token >= vocab_size))
+        wrong = next(
+            token
+            for token in prompt
+            if token < 0 or (vocab_size is not None and token >= vocab_size)
+        )
         expected = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1}"
         raise ValueError(f"{name} has the token {wrong} in its prompt; expected {expected}")
     if seed is not None and not 0 <= seed < 2**64:
@@ -34,31 +49,43 @@ def check_samples_of_one(requests: Sequence[GenerationRequest]) -> None:
     for request in requests:
         if request.prompt_ids != requests[0].prompt_ids:
             raise ValueError(
-                f"requests {requests[0].request_id!r} and {request.request_id!r} have different prompts; "
+                f"requests {requests[0].request_id!r} and {request.request_id!r} have different "
+                "prompts; "
                 "agenerate_samples takes samples of one"
             )
 
 
 def check_level(level: int) -> None:
     if level not in (1, 2):
-        raise ValueError(f"level is {level}; expected 1, which keeps the weights on the host, or 2, which drops them")
+        raise ValueError(
+            f"level is {level}; expected 1, which keeps the weights on the host, or 2, which "
+            "drops them"
+        )
 
 
 def already_in_flight(request_id: str) -> ValueError:
-    return ValueError(f"the request id {request_id!r} is already in flight; ids are unique among those")
+    return ValueError(
+        f"the request id {request_id!r} is already in flight; ids are unique among those"
+    )
 
 
 class Generation:
-    """A request, the LoRA adapter that the server uses for it, and what it has generated, in one attempt or several."""
+    """A request, the LoRA adapter that the server uses for it, and what it has generated, in one
+    attempt or several.
+    """
 
-    def __init__(self, request: GenerationRequest, max_model_len: int | None, adapter: Any = None) -> None:
+    def __init__(
+        self, request: GenerationRequest, max_model_len: int | None, adapter: Any = None
+    ) -> None:
         self.request, self.adapter = request, adapter
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.stop_reason: StopReason | None = None
         most = request.sampling.max_new_tokens
-        self._most = most if max_model_len is None else min(most, max_model_len - len(request.prompt_ids))
+        self._most = (
+            most if max_model_len is None else min(most, max_model_len - len(request.prompt_ids))
+        )
 
     @property
     def num_left(self) -> int:
@@ -70,12 +97,16 @@ class Generation:
 
     @property
     def attempt_seed(self) -> int | None:
-        """Seed of the next attempt, 0 to 2**63 - 1. Servers number what they draw from an attempt's first token on, so the seed
-        itself would give a continuation the same random numbers again."""
+        """Seed of the next attempt, 0 to 2**63 - 1. Servers number what they draw from an attempt's
+        first token on, so the seed itself would give a continuation the same random numbers
+        again."""
         seed, offset = self.request.sampling.seed, self.request.num_generated + len(self.tokens)
         if seed is None or (offset == 0 and seed < 2**63):
             return seed
-        return int.from_bytes(hashlib.blake2b(f"{seed} {offset}".encode(), digest_size=8).digest()) >> 1
+        return (
+            int.from_bytes(hashlib.blake2b(f"{seed} {offset}".encode(), digest_size=8).digest())
+            >> 1
+        )
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         """Append tokens that this version has generated, unless it has ended."""

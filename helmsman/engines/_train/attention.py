@@ -1,12 +1,15 @@
-"""Attention for rows that are packed, or shared by context-parallel ranks, behind the attention interface of ``transformers``.
+"""Attention for rows that are packed, or shared by context-parallel ranks, behind the attention
+interface of ``transformers``.
 
-Context parallelism is DeepSpeed-Ulysses, arXiv:2309.14509: each rank has a part of the tokens everywhere but inside attention.
-There an all-to-all exchange gives it all tokens of a part of the heads, and another one undoes it. It needs nothing but
-all-to-all of a backend, and each head is computed as on one rank.
+Context parallelism is DeepSpeed-Ulysses, arXiv:2309.14509: each rank has a part of the tokens
+everywhere but inside attention. There an all-to-all exchange gives it all tokens of a part of the
+heads, and another one undoes it. It needs nothing but all-to-all of a backend, and each head is
+computed as on one rank.
 
-Packed rows are computed segment by segment: by torch's variable-length flash attention where there is one (CUDA, half
-precision), else each segment by scaled_dot_product_attention, which every platform has. Either costs the sum of the squared
-lengths, where a mask over the whole row would cost the square of their sum.
+Packed rows are computed segment by segment: by torch's variable-length flash attention where there
+is one (CUDA, half precision), else each segment by scaled_dot_product_attention, which every
+platform has. Either costs the sum of the squared lengths, where a mask over the whole row would
+cost the square of their sum.
 """
 
 from __future__ import annotations
@@ -32,13 +35,19 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 class RowShape:
-    """What attention has to know of the rows; goes as a keyword argument of the model to each of its layers.
+    """What attention has to know of the rows; goes as a keyword argument of the model to each of
+    its layers.
 
-    ``segments`` are the lengths of the sequences that lie end to end in the one row, or None where each row is one sequence;
-    ``group`` are the ranks that share the rows, or None.
+    ``segments`` are the lengths of the sequences that lie end to end in the one row, or None where
+    each row is one sequence; ``group`` are the ranks that share the rows, or None.
     """
 
-    def __init__(self, segments: tuple[int, ...] | None, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        segments: tuple[int, ...] | None,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
         self.segments = segments
         self.group = group
         if segments is not None:
@@ -47,7 +56,9 @@ class RowShape:
 
 
 def use_row_attention(model: nn.Module, needed_for: str) -> None:
-    """Have a model of transformers attend by row_attention. Raises: ValueError where it cannot, with ``needed_for``."""
+    """Have a model of transformers attend by row_attention. Raises: ValueError where it cannot,
+    with ``needed_for``.
+    """
     reason = why_not_rows(model)
     if reason:
         raise ValueError(f"{needed_for} cannot be had with {type(model).__name__}: {reason}")
@@ -58,9 +69,15 @@ def use_row_attention(model: nn.Module, needed_for: str) -> None:
 def why_not_rows(model: nn.Module) -> str:
     """Why a model's tokens cannot be packed, or shared by ranks; empty where they can be."""
     config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
     if kinds or getattr(model, "_is_stateful", False):
-        return f"it has layers of other kinds than attention over a sequence ({', '.join(sorted(kinds)) or 'a state'})"
+        return (
+            "it has layers of other kinds than attention over a sequence "
+            f"({', '.join(sorted(kinds)) or 'a state'})"
+        )
     if not getattr(model, "_supports_attention_backend", False):
         return "transformers does not let its attention be replaced (_supports_attention_backend)"
     if getattr(config, "attn_logit_softcapping", None):
@@ -69,7 +86,9 @@ def why_not_rows(model: nn.Module) -> str:
 
 
 def check_heads(config: Any, tensor_size: int, context_size: int) -> None:
-    """Each context-parallel rank gets as many heads. Raises: ParallelLayoutError where they do not divide."""
+    """Each context-parallel rank gets as many heads. Raises: ParallelLayoutError where they do not
+    divide.
+    """
     num_heads = config.num_attention_heads
     if num_heads % (tensor_size * context_size):
         per_rank = num_heads // tensor_size
@@ -77,7 +96,8 @@ def check_heads(config: Any, tensor_size: int, context_size: int) -> None:
         raise ParallelLayoutError(
             what="context_parallel_size",
             requested=context_size,
-            observed=f"num_attention_heads {num_heads}, {per_rank} on each tensor-parallel rank, which it does not divide",
+            observed=f"num_attention_heads {num_heads}, {per_rank} on each tensor-parallel rank, "
+            "which it does not divide",
             step=f"Set context_parallel_size to {' or '.join(map(str, valid))}",
         )
 
@@ -97,13 +117,15 @@ def row_attention(
     """Causal attention; (B, H, N, D) in, (B, N, H, D) out, as transformers has it."""
     if helmsman_rows is None:
         raise ValueError(
-            f"{type(module).__name__} was not told how the rows lie: the model keeps keyword arguments from its attention. Set "
+            f"{type(module).__name__} was not told how the rows lie: the model keeps keyword "
+            "arguments from its attention. Set "
             "packing to False and context_parallel_size to 1"
         )
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if unsupported or attention_mask is not None:
         raise ValueError(
-            f"{type(module).__name__} asks its attention for {', '.join(unsupported) or 'a mask of its own'}, which packed and "
+            f"{type(module).__name__} asks its attention for "
+            f"{', '.join(unsupported) or 'a mask of its own'}, which packed and "
             "context-parallel rows do not have. Set packing to False and context_parallel_size to 1"
         )
     group = helmsman_rows.group
@@ -116,24 +138,37 @@ def row_attention(
     elif not dropout and _has_flash(query):
         mixed = _flash(query, key, value, helmsman_rows, scaling, sliding_window)
     else:
-        queries, keys, values = (each.split(list(helmsman_rows.segments), dim=2) for each in (query, key, value))
+        queries, keys, values = (
+            each.split(list(helmsman_rows.segments), dim=2) for each in (query, key, value)
+        )
         pieces = zip(queries, keys, values, strict=True)
-        mixed = torch.cat([_one_sequence(q, k, v, dropout, scaling, sliding_window) for q, k, v in pieces], dim=2)
+        mixed = torch.cat(
+            [_one_sequence(q, k, v, dropout, scaling, sliding_window) for q, k, v in pieces], dim=2
+        )
     if group is not None:
         mixed = _tokens_for_heads(mixed, group)
     return mixed.transpose(1, 2).contiguous(), None
 
 
 def _one_sequence(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scaling: float | None, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     length = query.shape[2]
     mask = None
     if window is not None and window < length:
-        distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)[None]
+        distance = (
+            torch.arange(length, device=query.device)[:, None]
+            - torch.arange(length, device=query.device)[None]
+        )
         mask = (distance >= 0) & (distance < window)
     num_groups = query.shape[1] // key.shape[1]
-    if num_groups > 1 and mask is not None:  # with a mask, torch has no fused kernel for grouped heads
+    if num_groups > 1 and mask is not None:
+        # with a mask, torch has no fused kernel for grouped heads
         key, value = (each.repeat_interleave(num_groups, dim=1) for each in (key, value))
     return scaled_dot_product_attention(
         query,
@@ -148,8 +183,14 @@ def _one_sequence(
 
 
 def _has_flash(query: torch.Tensor) -> bool:
-    """Whether torch has variable-length attention for these tensors: from 2.10 on, on CUDA, in half precision."""
-    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] > 256:
+    """Whether torch has variable-length attention for these tensors: from 2.10 on, on CUDA, in half
+    precision.
+    """
+    if (
+        query.device.type != "cuda"
+        or query.dtype not in (torch.bfloat16, torch.float16)
+        or query.shape[-1] > 256
+    ):
         return False
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -160,7 +201,12 @@ def _has_flash(query: torch.Tensor) -> bool:
 
 
 def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowShape, scaling: float | None, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: RowShape,
+    scaling: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -183,15 +229,21 @@ def _flash(
     return mixed.transpose(0, 1)[None]
 
 
-# --- context parallelism ------------------------------------------------------------------------------------------------------
+# --- context parallelism --------------------------------------------------------------------------
 
 
 def _repeat_heads(states: torch.Tensor, num_query_heads: int, size: int) -> torch.Tensor:
-    """Key or value heads often enough for each rank to get as many: whole groups stay with their query heads."""
+    """Key or value heads often enough for each rank to get as many: whole groups stay with their
+    query heads.
+    """
     num_heads = states.shape[1]
     groups = num_query_heads // num_heads
     enough = size // math.gcd(size, num_heads)
-    return states.repeat_interleave(enough if groups % enough == 0 else groups, dim=1) if enough > 1 else states
+    return (
+        states.repeat_interleave(enough if groups % enough == 0 else groups, dim=1)
+        if enough > 1
+        else states
+    )
 
 
 def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -201,7 +253,9 @@ def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _heads_for_tokens(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(B, H, N / P, D), a part of the tokens of all heads, to (B, H / P, N, D), all tokens of a part of the heads."""
+    """(B, H, N / P, D), a part of the tokens of all heads, to (B, H / P, N, D), all tokens of a
+    part of the heads.
+    """
     parts = torch.stack(states.chunk(dist.get_world_size(group), dim=1))
     return torch.cat(list(_exchange(parts, group).unbind()), dim=2)
 
@@ -212,7 +266,9 @@ def _tokens_for_heads(states: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 
 
 class _Gather(torch.autograd.Function):
-    """Parts of the last axis, end to end. All ranks make the same of them, so that each has the whole gradient of its part."""
+    """Parts of the last axis, end to end. All ranks make the same of them, so that each has the
+    whole gradient of its part.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -228,6 +284,8 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_tokens(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(R, N) of all ranks, from (R, N / P) of each. Differentiable where all ranks compute the same loss. A collective."""
+    """(R, N) of all ranks, from (R, N / P) of each. Differentiable where all ranks compute the same
+    loss. A collective.
+    """
     gathered: torch.Tensor = _Gather.apply(part, group)  # type: ignore[no-untyped-call]
     return gathered

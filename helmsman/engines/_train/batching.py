@@ -1,7 +1,9 @@
-"""From samples to micro-batches under a token budget: checked, grouped, and as the padded columns that losses see.
+"""From samples to micro-batches under a token budget: checked, grouped, and as the padded columns
+that losses see.
 
-A causal model needs no attention mask for padding on the right: no real token sees it. Packed, the samples lie end to end in
-one row; positions begin again at each, and attention is told where they end (attention.py).
+A causal model needs no attention mask for padding on the right: no real token sees it. Packed, the
+samples lie end to end in one row; positions begin again at each, and attention is told where they
+end (attention.py).
 """
 
 from __future__ import annotations
@@ -35,17 +37,27 @@ class TokenRows(msgspec.Struct, frozen=True):
     lengths: torch.Tensor
     """(B,) int64: tokens of each sample."""
     segments: tuple[int, ...] | None
-    """Packed: lengths that add up to N, of which none sees another. None: each row is one sequence."""
+    """Packed: lengths that add up to N, of which none sees another. None: each row is one
+    sequence.
+    """
 
     def per_token(self, values: torch.Tensor) -> torch.Tensor:
-        """(B, T): what the model says *at* each token of each sample, from (R, N); 0 beyond its end. Differentiable."""
+        """(B, T): what the model says *at* each token of each sample, from (R, N); 0 beyond its
+        end. Differentiable.
+        """
         within = torch.arange(self.places.shape[1])[None] < self.lengths[:, None]
         return self._at(values, self.places, within)
 
     def per_prediction(self, values: torch.Tensor) -> torch.Tensor:
-        """(B, T): what the model says at the token *before* each, from (R, N); 0 at the first and beyond the end."""
+        """(B, T): what the model says at the token *before* each, from (R, N); 0 at the first and
+        beyond the end.
+        """
         positions = torch.arange(self.places.shape[1])[None]
-        return self._at(values, (self.places - 1).clamp(min=0), (positions > 0) & (positions < self.lengths[:, None]))
+        return self._at(
+            values,
+            (self.places - 1).clamp(min=0),
+            (positions > 0) & (positions < self.lengths[:, None]),
+        )
 
     @staticmethod
     def _at(values: torch.Tensor, places: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
@@ -54,7 +66,9 @@ class TokenRows(msgspec.Struct, frozen=True):
 
 
 def pad(samples: Sequence[torch.Tensor], multiple: int = 1) -> TokenRows:
-    """One row per sample, padded on the right to one length, which is a multiple of ``multiple``."""
+    """One row per sample, padded on the right to one length, which is a multiple of
+    ``multiple``.
+    """
     input_ids = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
     num_rows, longest = input_ids.shape
     input_ids = torch.nn.functional.pad(input_ids, (0, -longest % multiple))
@@ -70,7 +84,9 @@ def pad(samples: Sequence[torch.Tensor], multiple: int = 1) -> TokenRows:
 
 
 def pack(samples: Sequence[torch.Tensor], multiple: int = 1) -> TokenRows:
-    """One row of all samples, end to end; what pads it to a multiple of ``multiple`` is a segment of its own."""
+    """One row of all samples, end to end; what pads it to a multiple of ``multiple`` is a segment
+    of its own.
+    """
     lengths = [len(sample) for sample in samples]
     padding = -sum(lengths) % multiple
     segments = (*lengths, padding) if padding else tuple(lengths)
@@ -99,8 +115,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
     lengths: tuple[int, ...]
     """Their lengths before padding."""
     columns: dict[str, torch.Tensor]
-    """``input_ids`` (B, T) int64, ``loss_mask`` (B, T) bool, and the samples' other entries: (B, T) or (B,), on the host;
-    padded on the right to one length."""
+    """``input_ids`` (B, T) int64, ``loss_mask`` (B, T) bool, and the samples' other entries: (B, T)
+    or (B,), on the host; padded on the right to one length."""
     rows: TokenRows
     """The same tokens as the model gets them."""
 
@@ -110,7 +126,9 @@ class MicroBatch(msgspec.Struct, frozen=True):
 
 class Batching(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
-    """Budget of one micro-batch, padding included; a longer sample, or pair, gets a micro-batch of its own."""
+    """Budget of one micro-batch, padding included; a longer sample, or pair, gets a micro-batch of
+    its own.
+    """
     vocab_size: int
     """Token ids are below this."""
     packing: bool = False
@@ -120,34 +138,56 @@ class Batching(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_samples(samples: Sequence[Sample], vocab_size: int) -> list[Columns]:
-    """The entries of each sample as tensors, all with the same entries. Without ``loss_mask`` every token but the first counts.
-    Messages name the samples of a SampleShare by their numbers in the whole batch.
+    """The entries of each sample as tensors, all with the same entries. Without ``loss_mask`` every
+    token but the first counts. Messages name the samples of a SampleShare by their numbers in the
+    whole batch.
 
-    Raises: ValueError where a sample lacks ``input_ids``, has ids outside the vocabulary, other entries than the first sample,
-    or an entry of another length, or one that is per token in some samples only; or ``pair`` is not that of two samples.
+    Raises: ValueError where a sample lacks ``input_ids``, has ids outside the vocabulary, other
+    entries than the first sample, or an entry of another length, or one that is per token in some
+    samples only; or ``pair`` is not that of two samples.
     """
     numbers = sample_numbers(samples)
-    checked: list[Columns] = [_to_columns(number, sample, vocab_size) for number, sample in zip(numbers, samples, strict=True)]
+    checked: list[Columns] = [
+        _to_columns(number, sample, vocab_size)
+        for number, sample in zip(numbers, samples, strict=True)
+    ]
     for number, columns in zip(numbers, checked, strict=True):
         if columns.keys() != checked[0].keys():
             raise ValueError(
-                f"sample {number} has the entries {sorted(columns)}, but sample {numbers[0]} has {sorted(checked[0])}"
+                f"sample {number} has the entries {sorted(columns)}, but sample {numbers[0]} has "
+                f"{sorted(checked[0])}"
             )
         for name, column in columns.items():
             if column.ndim != checked[0][name].ndim:
                 scalar, other = (number, numbers[0]) if column.ndim == 0 else (numbers[0], number)
-                raise ValueError(f"{name!r} is a scalar in sample {scalar}, and has one entry per token in sample {other}")
+                raise ValueError(
+                    f"{name!r} is a scalar in sample {scalar}, and has one entry per token in "
+                    f"sample {other}"
+                )
     sample_units(SampleShare(checked, numbers))
-    # Padded, a column takes the type of its first row: fractions beside a row of integers would be cut off.
-    fractions = {name for columns in checked for name, column in columns.items() if column.is_floating_point()}
-    return [{name: column.float() if name in fractions else column for name, column in columns.items()} for columns in checked]
+    # Padded, a column takes the type of its first row: fractions beside a row of integers would be
+    # cut off.
+    fractions = {
+        name
+        for columns in checked
+        for name, column in columns.items()
+        if column.is_floating_point()
+    }
+    return [
+        {name: column.float() if name in fractions else column for name, column in columns.items()}
+        for columns in checked
+    ]
 
 
-def group_samples(samples: Sequence[Columns], batching: Batching, at_least: int = 0) -> list[list[int]]:
-    """Which samples go together, longest first, as few groups as the budget allows; ``at_least`` so many where it can be.
+def group_samples(
+    samples: Sequence[Columns], batching: Batching, at_least: int = 0
+) -> list[list[int]]:
+    """Which samples go together, longest first, as few groups as the budget allows; ``at_least`` so
+    many where it can be.
 
-    Packed, the number of tokens in the groups is about the same, so that ranks with the same number of groups keep step. The
-    two samples of a pair (helmsman.api.pairs) are neighbours in one group, in the order of the batch.
+    Packed, the number of tokens in the groups is about the same, so that ranks with the same number
+    of groups keep step. The two samples of a pair (helmsman.api.pairs) are neighbours in one group,
+    in the order of the batch.
     """
     units = sample_units(samples)
     lengths = [[len(samples[index]["input_ids"]) for index in unit] for unit in units]
@@ -155,13 +195,20 @@ def group_samples(samples: Sequence[Columns], batching: Batching, at_least: int 
     order = sorted(range(len(units)), key=lambda number: -sizes[number])
     if batching.packing:
         groups = _first_fit(order, sizes, batching.max_tokens)
-        groups = _balanced(order, sizes, min(max(at_least, len(groups)), len(units)), batching.max_tokens) or groups
+        groups = (
+            _balanced(
+                order, sizes, min(max(at_least, len(groups)), len(units)), batching.max_tokens
+            )
+            or groups
+        )
     else:
         groups = _under_padded_budget(order, sizes, batching.max_tokens)
     return [[index for number in group for index in units[number]] for group in groups]
 
 
-def make_micro_batch(indices: Sequence[int], samples: Sequence[Columns], batching: Batching) -> MicroBatch:
+def make_micro_batch(
+    indices: Sequence[int], samples: Sequence[Columns], batching: Batching
+) -> MicroBatch:
     chosen = [samples[index] for index in indices]
     columns = {
         name: torch.nn.utils.rnn.pad_sequence([sample[name] for sample in chosen], batch_first=True)
@@ -173,12 +220,16 @@ def make_micro_batch(indices: Sequence[int], samples: Sequence[Columns], batchin
         indices=tuple(indices),
         lengths=tuple(len(sample["input_ids"]) for sample in chosen),
         columns=columns,
-        rows=(pack if batching.packing else pad)([sample["input_ids"] for sample in chosen], batching.multiple),
+        rows=(pack if batching.packing else pad)(
+            [sample["input_ids"] for sample in chosen], batching.multiple
+        ),
     )
 
 
 def empty_micro_batch(batching: Batching) -> MicroBatch:
-    """A stand-in for a rank that has fewer micro-batches than the others and must still take part in their collectives."""
+    """A stand-in for a rank that has fewer micro-batches than the others and must still take part
+    in their collectives.
+    """
     tokens = torch.zeros(2, dtype=torch.int64)
     stand_in = {"input_ids": tokens, "loss_mask": torch.zeros(2, dtype=torch.bool)}
     made = make_micro_batch([0], [stand_in], batching)
@@ -194,7 +245,9 @@ def fingerprint(samples: Sequence[Columns]) -> int:
     return found
 
 
-def _under_padded_budget(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _under_padded_budget(
+    order: Sequence[int], lengths: Sequence[int], max_tokens: int
+) -> list[list[int]]:
     groups: list[list[int]] = []
     for index in order:
         if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
@@ -205,7 +258,9 @@ def _under_padded_budget(order: Sequence[int], lengths: Sequence[int], max_token
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """First fit, longest first: at most 11/9 of the fewest possible groups, and one (Johnson 1973, Yue 1991)."""
+    """First fit, longest first: at most 11/9 of the fewest possible groups, and one (Johnson 1973,
+    Yue 1991).
+    """
     groups: list[list[int]] = []
     room: list[int] = []
     for index in order:
@@ -219,7 +274,9 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) ->
     return groups
 
 
-def _balanced(order: Sequence[int], lengths: Sequence[int], num: int, max_tokens: int) -> list[list[int]] | None:
+def _balanced(
+    order: Sequence[int], lengths: Sequence[int], num: int, max_tokens: int
+) -> list[list[int]] | None:
     """So many groups of about equally many tokens; None where that would break the budget."""
     groups: list[list[int]] = [[] for _ in range(num)]
     tokens = [0] * num
@@ -227,26 +284,34 @@ def _balanced(order: Sequence[int], lengths: Sequence[int], num: int, max_tokens
         place = min(range(num), key=lambda place: (tokens[place], len(groups[place])))
         groups[place].append(index)
         tokens[place] += lengths[index]
-    too_long = any(total > max_tokens and len(group) > 1 for total, group in zip(tokens, groups, strict=True))
+    too_long = any(
+        total > max_tokens and len(group) > 1 for total, group in zip(tokens, groups, strict=True)
+    )
     return None if too_long else groups
 
 
 def _to_columns(number: int, sample: Mapping[str, Any], vocab_size: int) -> dict[str, torch.Tensor]:
     if "input_ids" not in sample:
-        raise ValueError(f"sample {number} has no 'input_ids'; it has: {', '.join(sorted(sample)) or 'nothing'}")
+        raise ValueError(
+            f"sample {number} has no 'input_ids'; it has: {', '.join(sorted(sample)) or 'nothing'}"
+        )
     columns = {name: _to_tensor(number, name, value) for name, value in sample.items()}
     input_ids = columns["input_ids"]
     if input_ids.ndim != 1 or not len(input_ids) or input_ids.dtype.is_floating_point:
         raise ValueError(
-            f"sample {number}: 'input_ids' is {tuple(input_ids.shape)} {input_ids.dtype}; expected (T,) int, T > 0"
+            f"sample {number}: 'input_ids' is {tuple(input_ids.shape)} {input_ids.dtype}; "
+            "expected (T,) int, T > 0"
         )
     input_ids = input_ids.long()  # torch has no minimum of the unsigned types that token files have
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
-        raise ValueError(f"sample {number}: 'input_ids' has ids outside the vocabulary, which has {vocab_size}")
+        raise ValueError(
+            f"sample {number}: 'input_ids' has ids outside the vocabulary, which has {vocab_size}"
+        )
     for name, column in columns.items():
         if column.ndim > 1 or (column.ndim == 1 and len(column) != len(input_ids)):
             raise ValueError(
-                f"sample {number}: {name!r} has the shape {tuple(column.shape)}; expected ({len(input_ids)},), one entry per "
+                f"sample {number}: {name!r} has the shape {tuple(column.shape)}; expected "
+                f"({len(input_ids)},), one entry per "
                 "token, or a scalar"
             )
     mask = columns.get("loss_mask", torch.ones(len(input_ids), dtype=torch.bool))
@@ -261,5 +326,7 @@ def _to_tensor(number: int, name: str, value: Any) -> torch.Tensor:
     try:
         tensor = torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as exc:
-        raise ValueError(f"sample {number}: {name!r} (a {type(value).__name__}) is not numeric: {exc}") from exc
+        raise ValueError(
+            f"sample {number}: {name!r} (a {type(value).__name__}) is not numeric: {exc}"
+        ) from exc
     return tensor.float() if tensor.dtype.is_floating_point else tensor

@@ -1,4 +1,6 @@
-"""Which part of a training state waits on the host, and when: offload between steps, and sleep between turns."""
+"""Which part of a training state waits on the host, and when: offload between steps, and sleep
+between turns.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def offload_policy(offload: Offload) -> OffloadPolicy:
 
 
 def place(model: nn.Module, device: torch.device, offload: Offload) -> nn.Module:
-    """Bring a sharded model to its device; with ``all`` its buffers alone, as FSDP brings parameters when they are used."""
+    """Bring a sharded model to its device; with ``all`` its buffers alone, as FSDP brings
+    parameters when they are used.
+    """
     if offload != "all":
         return model.to(device)
     for module in model.modules():
@@ -49,13 +53,21 @@ class HostMemory:
         model.zero_grad(set_to_none=True)
         reshard(model)  # what the last forward pass has gathered is no shard, and would stay
         self._asleep.offload(
-            _on_device([*model.parameters(), *model.buffers(), *([] if optimizer is None else _state_tensors(optimizer))])
+            _on_device(
+                [
+                    *model.parameters(),
+                    *model.buffers(),
+                    *([] if optimizer is None else _state_tensors(optimizer)),
+                ]
+            )
         )
         self.is_asleep = True
         current_platform.empty_cache()
 
     def wake(self) -> None:
-        """Bring all of it back that was there before. Idempotent. Raises: torch.OutOfMemoryError, and it sleeps on."""
+        """Bring all of it back that was there before. Idempotent. Raises: torch.OutOfMemoryError,
+        and it sleeps on.
+        """
         try:
             self._asleep.restore()
         except BaseException:
@@ -64,7 +76,9 @@ class HostMemory:
         self.is_asleep = False
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As full_tensor, wherever the tensor is; while it sleeps, one at a time is on the device."""
+        """As full_tensor, wherever the tensor is; while it sleeps, one at a time is on the
+        device.
+        """
         with self._asleep.present(tensor):
             whole = full_tensor(tensor)
             # What has one shard is that shard, whose memory goes when this returns.
@@ -99,5 +113,7 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _on_device(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that are where the platform computes; what FSDP has pinned on the host stays as it is."""
+    """Those that are where the platform computes; what FSDP has pinned on the host stays as it
+    is.
+    """
     return [tensor for tensor in tensors if tensor.device.type == current_platform.device_type]

@@ -1,11 +1,15 @@
-"""Where each rank of a training job stands: a mesh of replicas x shards x tensor-parallel ranks, and who shares a batch.
+"""Where each rank of a training job stands: a mesh of replicas x shards x tensor-parallel ranks,
+and who shares a batch.
 
-Ranks are numbered with tensor parallelism innermost, then context parallelism, then data parallelism, so that the ranks that
-talk most are neighbours:
+Ranks are numbered with tensor parallelism innermost, then context parallelism, then data
+parallelism, so that the ranks that talk most are neighbours:
 
-    rank = (data_parallel_rank * context_parallel_size + context_rank) * tensor_parallel_size + tensor_rank
+    rank = tensor_rank + tensor_parallel_size * (
+        context_rank + context_parallel_size * data_parallel_rank
+    )
 
-Parameters are sharded over the data-parallel and the context-parallel ranks alike: each of them sees tokens of its own.
+Parameters are sharded over the data-parallel and the context-parallel ranks alike: each of them
+sees tokens of its own.
 """
 
 from __future__ import annotations
@@ -49,7 +53,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         for name, size in sizes.items():
             if size < 1:
                 raise ParallelLayoutError(
-                    what=name, requested=size, observed="a number of ranks", step=f"Set {name} to 1 or more"
+                    what=name,
+                    requested=size,
+                    observed="a number of ranks",
+                    step=f"Set {name} to 1 or more",
                 )
         product = math.prod(sizes.values())
         if self.world_size % product:
@@ -57,7 +64,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
                 what=" x ".join(f"{name} {size}" for name, size in sizes.items()),
                 requested=product,
                 observed=f"a world of {self.world_size} ranks",
-                step=f"Start a multiple of {product} ranks, or choose sizes whose product divides {self.world_size}",
+                step=f"Start a multiple of {product} ranks, or choose sizes whose product divides "
+                f"{self.world_size}",
             )
 
     @property
@@ -82,12 +90,17 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 class ParallelMesh:
     """The process groups of a layout. Made by all ranks together, once the default group is there.
 
-    Their collectives wait ``timeout_s`` for the slowest rank; torch would not give them the limit of the default group.
+    Their collectives wait ``timeout_s`` for the slowest rank; torch would not give them the limit
+    of the default group.
     """
 
     def __init__(self, layout: Layout, device_type: str, timeout_s: float) -> None:
         self.layout = layout
-        sizes = {"replicate": layout.num_replicas, "shard": layout.shard_size, "tensor": layout.tensor_size}
+        sizes = {
+            "replicate": layout.num_replicas,
+            "shard": layout.shard_size,
+            "tensor": layout.tensor_size,
+        }
         # FSDP needs its axis even if it has one rank.
         axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         ranks = torch.arange(layout.world_size).view(tuple(axes.values()))
@@ -97,10 +110,16 @@ class ParallelMesh:
         self.data: DeviceMesh = mesh["replicate", "shard"] if "replicate" in axes else mesh["shard"]
         """What FSDP shards over, and replicates over."""
         self.tensor: DeviceMesh | None = mesh["tensor"] if "tensor" in axes else None
-        coordinates = torch.arange(layout.world_size).view(-1, layout.context_size, layout.tensor_size)
-        self.model_group = None if layout.model_size == 1 else _group_of(coordinates.flatten(1), timeout_s)
+        coordinates = torch.arange(layout.world_size).view(
+            -1, layout.context_size, layout.tensor_size
+        )
+        self.model_group = (
+            None if layout.model_size == 1 else _group_of(coordinates.flatten(1), timeout_s)
+        )
         """The ranks that share this one's samples; None when it is alone."""
-        self.context_group = None if layout.context_size == 1 else _group_of(_along(coordinates, 1), timeout_s)
+        self.context_group = (
+            None if layout.context_size == 1 else _group_of(_along(coordinates, 1), timeout_s)
+        )
         """The ranks that have the other parts of its sequences; None when it has all of them."""
 
     @property
@@ -121,7 +140,9 @@ def _everybody() -> dist.ProcessGroup:
 
 def _group_of(rows: torch.Tensor, timeout_s: float) -> dist.ProcessGroup:
     group: dist.ProcessGroup
-    group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timedelta(seconds=timeout_s))
+    group, _ = dist.new_subgroups_by_enumeration(
+        rows.tolist(), timeout=timedelta(seconds=timeout_s)
+    )
     return group
 
 
@@ -134,7 +155,8 @@ def shard_model(
     reshard_after_forward: bool,
     offload_policy: OffloadPolicy,
 ) -> None:
-    """Keep only this rank's part of each parameter: that of the plan, and of that what FSDP leaves it.
+    """Keep only this rank's part of each parameter: that of the plan, and of that what FSDP leaves
+    it.
 
     Layer by layer, so that no device holds more than one whole layer, and what belongs to none.
     """
@@ -157,22 +179,27 @@ def shard_model(
 
 @contextlib.contextmanager
 def whole_pass(model: nn.Module) -> Iterator[None]:
-    """A forward or a backward pass. FSDP forgets what an error cuts off, and the next pass is like any other.
+    """A forward or a backward pass. FSDP forgets what an error cuts off, and the next pass is like
+    any other.
 
-    Else it would take the next backward pass for a part of this one, whose end never came, and leave out the gradients that it
-    reduces at the end: those of the embeddings.
+    Else it would take the next backward pass for a part of this one, whose end never came, and
+    leave out the gradients that it reduces at the end: those of the embeddings.
     """
     try:
         yield
     except BaseException:
-        model.zero_grad(set_to_none=True)  # of what is gathered, too, which FSDP would add to the next ones
-        if hasattr(model, "reset_iter_state"):  # of torch 2.13; one that lacks it needs the engine to be built again
+        # of what is gathered, too, which FSDP would add to the next ones
+        model.zero_grad(set_to_none=True)
+        if hasattr(model, "reset_iter_state"):
+            # of torch 2.13; one that lacks it needs the engine to be built again
             model.reset_iter_state()  # type: ignore[operator]
         raise
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a pass without a backward pass has left gathered, which is neither loaded into nor stepped on then."""
+    """Free what a pass without a backward pass has left gathered, which is neither loaded into nor
+    stepped on then.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -180,10 +207,12 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float | None) -> float:
-    """Scale gradients down so that their global 2-norm is at most ``limit`` (None: any); the same factor on every rank.
+    """Scale gradients down so that their global 2-norm is at most ``limit`` (None: any); the same
+    factor on every rank.
 
-    A collective. torch's own clip_grad_norm_ does not take gradients on different meshes; those of tensor-parallel and other
-    layers are. Returns the norm before clipping; inf or nan where a gradient is not finite, and then nothing was scaled.
+    A collective. torch's own clip_grad_norm_ does not take gradients on different meshes; those of
+    tensor-parallel and other layers are. Returns the norm before clipping; inf or nan where a
+    gradient is not finite, and then nothing was scaled.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]

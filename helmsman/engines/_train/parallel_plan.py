@@ -1,8 +1,10 @@
-"""Tensor parallelism of a ``transformers`` model: the plan that it declares, in the styles of torch.
+"""Tensor parallelism of a ``transformers`` model: the plan that it declares, in the styles of
+torch.
 
-Megatron-LM, arXiv:1909.08053: the matrices of a layer are cut by columns, then by rows, so that each rank computes some heads
-and some of the hidden units, and one sum over the ranks ends each half of the layer. A model of transformers says which matrix
-is cut how (``base_model_tp_plan`` of its configuration, ``_tp_plan`` of its class); nothing here knows a model by name.
+Megatron-LM, arXiv:1909.08053: the matrices of a layer are cut by columns, then by rows, so that
+each rank computes some heads and some of the hidden units, and one sum over the ranks ends each
+half of the layer. A model of transformers says which matrix is cut how (``base_model_tp_plan`` of
+its configuration, ``_tp_plan`` of its class); nothing here knows a model by name.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ _NORM_STYLES = {"replicated_with_grad_allreduce"}
 class TensorPlan:
     """How each module of one model is cut over so many tensor-parallel ranks.
 
-    Raises: ValueError for a model that declares no plan, or one that is not supported; ParallelLayoutError where sizes of the
-        model do not divide.
+    Raises: ValueError for a model that declares no plan, or one that is not supported;
+        ParallelLayoutError where sizes of the model do not divide.
     """
 
     def __init__(self, model: nn.Module, size: int) -> None:
@@ -44,17 +46,26 @@ class TensorPlan:
         declared: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
         if not any(style in _COLUMN_STYLES for style in declared.values()):
             raise ValueError(
-                f"tensor_parallel_size is {size}, and {self._name} declares no plan for it in transformers. Set "
+                f"tensor_parallel_size is {size}, and {self._name} declares no plan for it in "
+                "transformers. Set "
                 "tensor_parallel_size to 1; FSDP and context parallelism need no plan"
             )
-        self._styles = {name: style for name, module in model.named_modules() if (style := _declared(declared, name))}
+        self._styles = {
+            name: style
+            for name, module in model.named_modules()
+            if (style := _declared(declared, name))
+        }
         self._choose_vocabulary(model)
         self._check(model, config.get_text_config(), size)
         self.has_sharded_logits = self._styles.get(self._output_name) in _COLUMN_STYLES
         """Whether each rank's logits are of its own part of the vocabulary."""
 
-    def apply(self, module: nn.Module, name: str, mesh: DeviceMesh, but_for: Sequence[nn.Module] = ()) -> None:
-        """Cut the matrices of a module of the model, by its name there, but for those inside of others that have been cut."""
+    def apply(
+        self, module: nn.Module, name: str, mesh: DeviceMesh, but_for: Sequence[nn.Module] = ()
+    ) -> None:
+        """Cut the matrices of a module of the model, by its name there, but for those inside of
+        others that have been cut.
+        """
         others = {id(inner) for other in but_for for inner in other.modules()}
         # What is tied stays tied: each style puts a new parameter in the place of the old one.
         tied = self._is_tied and not name
@@ -69,15 +80,25 @@ class TensorPlan:
                 if isinstance(inner, nn.Embedding):
                     _keep_padding_fixed(inner)
         if tied and self._embedding_name in self._styles:
-            output, embeddings = (module.get_submodule(each) for each in (self._output_name, self._embedding_name))
+            output, embeddings = (
+                module.get_submodule(each) for each in (self._output_name, self._embedding_name)
+            )
             output.weight = embeddings.weight
 
     def _has_one_input(self, name: str, module: nn.Module) -> bool:
-        """Whether a module has several column-parallel matrices, and nothing else that its input could go to."""
-        children = [(f"{name}.{child}", inner) for child, inner in module.named_children() if _has_parameters(inner)]
+        """Whether a module has several column-parallel matrices, and nothing else that its input
+        could go to.
+        """
+        children = [
+            (f"{name}.{child}", inner)
+            for child, inner in module.named_children()
+            if _has_parameters(inner)
+        ]
         columns = [child for child, _ in children if self._styles.get(child) == "colwise"]
         has_own = next(module.parameters(recurse=False), None) is not None
-        return len(columns) > 1 and not has_own and all(child in self._styles for child, _ in children)
+        return (
+            len(columns) > 1 and not has_own and all(child in self._styles for child, _ in children)
+        )
 
     def _style(self, name: str) -> ParallelStyle:
         style = self._styles[name]
@@ -86,19 +107,28 @@ class TensorPlan:
         if style in _ROW_STYLES:
             return RowwiseParallel(input_layouts=Shard(-1) if style == "rowwise" else Replicate())
         if style in _NORM_STYLES:
-            # Each rank norms its own heads, so that its weights' gradients are parts of a sum. That is all this is used for:
-            # which axis the heads are on makes no difference.
+            # Each rank norms its own heads, so that its weights' gradients are parts of a sum. That
+            # is all this is used for: which axis the heads are on makes no difference.
             return SequenceParallel(sequence_dim=1, use_local_output=True)
-        if name == self._output_name:  # as a DTensor, since FSDP warns of a model that returns a view
+        if name == self._output_name:
+            # as a DTensor, since FSDP warns of a model that returns a view
             return ColwiseParallel(use_local_output=False)
         return ColwiseParallel(output_layouts=Shard(-1) if style == "colwise" else Replicate())
 
     def _choose_vocabulary(self, model: nn.Module) -> None:
-        """Cut the embeddings as the logits are; both stay whole where the embeddings' class does more than to look up."""
+        """Cut the embeddings as the logits are; both stay whole where the embeddings' class does
+        more than to look up.
+        """
         embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-        self._embedding_name, self._output_name = _name_of(model, embeddings), _name_of(model, output)
+        self._embedding_name, self._output_name = (
+            _name_of(model, embeddings),
+            _name_of(model, output),
+        )
         self._is_tied = output is not None and output.weight is embeddings.weight
-        if type(embeddings) is nn.Embedding and self._styles.get(self._output_name) in _COLUMN_STYLES:
+        if (
+            type(embeddings) is nn.Embedding
+            and self._styles.get(self._output_name) in _COLUMN_STYLES
+        ):
             self._styles[self._embedding_name] = "embedding_rowwise"
             return
         self._styles.pop(self._embedding_name, None)
@@ -107,15 +137,23 @@ class TensorPlan:
 
     def _check(self, model: nn.Module, config: Any, size: int) -> None:
         known = _COLUMN_STYLES | _ROW_STYLES | _EMBEDDING_STYLES | _NORM_STYLES
-        unknown = sorted({f"{style!r} at {name}" for name, style in self._styles.items() if style not in known})
-        odd = [name for name in self._styles if not isinstance(model.get_submodule(name), (nn.Linear, nn.Embedding))]
+        unknown = sorted(
+            {f"{style!r} at {name}" for name, style in self._styles.items() if style not in known}
+        )
+        odd = [
+            name
+            for name in self._styles
+            if not isinstance(model.get_submodule(name), (nn.Linear, nn.Embedding))
+        ]
         odd = [name for name in odd if self._styles[name] not in _NORM_STYLES]
         if unknown or odd:
             found = unknown or [
-                f"{self._styles[name]!r} at {name}, a {type(model.get_submodule(name)).__name__}" for name in odd
+                f"{self._styles[name]!r} at {name}, a {type(model.get_submodule(name)).__name__}"
+                for name in odd
             ]
             raise ValueError(
-                f"tensor_parallel_size is {size}, and the plan of {self._name} asks for what is not supported: "
+                f"tensor_parallel_size is {size}, and the plan of {self._name} asks for what is "
+                "not supported: "
                 f"{', '.join(found[:4])}. Set tensor_parallel_size to 1"
             )
         self._check_heads(config, size)
@@ -126,7 +164,11 @@ class TensorPlan:
             length = int(model.get_parameter(f"{name}.weight").shape[dim])
             if length % size:
                 is_vocabulary = name in (self._embedding_name, self._output_name)
-                what = "a vocabulary of" if is_vocabulary else f"{name} with {'columns' if dim else 'rows'} to the number of"
+                what = (
+                    "a vocabulary of"
+                    if is_vocabulary
+                    else f"{name} with {'columns' if dim else 'rows'} to the number of"
+                )
                 raise self._uneven(size, f"{what} {length}", length)
 
     def _check_heads(self, config: Any, size: int) -> None:
@@ -146,7 +188,10 @@ class TensorPlan:
 
 
 def _declared(plan: Mapping[str, str], name: str) -> str | None:
-    return next((style for pattern, style in plan.items() if re.fullmatch(_as_expression(pattern), name)), None)
+    return next(
+        (style for pattern, style in plan.items() if re.fullmatch(_as_expression(pattern), name)),
+        None,
+    )
 
 
 def _as_expression(pattern: str) -> str:
@@ -162,13 +207,22 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _replicate_input(module: nn.Module, mesh: DeviceMesh) -> None:
-    """The gradient of what several matrices get is summed over the ranks once, and not once for each of them."""
+    """The gradient of what several matrices get is summed over the ranks once, and not once for
+    each of them.
+    """
 
-    def replicate(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def replicate(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
-            return (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False), *args[1:]), kwargs
+            return (
+                DTensor.from_local(args[0], mesh, [Replicate()], run_check=False),
+                *args[1:],
+            ), kwargs
         if "hidden_states" in kwargs:
-            states = DTensor.from_local(kwargs["hidden_states"], mesh, [Replicate()], run_check=False)
+            states = DTensor.from_local(
+                kwargs["hidden_states"], mesh, [Replicate()], run_check=False
+            )
             return args, {**kwargs, "hidden_states": states}
         return args, kwargs
 
@@ -176,7 +230,9 @@ def _replicate_input(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _keep_padding_fixed(embedding: nn.Embedding) -> None:
-    """No gradient for the padding token's embedding, as when it is whole; a shard would take its row for another's."""
+    """No gradient for the padding token's embedding, as when it is whole; a shard would take its
+    row for another's.
+    """
     padding, embedding.padding_idx = embedding.padding_idx, None
     if padding is None:
         return

@@ -1,7 +1,8 @@
-"""Log-probabilities and entropies from logits, in float32 without a float32 copy of all logits, forward or backward.
+"""Log-probabilities and entropies from logits, in float32 without a float32 copy of all logits,
+forward or backward.
 
-With a group, its ranks have equal parts of the vocabulary. They all compute the same loss, so that each has the whole gradient
-of its own logits.
+With a group, its ranks have equal parts of the vocabulary. They all compute the same loss, so that
+each has the whole gradient of its own logits.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ _CHUNK_NUMEL = 1 << 24
 
 
 def target_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup | None = None, chunk_numel: int = _CHUNK_NUMEL
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    chunk_numel: int = _CHUNK_NUMEL,
 ) -> torch.Tensor:
-    """Log-probability, (...) float32, of targets (...) int64 under logits (..., V); of V / ranks with a group, each of whose
-    ranks has a part of the vocabulary, and then a collective.
+    """Log-probability, (...) float32, of targets (...) int64 under logits (..., V); of V / ranks
+    with a group, each of whose ranks has a part of the vocabulary, and then a collective.
 
-    Targets are ids of the whole vocabulary. It is differentiable in ``logits``; with a group the same on all its ranks, as its
-    gradient must be. ``chunk_numel`` logits are turned to float32 at once.
+    Targets are ids of the whole vocabulary. It is differentiable in ``logits``; with a group the
+    same on all its ranks, as its gradient must be. ``chunk_numel`` logits are turned to float32 at
+    once.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     picked: torch.Tensor = _TargetLogprobs.apply(flat, targets.reshape(-1), group, chunk_numel)  # type: ignore[no-untyped-call]
@@ -32,7 +37,9 @@ def target_logprobs(
 def distribution_entropies(
     logits: torch.Tensor, group: dist.ProcessGroup | None = None, chunk_numel: int = _CHUNK_NUMEL
 ) -> torch.Tensor:
-    """Entropy in nats, (...), of the distribution that each row of logits makes; arguments as target_logprobs."""
+    """Entropy in nats, (...), of the distribution that each row of logits makes; arguments as
+    target_logprobs.
+    """
     flat = logits.reshape(-1, logits.shape[-1])
     entropies: torch.Tensor = _Entropies.apply(flat, group, chunk_numel)  # type: ignore[no-untyped-call]
     return entropies.view(logits.shape[:-1])
@@ -51,7 +58,11 @@ def _gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup | None, chunk_numel: int
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        chunk_numel: int,
     ) -> torch.Tensor:
         size = logits.shape[-1]
         ctx.rows = rows = max(1, chunk_numel // size)
@@ -75,7 +86,9 @@ class _TargetLogprobs(torch.autograd.Function):
         own_grad = grad * is_own[0] if is_own else grad
         grad_logits = torch.empty_like(logits)
         columns = (logits, targets, own_grad, normalizer, grad, grad_logits)
-        for chunk, target, own_chunk, norm, all_chunk, out in zip(*(each.split(ctx.rows) for each in columns), strict=True):
+        for chunk, target, own_chunk, norm, all_chunk, out in zip(
+            *(each.split(ctx.rows) for each in columns), strict=True
+        ):
             softmax = (chunk.float() - norm[:, None]).exp_().mul_(-all_chunk[:, None])
             out.copy_(softmax.scatter_add_(-1, target[:, None], own_chunk[:, None]))
         return grad_logits, None, None, None
@@ -83,14 +96,21 @@ class _TargetLogprobs(torch.autograd.Function):
 
 class _Entropies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, group: dist.ProcessGroup | None, chunk_numel: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, group: dist.ProcessGroup | None, chunk_numel: int
+    ) -> torch.Tensor:
         ctx.rows = rows = max(1, chunk_numel // logits.shape[-1])
         normalizer = _normalizer(logits, rows)
         if group is not None:
             normalizer = _gather(normalizer, group).logsumexp(0)
         pieces = zip(logits.split(rows), normalizer.split(rows), strict=True)
         # entr(p) = -p log p is 0 at p = 0, so that a logit of -inf counts for nothing.
-        entropies = torch.cat([torch.special.entr((chunk.float() - norm[:, None]).exp()).sum(-1) for chunk, norm in pieces])
+        entropies = torch.cat(
+            [
+                torch.special.entr((chunk.float() - norm[:, None]).exp()).sum(-1)
+                for chunk, norm in pieces
+            ]
+        )
         if group is not None:
             dist.all_reduce(entropies, group=group)
         ctx.save_for_backward(logits, normalizer, entropies)
@@ -102,7 +122,9 @@ class _Entropies(torch.autograd.Function):
         (grad,) = grads
         grad_logits = torch.empty_like(logits)
         columns = (logits, normalizer, entropies, grad, grad_logits)
-        for chunk, norm, entropy, grad_chunk, out in zip(*(each.split(ctx.rows) for each in columns), strict=True):
+        for chunk, norm, entropy, grad_chunk, out in zip(
+            *(each.split(ctx.rows) for each in columns), strict=True
+        ):
             # dH / dz = -p (log p + H)
             probabilities = (chunk.float() - norm[:, None]).exp_()
             slope = torch.special.entr(probabilities).sub_(probabilities.mul_(entropy[:, None]))

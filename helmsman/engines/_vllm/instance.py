@@ -1,4 +1,6 @@
-"""A running vLLM: its requests, its pauses, and the watch over its processes. Everything here happens on one event loop."""
+"""A running vLLM: its requests, its pauses, and the watch over its processes. Everything here
+happens on one event loop.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _LOOK_EVERY_S = 0.25
 
 
 class VLLMInstance:
-    """An AsyncLLM and what Helmsman asks of it. Made and used on one running event loop; ``start`` comes first."""
+    """An AsyncLLM and what Helmsman asks of it. Made and used on one running event loop; ``start``
+    comes first.
+    """
 
     def __init__(self, config: VLLMConfig, vocab_size: int | None) -> None:
         self.config = config
@@ -54,7 +58,7 @@ class VLLMInstance:
         self._cache_usage = 0.0
         self._num_prefilled = self._num_looked_up = self._num_hit = 0
 
-    # --- life -------------------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     async def start(self, arguments: Mapping[str, Any]) -> None:
         self._llm = await internals.start(arguments, self._note_usage)
@@ -76,7 +80,11 @@ class VLLMInstance:
         """vLLM's processes have ended: so do all requests, and nothing is served any more."""
         if self.failure is not None:
             return
-        ends = [f"{child.name} (pid {child.pid}) {_end_of(child)}" for child in self._children if not child.is_alive()]
+        ends = [
+            f"{child.name} (pid {child.pid}) {_end_of(child)}"
+            for child in self._children
+            if not child.is_alive()
+        ]
         self.failure = f"vLLM's engine has ended: {', '.join(ends) or 'one of its workers is gone'}"
         self._died.set()
         self.requests.close_attempts(begun=True)
@@ -106,7 +114,9 @@ class VLLMInstance:
             dying.cancel()
 
     async def close(self) -> None:
-        """End all requests as aborted and vLLM's processes; calls that are under way end with EngineDeadError."""
+        """End all requests as aborted and vLLM's processes; calls that are under way end with
+        EngineDeadError.
+        """
         if self._watch is not None:
             self._watch.cancel()
         self.failure = self.failure or "it was destroyed"
@@ -123,7 +133,7 @@ class VLLMInstance:
             if child.is_alive():
                 child.kill()
 
-    # --- requests ---------------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         self._require_life()
@@ -146,7 +156,11 @@ class VLLMInstance:
         from vllm.sampling_params import RequestOutputKind
 
         (generation,) = attempt.generations
-        prompt, sampling, adapter = generation.token_ids, generation.request.sampling, generation.adapter
+        prompt, sampling, adapter = (
+            generation.token_ids,
+            generation.request.sampling,
+            generation.adapter,
+        )
         params = SamplingParams(
             n=1,
             max_tokens=generation.num_left,
@@ -162,11 +176,14 @@ class VLLMInstance:
         )
         inputs: dict[str, Any] = {"prompt_token_ids": prompt}
         if not self.config.keep_prefix_cache:
-            # What was computed before the last update, or by an adapter that had this one's name and folder, is not found.
+            # What was computed before the last update, or by an adapter that had this one's name
+            # and folder, is not found.
             number = adapter.lora_int_id if adapter is not None else 0
             inputs["cache_salt"] = f"weights {self._num_updates} adapter {number}"
         is_first = True
-        async with contextlib.aclosing(self._llm.generate(inputs, params, attempt.request_id, lora_request=adapter)) as outputs:
+        async with contextlib.aclosing(
+            self._llm.generate(inputs, params, attempt.request_id, lora_request=adapter)
+        ) as outputs:
             async for output in outputs:
                 if is_first:
                     is_first = False
@@ -174,8 +191,14 @@ class VLLMInstance:
                 part = output.outputs[0]
                 tokens, reason = list(part.token_ids), part.finish_reason
                 if reason not in (None, "stop", "length", "abort"):
-                    raise RuntimeError(f"vLLM ended request {attempt.request_id!r} with {reason!r}; its log says more")
-                logprobs = [entry[token].logprob for token, entry in zip(tokens, part.logprobs or (), strict=True)]
+                    raise RuntimeError(
+                        f"vLLM ended request {attempt.request_id!r} with {reason!r}; its log says "
+                        "more"
+                    )
+                logprobs = [
+                    entry[token].logprob
+                    for token, entry in zip(tokens, part.logprobs or (), strict=True)
+                ]
                 self.requests.take(attempt, 0, tokens, logprobs, reason)
                 if reason is not None:
                     return
@@ -190,7 +213,9 @@ class VLLMInstance:
     def stats(self) -> dict[str, float]:
         generations = list(self.requests.generations.values())  # of another thread
         num = len(generations)
-        num_running = min(sum(bool(each.tokens) for each in generations), self.config.max_concurrency)
+        num_running = min(
+            sum(bool(each.tokens) for each in generations), self.config.max_concurrency
+        )
         if self.requests.is_held:
             num_running = 0
         return {
@@ -204,14 +229,15 @@ class VLLMInstance:
             "version": self.requests.version,
         }
 
-    # --- weights ----------------------------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     async def update_weights(self, weights: Weights, version: int) -> int:
         async with self._one_change:
             self._require_life()
             if not self.state.has_weight_memory:
                 raise RuntimeError(
-                    "the engine sleeps; wake it, with weights_only=True at least, before its weights are updated"
+                    "the engine sleeps; wake it, with weights_only=True at least, before its "
+                    "weights are updated"
                 )
             self.requests.hold()
             try:
@@ -232,7 +258,8 @@ class VLLMInstance:
         if self._freezes and not self._is_frozen:
             await self._call(internals.freeze(self._llm, self.config.max_concurrency))
             self._is_frozen = True
-        # Prefixes that were begun by the old weights are found by their mark, so attempts without a token begin again.
+        # Prefixes that were begun by the old weights are found by their mark, so attempts without a
+        # token begin again.
         self.requests.close_attempts(begun=not self._freezes)
         await self.requests.until_ended(closing=True)
 
@@ -246,16 +273,20 @@ class VLLMInstance:
         await self.requests.release()
 
     async def _on_all_ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        outcomes: list[dict[str, Any]] = await self._call(self._llm.collective_rpc(method, args=args))
+        outcomes: list[dict[str, Any]] = await self._call(
+            self._llm.collective_rpc(method, args=args)
+        )
         return outcomes
 
-    # --- sleep ------------------------------------------------------------------------------------------------------------
+    # --- sleep ------------------------------------------------------------------------------------
 
     async def sleep(self, level: int) -> None:
         async with self._one_change:
             self._require_life()
             if num := len(self.requests.generations):
-                raise RuntimeError(f"{num} requests are in flight; abort them, or let them end, before it sleeps")
+                raise RuntimeError(
+                    f"{num} requests are in flight; abort them, or let them end, before it sleeps"
+                )
             if self.state.has_weight_memory:
                 await self._fall_asleep(level)
             if level == 2:
@@ -264,7 +295,9 @@ class VLLMInstance:
     async def _fall_asleep(self, level: int) -> None:
         on_host = internals.is_on_host()
         if not on_host and not self.config.enable_sleep_mode:
-            raise RuntimeError("sleep needs enable_sleep_mode=True, with which vLLM allocates so that it can")
+            raise RuntimeError(
+                "sleep needs enable_sleep_mode=True, with which vLLM allocates so that it can"
+            )
         before = self.state
         self.requests.hold()
         self._on(WeightEvent.SLEPT)  # from here on requests are refused
@@ -282,7 +315,13 @@ class VLLMInstance:
             if self.state.has_cache or (weights_only and self.state.has_weight_memory):
                 return
             if not internals.is_on_host():
-                tags = ["weights"] if weights_only else ["kv_cache"] if self.state.has_weight_memory else None
+                tags = (
+                    ["weights"]
+                    if weights_only
+                    else ["kv_cache"]
+                    if self.state.has_weight_memory
+                    else None
+                )
                 await self._call(self._llm.wake_up(tags))
             self._on(WeightEvent.WOKE_WEIGHTS if weights_only else WeightEvent.WOKE)
             await self._go_on()
@@ -290,7 +329,7 @@ class VLLMInstance:
     def _on(self, event: WeightEvent) -> None:
         self.state = self.state.after(event)
 
-    # --- adapters ---------------------------------------------------------------------------------------------------------
+    # --- adapters ---------------------------------------------------------------------------------
 
     async def load_adapter(self, name: str, path: str) -> None:
         from vllm.lora.request import LoRARequest
@@ -300,7 +339,9 @@ class VLLMInstance:
             old = self._adapters.get(name)
             adapter = LoRARequest(name, next(self._lora_numbers), path)
             if not await self._call(self._llm.add_lora(adapter)):
-                raise RuntimeError(f"vLLM did not take the adapter {name!r} of {path}; the worker's log says more")
+                raise RuntimeError(
+                    f"vLLM did not take the adapter {name!r} of {path}; the worker's log says more"
+                )
             self._adapters[name] = adapter
             if old is not None:
                 await self._call(self._llm.remove_lora(old.lora_int_id))
@@ -311,10 +352,17 @@ class VLLMInstance:
             if name not in self._adapters:
                 raise ValueError(_unknown_adapter(name, self._adapters))
             if name == self._adapter:
-                raise ValueError(f"requests use the adapter {name!r}; use_lora another, or none, first")
-            num_using = sum(each.adapter is self._adapters[name] for each in self.requests.generations.values())
+                raise ValueError(
+                    f"requests use the adapter {name!r}; use_lora another, or none, first"
+                )
+            num_using = sum(
+                each.adapter is self._adapters[name] for each in self.requests.generations.values()
+            )
             if num_using:
-                raise ValueError(f"{num_using} requests in flight use the adapter {name!r}; let them end, or abort them, first")
+                raise ValueError(
+                    f"{num_using} requests in flight use the adapter {name!r}; let them end, or "
+                    "abort them, first"
+                )
             await self._call(self._llm.remove_lora(self._adapters.pop(name).lora_int_id))
 
     def use_adapter(self, name: str) -> None:

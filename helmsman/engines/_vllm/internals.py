@@ -1,4 +1,6 @@
-"""The sides of vLLM that are not its public interface, in one place. Written for 0.32, and run with it on the CPU."""
+"""The sides of vLLM that are not its public interface, in one place. Written for 0.32, and run with
+it on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ _OLDEST_TEXT = ".".join(map(str, OLDEST))
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
-    # On the CPU: instances of one machine would all bind their threads to the same processors, and ranks need a NUMA node each.
-    # The number of threads follows OMP_NUM_THREADS, which follows SchedulingSpec.cpu.
+    # On the CPU: instances of one machine would all bind their threads to the same processors, and
+    # ranks need a NUMA node each. The number of threads follows OMP_NUM_THREADS, which follows
+    # SchedulingSpec.cpu.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # vLLM names its processes by setproctitle, which would write over the environment that shows whose children they are.
+    # vLLM names its processes by setproctitle, which would write over the environment that shows
+    # whose children they are.
     "SPT_NOENV": "1",
 }
 """Variables that vLLM and its children read, where the user has not set them."""
@@ -39,7 +43,8 @@ def require_vllm() -> None:
     found = re.match(r"(\d+)\.(\d+)", text)  # a source build has no number, and is tried
     if found and (int(found[1]), int(found[2])) < OLDEST:
         raise UnsupportedVLLMError(
-            f"the installed vLLM is {text}; VLLMEngine supports {_OLDEST_TEXT} and later. Install one of "
+            f"the installed vLLM is {text}; VLLMEngine supports {_OLDEST_TEXT} and later. Install "
+            "one of "
             "these, such as by pip install 'helmsman[vllm]'"
         )
 
@@ -53,10 +58,11 @@ def prepare_environment() -> None:
 
 
 async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None]) -> Any:
-    """An AsyncLLM for the running event loop, which it blocks until vLLM's processes are ready; ``on_usage`` is called after
-    steps with the part of the cache that is used, 0 to 1.
+    """An AsyncLLM for the running event loop, which it blocks until vLLM's processes are ready;
+    ``on_usage`` is called after steps with the part of the cache that is used, 0 to 1.
 
-    Raises: ValueError for an argument that AsyncEngineArgs does not have, UnsupportedVLLMError, and what vLLM raises.
+    Raises: ValueError for an argument that AsyncEngineArgs does not have, UnsupportedVLLMError, and
+        what vLLM raises.
     """
     try:
         from vllm import AsyncEngineArgs
@@ -64,7 +70,8 @@ async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None])
         from vllm.v1.metrics.loggers import StatLoggerBase
     except ImportError as error:
         raise UnsupportedVLLMError(
-            f"the installed vLLM lacks a part that VLLMEngine uses: {error}. It is tested with vLLM {_OLDEST_TEXT}; install "
+            f"the installed vLLM lacks a part that VLLMEngine uses: {error}. It is tested with "
+            f"vLLM {_OLDEST_TEXT}; install "
             "that, such as by pip install 'helmsman[vllm]'"
         ) from error
 
@@ -83,11 +90,13 @@ async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None])
     for name in arguments:
         if name not in known:
             raise ValueError(
-                f"engine_args has {name!r}, which the installed vLLM's AsyncEngineArgs has not; {did_you_mean(name, known)}"
+                f"engine_args has {name!r}, which the installed vLLM's AsyncEngineArgs has not; "
+                f"{did_you_mean(name, known)}"
             )
     if is_on_host():
-        # There EngineCore ends by a request with a seed whose prompt is computed in parts (0.32): "CPU Generator does not use
-        # offset". Without parts, a step has room for the longest prompt.
+        # There EngineCore ends by a request with a seed whose prompt is computed in parts (0.32):
+        # "CPU Generator does not use offset". Without parts, a step has room for the longest
+        # prompt.
         arguments = {"enable_chunked_prefill": False, **arguments}
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Listener])
 
@@ -99,11 +108,12 @@ def is_on_host() -> bool:
 
 
 async def freeze(llm: Any, max_outputs: int) -> None:
-    """Decode nothing until ``resume_generation``. When this returns, the readers have every token that was decoded, of at most
-    ``max_outputs`` requests in a step."""
+    """Decode nothing until ``resume_generation``. When this returns, the readers have every token
+    that was decoded, of at most ``max_outputs`` requests in a step."""
     await llm.pause_generation(mode="keep", clear_cache=False)
-    # vLLM's answer comes by the socket of the tokens, after them, and is given out at once while they still go through a queue
-    # and a task. That task yields between two outputs at most, so after so many turns it has done all of them.
+    # vLLM's answer comes by the socket of the tokens, after them, and is given out at once while
+    # they still go through a queue and a task. That task yields between two outputs at most, so
+    # after so many turns it has done all of them.
     while not llm.engine_core.outputs_queue.empty():  # noqa: ASYNC110 - it has no event for it
         await asyncio.sleep(0)
     for _ in range(max_outputs + 16):
@@ -119,8 +129,8 @@ def children_of(llm: Any) -> list[Any]:
 def pack_tied_heads(model: Any) -> None:
     """Pack heads again that share their weight with the embeddings.
 
-    On the CPU a head multiplies by a packed copy, and vLLM makes a new one only of layers that were loaded themselves (0.32):
-    the head of a tied model would keep the weights of its start.
+    On the CPU a head multiplies by a packed copy, and vLLM makes a new one only of layers that were
+    loaded themselves (0.32): the head of a tied model would keep the weights of its start.
     """
     owners: dict[int, list[Any]] = {}
     for layer in model.modules():
@@ -128,6 +138,8 @@ def pack_tied_heads(model: Any) -> None:
         if weight is not None:
             owners.setdefault(id(weight), []).append(layer)
     for layer in (each for layers in owners.values() if len(layers) > 1 for each in layers):
-        process = getattr(getattr(layer, "quant_method", None), "process_weights_after_loading", None)
+        process = getattr(
+            getattr(layer, "quant_method", None), "process_weights_after_loading", None
+        )
         if process is not None:
             process(layer)

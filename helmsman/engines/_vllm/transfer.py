@@ -1,4 +1,6 @@
-"""The ways of weights into the processes of a vLLM instance: shared memory, files, or a trainer's broadcasts."""
+"""The ways of weights into the processes of a vLLM instance: shared memory, files, or a trainer's
+broadcasts.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,22 @@ Call = Callable[..., Awaitable[list[dict[str, Any]]]]
 _ALIGNMENT = 64
 
 _TYPES: dict[str, type[Exception]] = {
-    each.__name__: each for each in (ConnectionError, FileNotFoundError, MemoryError, OSError, PermissionError, ValueError)
+    each.__name__: each
+    for each in (
+        ConnectionError,
+        FileNotFoundError,
+        MemoryError,
+        OSError,
+        PermissionError,
+        ValueError,
+    )
 }
 
 
 class VLLMTransfer:
-    """Brings weights to all ranks of an instance, which decode nothing meanwhile; ``model`` is the folder that says which names
-    and shapes fit, and ``bucket_bytes`` go through shared memory at once."""
+    """Brings weights to all ranks of an instance, which decode nothing meanwhile; ``model`` is the
+    folder that says which names and shapes fit, and ``bucket_bytes`` go through shared memory at
+    once."""
 
     def __init__(self, model: str, bucket_bytes: int) -> None:
         self._model, self._bucket_bytes = model, bucket_bytes
@@ -41,8 +52,9 @@ class VLLMTransfer:
     async def carry(self, weights: Weights, call: Call) -> None:
         """Have every rank use these weights.
 
-        Raises: ValueError for weights that do not fit, ConnectionError and OSError as ``incoming``, all with nothing changed;
-            PartialWeightUpdateError when it ended half-way; EngineDeadError.
+        Raises: ValueError for weights that do not fit, ConnectionError and OSError as ``incoming``,
+            all with nothing changed; PartialWeightUpdateError when it ended half-way;
+            EngineDeadError.
         """
         if not self._forms:
             self._forms = await asyncio.to_thread(expected_of, self._model)
@@ -57,7 +69,8 @@ class VLLMTransfer:
             await self._hand_over(arriving, call)
 
     def _fitting(self, weights: Weights) -> Incoming:
-        with incoming(weights, WeightGroup(torch.device("cpu"))) as arriving:  # nothing of it lasts, as they are no broadcasts
+        with incoming(weights, WeightGroup(torch.device("cpu"))) as arriving:
+            # nothing of it lasts, as they are no broadcasts
             require_fit(self._forms, arriving.shapes)
             return arriving
 
@@ -80,7 +93,8 @@ class VLLMTransfer:
                 await call("helmsman_end")
             if isinstance(error, OSError) and not has_begun:
                 raise OSError(
-                    f"a process of vLLM cannot open the memory of its parent ({error}): weights reach only instances on one "
+                    f"a process of vLLM cannot open the memory of its parent ({error}): weights "
+                    "reach only instances on one "
                     "node this way. Use ViaDisk or ViaCollective."
                 ) from error
             raise partial_update(error) from error
@@ -88,9 +102,11 @@ class VLLMTransfer:
 
 @contextlib.contextmanager
 def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
-    """Copy tensors to memory for processes of this user on this machine; returns what they need, of plain types.
+    """Copy tensors to memory for processes of this user on this machine; returns what they need, of
+    plain types.
 
-    It is an anonymous file of the kernel's, opened by its owner's entry in /proc: it has no name that could be left behind.
+    It is an anonymous file of the kernel's, opened by its owner's entry in /proc: it has no name
+    that could be left behind.
     """
     entries: dict[str, list[Any]] = {}
     end = 0
@@ -110,18 +126,26 @@ def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
 
 
 def read_shared(message: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors, in the shared memory, which stays as long as they do; what is written to them stays in this process."""
+    """The tensors, in the shared memory, which stays as long as they do; what is written to them
+    stays in this process.
+    """
     with open(message["path"], "rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     tensors = {}
     for name, (dtype, shape, start) in message["entries"].items():
         kind, count = getattr(torch, dtype), torch.Size(shape).numel()
-        flat = torch.frombuffer(memory, dtype=kind, count=count, offset=start) if count else torch.empty(0, dtype=kind)
+        flat = (
+            torch.frombuffer(memory, dtype=kind, count=count, offset=start)
+            if count
+            else torch.empty(0, dtype=kind)
+        )
         tensors[name] = flat.view(shape)
     return tensors
 
 
-def split(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+def split(
+    tensors: Mapping[str, torch.Tensor], bucket_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
     part: dict[str, torch.Tensor] = {}
     num_bytes = 0
     for name, tensor in tensors.items():
@@ -135,8 +159,17 @@ def split(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> Iterator[di
 
 
 def _require_done(outcomes: list[dict[str, Any]]) -> None:
-    """Raise the first error of a rank; one of a connection, which may be a consequence of another, only where all are."""
+    """Raise the first error of a rank; one of a connection, which may be a consequence of another,
+    only where all are.
+    """
     failed = [outcome for outcome in outcomes if outcome]
     if failed:
-        name, text = next((each["error"] for each in failed if each["error"][0] != "ConnectionError"), failed[0]["error"])
-        raise partial_update(text) if any(each["torn"] for each in failed) else _TYPES.get(name, RuntimeError)(text)
+        name, text = next(
+            (each["error"] for each in failed if each["error"][0] != "ConnectionError"),
+            failed[0]["error"],
+        )
+        raise (
+            partial_update(text)
+            if any(each["torn"] for each in failed)
+            else _TYPES.get(name, RuntimeError)(text)
+        )

@@ -1,7 +1,9 @@
-"""The part of a weight update that runs in vLLM's own workers: each rank takes its part of every full tensor.
+"""The part of a weight update that runs in vLLM's own workers: each rank takes its part of every
+full tensor.
 
-vLLM mixes VLLMWorkerExtension into its worker class by name (``worker_extension_cls``) and calls it by ``collective_rpc``, on
-all ranks at once, between two steps. Arguments and results are of plain types, since vLLM lets no others through.
+vLLM mixes VLLMWorkerExtension into its worker class by name (``worker_extension_cls``) and calls it
+by ``collective_rpc``, on all ranks at once, between two steps. Arguments and results are of plain
+types, since vLLM lets no others through.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ Outcome = dict[str, Any]
 
 
 class VLLMWorkerExtension:
-    """Methods of each of vLLM's workers. Their names must not be those of any of vLLM's worker classes."""
+    """Methods of each of vLLM's workers. Their names must not be those of any of vLLM's worker
+    classes.
+    """
 
     rank: int
     device: torch.device
@@ -55,9 +59,12 @@ class VLLMWorkerExtension:
         """Take all weights from a folder; each rank reads it."""
         return _outcome(lambda: _loading_of(self).read(WeightsOnDisk(path)))
 
-    def helmsman_receive(self, place: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> Outcome:
-        """Take all weights from a trainer's broadcasts. The first rank is the member of its group, and sends them on to the
-        others of this instance. ``place`` is a ByCollective and ``forms`` are Expected, as plain types."""
+    def helmsman_receive(
+        self, place: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]
+    ) -> Outcome:
+        """Take all weights from a trainer's broadcasts. The first rank is the member of its group,
+        and sends them on to the others of this instance. ``place`` is a ByCollective and ``forms``
+        are Expected, as plain types."""
         found = msgspec.convert(place, ByCollective), msgspec.convert(forms, list[Expected])
         return _outcome(lambda: _loading_of(self).receive(*found))
 
@@ -87,7 +94,9 @@ class _Loading:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Also of an update that ended half-way: a layer that waits for its rest must not take it from the next one."""
+        """Also of an update that ended half-way: a layer that waits for its rest must not take it
+        from the next one.
+        """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -122,26 +131,31 @@ class _Loading:
                 self._take(_passed_on(arriving, sink))
         except Exception as error:
             if sink is not None:
-                sink.give_up(RuntimeError(f"{type(error).__name__}: {error}"))  # not this group is broken
+                # not this group is broken
+                sink.give_up(RuntimeError(f"{type(error).__name__}: {error}"))
             raise
 
     def _take(self, buckets: Iterable[Mapping[str, torch.Tensor]]) -> None:
         try:
             self.begin()
             for bucket in buckets:
-                # The buffer is the next bucket's soon, and vLLM keeps tensors of a layer until all of it is there.
+                # The buffer is the next bucket's soon, and vLLM keeps tensors of a layer until all
+                # of it is there.
                 self.load((name, tensor.clone()) for name, tensor in bucket.items())
             self.end()
         except Exception as error:
             try:
                 self.end()
-            except Exception:  # noqa: BLE001 - the first error counts; the weights are torn in either case
+            # The first error counts; the weights are torn in either case
+            except Exception:  # noqa: BLE001
                 self._is_begun = False
             raise PartialWeightUpdateError(f"{type(error).__name__}: {error}") from error
 
 
 class _InstanceGroup(WeightGroup):
-    """The ranks of one vLLM instance as a group for weights: vLLM's own groups, which exist already."""
+    """The ranks of one vLLM instance as a group for weights: vLLM's own groups, which exist
+    already.
+    """
 
     def __init__(self, world: Any, device: torch.device) -> None:
         super().__init__(device)
@@ -154,16 +168,24 @@ class _InstanceGroup(WeightGroup):
         return
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        dist.broadcast(tensor, dist.get_global_rank(self._world.device_group, 0), group=self._world.device_group)
+        dist.broadcast(
+            tensor,
+            dist.get_global_rank(self._world.device_group, 0),
+            group=self._world.device_group,
+        )
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         sent: list[Any] = [data]
-        dist.broadcast_object_list(sent, dist.get_global_rank(self._world.cpu_group, 0), group=self._world.cpu_group)
+        dist.broadcast_object_list(
+            sent, dist.get_global_rank(self._world.cpu_group, 0), group=self._world.cpu_group
+        )
         received: bytes = sent[0]
         return received
 
 
-def _passed_on(buckets: Iterable[Mapping[str, torch.Tensor]], sink: GroupSink | None) -> Iterator[Mapping[str, torch.Tensor]]:
+def _passed_on(
+    buckets: Iterable[Mapping[str, torch.Tensor]], sink: GroupSink | None
+) -> Iterator[Mapping[str, torch.Tensor]]:
     """The same buckets, each once the other ranks have it too."""
     for bucket in buckets:
         if sink is not None:
@@ -185,7 +207,8 @@ def _outcome(work: Callable[[], None]) -> Outcome:
 
 
 def _loading_of(worker: VLLMWorkerExtension) -> _Loading:
-    # An extension has no constructor of its own, and an attribute of its class would clash with nothing but be shared.
+    # An extension has no constructor of its own, and an attribute of its class would clash with
+    # nothing but be shared.
     loading: _Loading | None = worker.__dict__.get("_helmsman_loading")
     if loading is None:
         loading = worker.__dict__["_helmsman_loading"] = _Loading(worker)

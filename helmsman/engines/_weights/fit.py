@@ -1,7 +1,8 @@
 """Whether weights fit a model, checked before any of them is loaded.
 
-vLLM's own parameters have other names (projections are fused) and shapes (of a rank's part), and its loader fails half-way.
-So names and shapes are compared with those of the Hugging Face model, as a trainer has them, or of the folder's files.
+vLLM's own parameters have other names (projections are fused) and shapes (of a rank's part), and
+its loader fails half-way. So names and shapes are compared with those of the Hugging Face model, as
+a trainer has them, or of the folder's files.
 """
 
 from __future__ import annotations
@@ -47,33 +48,45 @@ def form_of(state: Mapping[str, torch.Tensor]) -> Expected:
     first: dict[int, str] = {}
     for name, tensor in state.items():
         first.setdefault(id(tensor), name)
-    shapes: dict[str, list[int] | None] = {name: list(tensor.shape) for name, tensor in state.items()}
-    return Expected(shapes, {name: first[id(tensor)] for name, tensor in state.items() if first[id(tensor)] != name})
+    shapes: dict[str, list[int] | None] = {
+        name: list(tensor.shape) for name, tensor in state.items()
+    }
+    return Expected(
+        shapes,
+        {name: first[id(tensor)] for name, tensor in state.items() if first[id(tensor)] != name},
+    )
 
 
 def expected_of(folder: str) -> list[Expected]:
     """The forms in which weights of a folder's model may come to a server; at least one.
 
-    Raises: ValueError where neither a configuration that transformers can build nor files of safetensors are there.
+    Raises: ValueError where neither a configuration that transformers can build nor files of
+        safetensors are there.
     """
     try:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        raise ValueError(f"{folder} has no configuration that transformers reads: {error}") from error
+        raise ValueError(
+            f"{folder} has no configuration that transformers reads: {error}"
+        ) from error
     forms = []
     problem: Exception | None = None
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # noqa: BLE001 - vLLM has models that transformers has not; the files may do
+    # VLLM has models that transformers has not; the files may do
+    except Exception as error:  # noqa: BLE001
         problem = error
     else:
         form = form_of(model.state_dict(keep_vars=True))
-        forms.append(Expected(form.shapes, dict.fromkeys(form.aliases, "")))  # servers skip a tied head
+        # servers skip a tied head
+        forms.append(Expected(form.shapes, dict.fromkeys(form.aliases, "")))
     shapes = _shapes_of_files(folder)
     if shapes:
         is_tied = bool(getattr(config, "tie_word_embeddings", False))
-        form = Expected({_HEAD: None, **shapes} if is_tied else shapes, {_HEAD: ""} if is_tied else {})
+        form = Expected(
+            {_HEAD: None, **shapes} if is_tied else shapes, {_HEAD: ""} if is_tied else {}
+        )
         if form not in forms:
             forms.append(form)
     if not forms:
@@ -91,7 +104,8 @@ def _shapes_of_files(folder: str) -> dict[str, list[int] | None]:
         path = os.path.join(folder, name)
         if os.path.exists(path):
             with safe_open(path, framework="pt") as tensors:
-                shapes.update({key: list(tensors.get_slice(key).get_shape()) for key in tensors.keys()})  # noqa: SIM118
+                keys = tensors.keys()
+                shapes.update({key: list(tensors.get_slice(key).get_shape()) for key in keys})
     return shapes
 
 
@@ -99,7 +113,9 @@ def require_fit(forms: Sequence[Expected], shapes: Mapping[str, Sequence[int]]) 
     """Raises: ValueError unless names and shapes are those of one of the forms."""
     problems = [_problems(form, shapes) for form in forms]
     if all(problems):
-        raise ValueError(f"the weights do not fit the rollout model, which was left as it is. {problems[0]}")
+        raise ValueError(
+            f"the weights do not fit the rollout model, which was left as it is. {problems[0]}"
+        )
 
 
 def _problems(form: Expected, shapes: Mapping[str, Sequence[int]]) -> str:
@@ -113,4 +129,6 @@ def _problems(form: Expected, shapes: Mapping[str, Sequence[int]]) -> str:
             if (expected := form.shapes.get(name)) is not None and list(shape) != expected
         ],
     }
-    return "; ".join(f"{len(names)} {kind}: {', '.join(names[:4])}" for kind, names in kinds.items() if names)
+    return "; ".join(
+        f"{len(names)} {kind}: {', '.join(names[:4])}" for kind, names in kinds.items() if names
+    )

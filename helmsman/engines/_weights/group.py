@@ -1,7 +1,8 @@
-"""The process group by which a trainer's weights go to rollout instances: a trainer's rank, which is rank 0, and each instance.
+"""The process group by which a trainer's weights go to rollout instances: a trainer's rank, which
+is rank 0, and each instance.
 
-torch's default group is the training job's, and ``new_group`` takes none from outside of it; so the backend's own group is made
-here on a store of its own. Everything goes by broadcasts from rank 0.
+torch's default group is the training job's, and ``new_group`` takes none from outside of it; so the
+backend's own group is made here on a store of its own. Everything goes by broadcasts from rank 0.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from helmsman.api.weights import ByCollective
 
 
 class WeightGroup:
-    """What a process has of such groups: the one that it is a member of and, on rank 0, the store where members meet. The
-    tensors that go by it are on ``device``."""
+    """What a process has of such groups: the one that it is a member of and, on rank 0, the store
+    where members meet. The tensors that go by it are on ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -28,45 +29,60 @@ class WeightGroup:
         self._limit = timedelta()
 
     def open_store(self, address: str) -> int:
-        """Be rank 0: listen where the members will meet, on a port that the system chooses; returns the port."""
+        """Be rank 0: listen where the members will meet, on a port that the system chooses; returns
+        the port.
+        """
         if self._store is None:
             self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
     def join(self, place: ByCollective) -> None:
-        """Be a member, and of no earlier group; blocks until all are. Raises: ConnectionError when they do not come in time."""
+        """Be a member, and of no earlier group; blocks until all are. Raises: ConnectionError when
+        they do not come in time.
+        """
         self._limit = limit = timedelta(seconds=place.timeout_s)
         if self._group_id == place.group_id:
             return
         self.leave()
         try:
             if place.rank > 0:
-                store: dist.Store = dist.TCPStore(place.address, place.port, timeout=limit, wait_for_workers=False)
+                store: dist.Store = dist.TCPStore(
+                    place.address, place.port, timeout=limit, wait_for_workers=False
+                )
             elif self._store is None:
-                raise ConnectionError(f"this is rank 0 of {place.group_id!r}, and it listens nowhere; open_store comes first")
+                raise ConnectionError(
+                    f"this is rank 0 of {place.group_id!r}, and it listens nowhere; open_store "
+                    "comes first"
+                )
             else:
                 store = self._store
             prefixed = dist.PrefixStore(place.group_id, store)
             prefixed.set_timeout(limit)
             self._group = _make_group(prefixed, place.rank, place.world_size, limit)
-            # The backends connect on first use; let it be here, where what goes wrong is a matter of who has come.
+            # The backends connect on first use; let it be here, where what goes wrong is a matter
+            # of who has come.
             self._broadcast(torch.zeros(1, dtype=torch.int64, device=self.device))
         except (RuntimeError, ValueError) as error:
             self.leave()
             raise ConnectionError(
-                f"rank {place.rank} of {place.world_size} did not meet the others for weights at {place.address}:{place.port} "
-                f"within {place.timeout_s:g} s ({error}). Look at those of them that did not report this."
+                f"rank {place.rank} of {place.world_size} did not meet the others for weights at "
+                f"{place.address}:{place.port} "
+                f"within {place.timeout_s:g} s ({error}). Look at those of them that did not "
+                "report this."
             ) from error
         self._group_id = place.group_id
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's bytes into everybody's tensor, contiguous and of one size. Raises: ConnectionError, after which this process
-        is no member any more, so that the others do not wait for it."""
+        """Rank 0's bytes into everybody's tensor, contiguous and of one size. Raises:
+        ConnectionError, after which this process is no member any more, so that the others do not
+        wait for it."""
         try:
             self._broadcast(tensor)
         except RuntimeError as error:
             self.leave()
-            raise ConnectionError(f"a member of the group for weights is gone or late: {error}") from error
+            raise ConnectionError(
+                f"a member of the group for weights is gone or late: {error}"
+            ) from error
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's ``data`` for everybody, who give None."""

@@ -1,7 +1,8 @@
 """Tensors whose memory is given back while their bytes wait on the host.
 
-A tensor stays the same object, with its shape and type, and so do all views of it: what goes is the memory behind it. That is
-why FSDP, an optimizer and whoever else holds tensors need not know. Nobody may read one meanwhile.
+A tensor stays the same object, with its shape and type, and so do all views of it: what goes is the
+memory behind it. That is why FSDP, an optimizer and whoever else holds tensors need not know.
+Nobody may read one meanwhile.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ class HostSwap:
         """By the storage's address in this process."""
 
     def offload(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Bring tensors here and give their memory back. What is here already stays, and so does memory that cannot be given
-        back, such as a mapped file's."""
+        """Bring tensors here and give their memory back. What is here already stays, and so does
+        memory that cannot be given back, such as a mapped file's."""
         new: dict[int, _Swapped] = {}
         for storage in map(storage_of, tensors):
             key = storage._cdata
-            if key not in self._swapped and key not in new and storage.nbytes() and storage.resizable():
+            if (
+                key not in self._swapped
+                and key not in new
+                and storage.nbytes()
+                and storage.resizable()
+            ):
                 new[key] = _Swapped(storage)
         current_platform.synchronize()
         for each in new.values():
@@ -36,7 +42,9 @@ class HostSwap:
         self._swapped.update(new)
 
     def drop(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Free the memory of tensors whose contents are no longer needed; restore allocates it again."""
+        """Free the memory of tensors whose contents are no longer needed; restore allocates it
+        again.
+        """
         for storage in map(storage_of, tensors):
             if (swapped := self._swapped.get(storage._cdata)) is not None:
                 swapped.host = None
@@ -45,7 +53,8 @@ class HostSwap:
                 storage.resize_(0)
 
     def restore(self) -> None:
-        """Give all tensors their memory and contents again. When there is no room all of them stay here.
+        """Give all tensors their memory and contents again. When there is no room all of them stay
+        here.
 
         Raises: torch.OutOfMemoryError.
         """
@@ -82,7 +91,9 @@ class _Swapped:
         self.storage, self.num_bytes = storage, storage.nbytes()
         self.host: torch.Tensor | None = None
         if keep:
-            self.host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
+            self.host = torch.empty(
+                self.num_bytes, dtype=torch.uint8, pin_memory=storage.device.type != "cpu"
+            )
             self.host.copy_(_bytes(storage), non_blocking=True)
 
     def bring(self) -> None:

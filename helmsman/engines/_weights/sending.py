@@ -47,10 +47,12 @@ class Sink(abc.ABC, Generic[T]):
 
 
 class Packer(Generic[T]):
-    """Makes buckets of full tensors for a sink: casts floating-point tensors to ``dtype``, and adds checksums where asked for.
-    A tensor of more than ``bucket_bytes`` is a bucket of its own."""
+    """Makes buckets of full tensors for a sink: casts floating-point tensors to ``dtype``, and adds
+    checksums where asked for. A tensor of more than ``bucket_bytes`` is a bucket of its own."""
 
-    def __init__(self, sink: Sink[T], dtype: torch.dtype | None, bucket_bytes: int, *, checksum: bool = False) -> None:
+    def __init__(
+        self, sink: Sink[T], dtype: torch.dtype | None, bucket_bytes: int, *, checksum: bool = False
+    ) -> None:
         self.sink = sink
         self._dtype, self._bucket_bytes, self._checksum = dtype, bucket_bytes, checksum
         self._tensors: dict[str, torch.Tensor] = {}
@@ -70,7 +72,11 @@ class Packer(Generic[T]):
         return self.sink.finish()
 
     def _put(self) -> None:
-        checksums = {name: checksum_of(tensor) for name, tensor in self._tensors.items()} if self._checksum else {}
+        checksums = (
+            {name: checksum_of(tensor) for name, tensor in self._tensors.items()}
+            if self._checksum
+            else {}
+        )
         self.sink.put(Bucket(self._tensors, checksums))
         self._tensors, self._num_bytes = {}, 0
 
@@ -81,11 +87,12 @@ def send_all(
     pack: Callable[[contextlib.ExitStack], Packer[T]] | None,
     what: str,
 ) -> T | None:
-    """Send all of some tensors, by the names under which they arrive. A collective: every rank takes part until the end, also
-    after rank 0 has failed. ``full`` gives all of a tensor; ``pack`` makes rank 0's packer, with a stack that ends with this
-    call, and is None on other ranks.
+    """Send all of some tensors, by the names under which they arrive. A collective: every rank
+    takes part until the end, also after rank 0 has failed. ``full`` gives all of a tensor; ``pack``
+    makes rank 0's packer, with a stack that ends with this call, and is None on other ranks.
 
-    Returns the sink's result on rank 0. Raises what rank 0 met, and RuntimeError on the other ranks.
+    Returns the sink's result on rank 0. Raises what rank 0 met, and RuntimeError on the other
+    ranks.
     """
     packer: Packer[T] | None = None
     result: T | None = None
@@ -93,7 +100,8 @@ def send_all(
     with contextlib.ExitStack() as stack:
         try:
             packer = pack(stack) if pack is not None else None
-        except Exception as exc:  # noqa: BLE001 - raised below, once the other ranks' collectives have been served
+        # Raised below, once the other ranks' collectives have been served
+        except Exception as exc:  # noqa: BLE001
             error = exc
         for name, tensor in tensors.items():
             try:

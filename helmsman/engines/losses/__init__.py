@@ -1,4 +1,6 @@
-"""Losses as pure functions, as ``helmsman.api.engines.LossFn`` describes them; docs/training.md has them in a table."""
+"""Losses as pure functions, as ``helmsman.api.engines.LossFn`` describes them; docs/training.md has
+them in a table.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ LOSSES: dict[str, Callable[..., LossResult]] = {
     "dpo": dpo_loss,
     "reward_model": reward_model_loss,
 }
-"""Losses by the short name that train_batch takes. ``ppo`` is ``grpo``: what differs is where advantages come from."""
+"""Losses by the short name that train_batch takes. ``ppo`` is ``grpo``: what differs is where
+advantages come from.
+"""
 
 
 class LossCall(msgspec.Struct, frozen=True):
@@ -59,21 +63,30 @@ class LossCall(msgspec.Struct, frozen=True):
         """The sum of the loss over a micro-batch, and those of its statistics.
 
         Raises:
-            ValueError: The function returns something else, or a sum without a gradient for tokens that count.
+            ValueError: The function returns something else, or a sum without a gradient for tokens
+                that count.
         """
         result: Any = self.function(outputs, batch, **self.kwargs)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
-            raise ValueError(f"loss {self.name!r} returned a {type(result).__name__}; expected (loss_sum, stats)")
+            raise ValueError(
+                f"loss {self.name!r} returned a {type(result).__name__}; expected (loss_sum, stats)"
+            )
         loss_sum, stats = result
         for name, value in {"loss_sum": loss_sum, **stats}.items():
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                found = tuple(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+                found = (
+                    tuple(value.shape)
+                    if isinstance(value, torch.Tensor)
+                    else f"a {type(value).__name__}"
+                )
                 raise ValueError(
-                    f"loss {self.name!r} returned {name} as {found}; expected a tensor of one number, a sum over the batch"
+                    f"loss {self.name!r} returned {name} as {found}; expected a tensor of one "
+                    "number, a sum over the batch"
                 )
         if outputs.requires_grad and not loss_sum.requires_grad and bool(batch["loss_mask"].any()):
             raise ValueError(
-                f"loss {self.name!r} returned a sum that has no gradient; compute it from the outputs that it is given, "
+                f"loss {self.name!r} returned a sum that has no gradient; compute it from the "
+                "outputs that it is given, "
                 "without item() and detach()"
             )
         return loss_sum, stats
@@ -89,11 +102,15 @@ class LossCall(msgspec.Struct, frozen=True):
         return bool(self.kwargs.get(asked)) if isinstance(asked, str) else asked
 
 
-def prepare_loss(loss: LossFn | str, kwargs: Mapping[str, Any] | None, samples: Sequence[Sample], head: Head) -> LossCall:
-    """Resolve a loss, and check that it can be called for these samples by an engine with this head.
+def prepare_loss(
+    loss: LossFn | str, kwargs: Mapping[str, Any] | None, samples: Sequence[Sample], head: Head
+) -> LossCall:
+    """Resolve a loss, and check that it can be called for these samples by an engine with this
+    head.
 
     Raises:
-        ValueError: There is no such loss, it reads the outputs of another head, or it compares pairs and the samples are none.
+        ValueError: There is no such loss, it reads the outputs of another head, or it compares
+            pairs and the samples are none.
     """
     function, arguments = resolve_loss(loss), dict(kwargs or {})
     while isinstance(function, functools.partial) and not function.args:
@@ -104,24 +121,35 @@ def prepare_loss(loss: LossFn | str, kwargs: Mapping[str, Any] | None, samples: 
     name = loss if isinstance(loss, str) else getattr(function, "__name__", repr(function))
     parameters = inspect.signature(function).parameters
     for argument in arguments:
-        if argument not in parameters and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
-            raise ValueError(f"loss {name!r} has no setting {argument!r}; {did_you_mean(argument, list(parameters)[2:])}")
+        if argument not in parameters and all(
+            each.kind is not each.VAR_KEYWORD for each in parameters.values()
+        ):
+            raise ValueError(
+                f"loss {name!r} has no setting {argument!r}; "
+                f"{did_you_mean(argument, list(parameters)[2:])}"
+            )
     if traits.head not in (None, head):
         raise ValueError(
-            f"loss {name!r} is for a model with the head {traits.head!r}; this engine's TrainConfig.head is {head!r}"
+            f"loss {name!r} is for a model with the head {traits.head!r}; this engine's "
+            f"TrainConfig.head is {head!r}"
         )
     if call.needs_entropy and head != "lm":
-        raise ValueError(f"loss {name!r} needs entropies, which a model with the head {head!r} does not have")
+        raise ValueError(
+            f"loss {name!r} needs entropies, which a model with the head {head!r} does not have"
+        )
     if traits.paired and samples and PAIR not in samples[0]:
         raise ValueError(
-            f"loss {name!r} compares pairs and needs the column {PAIR!r} in every sample, which helmsman.api.pairs.pair_samples"
+            f"loss {name!r} compares pairs and needs the column {PAIR!r} in every sample, which "
+            "helmsman.api.pairs.pair_samples"
             f" gives; the samples have {', '.join(sorted(samples[0]))}"
         )
     return call
 
 
 def resolve_loss(loss: LossFn | str) -> LossFn:
-    """A loss from itself, its short name, or its import path ``package.module.function``. Raises: ValueError."""
+    """A loss from itself, its short name, or its import path ``package.module.function``. Raises:
+    ValueError.
+    """
     if not isinstance(loss, str):
         return _callable(loss, repr(loss))
     if loss in LOSSES:
@@ -131,7 +159,8 @@ def resolve_loss(loss: LossFn | str) -> LossFn:
         found: LossFn = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as exc:
         raise ValueError(
-            f"there is no loss {loss!r}; give {', '.join(LOSSES)}, 'package.module.function' or a function"
+            f"there is no loss {loss!r}; give {', '.join(LOSSES)}, 'package.module.function' or a "
+            "function"
         ) from exc
     return _callable(found, repr(loss))
 

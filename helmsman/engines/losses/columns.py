@@ -1,4 +1,6 @@
-"""What losses share: columns of which nothing outside of the loss mask reaches a loss or its gradient, KL estimates."""
+"""What losses share: columns of which nothing outside of the loss mask reaches a loss or its
+gradient, KL estimates.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,24 @@ def require(loss: str, batch: Columns, needed: Sequence[str]) -> None:
     missing = [name for name in needed if name not in batch]
     if missing:
         raise ValueError(
-            f"{loss} needs the column(s) {', '.join(missing)} in every sample; it reads {', '.join(needed)}, and the batch has "
+            f"{loss} needs the column(s) {', '.join(missing)} in every sample; it reads "
+            f"{', '.join(needed)}, and the batch has "
             f"{', '.join(sorted(batch))}"
         )
 
 
 def masked(column: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A column (B, T) or (B,) as (B, T) in float32, 0 outside of the mask: NaN or infinity there has no gradient either."""
+    """A column (B, T) or (B,) as (B, T) in float32, 0 outside of the mask: NaN or infinity there
+    has no gradient either.
+    """
     per_token = column[:, None].expand_as(mask) if column.ndim == 1 else column
     return per_token.float().masked_fill(~mask, 0.0)
 
 
 def weighted_sum(per_token: torch.Tensor, batch: Columns) -> torch.Tensor:
-    """The sum of a loss (B, T), finite everywhere, over the masked tokens, each times its ``loss_weights`` if there are any."""
+    """The sum of a loss (B, T), finite everywhere, over the masked tokens, each times its
+    ``loss_weights`` if there are any.
+    """
     mask = batch["loss_mask"]
     weights = batch.get("loss_weights")
     if weights is not None:
@@ -44,13 +51,15 @@ def masked_sum(per_token: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def kl_estimate(log_ratio: torch.Tensor, estimator: KlEstimator = "k3") -> torch.Tensor:
-    """Estimate of KL(p || q) from tokens that p has drawn (J. Schulman, http://joschu.net/blog/kl-approx.html).
+    """Estimate of KL(p || q) from tokens that p has drawn (J. Schulman,
+    http://joschu.net/blog/kl-approx.html).
 
     Args:
         log_ratio: log p - log q of each token.
-        estimator: ``k1``, log p/q: unbiased, of high variance, often negative; its gradient as a loss is 0 on average, so it
-            belongs in the reward. ``k2``, half its square: biased, but its gradient is that of the divergence. ``k3``,
-            q/p - 1 - log q/p: unbiased and never negative; the one of GRPO (arXiv:2402.03300, eq. 4).
+        estimator: ``k1``, log p/q: unbiased, of high variance, often negative; its gradient as a
+            loss is 0 on average, so it belongs in the reward. ``k2``, half its square: biased, but
+            its gradient is that of the divergence. ``k3``, q/p - 1 - log q/p: unbiased and never
+            negative; the one of GRPO (arXiv:2402.03300, eq. 4).
 
     Returns:
         Of the shape of ``log_ratio``.

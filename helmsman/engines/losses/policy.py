@@ -1,8 +1,10 @@
-"""Policy losses: the clipped objective of PPO and its relatives, with advantages from groups (GRPO) or a critic (PPO).
+"""Policy losses: the clipped objective of PPO and its relatives, with advantages from groups (GRPO)
+or a critic (PPO).
 
-All read ``advantages`` and ``logprobs`` (those of the policy that generated the tokens), and take the same regularizers. Sums
-are over tokens, which is DAPO's normalisation (arXiv:2503.14476, eq. 8); the mean per sequence of GRPO and GSPO and the
-constant of Dr. GRPO come as ``loss_weights``, which ``helmsman.api.advantages.sequence_weights`` computes for a whole batch.
+All read ``advantages`` and ``logprobs`` (those of the policy that generated the tokens), and take
+the same regularizers. Sums are over tokens, which is DAPO's normalisation (arXiv:2503.14476, eq.
+8); the mean per sequence of GRPO and GSPO and the constant of Dr. GRPO come as ``loss_weights``,
+which ``helmsman.api.advantages.sequence_weights`` computes for a whole batch.
 """
 
 from __future__ import annotations
@@ -13,12 +15,22 @@ import torch
 
 from helmsman.api.engines import loss_traits
 from helmsman.api.reward_shaping import KlEstimator
-from helmsman.engines.losses.columns import Columns, LossResult, kl_estimate, masked, masked_sum, require, weighted_sum
+from helmsman.engines.losses.columns import (
+    Columns,
+    LossResult,
+    kl_estimate,
+    masked,
+    masked_sum,
+    require,
+    weighted_sum,
+)
 
 ImportanceMode: TypeAlias = Literal["truncate", "mask"]
 
 _MAX_LOG_RATIO = 80.0
-"""Beyond e^88 a ratio is infinite in float32, and what a clip then leaves out of the gradient is 0 times infinity."""
+"""Beyond e^88 a ratio is infinite in float32, and what a clip then leaves out of the gradient is 0
+times infinity.
+"""
 
 
 @loss_traits(head="lm", needs_entropy="entropy_coef")
@@ -34,24 +46,29 @@ def grpo_loss(
 ) -> LossResult:
     """The clipped objective of PPO: minus the smaller of ``ratio * A`` and ``clip(ratio) * A``.
 
-    Sources: PPO, arXiv:1707.06347 eq. 7 (the clip) and 9 (entropy); GRPO, arXiv:2402.03300 eq. 3 and 4 (advantages of groups,
-    KL to the reference); DAPO, arXiv:2503.14476 eq. 8 and 10 (token-level sum, clip-higher with ``clip_high=0.28``); Dr. GRPO,
-    arXiv:2503.20783 (``normalize_std=False`` of group_advantages, ``loss_weights``); dual clip, arXiv:1912.09729 eq. 5.
+    Sources: PPO, arXiv:1707.06347 eq. 7 (the clip) and 9 (entropy); GRPO, arXiv:2402.03300 eq. 3
+    and 4 (advantages of groups, KL to the reference); DAPO, arXiv:2503.14476 eq. 8 and 10
+    (token-level sum, clip-higher with ``clip_high=0.28``); Dr. GRPO, arXiv:2503.20783
+    (``normalize_std=False`` of group_advantages, ``loss_weights``); dual clip, arXiv:1912.09729 eq.
+    5.
 
     Args:
         logprobs: (B, T) float32 under the current weights.
-        batch: ``loss_mask`` (B, T) bool; ``logprobs`` (B, T), those of the policy that generated the tokens; ``advantages``
-            (B,) or (B, T); with ``kl_coef`` also ``ref_logprobs`` (B, T); ``loss_weights`` (B,) or (B, T) is optional.
+        batch: ``loss_mask`` (B, T) bool; ``logprobs`` (B, T), those of the policy that generated
+            the tokens; ``advantages`` (B,) or (B, T); with ``kl_coef`` also ``ref_logprobs`` (B,
+            T); ``loss_weights`` (B,) or (B, T) is optional.
         clip_low: The probability ratio counts down to 1 - clip_low.
         clip_high: The probability ratio counts up to 1 + clip_high.
-        dual_clip: Above this ratio, more than 1 + clip_high, tokens of negative advantage have no gradient; None: they do.
+        dual_clip: Above this ratio, more than 1 + clip_high, tokens of negative advantage have no
+            gradient; None: they do.
         kl_coef: Weight of the KL divergence to the reference policy.
         kl_estimator: ``k1``, ``k2`` or ``k3``, see kl_estimate.
         entropy_coef: Weight of the entropy of the policy.
 
     Returns:
-        The loss summed over tokens, and sums of: ``ratio``; ``clip_fraction``, tokens whose gradient the clip removed;
-        ``policy_kl``, the k3 estimate of KL(behaviour || current); ``ref_kl`` and ``entropy`` where they are used.
+        The loss summed over tokens, and sums of: ``ratio``; ``clip_fraction``, tokens whose
+        gradient the clip removed; ``policy_kl``, the k3 estimate of KL(behaviour || current);
+        ``ref_kl`` and ``entropy`` where they are used.
 
     Raises:
         ValueError: The batch lacks a column, or there is no such estimator.
@@ -59,8 +76,12 @@ def grpo_loss(
     require("grpo_loss", batch, ("logprobs", "advantages", *(("ref_logprobs",) if kl_coef else ())))
     mask = batch["loss_mask"]
     log_ratio = masked(logprobs, mask) - masked(batch["logprobs"], mask)
-    objective, stats = _clipped(log_ratio, masked(batch["advantages"], mask), mask, clip_low, clip_high, dual_clip)
-    return _regularized("grpo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef)
+    objective, stats = _clipped(
+        log_ratio, masked(batch["advantages"], mask), mask, clip_low, clip_high, dual_clip
+    )
+    return _regularized(
+        "grpo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef
+    )
 
 
 @loss_traits(head="lm", needs_entropy="entropy_coef")
@@ -76,26 +97,32 @@ def decoupled_ppo_loss(
     kl_estimator: KlEstimator = "k3",
     entropy_coef: float = 0.0,
 ) -> LossResult:
-    """PPO whose clip is around a proximal policy, weighted by how likely that policy finds the tokens of the behaviour policy.
+    """PPO whose clip is around a proximal policy, weighted by how likely that policy finds the
+    tokens of the behaviour policy.
 
-    AReaL, arXiv:2505.24298, after arXiv:2110.00641: with samples from several old versions the trust region is that of
-    the weights before this batch's updates, for which the trainer computes ``prox_logprobs`` by ``forward``. With on-policy
-    samples and the same two columns it is truncated importance sampling against the mismatch between the rollout engine's
-    probabilities and the trainer's (TIS, F. Yao et al. 2025, https://fengyao.notion.site/off-policy-rl):
+    AReaL, arXiv:2505.24298, after arXiv:2110.00641: with samples from several old versions the
+    trust region is that of the weights before this batch's updates, for which the trainer computes
+    ``prox_logprobs`` by ``forward``. With on-policy samples and the same two columns it is
+    truncated importance sampling against the mismatch between the rollout engine's probabilities
+    and the trainer's (TIS, F. Yao et al. 2025, https://fengyao.notion.site/off-policy-rl):
     ``importance_mode="truncate"``, ``importance_cap=2``.
 
     Args:
         logprobs: (B, T) float32 under the current weights.
-        batch: As grpo_loss, and ``prox_logprobs`` (B, T), those of the proximal policy; ``logprobs`` are the rollout engine's.
+        batch: As grpo_loss, and ``prox_logprobs`` (B, T), those of the proximal policy;
+            ``logprobs`` are the rollout engine's.
         clip_low, clip_high, dual_clip: As grpo_loss, of the ratio of current to proximal policy.
-        importance_cap: Most that the weight, proximal over behaviour probability, may be; None: anything.
-        importance_mode: What becomes of a token whose weight is above the cap: ``mask`` leaves it out (as AReaL does, whose
-            cap is 5), ``truncate`` gives it the cap.
-        kl_coef, kl_estimator, entropy_coef: As grpo_loss. The importance weight does not apply to them.
+        importance_cap: Most that the weight, proximal over behaviour probability, may be; None:
+            anything.
+        importance_mode: What becomes of a token whose weight is above the cap: ``mask`` leaves it
+            out (as AReaL does, whose cap is 5), ``truncate`` gives it the cap.
+        kl_coef, kl_estimator, entropy_coef: As grpo_loss. The importance weight does not apply to
+            them.
 
     Returns:
-        As grpo_loss, where ``ratio``, ``clip_fraction`` and ``policy_kl`` are against the proximal policy; and the sums of
-        ``importance_weight`` as it was used, and ``importance_capped``, tokens above the cap.
+        As grpo_loss, where ``ratio``, ``clip_fraction`` and ``policy_kl`` are against the proximal
+        policy; and the sums of ``importance_weight`` as it was used, and ``importance_capped``,
+        tokens above the cap.
 
     Raises:
         ValueError: The batch lacks a column, or there is no such estimator or mode.
@@ -105,17 +132,23 @@ def decoupled_ppo_loss(
     mask = batch["loss_mask"]
     proximal = masked(batch["prox_logprobs"], mask)
     advantages = masked(batch["advantages"], mask)
-    objective, stats = _clipped(masked(logprobs, mask) - proximal, advantages, mask, clip_low, clip_high, dual_clip)
+    objective, stats = _clipped(
+        masked(logprobs, mask) - proximal, advantages, mask, clip_low, clip_high, dual_clip
+    )
     weight = (proximal - masked(batch["logprobs"], mask)).exp()
     if importance_mode not in ("truncate", "mask"):
-        raise ValueError(f"there is no importance_mode {importance_mode!r}; expected 'truncate' or 'mask'")
+        raise ValueError(
+            f"there is no importance_mode {importance_mode!r}; expected 'truncate' or 'mask'"
+        )
     if importance_cap is not None:
         above = weight > importance_cap
         stats["importance_capped"] = masked_sum(above, mask)
         weight = weight.masked_fill(above, importance_cap if importance_mode == "truncate" else 0.0)
     stats["importance_weight"] = masked_sum(weight, mask)
     objective = objective * weight
-    return _regularized("decoupled_ppo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef)
+    return _regularized(
+        "decoupled_ppo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef
+    )
 
 
 @loss_traits(head="lm", needs_entropy="entropy_coef")
@@ -128,10 +161,12 @@ def gspo_loss(
     kl_estimator: KlEstimator = "k3",
     entropy_coef: float = 0.0,
 ) -> LossResult:
-    """Group sequence policy optimisation: one ratio per sequence, the geometric mean of those of its tokens.
+    """Group sequence policy optimisation: one ratio per sequence, the geometric mean of those of
+    its tokens.
 
-    GSPO, arXiv:2507.18071 eq. 5 and 7; the clips are those of its section 5.1. The mean over sequences of eq. 5 needs
-    ``loss_weights`` from ``sequence_weights(..., "sequence")``; without them, long sequences count for more.
+    GSPO, arXiv:2507.18071 eq. 5 and 7; the clips are those of its section 5.1. The mean over
+    sequences of eq. 5 needs ``loss_weights`` from ``sequence_weights(..., "sequence")``; without
+    them, long sequences count for more.
 
     Args:
         logprobs: (B, T) float32 under the current weights.
@@ -141,7 +176,8 @@ def gspo_loss(
         kl_coef, kl_estimator, entropy_coef: As grpo_loss.
 
     Returns:
-        As grpo_loss; ``ratio`` and ``policy_kl`` are those of sequences, counted once for each of their tokens.
+        As grpo_loss; ``ratio`` and ``policy_kl`` are those of sequences, counted once for each of
+        their tokens.
 
     Raises:
         ValueError: The batch lacks a column, or there is no such estimator.
@@ -151,8 +187,12 @@ def gspo_loss(
     token_log_ratio = masked(logprobs, mask) - masked(batch["logprobs"], mask)
     log_ratio = token_log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     log_ratio = log_ratio.expand_as(token_log_ratio)
-    objective, stats = _clipped(log_ratio, masked(batch["advantages"], mask), mask, clip_low, clip_high, None)
-    return _regularized("gspo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef)
+    objective, stats = _clipped(
+        log_ratio, masked(batch["advantages"], mask), mask, clip_low, clip_high, None
+    )
+    return _regularized(
+        "gspo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef
+    )
 
 
 @loss_traits(head="lm", needs_entropy="entropy_coef")
@@ -164,10 +204,11 @@ def cispo_loss(
     kl_estimator: KlEstimator = "k3",
     entropy_coef: float = 0.0,
 ) -> LossResult:
-    """Policy gradient whose importance weights are capped instead of the updates: every token keeps a gradient.
+    """Policy gradient whose importance weights are capped instead of the updates: every token keeps
+    a gradient.
 
-    CISPO of MiniMax-M1, arXiv:2506.13585 eq. 4 and 5, with the upper bound alone, as there; the cap is that which
-    arXiv:2510.13786 recommends.
+    CISPO of MiniMax-M1, arXiv:2506.13585 eq. 4 and 5, with the upper bound alone, as there; the cap
+    is that which arXiv:2510.13786 recommends.
 
     Args:
         logprobs: (B, T) float32 under the current weights.
@@ -181,14 +222,18 @@ def cispo_loss(
     Raises:
         ValueError: The batch lacks a column, or there is no such estimator.
     """
-    require("cispo_loss", batch, ("logprobs", "advantages", *(("ref_logprobs",) if kl_coef else ())))
+    require(
+        "cispo_loss", batch, ("logprobs", "advantages", *(("ref_logprobs",) if kl_coef else ()))
+    )
     mask = batch["loss_mask"]
     current = masked(logprobs, mask)
     log_ratio = (current - masked(batch["logprobs"], mask)).detach()
     ratio = log_ratio.exp()
     objective = -ratio.clamp(max=ratio_cap) * masked(batch["advantages"], mask) * current
     stats = _ratio_stats(log_ratio, ratio > ratio_cap, mask)
-    return _regularized("cispo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef)
+    return _regularized(
+        "cispo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef
+    )
 
 
 def _clipped(
@@ -205,12 +250,19 @@ def _clipped(
     objective = torch.minimum(plain, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     if dual_clip is not None:
         if dual_clip <= 1 + clip_high:
-            raise ValueError(f"dual_clip is {dual_clip}; expected more than 1 + clip_high, which is {1 + clip_high}")
-        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+            raise ValueError(
+                f"dual_clip is {dual_clip}; expected more than 1 + clip_high, which is "
+                f"{1 + clip_high}"
+            )
+        objective = torch.where(
+            advantages < 0, torch.maximum(objective, dual_clip * advantages), objective
+        )
     return -objective, _ratio_stats(log_ratio, objective != plain, mask)
 
 
-def _ratio_stats(log_ratio: torch.Tensor, is_clipped: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+def _ratio_stats(
+    log_ratio: torch.Tensor, is_clipped: torch.Tensor, mask: torch.Tensor
+) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         return {
             "ratio": masked_sum(log_ratio.exp(), mask),
@@ -229,10 +281,14 @@ def _regularized(
     kl_estimator: KlEstimator,
     entropy_coef: float,
 ) -> LossResult:
-    """The sum over tokens of a policy's loss (B, T), of the divergence to the reference policy, and of entropy with a minus."""
+    """The sum over tokens of a policy's loss (B, T), of the divergence to the reference policy, and
+    of entropy with a minus.
+    """
     mask = batch["loss_mask"]
     if kl_coef:
-        ref_kl = kl_estimate(masked(logprobs, mask) - masked(batch["ref_logprobs"], mask), kl_estimator)
+        ref_kl = kl_estimate(
+            masked(logprobs, mask) - masked(batch["ref_logprobs"], mask), kl_estimator
+        )
         objective = objective + kl_coef * ref_kl
         stats["ref_kl"] = masked_sum(ref_kl, mask)
     if entropy_coef:

@@ -1,4 +1,6 @@
-"""What precedes an engine's own code: its import, its construction, and arguments that its model-parallel group shares."""
+"""What precedes an engine's own code: its import, its construction, and arguments that its
+model-parallel group shares.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from helmsman.rpc_server._wire.remote_errors import clipped, traceback_text
 
 
 def import_engine(worker_id: str, name: str, path: str) -> Any:
-    """Import an engine's class by 'package.module.Class' or 'package.module:Class'. Raises EngineImportError."""
+    """Import an engine's class by 'package.module.Class' or 'package.module:Class'. Raises
+    EngineImportError.
+    """
     module_name, _, attribute = path.replace(":", ".").rpartition(".")
     try:
         if not module_name:
@@ -26,14 +30,21 @@ def import_engine(worker_id: str, name: str, path: str) -> Any:
         reason = clipped(f"{type(error).__name__}: {error}")
         if not isinstance(error, (ImportError, AttributeError)):
             reason += "\n" + traceback_text(error)
-        raise errors.EngineImportError(worker_id=worker_id, engine_name=name, engine_path=path, reason=reason) from error
+        raise errors.EngineImportError(
+            worker_id=worker_id, engine_name=name, engine_path=path, reason=reason
+        ) from error
 
 
-def construct(engine_type: Any, rank_info: RankInfo | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def construct(
+    engine_type: Any, rank_info: RankInfo | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """Construct an engine; a GroupWorker has its ``rank_info`` before its constructor runs."""
-    if rank_info is None or not (isinstance(engine_type, type) and issubclass(engine_type, GroupWorker)):
+    if rank_info is None or not (
+        isinstance(engine_type, type) and issubclass(engine_type, GroupWorker)
+    ):
         return engine_type(*args, **kwargs)
-    if type(engine_type).__call__ is not type.__call__:  # its metaclass makes instances in a way of its own
+    if type(engine_type).__call__ is not type.__call__:
+        # its metaclass makes instances in a way of its own
         engine = engine_type(*args, **kwargs)
         _set_rank_info(engine, rank_info)
         return engine
@@ -56,10 +67,14 @@ def needs_broadcast(engine: Any, asked: bool | None) -> bool:
 
 
 def broadcast_arguments(
-    engine: Any, load: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]], worker_id: str, request: Request
+    engine: Any,
+    load: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+    worker_id: str,
+    request: Request,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The head's (args, kwargs) on every rank of the engine's model-parallel group. The group first agrees that every rank is
-    ready: else ranks would wait in the broadcast for one whose arguments do not load.
+    """The head's (args, kwargs) on every rank of the engine's model-parallel group. The group first
+    agrees that every rank is ready: else ranks would wait in the broadcast for one whose arguments
+    do not load.
 
     Raises: the rank's own error where its arguments do not load, PeerNotReadyError on the others.
     """

@@ -23,12 +23,14 @@ class Prepared(NamedTuple):
     ended: str
     """What has lasted until now and has ended for it; '' for nothing."""
     happen: Callable[[], None]
-    """Separate, so that the command is answered first: afterwards this process may be unable to. Returns, if at all, when the
-    fault is over."""
+    """Separate, so that the command is answered first: afterwards this process may be unable to.
+    Returns, if at all, when the fault is over."""
 
 
 class Faults:
-    """The faults of one worker process. A hang or slowness takes the place of the one that lasts."""
+    """The faults of one worker process. A hang or slowness takes the place of the one that
+    lasts.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,7 +41,9 @@ class Faults:
         if command.kind == "kill":
             return Prepared("", functools.partial(_kill, ends_raylet=command.ends_raylet))
         if not hasattr(os, "pidfd_open"):
-            raise HelmsmanError("a worker can be made to hang, or slow, on Linux only; kill it instead.")
+            raise HelmsmanError(
+                "a worker can be made to hang, or slow, on Linux only; kill it instead."
+            )
         with self._lock:
             ended = self._end_lasting()
             helper = _start_helper(command)
@@ -56,7 +60,9 @@ class Faults:
 
 
 def _start_helper(command: FaultCommand) -> subprocess.Popen[bytes]:
-    """A helper that is ready to stop this process. It bears this worker's tag, by which it ends with it in any case."""
+    """A helper that is ready to stop this process. It bears this worker's tag, by which it ends
+    with it in any case.
+    """
     arguments = [str(os.getpid()), repr(command.factor), repr(command.seconds)]
     helper = subprocess.Popen(
         [sys.executable, "-I", "-S", pause_helper.__file__, *arguments],
@@ -69,7 +75,9 @@ def _start_helper(command: FaultCommand) -> subprocess.Popen[bytes]:
     assert helper.stdout is not None
     with helper.stdout as said:
         if said.read(1) != b"r":
-            raise OSError(f"the helper that stops a worker ended with {helper.wait()} before it began")
+            raise OSError(
+                f"the helper that stops a worker ended with {helper.wait()} before it began"
+            )
     return helper
 
 
@@ -82,7 +90,8 @@ def _begin(helper: subprocess.Popen[bytes]) -> None:
 
 def _tell(helper: subprocess.Popen[bytes], what: bytes) -> None:
     assert helper.stdin is not None
-    with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended, and whoever waited for that has closed the pipe
+    with contextlib.suppress(BrokenPipeError, ValueError):
+        # it has ended, and whoever waited for that has closed the pipe
         helper.stdin.write(what)
 
 

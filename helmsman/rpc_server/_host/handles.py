@@ -39,11 +39,15 @@ class SegmentStore:
         return msgspec.msgpack.encode(wire)
 
     def fetch(self, handle: ResultHandle) -> Payload:
-        """Map the value; works in any process of this machine while the maker lives and keeps it."""
+        """Map the value; works in any process of this machine while the maker lives and keeps
+        it.
+        """
         try:
             return from_wire(msgspec.msgpack.decode(handle.location, type=WirePayload))
         except ProtocolError as error:
-            raise HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=str(error)) from error
+            raise HandleLostError(
+                worker_id=handle.worker_id, handle_id=handle.id, reason=str(error)
+            ) from error
 
     def drop(self, handle_id: str) -> None:
         segment = self._kept.pop(handle_id, None)

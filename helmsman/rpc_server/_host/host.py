@@ -1,4 +1,6 @@
-"""EngineHost: the engines of one worker. It knows no transport; an adapter gives it requests and takes its replies."""
+"""EngineHost: the engines of one worker. It knows no transport; an adapter gives it requests and
+takes its replies.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,33 @@ from helmsman.api.scheduler import EngineSpec, ResultHandle, WorkerHealth
 from helmsman.api.suggestions import nearest
 from helmsman.api.workers import WorkerContext, within
 from helmsman.rpc_server._host import connectivity
-from helmsman.rpc_server._host.engine_calls import broadcast_arguments, construct, import_engine, needs_broadcast
+from helmsman.rpc_server._host.engine_calls import (
+    broadcast_arguments,
+    construct,
+    import_engine,
+    needs_broadcast,
+)
 from helmsman.rpc_server._host.faults import Faults, Prepared
 from helmsman.rpc_server._host.handles import HandleStore, keep
-from helmsman.rpc_server._host.threads import EngineLoop, EngineThread, all_stacks, task_stack, thread_stack
+from helmsman.rpc_server._host.threads import (
+    EngineLoop,
+    EngineThread,
+    all_stacks,
+    task_stack,
+    thread_stack,
+)
 from helmsman.rpc_server._process.environment import Environment, follow_thread_count
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
-from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, WorkerConfig, WorkerIdentity, dotted
+from helmsman.rpc_server._wire.messages import (
+    CallState,
+    Reply,
+    Request,
+    Verb,
+    WorkerConfig,
+    WorkerIdentity,
+    dotted,
+)
 from helmsman.rpc_server._wire.remote_errors import remote_error
 from helmsman.rpc_server.ports import PortLeases
 
@@ -44,16 +65,22 @@ _REMEMBERED = 10_000
 class EngineHost:
     """Holds named engines and answers requests.
 
-    Synchronous engine methods run one after another on the engine thread, async ones on an event loop; control verbs are
-    answered on the thread that brings them, so a long call never delays them. The host catches whatever an engine raises: it
-    is the process boundary.
+    Synchronous engine methods run one after another on the engine thread, async ones on an event
+    loop; control verbs are answered on the thread that brings them, so a long call never delays
+    them. The host catches whatever an engine raises: it is the process boundary.
 
     Args:
-        pulse: by which others can observe this process while it cannot answer; None where it is the controller's own.
+        pulse: by which others can observe this process while it cannot answer; None where it is the
+            controller's own.
     """
 
     def __init__(
-        self, identity: WorkerIdentity, store: HandleStore, *, seeding: bool = True, pulse: Pulse | None = None
+        self,
+        identity: WorkerIdentity,
+        store: HandleStore,
+        *,
+        seeding: bool = True,
+        pulse: Pulse | None = None,
     ) -> None:
         self.identity = identity
         self.engine_thread = EngineThread(pulse.thread_call if pulse else None)
@@ -70,7 +97,8 @@ class EngineHost:
         """Requests that were given up before they arrived, if they ever do; of late."""
         self._lock = threading.Lock()
         self._ports = PortLeases()
-        self._environment = Environment("node" if seeding else "driver")  # what is not seeded is the driver's own process
+        # what is not seeded is the driver's own process
+        self._environment = Environment("node" if seeding else "driver")
         self._listener = connectivity.Listener()
         self._faults = Faults()
         self._num_calls = 0
@@ -79,10 +107,12 @@ class EngineHost:
         if pulse is not None:
             pulse.start(lambda: msgspec.msgpack.encode(self._activity()))
 
-    # --- requests ---------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def handle(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
-        """Answer a request; ``reply`` is called exactly once, from any thread. Returns without waiting for engine code."""
+        """Answer a request; ``reply`` is called exactly once, from any thread. Returns without
+        waiting for engine code.
+        """
         try:
             if request.id in self._cancelled:
                 self._decline(request, reply)
@@ -92,18 +122,31 @@ class EngineHost:
                 self._begin_create(request, payload, reply)
             elif request.verb is Verb.DESTROY:
                 names = decode(payload)[0]
-                work = functools.partial(self._answer, request, reply, lambda: self._destroy_engines(names))
-                self.engine_thread.submit(request.id, "destroy", work, functools.partial(self._decline, request, reply))
-            elif request.verb is Verb.REACH:  # it waits for another machine, and nothing else may wait for it
+                work = functools.partial(
+                    self._answer, request, reply, lambda: self._destroy_engines(names)
+                )
+                self.engine_thread.submit(
+                    request.id, "destroy", work, functools.partial(self._decline, request, reply)
+                )
+            elif request.verb is Verb.REACH:
+                # it waits for another machine, and nothing else may wait for it
                 reach = functools.partial(connectivity.reach, *decode(payload))
-                threading.Thread(target=self._answer, args=(request, reply, reach), name="reach", daemon=True).start()
+                threading.Thread(
+                    target=self._answer, args=(request, reply, reach), name="reach", daemon=True
+                ).start()
             elif request.verb is Verb.FAULT:  # a helper has to start
-                threading.Thread(target=self._apply_fault, args=(request, payload, reply), name="fault", daemon=True).start()
+                threading.Thread(
+                    target=self._apply_fault,
+                    args=(request, payload, reply),
+                    name="fault",
+                    daemon=True,
+                ).start()
             else:
                 self._answer(request, reply, lambda: self._control(request, payload))
                 if request.verb is Verb.SHUTDOWN:
                     self.on_shutdown()
-        except BaseException as error:  # noqa: BLE001 - the process boundary: finding a method runs the engine's __getattr__
+        # The process boundary: finding a method runs the engine's __getattr__
+        except BaseException as error:  # noqa: BLE001
             self._fail(request, reply, error)
 
     def close(self) -> None:
@@ -119,11 +162,15 @@ class EngineHost:
         self._ports.close()
 
     def join(self) -> None:
-        """After close, wait for the calls in flight to have ended, so that the process can; a second or two at most."""
+        """After close, wait for the calls in flight to have ended, so that the process can; a
+        second or two at most.
+        """
         self._loop.join()
 
     def set_environment(self, variables: Sequence[EnvironmentVariable]) -> None:
-        """Set variables of this process, before its engines are created, and remember who set them."""
+        """Set variables of this process, before its engines are created, and remember who set
+        them.
+        """
         self._environment.set(variables)
         if any(variable.name == "OMP_NUM_THREADS" for variable in variables):
             self.engine_thread.submit(object(), "follow_thread_count", follow_thread_count)
@@ -131,17 +178,24 @@ class EngineHost:
     def _answer(self, request: Request, reply: ReplyFn, work: Callable[[], Any]) -> None:
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001 - the process boundary: whatever a request causes goes back as its error
+        # The process boundary: whatever a request causes goes back as its error
+        except BaseException as error:  # noqa: BLE001
             self._fail(request, reply, error)
         else:
             self._send_result(request, reply, result)
 
     def _fail(self, request: Request, reply: ReplyFn, error: BaseException) -> None:
-        ours = error if isinstance(error, errors.HelmsmanError) else remote_error(self.identity, request, error)
+        ours = (
+            error
+            if isinstance(error, errors.HelmsmanError)
+            else remote_error(self.identity, request, error)
+        )
         reply(Reply(request.id, False), encode(ours))
 
     def _decline(self, request: Request, reply: ReplyFn) -> None:
-        """Answer a request that is not begun, because its caller gave up; the answer lets the transport forget it."""
+        """Answer a request that is not begun, because its caller gave up; the answer lets the
+        transport forget it.
+        """
         reply(Reply(request.id, False), encode(errors.HelmsmanError("withdrawn")))
 
     def _apply_fault(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
@@ -155,7 +209,7 @@ class EngineHost:
         for fault in prepared:
             fault.happen()
 
-    # --- control verbs ----------------------------------------------------------------------------------------------
+    # --- control verbs ----------------------------------------------------------------------------
 
     def _control(self, request: Request, payload: Payload) -> Any:
         arguments: tuple[Any, ...] = decode(payload)
@@ -168,7 +222,10 @@ class EngineHost:
                 return self._configure(*arguments)
             case Verb.SET_ENV:
                 return self.set_environment(
-                    [EnvironmentVariable(name, value, "set_worker_env") for name, value in arguments[0].items()]
+                    [
+                        EnvironmentVariable(name, value, "set_worker_env")
+                        for name, value in arguments[0].items()
+                    ]
                 )
             case Verb.ENVIRONMENT:
                 return self._environment.describe()
@@ -184,7 +241,9 @@ class EngineHost:
                 return self._store.drop(arguments[0])
             case Verb.SHUTDOWN:
                 return None
-        raise errors.ProtocolError(f"{self.identity.worker_id} does not know the verb {request.verb!r}")
+        raise errors.ProtocolError(
+            f"{self.identity.worker_id} does not know the verb {request.verb!r}"
+        )
 
     def health(self) -> WorkerHealth:
         return msgspec.structs.replace(
@@ -201,7 +260,9 @@ class EngineHost:
             worker_id=self.identity.worker_id,
             pid=os.getpid(),
             node=self.identity.node,
-            engines={name: type(engine).__qualname__ for name, engine in list(self._engines.items())},
+            engines={
+                name: type(engine).__qualname__ for name, engine in list(self._engines.items())
+            },
             running=running.name if running else None,
             running_s=time.monotonic() - running.since if running else None,
             num_queued=len(self.engine_thread.waiting),
@@ -218,7 +279,8 @@ class EngineHost:
                 continue
             try:
                 reason = engine.failure()
-            except Exception as error:  # noqa: BLE001 - an engine's own code, and health is answered all the same
+            # An engine's own code, and health is answered all the same
+            except Exception as error:  # noqa: BLE001
                 reason = f"{dotted(name, 'failure')} raised {type(error).__name__}: {error}"
             if reason is not None:
                 failures[name] = str(reason)
@@ -234,7 +296,9 @@ class EngineHost:
             current_platform.seed(self._seed)
 
     def _seed_libraries(self) -> None:
-        """Seed what engines draw from, once they are imported; importing torch only for this would cost a second."""
+        """Seed what engines draw from, once they are imported; importing torch only for this would
+        cost a second.
+        """
         if self._seed is None:
             return
         current_platform.seed(self._seed)
@@ -246,16 +310,26 @@ class EngineHost:
                 return _behind("withdrawn", place)
         seen = self._inspect([request_id])[request_id]
         if seen.state == "ended":
-            self._cancelled[request_id] = None  # it may still be packed or brought: CANCEL does not wait for its turn
+            self._cancelled[request_id] = (
+                None  # it may still be packed or brought: CANCEL does not wait for its turn
+            )
             if len(self._cancelled) > _REMEMBERED:
                 del self._cancelled[next(iter(self._cancelled))]
         return seen
 
     def _inspect(self, request_ids: Collection[object]) -> dict[object, CallState]:
-        # Before the look at the running calls: a call that begins in between would be on neither side.
+        # Before the look at the running calls: a call that begins in between would be on neither
+        # side.
         places = (self.engine_thread, self._loop)
-        waiting = {request_id: place for place in places for request_id in request_ids if place.waiting.has(request_id)}
-        behind = {place: _behind("waiting", place) for place in {*waiting.values(), self.engine_thread}}
+        waiting = {
+            request_id: place
+            for place in places
+            for request_id in request_ids
+            if place.waiting.has(request_id)
+        }
+        behind = {
+            place: _behind("waiting", place) for place in {*waiting.values(), self.engine_thread}
+        }
         running, now = self.engine_thread.occupant, time.monotonic()
         tasks = {call.request_id: call for call in list(self._loop.running.values())}
 
@@ -268,18 +342,26 @@ class EngineHost:
             if call is None or call.task is None:
                 return CallState(state="ended")
             stack = task_stack(call.task)
-            return CallState(state="running", stack=stack, running=call.name, running_s=now - call.since)
+            return CallState(
+                state="running", stack=stack, running=call.name, running_s=now - call.since
+            )
 
         return {request_id: state_of(request_id) for request_id in request_ids}
 
-    # --- engines ----------------------------------------------------------------------------------------------------
+    # --- engines ----------------------------------------------------------------------------------
 
     def _begin_create(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
         name = str(request.engine_name)
         with self._lock:
             if name in self._engines or name in self._creating:
-                engine_type = type(self._engines[name]).__qualname__ if name in self._engines else "engine under construction"
-                raise errors.EngineExistsError(worker_id=self.identity.worker_id, engine_name=name, engine_type=engine_type)
+                engine_type = (
+                    type(self._engines[name]).__qualname__
+                    if name in self._engines
+                    else "engine under construction"
+                )
+                raise errors.EngineExistsError(
+                    worker_id=self.identity.worker_id, engine_name=name, engine_type=engine_type
+                )
             self._creating.add(name)
 
         def withdrawn() -> None:
@@ -289,7 +371,9 @@ class EngineHost:
         self.engine_thread.submit(
             request.id,
             dotted(name, "__init__"),
-            lambda: self._answer(request, reply, lambda: self._create_engine(request, name, payload)),
+            lambda: self._answer(
+                request, reply, lambda: self._create_engine(request, name, payload)
+            ),
             withdrawn,
         )
 
@@ -298,13 +382,20 @@ class EngineHost:
             engine, args, kwargs = self._load(request, payload)
             spec = engine if isinstance(engine, EngineSpec) else EngineSpec(target=engine)
             if spec.env:
-                self.set_environment([EnvironmentVariable(key, value, "EngineSpec.env") for key, value in spec.env.items()])
+                self.set_environment(
+                    [
+                        EnvironmentVariable(key, value, "EngineSpec.env")
+                        for key, value in spec.env.items()
+                    ]
+                )
             engine_type: Any = spec.target
             if isinstance(engine_type, str):
                 engine_type = import_engine(self.identity.worker_id, name, engine_type)
             self._seed_libraries()
             named = {**spec.kwargs, **kwargs}
-            me = WorkerContext(worker_id=self.identity.worker_id, node=self.identity.node, ports=self._ports.leased)
+            me = WorkerContext(
+                worker_id=self.identity.worker_id, node=self.identity.node, ports=self._ports.leased
+            )
             with within(me):
                 self._engines[name] = self._run_engine_code(
                     request, lambda: construct(engine_type, spec.rank_info, args, named)
@@ -313,7 +404,9 @@ class EngineHost:
             self._creating.discard(name)
 
     def _run_engine_code(self, request: Request, work: Callable[[], Any]) -> Any:
-        """Whatever ``work`` raises, one of our own errors too, becomes our error about the engine, with the traceback."""
+        """Whatever ``work`` raises, one of our own errors too, becomes our error about the engine,
+        with the traceback.
+        """
         try:
             return work()
         except BaseException as error:
@@ -322,20 +415,30 @@ class EngineHost:
             self._end_forked_child(request)
 
     def _end_forked_child(self, request: Request) -> None:
-        """End this process if a method of an engine has forked it and has returned or raised in the child as well.
+        """End this process if a method of an engine has forked it and has returned or raised in the
+        child as well.
 
-        The child has copies of the queued calls and of the connections: it would execute calls a second time, and answer them.
+        The child has copies of the queued calls and of the connections: it would execute calls a
+            second time, and answer them.
         """
         if os.getpid() != self._pid:
-            name = dotted(request.engine_name or self.identity.worker_id, request.method or request.verb.value)
-            print(f"helmsman: {name} forked this process and did not end it with os._exit(); it ends here", file=sys.stderr)
+            name = dotted(
+                request.engine_name or self.identity.worker_id, request.method or request.verb.value
+            )
+            print(
+                f"helmsman: {name} forked this process and did not end it with os._exit(); it "
+                "ends here",
+                file=sys.stderr,
+            )
             if sys.exc_info()[0] is not None:
                 traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
 
     def _destroy_engines(self, names: list[str] | None) -> list[str]:
-        """Destroy engines, newest first; returns what went wrong, since one failure must not keep the others alive."""
+        """Destroy engines, newest first; returns what went wrong, since one failure must not keep
+        the others alive.
+        """
         problems = []
         for name, engine in reversed(list(self._engines.items())):
             if names is not None and name not in names:
@@ -345,15 +448,21 @@ class EngineHost:
                 result = destroy() if callable(destroy) else None
                 if inspect.isawaitable(result):
                     done = threading.Event()
-                    self._loop.submit(None, dotted(name, "destroy"), functools.partial(_await_then, result, done))
+                    self._loop.submit(
+                        None, dotted(name, "destroy"), functools.partial(_await_then, result, done)
+                    )
                     if not done.wait(DESTROY_S):
-                        problems.append(f"{dotted(name, 'destroy')} has not ended within {DESTROY_S:g} s and is left to itself")
-            except BaseException as error:  # noqa: BLE001 - an engine's own clean-up may raise anything
+                        problems.append(
+                            f"{dotted(name, 'destroy')} has not ended within {DESTROY_S:g} s and "
+                            "is left to itself"
+                        )
+            # An engine's own clean-up may raise anything
+            except BaseException as error:  # noqa: BLE001
                 problems.append(f"{dotted(name, 'destroy')} raised {type(error).__name__}: {error}")
             del self._engines[name]
         return problems
 
-    # --- calls ------------------------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
     def _begin_call(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
         if request.engine_name is None:
@@ -375,7 +484,8 @@ class EngineHost:
                     self._end_forked_child(request)
             except BaseException as error:  # noqa: BLE001 - the process boundary, as in _answer
                 if self._is_closed:
-                    return  # this is no answer of the engine's: its caller learns of the worker's end
+                    # this is no answer of the engine's: its caller learns of the worker's end
+                    return
                 reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
             else:
                 self._send_result(request, reply, result)
@@ -384,12 +494,18 @@ class EngineHost:
         if inspect.iscoroutinefunction(method):
             self._loop.submit(request.id, name, run_async, withdrawn)
         else:
-            work = functools.partial(self._answer, request, reply, lambda: self._call(request, payload, engine, method))
+            work = functools.partial(
+                self._answer, request, reply, lambda: self._call(request, payload, engine, method)
+            )
             self.engine_thread.submit(request.id, name, work, withdrawn)
 
-    def _call(self, request: Request, payload: Payload, engine: Any, method: Callable[..., Any]) -> Any:
+    def _call(
+        self, request: Request, payload: Payload, engine: Any, method: Callable[..., Any]
+    ) -> Any:
         if needs_broadcast(engine, request.broadcast):
-            args, kwargs = broadcast_arguments(engine, lambda: self._load(request, payload), self.identity.worker_id, request)
+            args, kwargs = broadcast_arguments(
+                engine, lambda: self._load(request, payload), self.identity.worker_id, request
+            )
         else:
             args, kwargs = self._load(request, payload)
         return self._run_engine_code(request, lambda: method(*args, **kwargs))
@@ -398,17 +514,24 @@ class EngineHost:
         worker_id, name = self.identity.worker_id, str(request.engine_name)
         engine = self._engines.get(name)
         if engine is None:
-            raise errors.EngineNotFoundError(name=name, known=list(self._engines), where=f"worker {worker_id}")
+            raise errors.EngineNotFoundError(
+                name=name, known=list(self._engines), where=f"worker {worker_id}"
+            )
         method, reason = None, ""
         if request.method.startswith("_"):
             reason = "it is private"
         elif isinstance(inspect.getattr_static(type(engine), request.method, None), property):
-            reason = "it is a property"  # whose code has no business on this thread, which answers for the worker's health
+            # whose code has no business on this thread, which answers for the worker's health
+            reason = "it is a property"
         else:
             method = getattr(engine, request.method, None)
             reason = "" if method is None else "it is not callable"
         if not callable(method):
-            public = [m for m in dir(type(engine)) if not m.startswith("_") and callable(getattr(type(engine), m, None))]
+            public = [
+                m
+                for m in dir(type(engine))
+                if not m.startswith("_") and callable(getattr(type(engine), m, None))
+            ]
             raise errors.MethodNotFoundError(
                 worker_id=worker_id,
                 engine_name=name,
@@ -426,7 +549,9 @@ class EngineHost:
         except errors.CodecError as error:
             raise self._refusal(errors.ArgumentNotLoadableError, request, error) from error
 
-    def _refusal(self, kind: type[errors.HelmsmanError], request: Request, error: errors.CodecError) -> errors.HelmsmanError:
+    def _refusal(
+        self, kind: type[errors.HelmsmanError], request: Request, error: errors.CodecError
+    ) -> errors.HelmsmanError:
         return kind(
             worker_id=self.identity.worker_id,
             engine_name=request.engine_name,
@@ -436,7 +561,7 @@ class EngineHost:
             reason=error.reason,
         )
 
-    # --- replies ----------------------------------------------------------------------------------------------------
+    # --- replies ----------------------------------------------------------------------------------
 
     def _send_result(self, request: Request, reply: ReplyFn, result: Any) -> None:
         if request.discard:
@@ -448,7 +573,8 @@ class EngineHost:
                 kept = keep(self._store, self.identity.worker_id, payload, result)
                 payload = encode(kept)
             reply(Reply(request.id, True), payload)
-        except Exception as error:  # noqa: BLE001 - no room is left in which to keep or send it, as segments or Ray's store say
+        # No room is left in which to keep or send it, as segments or Ray's store say
+        except Exception as error:  # noqa: BLE001
             if kept is not None:
                 self._store.drop(kept.id)  # its handle reaches no caller
             if isinstance(error, errors.CodecError):

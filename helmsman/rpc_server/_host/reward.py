@@ -21,7 +21,8 @@ class Overtime(msgspec.Struct, frozen=True):
 
 
 class RewardEngine:
-    """Scores by ``function``: a synchronous one on the engine thread, an async one on the event loop.
+    """Scores by ``function``: a synchronous one on the engine thread, an async one on the event
+    loop.
 
     Args:
         function: callable, or its import path 'package.module.function'.
@@ -32,14 +33,18 @@ class RewardEngine:
         if isinstance(function, str):
             module, _, name = function.replace(":", ".").rpartition(".")
             if not module:
-                raise ImportError(f"the reward function {function!r} has no module; expected 'package.module.function'")
+                raise ImportError(
+                    f"the reward function {function!r} has no module; expected "
+                    "'package.module.function'"
+                )
             function = getattr(importlib.import_module(module), name)
         if not callable(function):
             raise TypeError(f"the reward function is {function!r}, which cannot be called")
         self._function: Callable[..., Any] = function
 
     def is_async(self) -> bool:
-        by_call = getattr(type(self._function), "__call__", None)  # noqa: B004 - of an object whose __call__ is async
+        # Of an object whose __call__ is async
+        by_call = getattr(type(self._function), "__call__", None)  # noqa: B004
         return inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(by_call)
 
     def score(self, call: Arguments) -> Any:
@@ -47,14 +52,15 @@ class RewardEngine:
         return self._function(*args, **kwargs)
 
     async def ascore(self, call: Arguments, limit_s: float) -> Any:
-        """As score, awaited; Overtime when it takes longer than the limit. One that swallows its cancellation goes on, and
-        nobody waits for it."""
+        """As score, awaited; Overtime when it takes longer than the limit. One that swallows its
+        cancellation goes on, and nobody waits for it."""
         args, kwargs = call
         started = time.monotonic()
         work = asyncio.ensure_future(self._function(*args, **kwargs))
         await asyncio.wait([work], timeout=limit_s)
         if not work.done():
             work.cancel()
-            work.add_done_callback(lambda work: work.cancelled() or work.exception())  # seen, though nobody waits for it
+            # seen, though nobody waits for it
+            work.add_done_callback(lambda work: work.cancelled() or work.exception())
             return Overtime(time.monotonic() - started)
         return work.result()

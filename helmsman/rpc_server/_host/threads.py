@@ -1,5 +1,5 @@
-"""The two places where engine code runs in a worker, one thread for synchronous methods and one event loop for async ones; and
-what their threads and tasks are doing, as text."""
+"""The two places where engine code runs in a worker, one thread for synchronous methods and one
+event loop for async ones; and what their threads and tasks are doing, as text."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _LAST_TASKS_S = 1.0
 def share_interpreter() -> None:
     """Let the threads of this process take turns more often than Python's 5 ms.
 
-    A thread asks for the interpreter's lock only after a whole interval without a release. Beside an engine that releases the
-    lock every 7 to 70 us, health took 1.3 to 3.8 s with 5 ms, and 28 ms in the median with 1 us. Two threads that both compute
-    in Python pay a tenth for it.
+    A thread asks for the interpreter's lock only after a whole interval without a release. Beside
+    an engine that releases the lock every 7 to 70 us, health took 1.3 to 3.8 s with 5 ms, and 28 ms
+    in the median with 1 us. Two threads that both compute in Python pay a tenth for it.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
@@ -79,12 +79,15 @@ class _Waiting:
 
 
 class EngineThread:
-    """Runs work one after another, in the order of submission, always on the same thread: the order keeps collectives of
-    several ranks aligned, and one thread keeps a device context current. ``record`` is for observers outside this process."""
+    """Runs work one after another, in the order of submission, always on the same thread: the order
+    keeps collectives of several ranks aligned, and one thread keeps a device context current.
+    ``record`` is for observers outside this process."""
 
     def __init__(self, record: CallRecord | None = None) -> None:
         self._record = record
-        self._queue: queue.SimpleQueue[tuple[object, str, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[object, str, Callable[[], None]] | None] = (
+            queue.SimpleQueue()
+        )
         self.waiting = _Waiting()
         self.occupant: Running | None = None
         """The call that runs now."""
@@ -112,9 +115,15 @@ class EngineThread:
                 del item, work  # or the arguments of this call would be kept until the next
 
     def submit(
-        self, request_id: object, name: str, work: Callable[[], None], withdrawn: Callable[[], None] = lambda: None
+        self,
+        request_id: object,
+        name: str,
+        work: Callable[[], None],
+        withdrawn: Callable[[], None] = lambda: None,
     ) -> None:
-        """Queue ``work``, which must not raise; ``withdrawn`` is called instead when it is withdrawn before it begins."""
+        """Queue ``work``, which must not raise; ``withdrawn`` is called instead when it is
+        withdrawn before it begins.
+        """
         with self.waiting.lock:
             self.waiting.add(request_id, withdrawn)
             self._queue.put((request_id, name, work))
@@ -124,10 +133,11 @@ class EngineThread:
 
 
 def run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop on this thread until it is stopped; what is in flight on it then is cancelled, and the loop closed.
+    """Run a loop on this thread until it is stopped; what is in flight on it then is cancelled, and
+    the loop closed.
 
-    SystemExit and KeyboardInterrupt, which asyncio lets through when a task raises them, end nothing else on it; who awaits
-    that task gets them, too.
+    SystemExit and KeyboardInterrupt, which asyncio lets through when a task raises them, end
+    nothing else on it; who awaits that task gets them, too.
     """
     while True:
         try:
@@ -158,13 +168,15 @@ def start_loop(
 
 
 class EngineLoop:
-    """An event loop on a thread of its own, started when the first async method is called; ``record`` is for observers outside
-    this process."""
+    """An event loop on a thread of its own, started when the first async method is called;
+    ``record`` is for observers outside this process."""
 
     def __init__(self, name: str, record: CallRecord | None = None) -> None:
         self._record = record
         self.failure: str | None = None
-        """Why async methods cannot run: the last attempt to start the thread failed. The next call tries again."""
+        """Why async methods cannot run: the last attempt to start the thread failed. The next call
+        tries again.
+        """
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self.thread: threading.Thread | None = None
@@ -180,7 +192,8 @@ class EngineLoop:
         coroutine: Callable[[], Coroutine[Any, Any, None]],
         withdrawn: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start ``coroutine()``, which must not raise, on the loop; ``withdrawn`` is called instead if it is withdrawn first.
+        """Start ``coroutine()``, which must not raise, on the loop; ``withdrawn`` is called instead
+        if it is withdrawn first.
 
         Raises: RuntimeError where no thread can be started.
         """
@@ -190,7 +203,9 @@ class EngineLoop:
             with self.waiting.lock:
                 if not self.waiting.begins(request_id):
                     return
-                self.running[key] = running = Running(request_id, name, time.monotonic(), asyncio.current_task())
+                self.running[key] = running = Running(
+                    request_id, name, time.monotonic(), asyncio.current_task()
+                )
             if self._record is not None:
                 self._record.begun(name, running.since)
             try:
@@ -205,7 +220,9 @@ class EngineLoop:
 
     @property
     def occupant(self) -> Running | None:
-        """The call whose code the loop executes now; None where there is none, or the code is another task's."""
+        """The call whose code the loop executes now; None where there is none, or the code is
+        another task's.
+        """
         loop = self._loop
         task = asyncio.current_task(loop) if loop is not None else None
         return next((call for call in list(self.running.values()) if call.task is task), None)
@@ -235,15 +252,17 @@ class EngineLoop:
                     self._loop, self.thread = start_loop(self._name)
                 except RuntimeError as error:
                     self.failure = (
-                        f"no thread for async methods can be started ({self._name}): {error}. Raise the limit on processes and "
-                        "threads (ulimit -u, the container's pids limit) or start fewer; the next async call tries again."
+                        f"no thread for async methods can be started ({self._name}): {error}. "
+                        "Raise the limit on processes and "
+                        "threads (ulimit -u, the container's pids limit) or start fewer; the next "
+                        "async call tries again."
                     )
                     raise RuntimeError(self.failure) from error
                 self.failure = None
             return self._loop
 
 
-# --- what they are doing --------------------------------------------------------------------------------------------------
+# --- what they are doing --------------------------------------------------------------------------
 
 
 def all_stacks() -> str:
@@ -256,7 +275,11 @@ def all_stacks() -> str:
 
 def thread_stack(thread: threading.Thread | None) -> str:
     """The stack of one thread without our own frames at its root; '' when it is not running."""
-    frame = sys._current_frames().get(thread.ident) if thread is not None and thread.ident is not None else None
+    frame = (
+        sys._current_frames().get(thread.ident)
+        if thread is not None and thread.ident is not None
+        else None
+    )
     return _format(frame, skip_own=True) if frame is not None else ""
 
 
@@ -265,7 +288,11 @@ def task_stack(task: asyncio.Task[Any]) -> str:
     frames: list[FrameType] = []
     awaited: Any = task.get_coro()
     while awaited is not None:
-        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None) or getattr(awaited, "ag_frame", None)
+        frame = (
+            getattr(awaited, "cr_frame", None)
+            or getattr(awaited, "gi_frame", None)
+            or getattr(awaited, "ag_frame", None)
+        )
         if frame is None:
             break
         if not _is_own(frame):
@@ -285,6 +312,10 @@ def _format(frame: FrameType, *, skip_own: bool = False) -> str:
     entries = list(traceback.walk_stack(frame))
     entries.reverse()
     if skip_own:
-        last_own = max((index for index, (each, _) in enumerate(entries) if _is_own(each)), default=-1)
+        last_own = max(
+            (index for index, (each, _) in enumerate(entries) if _is_own(each)), default=-1
+        )
         entries = entries[last_own + 1 :]
-    return "".join(traceback.format_list(traceback.StackSummary.extract(iter(entries)))).rstrip("\n")
+    return "".join(traceback.format_list(traceback.StackSummary.extract(iter(entries)))).rstrip(
+        "\n"
+    )

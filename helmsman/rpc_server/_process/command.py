@@ -1,4 +1,6 @@
-"""An engine that runs a module as the worker's child, for servers that users bring (``fork_workers(..., command=...)``)."""
+"""An engine that runs a module as the worker's child, for servers that users bring
+(``fork_workers(..., command=...)``).
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,21 @@ from collections.abc import Sequence
 from helmsman.rpc_server.ports import PORTS_VARIABLE
 
 _FIRST_MOMENTS_S = 1.0
-"""A child that fails within this fails the start: what it cannot do, such as find its module, it mostly says at once."""
+"""A child that fails within this fails the start: what it cannot do, such as find its module, it
+mostly says at once.
+"""
 _TAIL_BYTES = 4096
 
 
 class CommandEngine:
-    """Runs ``python -m MODULE ARGUMENTS`` with the worker's environment, devices and log; it ends with the worker.
+    """Runs ``python -m MODULE ARGUMENTS`` with the worker's environment, devices and log; it ends
+    with the worker.
 
     The child may bind the worker's leased ports. It finds them in HELMSMAN_PORTS, 'port,port'.
 
     Args:
-        command: module name and arguments, quoted as for a shell. ``{port0}``, ``{port1}``, ... stand for the leased ports,
-            ``{port}`` for the first of them.
+        command: module name and arguments, quoted as for a shell. ``{port0}``, ``{port1}``, ...
+            stand for the leased ports, ``{port}`` for the first of them.
         ports: the ports that are leased to the worker.
     Raises: ValueError for a command that makes no sense; RuntimeError when the child fails at once.
     """
@@ -46,7 +51,8 @@ class CommandEngine:
         if code != 0:
             how = f"exit code {code}" if code > 0 else f"signal {-code}"
             raise RuntimeError(
-                f"'python -m {shlex.join(arguments)}' ended at once with {how}; it wrote:\n{_log_since(written)}"
+                f"'python -m {shlex.join(arguments)}' ended at once with {how}; it "
+                f"wrote:\n{_log_since(written)}"
             )
 
     def pid(self) -> int:
@@ -70,7 +76,8 @@ def _with_ports(part: str, command: str, ports: Sequence[str]) -> str:
         index = int(match[1] or 0)
         if index >= len(ports):
             raise ValueError(
-                f"the command {command!r} asks for {match[0]}, but the worker has {len(ports)} leased ports; "
+                f"the command {command!r} asks for {match[0]}, but the worker has {len(ports)} "
+                "leased ports; "
                 f"set SchedulingSpec.port_count to {index + 1}"
             )
         return ports[index]
@@ -79,7 +86,9 @@ def _with_ports(part: str, command: str, ports: Sequence[str]) -> str:
 
 
 def _log_size() -> int:
-    """Bytes of the worker's log, to which the child writes, too; 0 where its output goes elsewhere."""
+    """Bytes of the worker's log, to which the child writes, too; 0 where its output goes
+    elsewhere.
+    """
     status = os.fstat(2)
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 

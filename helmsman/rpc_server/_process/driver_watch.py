@@ -1,4 +1,6 @@
-"""Ends a forkserver and its run when the driver has ended, even while the forkserver still imports. Standard library only."""
+"""Ends a forkserver and its run when the driver has ended, even while the forkserver still imports.
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from helmsman.rpc_server._process.guardian import Mark, bear_mark, descendants, end_all, process_table, run_members
+from helmsman.rpc_server._process.guardian import (
+    Mark,
+    bear_mark,
+    descendants,
+    end_all,
+    process_table,
+    run_members,
+)
 
 NO_PIDFD = -1
 """Number that replaces the driver's pidfd on a system without pidfds."""
@@ -20,7 +29,9 @@ _GRACE_S = 3.0
 
 @contextlib.contextmanager
 def pidfd_of_this_process() -> Iterator[int]:
-    """A pidfd for a forkserver. It reports the driver's end also while children of the driver hold its sockets."""
+    """A pidfd for a forkserver. It reports the driver's end also while children of the driver hold
+    its sockets.
+    """
     if not hasattr(os, "pidfd_open"):
         yield NO_PIDFD
         return
@@ -32,11 +43,13 @@ def pidfd_of_this_process() -> Iterator[int]:
 
 
 def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None = None) -> int:
-    """Mark this process, the forkserver, as one of the run, and fork a watcher of it and of its driver, whose pidfd this is.
+    """Mark this process, the forkserver, as one of the run, and fork a watcher of it and of its
+    driver, whose pidfd this is.
 
-    A thread cannot watch: an import may hold the interpreter's lock, and a process that forks workers must have one thread.
-    With a ``channel`` to the driver the run ends when the driver closes it, and goes on if the forkserver exits; else the run
-    ends with the forkserver. ``folder``, without sub-folders, is removed with the run.
+    A thread cannot watch: an import may hold the interpreter's lock, and a process that forks
+    workers must have one thread. With a ``channel`` to the driver the run ends when the driver
+    closes it, and goes on if the forkserver exits; else the run ends with the forkserver.
+    ``folder``, without sub-folders, is removed with the run.
 
     Returns: the watcher's pid; 0 where the system has no pidfds, and therefore no watcher.
     """
@@ -58,7 +71,9 @@ def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None
         os._exit(code)
 
 
-def _watch(driver: int, server: int, starter: int, run_id: str, folder: str, channel: int | None) -> None:
+def _watch(
+    driver: int, server: int, starter: int, run_id: str, folder: str, channel: int | None
+) -> None:
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -81,7 +96,11 @@ def _watch(driver: int, server: int, starter: int, run_id: str, folder: str, cha
 
     def left() -> set[int]:
         members = run_members(run_id)
-        return members if channel is not None or _has_ended(driver) else members - _successors(starter, run_id)
+        return (
+            members
+            if channel is not None or _has_ended(driver)
+            else members - _successors(starter, run_id)
+        )
 
     end_all(left)
     if folder:
@@ -95,7 +114,9 @@ def _has_ended(pidfd: int) -> bool:
 
 
 def _successors(starter: int, run_id: str) -> set[int]:
-    """The forkserver by which a living driver has replaced the one that ended, and all that it has started."""
+    """The forkserver by which a living driver has replaced the one that ended, and all that it has
+    started.
+    """
     table, members = process_table(), run_members(run_id)
     servers = {pid for pid in members if pid in table and table[pid].parent == starter}
     return servers.union(*(descendants(pid, table) for pid in servers))

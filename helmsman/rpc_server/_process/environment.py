@@ -19,7 +19,8 @@ class Environment:
     def __init__(self, origin: str) -> None:
         sources = {TAG_VARIABLE: "helmsman"}
         self._known = {
-            name: EnvironmentVariable(name, value, sources.get(name, origin)) for name, value in dict(os.environ).items()
+            name: EnvironmentVariable(name, value, sources.get(name, origin))
+            for name, value in dict(os.environ).items()
         }
 
     def set(self, variables: Iterable[EnvironmentVariable]) -> None:
@@ -28,7 +29,9 @@ class Environment:
             self._known[variable.name] = variable
 
     def describe(self) -> list[EnvironmentVariable]:
-        """Every variable as it stands, sorted by name. Secrets are masked here, so that they never leave the process."""
+        """Every variable as it stands, sorted by name. Secrets are masked here, so that they never
+        leave the process.
+        """
         return [
             EnvironmentVariable(name, masked(name, value), self._source(name, value))
             for name, value in sorted(dict(os.environ).items())
@@ -44,21 +47,31 @@ def absolute_search_path() -> list[str]:
 
 
 def extend_search_path(folders: Iterable[str]) -> None:
-    """Search these folders, too, for modules; behind those of this process, so that a node's own packages win."""
+    """Search these folders, too, for modules; behind those of this process, so that a node's own
+    packages win.
+    """
     sys.path.extend(folder for folder in folders if folder not in sys.path)
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Import modules that workers are forked with; one that fails is left to the engine, which imports it again."""
+    """Import modules that workers are forked with; one that fails is left to the engine, which
+    imports it again.
+    """
     for module in modules:
         try:
             importlib.import_module(module)
         except Exception as error:  # noqa: BLE001 - a module's own code may raise anything
-            print(f"forkserver: {module} is not preloaded: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(
+                f"forkserver: {module} is not preloaded: {type(error).__name__}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def redirect_output(log: int) -> int:
-    """Append the output of this process to an open file, whose descriptor is closed; returns how many bytes it had."""
+    """Append the output of this process to an open file, whose descriptor is closed; returns how
+    many bytes it had.
+    """
     log_start = os.fstat(log).st_size
     sys.stdout.flush()
     sys.stderr.flush()
@@ -71,11 +84,13 @@ def redirect_output(log: int) -> int:
 
 
 def follow_thread_count() -> None:
-    """Let torch and numpy, where they are loaded, use as many threads as OMP_NUM_THREADS says: they have read it long before.
+    """Let torch and numpy, where they are loaded, use as many threads as OMP_NUM_THREADS says: they
+    have read it long before.
 
     To be called on the thread that computes, since OpenMP keeps the number for each.
     """
-    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # the others are of nested levels
+    # the others are of nested levels
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if not first.isdecimal() or int(first) < 1:
         return
     torch = sys.modules.get("torch")
@@ -88,12 +103,20 @@ def follow_thread_count() -> None:
 
 @functools.cache
 def _openblas_setters() -> list[Callable[[int], object]]:
-    """What sets the number of threads of each OpenBLAS that this process has loaded; numpy's wheels bring one of their own."""
+    """What sets the number of threads of each OpenBLAS that this process has loaded; numpy's wheels
+    bring one of their own.
+    """
     try:
         with open("/proc/self/maps") as file:
             paths = {line.split()[-1] for line in file if "openblas" in line}
     except OSError:
         return []
     libraries = [ctypes.CDLL(path) for path in sorted(paths)]
-    names = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
-    return [getattr(library, name) for library in libraries for name in names if hasattr(library, name)]
+    names = (
+        "scipy_openblas_set_num_threads64_",
+        "openblas_set_num_threads64_",
+        "openblas_set_num_threads",
+    )
+    return [
+        getattr(library, name) for library in libraries for name in names if hasattr(library, name)
+    ]

@@ -1,11 +1,13 @@
 """Ends a worker's family: the processes that the worker started, directly or through its children.
 
-Every process of a family bears the worker's mark, a resource limit. Fork and exec inherit it, and a new session, an empty
-environment or closed descriptors do not remove it. Where the kernel refuses the mark, a family is found by descent, by the
-worker's process group or session, and by the worker's tag in the environment.
+Every process of a family bears the worker's mark, a resource limit. Fork and exec inherit it, and a
+new session, an empty environment or closed descriptors do not remove it. Where the kernel refuses
+the mark, a family is found by descent, by the worker's process group or session, and by the
+worker's tag in the environment.
 
-Standard library only: this file also runs as a script of its own (``python -I -S guardian.py ...``), beside a worker whose
-parent is not ours (a Ray actor), so that the family's end does not depend on the worker's, the driver's or Ray's health.
+Standard library only: this file also runs as a script of its own (``python -I -S guardian.py
+...``), beside a worker whose parent is not ours (a Ray actor), so that the family's end does not
+depend on the worker's, the driver's or Ray's health.
 """
 
 from __future__ import annotations
@@ -23,10 +25,14 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 TAG_VARIABLE = "HELMSMAN_WORKER_TAG"
-"""Environment variable by which a worker's descendants are recognised; its value is unique per worker process."""
+"""Environment variable by which a worker's descendants are recognised; its value is unique per
+worker process.
+"""
 
 _RLIMIT_LOCKS = 10
-"""The limit that carries the mark. Linux has not applied it since 2.4.25, and shows it to everyone in /proc/<pid>/limits."""
+"""The limit that carries the mark. Linux has not applied it since 2.4.25, and shows it to everyone
+in /proc/<pid>/limits.
+"""
 _MARKED = 1 << 62
 _PID_BITS = 22
 """The kernel's largest pid has so many bits; above them are the 40 bits of the run's id."""
@@ -55,7 +61,9 @@ class Mark(NamedTuple):
 
 
 def bear_mark(mark: Mark) -> None:
-    """Mark this process and all that it starts from now on. Without effect where the kernel refuses."""
+    """Mark this process and all that it starts from now on. Without effect where the kernel
+    refuses.
+    """
     _set_mark(_MARKED | int(mark.run_id, 16) << _PID_BITS | mark.worker_pid)
 
 
@@ -80,7 +88,9 @@ def mark_of(pid: int) -> Mark | None:
 
 
 def uid_of(pid: int) -> int | None:
-    """The real user id of a process; None where it has exited. The owner of its /proc entry may be root's instead."""
+    """The real user id of a process; None where it has exited. The owner of its /proc entry may be
+    root's instead.
+    """
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             words = file.read().partition(b"\nUid:")[2].split(None, 1)
@@ -90,7 +100,9 @@ def uid_of(pid: int) -> int | None:
 
 
 def _is_ours(pid: int) -> bool:
-    """Whether this process may end another one. Any user can copy a mark, which everyone can read."""
+    """Whether this process may end another one. Any user can copy a mark, which everyone can
+    read.
+    """
     return os.geteuid() in (0, uid_of(pid))
 
 
@@ -111,7 +123,9 @@ def _list(path: str) -> list[str]:
 
 
 def stat_fields(pid: int) -> list[bytes]:
-    """The fields of /proc/<pid>/stat from the state on, which is its third; none where the process does not exist."""
+    """The fields of /proc/<pid>/stat from the state on, which is its third; none where the process
+    does not exist.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()
@@ -123,7 +137,9 @@ def process_of(pid: int) -> Process | None:
     fields = stat_fields(pid)
     if not fields:
         return None
-    return Process(pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0].decode(), int(fields[19]))
+    return Process(
+        pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0].decode(), int(fields[19])
+    )
 
 
 def _has_tag(pid: int, tag: bytes) -> bool:
@@ -149,8 +165,8 @@ def descendants(root: int, table: dict[int, Process]) -> set[int]:
 
 
 def family(worker_pid: int, tag: str) -> set[int]:
-    """Pids of the running processes of a worker's family, without the worker and the caller. The tag begins with the run's id
-    and a slash."""
+    """Pids of the running processes of a worker's family, without the worker and the caller. The
+    tag begins with the run's id and a slash."""
     mark, entry = Mark(tag.partition("/")[0], worker_pid), f"{TAG_VARIABLE}={tag}".encode()
 
     def belongs(row: Process) -> bool:
@@ -161,7 +177,9 @@ def family(worker_pid: int, tag: str) -> set[int]:
 
 
 def run_members(run_id: str) -> set[int]:
-    """Pids of the running processes that bear the mark of a run, and their descendants, without the caller."""
+    """Pids of the running processes that bear the mark of a run, and their descendants, without the
+    caller.
+    """
 
     def belongs(row: Process) -> bool:
         mark = mark_of(row.pid)
@@ -189,10 +207,12 @@ def end_members(pids: set[int], worker_pid: int, tag: str) -> set[int]:
 
 
 def end_all(find: Callable[[], set[int]], *, limit_s: float = 5.0) -> set[int]:
-    """Kill the processes that ``find`` returns until it returns none; returns those that are left after ``limit_s`` seconds.
+    """Kill the processes that ``find`` returns until it returns none; returns those that are left
+    after ``limit_s`` seconds.
 
-    Processes that clean up after others get up to a second for it: Python's trackers of shared memory, and the forkserver and
-    watcher of a run within the family. They exit once the processes that they watch have exited.
+    Processes that clean up after others get up to a second for it: Python's trackers of shared
+    memory, and the forkserver and watcher of a run within the family. They exit once the processes
+    that they watch have exited.
     """
     deadline = time.monotonic() + limit_s
     patience = time.monotonic() + min(_CLEANERS_S, limit_s / 2)
@@ -234,9 +254,11 @@ def wait_until(condition: Callable[[], bool], limit_s: float, interval_s: float 
 
 
 def exit_status_of(pid: int, pidfd: int, limit_s: float = 0.5) -> int | None:
-    """The wait status of a process that has ended and is not our child; None where the kernel does not tell.
+    """The wait status of a process that has ended and is not our child; None where the kernel does
+    not tell.
 
-    Until its parent reaps it, the process table has the status; from then on its pidfd has it, from Linux 6.15 on.
+    Until its parent reaps it, the process table has the status; from then on its pidfd has it, from
+    Linux 6.15 on.
     """
     deadline = time.monotonic() + limit_s
     while True:
@@ -248,7 +270,8 @@ def exit_status_of(pid: int, pidfd: int, limit_s: float = 0.5) -> int | None:
         try:
             fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
         except ProcessLookupError:
-            info = bytearray(64)  # caught in the middle of being reaped: the next look finds it reaped
+            # caught in the middle of being reaped: the next look finds it reaped
+            info = bytearray(64)
         except OSError:
             return None  # a kernel that does not know the question
         if struct.unpack_from("Q", info, 0)[0] & _PIDFD_INFO_EXIT:
@@ -275,21 +298,32 @@ def record_path(log_path: str) -> str:
 
 
 def read_record(log_path: str, pid: int) -> dict[str, int | None] | None:
-    """What the guardian recorded of a worker's end: {"exit_code", "exit_signal"}; None while there is nothing of this process,
-    whose predecessor may have had the same log."""
+    """What the guardian recorded of a worker's end: {"exit_code", "exit_signal"}; None while there
+    is nothing of this process, whose predecessor may have had the same log."""
     try:
-        with open(os.open(record_path(log_path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
+        with open(
+            os.open(
+                record_path(log_path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            )
+        ) as file:
             record = json.load(file)
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or record.pop("pid", None) != pid or record.keys() != {"exit_code", "exit_signal"}:
+    if (
+        not isinstance(record, dict)
+        or record.pop("pid", None) != pid
+        or record.keys() != {"exit_code", "exit_signal"}
+    ):
         return None  # of another process, or planted where everyone may write
     return record
 
 
-def watch(worker_pid: int, pidfd: int, tag: str, log_path: str, folder: int, tracker_fd: int) -> None:
-    """Wait for a process to end, record its exit status beside its log, whose directory is open as ``folder``, and end its
-    family. The guardian's whole life. The tracker of shared memory is started when the first bytes arrive on ``tracker_fd``."""
+def watch(
+    worker_pid: int, pidfd: int, tag: str, log_path: str, folder: int, tracker_fd: int
+) -> None:
+    """Wait for a process to end, record its exit status beside its log, whose directory is open as
+    ``folder``, and end its family. The guardian's whole life. The tracker of shared memory is
+    started when the first bytes arrive on ``tracker_fd``."""
     waiting = select.poll()
     for fd in (pidfd, tracker_fd):
         waiting.register(fd, select.POLLIN)
@@ -311,7 +345,9 @@ def _start_tracker(fd: int) -> None:
     import subprocess
 
     program = f"from multiprocessing.resource_tracker import main; main({fd})"
-    subprocess.Popen([sys.executable, "-I", "-S", "-c", program], stdin=subprocess.DEVNULL, pass_fds=[fd])
+    subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", program], stdin=subprocess.DEVNULL, pass_fds=[fd]
+    )
 
 
 def _record(worker_pid: int, pidfd: int, log_path: str, folder: int) -> None:
@@ -320,7 +356,9 @@ def _record(worker_pid: int, pidfd: int, log_path: str, folder: int) -> None:
     name = os.path.basename(record_path(log_path))
     temporary = f"{name}.{os.getpid()}"
     try:
-        made = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        made = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder
+        )
         with open(made, "w") as file:
             json.dump({"pid": worker_pid, "exit_code": code, "exit_signal": number}, file)
         os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -331,8 +369,9 @@ def _record(worker_pid: int, pidfd: int, log_path: str, folder: int) -> None:
 def spawn_guardian(tag: str, log_path: str) -> None:
     """Mark this process, and start a guardian for it, which exits after it.
 
-    The guardian starts this process's tracker of shared memory. Ray kills the children of a worker that exits in order, and
-    thus a tracker that the worker itself has started, before it has removed the names of the worker's segments.
+    The guardian starts this process's tracker of shared memory. Ray kills the children of a worker
+    that exits in order, and thus a tracker that the worker itself has started, before it has
+    removed the names of the worker's segments.
     """
     from multiprocessing import resource_tracker
 
@@ -352,7 +391,9 @@ def guard(pid: int, tag: str, log_path: str = "", tracker_fd: int | None = None)
 
     subprocess.run(
         [sys.executable, "-I", "-S", __file__, str(pid), tag, log_path],
-        stdin=subprocess.PIPE if tracker_fd is None else tracker_fd,  # a pipe that is closed at once
+        stdin=subprocess.PIPE
+        if tracker_fd is None
+        else tracker_fd,  # a pipe that is closed at once
         stdout=subprocess.DEVNULL,
         start_new_session=True,
         env={},
@@ -364,12 +405,20 @@ def guard(pid: int, tag: str, log_path: str = "", tracker_fd: int | None = None)
 if __name__ == "__main__":
     for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(_number, signal.SIG_IGN)
-    _set_mark(resource.RLIM_INFINITY)  # it belongs to no family, also where the worker's driver is in a worker itself
-    _pidfd = os.pidfd_open(int(sys.argv[1]))  # before the worker goes on, so that its end cannot come first
+    # it belongs to no family, also where the worker's driver is in a worker itself
+    _set_mark(resource.RLIM_INFINITY)
+    # before the worker goes on, so that its end cannot come first
+    _pidfd = os.pidfd_open(int(sys.argv[1]))
     _log_path = sys.argv[3]
-    _folder = os.open(os.path.dirname(_log_path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if _log_path else -1
+    _folder = (
+        os.open(os.path.dirname(_log_path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if _log_path
+        else -1
+    )
     if os.fork():
-        os._exit(0)  # an orphan from here on: a Ray worker that ends in order kills its direct children before it does
+        # an orphan from here on: a Ray worker that ends in order kills its direct children before
+        # it does
+        os._exit(0)
     _tracker_fd = os.dup(sys.stdin.fileno())
     sys.stdin.close()  # the tracker alone is to read from it
     watch(int(sys.argv[1]), _pidfd, sys.argv[2], _log_path, _folder, _tracker_fd)

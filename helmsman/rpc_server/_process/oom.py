@@ -1,4 +1,6 @@
-"""Counts of the processes that the kernel's OOM killer has ended, which distinguish its SIGKILL from others."""
+"""Counts of the processes that the kernel's OOM killer has ended, which distinguish its SIGKILL
+from others.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ _MACHINE = "/proc/vmstat"
 
 
 class OomCount(msgspec.Struct, frozen=True):
-    """Number of processes that the OOM killer had ended at one time, in a cgroup or on the whole machine."""
+    """Number of processes that the OOM killer had ended at one time, in a cgroup or on the whole
+    machine.
+    """
 
     path: str
     """File of the count, readable by any process of the same machine."""
@@ -19,7 +23,9 @@ class OomCount(msgspec.Struct, frozen=True):
 
 
 def oom_count(pid: int | str = "self") -> OomCount | None:
-    """OOM kills so far in the memory cgroup of a process, else of the machine; None where the kernel keeps no count."""
+    """OOM kills so far in the memory cgroup of a process, else of the machine; None where the
+    kernel keeps no count.
+    """
     for path in (*_cgroup_files(pid), _MACHINE):
         if (num_kills := _read(path)) is not None:
             return OomCount(path, num_kills)
@@ -32,7 +38,9 @@ def oom_kills_since(before: OomCount | None) -> int:
 
 
 def _cgroup_files(pid: int | str) -> list[str]:
-    """Where the kernel keeps the count: version 2 of cgroups, mounted alone or beside version 1, and version 1."""
+    """Where the kernel keeps the count: version 2 of cgroups, mounted alone or beside version 1,
+    and version 1.
+    """
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
@@ -40,7 +48,8 @@ def _cgroup_files(pid: int | str) -> list[str]:
     found = []
     for line in lines:
         number, controllers, group = line.split(":", 2)
-        inside = group.lstrip("/")  # a container sees its own group as the root, or its path on the host, which is not there
+        # a container sees its own group as the root, or its path on the host, which is not there
+        inside = group.lstrip("/")
         if number == "0" and not controllers:
             found += [_CGROUPS / inside / "memory.events", _CGROUPS / "memory.events"]
         elif "memory" in controllers.split(","):
@@ -54,4 +63,11 @@ def _read(path: str) -> int | None:
         lines = Path(path).read_text().splitlines()
     except OSError:
         return None
-    return next((int(value) for name, _, value in (line.partition(" ") for line in lines) if name == "oom_kill"), None)
+    return next(
+        (
+            int(value)
+            for name, _, value in (line.partition(" ") for line in lines)
+            if name == "oom_kill"
+        ),
+        None,
+    )

@@ -1,7 +1,8 @@
-"""Helper process that stops a worker and continues it, for a fault: ``pause_helper.py PID FACTOR SECONDS``.
+"""Helper process that stops a worker and continues it, for a fault: ``pause_helper.py PID FACTOR
+SECONDS``.
 
-It writes a byte once it is ready, begins when it reads one, and ends at another, when its time is over, or with the worker. It
-never leaves a living worker stopped. Standard library only.
+It writes a byte once it is ready, begins when it reads one, and ends at another, when its time is
+over, or with the worker. It never leaves a living worker stopped. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ import sys
 import time
 
 _PERIOD_S = 0.1
-"""Of being slow: short beside what anybody waits for, and long beside what the system needs to switch processes."""
+"""Of being slow: short beside what anybody waits for, and long beside what the system needs to
+switch processes.
+"""
 
 _LONGEST_S = 1e6
-"""Of one wait: the system refuses some thousand times more. The process is stopped again at once."""
+"""Of one wait: the system refuses some thousand times more. The process is stopped again at
+once.
+"""
 
 
 def hold(pidfd: int, told: int, factor: float, seconds: float) -> None:
-    """Let a process run for one part of the time in ``factor`` (infinity: none), for so many seconds.
+    """Let a process run for one part of the time in ``factor`` (infinity: none), for so many
+    seconds.
 
     Args:
         told: is readable when this is to end.
@@ -30,7 +36,9 @@ def hold(pidfd: int, told: int, factor: float, seconds: float) -> None:
     def is_over(after_s: float) -> bool:
         left_s = deadline - time.monotonic()
         timeout = max(0.0, min(after_s, left_s, _LONGEST_S))
-        return bool(select.select([pidfd, told], [], [], timeout)[0]) or time.monotonic() >= deadline
+        return (
+            bool(select.select([pidfd, told], [], [], timeout)[0]) or time.monotonic() >= deadline
+        )
 
     deadline = time.monotonic() + seconds
     runs_s = _PERIOD_S / factor

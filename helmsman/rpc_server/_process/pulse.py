@@ -1,7 +1,8 @@
-"""A worker's sign of life: a page of shared memory that others read while no thread of the worker can answer.
+"""A worker's sign of life: a page of shared memory that others read while no thread of the worker
+can answer.
 
-The worker beats and describes itself each BEAT_S, and notes the begin and the end of each call. The controller, or the worker's
-observer.py on another machine, calls observe(); read() decodes that.
+The worker beats and describes itself each BEAT_S, and notes the begin and the end of each call. The
+controller, or the worker's observer.py on another machine, calls observe(); read() decodes that.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from typing import NamedTuple
 from helmsman.rpc_server._process.guardian import stat_fields
 
 BEAT_S = 0.2
-"""Seconds between two beats: short enough to distinguish an interpreter that is stuck for a second from a slow one."""
+"""Seconds between two beats: short enough to distinguish an interpreter that is stuck for a second
+from a slow one.
+"""
 
 PAGE_BYTES = 8192
 _BEAT = struct.Struct("=dB")
 """time.monotonic() of the last beat, and the slot of the last description."""
 _CALL_NAME_BYTES = 110
 _CALL = struct.Struct(f"=QdH{_CALL_NAME_BYTES}sQ")
-"""Number, time.monotonic() at the begin (0 when none runs), length of the name, name, and the number again: where the two
-differ, it was read, or its process stopped, in the middle of a write."""
+"""Number, time.monotonic() at the begin (0 when none runs), length of the name, name, and the
+number again: where the two differ, it was read, or its process stopped, in the middle of a
+write."""
 _CALL_SINCE_AT = 8
 _SINCE = struct.Struct("=d")
 _LENGTH = struct.Struct("=I")
@@ -76,10 +80,12 @@ class Pulse:
         """The call on the event loop that began last, whether or not it has ended."""
 
     def start(self, describe: Callable[[], bytes]) -> None:
-        """Beat on a thread of its own until this process ends; what ``describe`` returns is kept if it fits into 3.8 kB. Raises
-        RuntimeError where no thread can be started."""
+        """Beat on a thread of its own until this process ends; what ``describe`` returns is kept if
+        it fits into 3.8 kB. Raises RuntimeError where no thread can be started."""
         self._beat(describe)
-        threading.Thread(target=self._keep_beating, args=(describe,), name="pulse", daemon=True).start()
+        threading.Thread(
+            target=self._keep_beating, args=(describe,), name="pulse", daemon=True
+        ).start()
 
     def _keep_beating(self, describe: Callable[[], bytes]) -> None:
         while True:
@@ -89,10 +95,13 @@ class Pulse:
     def _beat(self, describe: Callable[[], bytes]) -> None:
         description = describe()
         if len(description) <= _SLOT_BYTES - _LENGTH.size:
-            slot = 1 - self._slot  # the other one stays whole, should this process be stopped in the middle
+            # the other one stays whole, should this process be stopped in the middle
+            slot = 1 - self._slot
             offset = _SLOTS_AT + slot * _SLOT_BYTES
             _LENGTH.pack_into(self._page, offset, len(description))
-            self._page[offset + _LENGTH.size : offset + _LENGTH.size + len(description)] = description
+            self._page[offset + _LENGTH.size : offset + _LENGTH.size + len(description)] = (
+                description
+            )
             self._slot = slot
         _BEAT.pack_into(self._page, 0, time.monotonic(), self._slot)
 
@@ -120,7 +129,9 @@ class Seen(NamedTuple):
 
 
 def find_page(pid: int, tag: str) -> mmap.mmap | None:
-    """Map the page of another process; None where it cannot be seen from here, such as on another machine."""
+    """Map the page of another process; None where it cannot be seen from here, such as on another
+    machine.
+    """
     wanted = f"/memfd:{_NAME}{tag} (deleted)"
     folder = f"/proc/{pid}/fd"
     try:
@@ -156,8 +167,9 @@ def observe(page: mmap.mmap, pid: int) -> bytes:
 def _state_of_threads(pid: int) -> bytes:
     """R when a thread computes, else D when one waits for a disk, else S.
 
-    Threads that wait for the interpreter's lock do not count. They look for it every microsecond (share_interpreter), so each
-    gives its processor up many times within ``_LOOK_S``, where one that computes does not once.
+    Threads that wait for the interpreter's lock do not count. They look for it every microsecond
+    (share_interpreter), so each gives its processor up many times within ``_LOOK_S``, where one
+    that computes does not once.
     """
     folder, states = f"/proc/{pid}/task", {}
     with contextlib.suppress(OSError):  # it has ended
@@ -166,7 +178,10 @@ def _state_of_threads(pid: int) -> bytes:
     if running:
         time.sleep(_LOOK_S)
     for thread, num_yields in running.items():
-        if _field(f"{folder}/{thread}/stat", b")") == b"R" and _yields(folder, thread) == num_yields:
+        if (
+            _field(f"{folder}/{thread}/stat", b")") == b"R"
+            and _yields(folder, thread) == num_yields
+        ):
             return b"R"
     return b"D" if b"D" in states.values() else b"S"
 
@@ -208,4 +223,8 @@ def _call(page: bytes, offset: int, now: float) -> Call | None:
     number, since, length, name, again = _CALL.unpack_from(page, offset)
     if number != again:
         return None
-    return Call(name[:length].decode(errors="replace"), max(0.0, now - since)) if since else Call("", 0.0)
+    return (
+        Call(name[:length].decode(errors="replace"), max(0.0, now - since))
+        if since
+        else Call("", 0.0)
+    )

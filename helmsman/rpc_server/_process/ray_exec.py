@@ -1,6 +1,8 @@
-"""Becomes a process of an embedded Ray that ignores SIGINT and dies with the script: ``ray_exec.py PARENT COMMAND ...``.
+"""Becomes a process of an embedded Ray that ignores SIGINT and dies with the script: ``ray_exec.py
+PARENT COMMAND ...``.
 
-Ray would fork the script for that, which is not safe with threads of native code: the child may crash or hang.
+Ray would fork the script for that, which is not safe with threads of native code: the child may
+crash or hang.
 """
 
 import ctypes

@@ -1,9 +1,12 @@
-"""Files and directories in places where other users may write: used only where no other user can have put them there.
+"""Files and directories in places where other users may write: used only where no other user can
+have put them there.
 
-Three rules, each checked on a descriptor that stays open, so that nothing can be swapped in between:
+Three rules, each checked on a descriptor that stays open, so that nothing can be swapped in
+between:
 
-- Below a directory where everyone may write, symbolic links and existing files must belong to this user or to root, and
-  directories too where the sticky bit keeps users apart, as in /tmp. Elsewhere the owner of the directory has decided.
+- Below a directory where everyone may write, symbolic links and existing files must belong to this
+  user or to root, and directories too where the sticky bit keeps users apart, as in /tmp. Elsewhere
+  the owner of the directory has decided.
 - Helmsman's own directories are real ones of this user with mode 0700.
 - Files are regular ones, and no symbolic link in their place is ever followed.
 """
@@ -29,7 +32,8 @@ _MOST_LINKS = 40
 
 @contextlib.contextmanager
 def open_directory(path: str | Path, *, create: bool = False) -> Iterator[int]:
-    """A descriptor of a directory that the user has named; ``create`` makes what is missing, with mode 0700.
+    """A descriptor of a directory that the user has named; ``create`` makes what is missing, with
+    mode 0700.
 
     Raises: UntrustedPathError, OSError.
     """
@@ -86,7 +90,9 @@ def _entry(name: str, folder: int, whole: str, create: bool) -> os.stat_result:
 
 
 def _open_same(name: str, folder: int, whole: str, entry: os.stat_result, flags: int) -> int:
-    """Open the directory that ``entry`` describes; refuse another one that has taken its name since."""
+    """Open the directory that ``entry`` describes; refuse another one that has taken its name
+    since.
+    """
     with _naming(whole):
         opened = os.open(name, flags, dir_fd=folder)
         if not os.path.samestat(os.fstat(opened), entry):
@@ -97,10 +103,11 @@ def _open_same(name: str, folder: int, whole: str, entry: os.stat_result, flags:
 
 @contextlib.contextmanager
 def private_directory(base: str | Path, *names: str, create: bool = True) -> Iterator[int]:
-    """A descriptor, which can be listed, of a directory of Helmsman's own below ``base``: each of ``names`` is real, of this
-    user, with mode 0700, and made where it is missing with ``create``.
+    """A descriptor, which can be listed, of a directory of Helmsman's own below ``base``: each of
+    ``names`` is real, of this user, with mode 0700, and made where it is missing with ``create``.
 
-    A directory of this user that others may read is closed to them. One where they may write is refused.
+    A directory of this user that others may read is closed to them. One where they may write is
+    refused.
 
     Raises: UntrustedPathError, OSError.
     """
@@ -110,8 +117,14 @@ def private_directory(base: str | Path, *names: str, create: bool = True) -> Ite
         for name in names:
             whole = os.path.join(whole, name)
             entry = _entry(name, here, whole, create)
-            if not stat.S_ISDIR(entry.st_mode) or entry.st_uid != os.geteuid() or entry.st_mode & 0o022:
-                raise _untrusted(whole, entry, f"a directory of {owner(os.geteuid())} with mode 0700")
+            if (
+                not stat.S_ISDIR(entry.st_mode)
+                or entry.st_uid != os.geteuid()
+                or entry.st_mode & 0o022
+            ):
+                raise _untrusted(
+                    whole, entry, f"a directory of {owner(os.geteuid())} with mode 0700"
+                )
             here = _open_same(name, here, whole, entry, _LIST)
             opened.callback(os.close, here)
             if entry.st_mode & 0o077:
@@ -121,13 +134,18 @@ def private_directory(base: str | Path, *names: str, create: bool = True) -> Ite
 
 @contextlib.contextmanager
 def log_directory(path: str | Path, run_id: str) -> Iterator[int]:
-    """A descriptor of a run's log directory, made if missing. One named after the run is Helmsman's own and must be private.
+    """A descriptor of a run's log directory, made if missing. One named after the run is Helmsman's
+    own and must be private.
 
     Raises: UntrustedPathError, OSError.
     """
     whole = Path(os.path.abspath(path))
     is_own = whole.name == run_id
-    with private_directory(whole.parent, run_id) if is_own else open_directory(whole, create=True) as folder:
+    with (
+        private_directory(whole.parent, run_id)
+        if is_own
+        else open_directory(whole, create=True) as folder
+    ):
         yield folder
 
 
@@ -146,7 +164,9 @@ def open_log(path: str | Path, run_id: str) -> int:
 
 
 def open_regular(path: str | Path) -> int:
-    """A descriptor by which a regular file is read. Raises: UntrustedPathError where it is none, OSError."""
+    """A descriptor by which a regular file is read. Raises: UntrustedPathError where it is none,
+    OSError.
+    """
     directory, name = os.path.split(os.path.abspath(path))
     folder = os.open(directory, _SEARCH & ~os.O_NOFOLLOW)
     try:
@@ -156,7 +176,9 @@ def open_regular(path: str | Path) -> int:
 
 
 def read_own(name: str, folder: int, whole: str) -> tuple[bytes, int]:
-    """(content, descriptor to be closed) of a file of this user in an open directory. Raises UntrustedPathError, OSError."""
+    """(content, descriptor to be closed) of a file of this user in an open directory. Raises
+    UntrustedPathError, OSError.
+    """
     fd = _open_file(name, folder, whole, os.O_RDONLY | _FILE)
     entry = os.fstat(fd)
     if entry.st_uid != os.geteuid():
@@ -167,7 +189,12 @@ def read_own(name: str, folder: int, whole: str) -> tuple[bytes, int]:
 
 def _open_file(name: str, folder: int, whole: str, flags: int) -> int:
     entry = _entry(name, folder, whole, False)
-    if stat.S_IFMT(entry.st_mode) in (stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK):  # opening these fails or blocks
+    if stat.S_IFMT(entry.st_mode) in (
+        stat.S_IFLNK,
+        stat.S_IFIFO,
+        stat.S_IFSOCK,
+    ):
+        # opening these fails or blocks
         raise _untrusted(whole, entry, "a regular file")
     with contextlib.ExitStack() as undo, _naming(whole):
         fd = os.open(name, flags, dir_fd=folder)
@@ -177,14 +204,17 @@ def _open_file(name: str, folder: int, whole: str, flags: int) -> int:
             raise _untrusted(whole, entry, "a regular file")
         _require_not_planted(entry, directory, whole)
         if entry.st_nlink > 1 and directory.st_mode & stat.S_IWOTH:
-            raise _untrusted(whole, entry, "a file without other names, as everyone may write to its directory")
+            raise _untrusted(
+                whole, entry, "a file without other names, as everyone may write to its directory"
+            )
         undo.pop_all()
     return fd
 
 
 def remove_tree(path: str | Path) -> None:
-    """Remove a directory of this user with all that is in it; symbolic links are removed and not followed. Only for paths that
-    are made from the id of a run, or from what this process itself has created. Raises: UntrustedPathError, OSError."""
+    """Remove a directory of this user with all that is in it; symbolic links are removed and not
+    followed. Only for paths that are made from the id of a run, or from what this process itself
+    has created. Raises: UntrustedPathError, OSError."""
     directory, name = os.path.split(os.path.abspath(path))
     with open_directory(directory) as folder:
         entry = _entry(name, folder, str(path), False)
@@ -214,7 +244,9 @@ def _require_not_planted(entry: os.stat_result, directory: os.stat_result, whole
         open_to_all = open_to_all and bool(directory.st_mode & stat.S_ISVTX)
     if open_to_all and entry.st_uid not in (0, os.geteuid()):
         kind = "directory" if stat.S_ISDIR(entry.st_mode) else "entry"
-        raise _untrusted(whole, entry, f"a {kind} of {owner(os.geteuid())} or root where everyone may write")
+        raise _untrusted(
+            whole, entry, f"a {kind} of {owner(os.geteuid())} or root where everyone may write"
+        )
 
 
 def _untrusted(path: str, entry: os.stat_result, expected: str) -> UntrustedPathError:
@@ -222,4 +254,6 @@ def _untrusted(path: str, entry: os.stat_result, expected: str) -> UntrustedPath
     observed = kinds.get(stat.S_IFMT(entry.st_mode), "a special file")
     if not stat.S_ISLNK(entry.st_mode):
         observed += f" with mode {stat.S_IMODE(entry.st_mode):04o}"
-    return UntrustedPathError(path=path, observed=observed, expected=expected, owner=owner(entry.st_uid))
+    return UntrustedPathError(
+        path=path, observed=observed, expected=expected, owner=owner(entry.st_uid)
+    )

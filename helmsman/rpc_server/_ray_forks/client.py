@@ -1,8 +1,10 @@
-"""The process that an embedded cluster's raylet starts in place of a Python worker, which it has the fork server make.
+"""The process that an embedded cluster's raylet starts in place of a Python worker, which it has
+the fork server make.
 
-It imports only what is built into the interpreter, so it starts in a few milliseconds. It passes its arguments, environment,
-folder and standard streams to the fork server, and lives as long as the worker: if the raylet kills it, the worker ends, too.
-Where the fork server refuses, or does not run, it becomes what Ray would have started.
+It imports only what is built into the interpreter, so it starts in a few milliseconds. It passes
+its arguments, environment, folder and standard streams to the fork server, and lives as long as the
+worker: if the raylet kills it, the worker ends, too. Where the fork server refuses, or does not
+run, it becomes what Ray would have started.
 """
 
 import _socket
@@ -10,16 +12,27 @@ import posix
 import sys
 
 ADDRESS_VARIABLE = b"HELMSMAN_RAY_FORKSERVER"
-"""Environment variable of the raylet: the fork server's key and the abstract name of its socket, with a colon between them."""
+"""Environment variable of the raylet: the fork server's key and the abstract name of its socket,
+with a colon between them.
+"""
 GREETING, FORKED = b"?", b"f"
 
 _GREETING_S = 20.0
-"""Longest wait for a fork server that is still importing; then it is quicker to start a worker without it."""
+"""Longest wait for a fork server that is still importing; then it is quicker to start a worker
+without it.
+"""
 
 
-def request(key: bytes, folder: str, arguments: list[str], environment: dict[bytes, bytes]) -> bytes:
-    """What the fork server is sent: fields that end with a zero byte, which none of them can hold."""
-    words = [argument.encode(sys.getfilesystemencoding(), "surrogateescape") for argument in (folder, *arguments)]
+def request(
+    key: bytes, folder: str, arguments: list[str], environment: dict[bytes, bytes]
+) -> bytes:
+    """What the fork server is sent: fields that end with a zero byte, which none of them can
+    hold.
+    """
+    words = [
+        argument.encode(sys.getfilesystemencoding(), "surrogateescape")
+        for argument in (folder, *arguments)
+    ]
     variables = [name + b"=" + value for name, value in environment.items()]
     return b"\0".join([key, b"%d" % len(arguments), *words, *variables])
 
@@ -51,7 +64,8 @@ def main() -> None:
     address = environment.pop(ADDRESS_VARIABLE, b"")
     if _is_forked(address, environment):
         return
-    # Ray leaves its set-up out for workers that get no runtime environment, and knows its place in the command only without us.
+    # Ray leaves its set-up out for workers that get no runtime environment, and knows its place in
+    # the command only without us.
     has_setup = any(argument.startswith("--language=") for argument in sys.argv)
     command = sys.argv[1:] if has_setup else sys.argv[2:]
     posix.execve(sys.executable, [sys.executable, *command], environment)

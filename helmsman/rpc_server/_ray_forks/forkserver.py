@@ -1,14 +1,16 @@
-"""The parent of the workers of an embedded Ray: it has imported Ray and torch once, and forks each worker in milliseconds.
+"""The parent of the workers of an embedded Ray: it has imported Ray and torch once, and forks each
+worker in milliseconds.
 
-Importing both costs a worker two seconds of CPU. The raylet starts a client (client.py) for each Python worker. The fork
-registers with the raylet by its own pid. Requests for other than plain workers are refused, and left to Ray.
+Importing both costs a worker two seconds of CPU. The raylet starts a client (client.py) for each
+Python worker. The fork registers with the raylet by its own pid. Requests for other than plain
+workers are refused, and left to Ray.
 
     driver <--- control: the raylet's pid ---> fork server --- fork ---> Ray workers
     raylet --- exec ---> client of each <--- Unix socket, alive as long as the worker --->
 
-It runs no user code, apart from what the modules that it preloads do at their import, and has one thread. When the driver's
-connection or process is gone, it ends every worker and exits, or its watcher ends it (driver_watch.py); when it dies itself,
-its workers go on, and Ray starts new ones.
+It runs no user code, apart from what the modules that it preloads do at their import, and has one
+thread. When the driver's connection or process is gone, it ends every worker and exits, or its
+watcher ends it (driver_watch.py); when it dies itself, its workers go on, and Ray starts new ones.
 """
 
 from __future__ import annotations
@@ -40,13 +42,14 @@ from helmsman.rpc_server._ray_forks.ray_patches import follow_omp_threads
 
 _REQUEST_BYTES = 1 << 20
 _REAP_AFTER_S = 0.2
-"""How long a worker stays in the process table after its end. Its guardian can read there how it ended, and on kernels before
-6.15 nowhere else."""
+"""How long a worker stays in the process table after its end. Its guardian can read there how it
+ended, and on kernels before 6.15 nowhere else."""
 _MODULES = (
     "ray._private.workers.default_worker",
     "ray._private.async_compat",
     "ray._common.usage.usage_lib",
-    "ray._common.pydantic_compat",  # a worker's first answer imports it, which takes as long as all the rest of its start
+    # a worker's first answer imports it, which takes as long as all the rest of its start
+    "ray._common.pydantic_compat",
     "pydantic.v1.fields",
     "ray._private.arrow_serialization",
     "helmsman.rpc_server._server.ray_server",
@@ -69,9 +72,13 @@ _READ_AT_START = (
     "TORCH",
     "PYTORCH_",
 )
-"""Beginnings of the names of variables that act when an interpreter starts, or a library is loaded."""
+"""Beginnings of the names of variables that act when an interpreter starts, or a library is
+loaded.
+"""
 _FOR_EACH_WORKER = {"RAY_JOB_ID", "RAY_LD_PRELOAD_ON_WORKERS", "PYTHONBREAKPOINT"}
-"""Those of them that Ray gives to workers, and that a fork can do without: a worker of no job in particular may serve any."""
+"""Those of them that Ray gives to workers, and that a fork can do without: a worker of no job in
+particular may serve any.
+"""
 
 
 class Order(NamedTuple):
@@ -92,8 +99,9 @@ class Order(NamedTuple):
 class _RayletFirst(importlib.abc.MetaPathFinder):
     """Lets the import of Ray, by whatever module, wait until the raylet runs.
 
-    Ray reads its configuration from the environment when its library is loaded. A worker's must have the raylet's pid, without
-    which it would outlive the raylet, and a job, without which it aborts.
+    Ray reads its configuration from the environment when its library is loaded. A worker's must
+    have the raylet's pid, without which it would outlive the raylet, and a job, without which it
+    aborts.
     """
 
     def __init__(self, control: socket.socket, driver: int) -> None:
@@ -121,11 +129,17 @@ class _RayletFirst(importlib.abc.MetaPathFinder):
 
 
 class _ForkServer:
-    """The control connection ends with the driver, unless a child that the driver forked holds the other end; the driver's
-    pidfd tells in any case. ``imported_with`` is the environment under which modules were imported."""
+    """The control connection ends with the driver, unless a child that the driver forked holds the
+    other end; the driver's pidfd tells in any case. ``imported_with`` is the environment under
+    which modules were imported."""
 
     def __init__(
-        self, listener: socket.socket, control: socket.socket, driver: int, key: bytes, imported_with: dict[str, str]
+        self,
+        listener: socket.socket,
+        control: socket.socket,
+        driver: int,
+        key: bytes,
+        imported_with: dict[str, str],
     ) -> None:
         self._listener = listener
         self._key = key
@@ -142,7 +156,9 @@ class _ForkServer:
         self._watch(driver, self._stop)
 
     def run(self) -> Order | None:
-        """Serve until the driver is gone. Returns in every fork, too, with what it has to become."""
+        """Serve until the driver is gone. Returns in every fork, too, with what it has to
+        become.
+        """
         while self._running:
             for key, _ in self._selector.select(_REAP_AFTER_S if self._ended else None):
                 order: Order | None = key.data()
@@ -176,7 +192,9 @@ class _ForkServer:
         connection.close()
 
     def _answer(self, connection: socket.socket, client: int) -> Order | None:
-        """Fork the worker that is asked for; where that cannot be, the client is told by the end of the connection."""
+        """Fork the worker that is asked for; where that cannot be, the client is told by the end of
+        the connection.
+        """
         descriptors: list[int] = []
         order, pid = None, -1
         try:
@@ -199,7 +217,9 @@ class _ForkServer:
             self._forget(connection)
             return None
         self._clients[pid] = connection
-        self._selector.modify(connection, selectors.EVENT_READ, functools.partial(self._lose_client, pid))
+        self._selector.modify(
+            connection, selectors.EVENT_READ, functools.partial(self._lose_client, pid)
+        )
         pidfd = os.pidfd_open(pid)
         self._watch(pidfd, functools.partial(self._note_end, pid, pidfd))
         return None
@@ -233,13 +253,17 @@ class _ForkServer:
             os.waitpid(self._ended.pop(0)[1], 0)
 
 
-def read_order(request: bytes, client: int, descriptors: list[int], imported_with: Mapping[str, str]) -> Order | None:
-    """Understand a request; None when it is for anything but a plain Python worker, or for one whose environment differs from
-    that under which the modules were imported."""
+def read_order(
+    request: bytes, client: int, descriptors: list[int], imported_with: Mapping[str, str]
+) -> Order | None:
+    """Understand a request; None when it is for anything but a plain Python worker, or for one
+    whose environment differs from that under which the modules were imported."""
     number, folder, *words = map(os.fsdecode, request.split(b"\0"))
     setup, script, *arguments = words[: int(number)]
     environment = dict(word.split("=", 1) for word in words[int(number) :])
-    options = {name: value for name, equals, value in (each.partition("=") for each in arguments) if equals}
+    options = {
+        name: value for name, equals, value in (each.partition("=") for each in arguments) if equals
+    }
     runtime = _plain_variables(options.pop("--serialized-runtime-env-context", ""))
     is_plain = (
         runtime is not None
@@ -252,7 +276,11 @@ def read_order(request: bytes, client: int, descriptors: list[int], imported_wit
     )
     if not is_plain or runtime is None:
         return None
-    own = [each for each in arguments if not each.startswith(("--serialized-runtime-env-context=", "--language="))]
+    own = [
+        each
+        for each in arguments
+        if not each.startswith(("--serialized-runtime-env-context=", "--language="))
+    ]
     return Order(client, folder, script, own, environment, runtime, descriptors)
 
 
@@ -267,13 +295,15 @@ def _plain_variables(context: str) -> dict[str, str] | None:
 
 def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {
-        name: value for name, value in environment.items() if name.startswith(_READ_AT_START) and name not in _FOR_EACH_WORKER
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_AT_START) and name not in _FOR_EACH_WORKER
     }
 
 
 def become_worker(order: Order, program: CodeType, driver_folders: Iterable[str]) -> None:
-    """Run Ray's compiled program for workers in this process, a fork in which nothing else runs. ``driver_folders`` are those
-    that ``sys.path`` has for the fork server alone."""
+    """Run Ray's compiled program for workers in this process, a fork in which nothing else runs.
+    ``driver_folders`` are those that ``sys.path`` has for the fork server alone."""
     from ray._private import utils
 
     os.setpgid(0, 0)  # as the raylet does with those that it starts, and what it ends them by
@@ -287,11 +317,14 @@ def become_worker(order: Order, program: CodeType, driver_folders: Iterable[str]
     os.environ.update(order.environment)
     utils.update_envs(order.runtime_environment)
     time.tzset()
-    for folder in driver_folders:  # they were added at the end, and Ray may have put one of them in front since
+    for folder in driver_folders:
+        # they were added at the end, and Ray may have put one of them in front since
         del sys.path[len(sys.path) - 1 - sys.path[::-1].index(folder)]
     sys.argv[:] = [order.script, *order.arguments]
     if (numbers := sys.modules.get("numpy.random")) is not None:
-        numbers.seed()  # Python's own generator seeds itself after a fork; torch's starts from the same number in every process
+        # Python's own generator seeds itself after a fork; torch's starts from the same number in
+        # every process
+        numbers.seed()
     main = ModuleType("__main__")
     main.__file__ = order.script
     sys.modules["__main__"] = main
@@ -299,7 +332,9 @@ def become_worker(order: Order, program: CodeType, driver_folders: Iterable[str]
 
 
 def _take_after(client: int) -> None:
-    """Adopt what the raylet gave to its child: limits, signal mask, disposition of SIGHUP, and the score of the OOM killer."""
+    """Adopt what the raylet gave to its child: limits, signal mask, disposition of SIGHUP, and the
+    score of the OOM killer.
+    """
     for name in dir(resource):
         if name.startswith("RLIMIT_"):
             kind = getattr(resource, name)
@@ -308,10 +343,16 @@ def _take_after(client: int) -> None:
     status = Path(f"/proc/{client}/status").read_text()
     mask = int(status.partition("SigBlk:")[2].split()[0], 16)
     is_ignored = int(status.partition("SigIgn:")[2].split()[0], 16) >> (signal.SIGHUP - 1) & 1
-    signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)  # ignored under nohup
-    signal.pthread_sigmask(signal.SIG_SETMASK, [number for number in signal.valid_signals() if mask >> (number - 1) & 1])
+    # ignored under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    signal.pthread_sigmask(
+        signal.SIG_SETMASK,
+        [number for number in signal.valid_signals() if mask >> (number - 1) & 1],
+    )
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(Path(f"/proc/{client}/oom_score_adj").read_text())
+        Path("/proc/self/oom_score_adj").write_text(
+            Path(f"/proc/{client}/oom_score_adj").read_text()
+        )
 
 
 def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
@@ -323,7 +364,8 @@ def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each worker takes two; a fork gets the limits of Ray's workers
+    # each worker takes two; a fork gets the limits of Ray's workers
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     listener, control = (socket.socket(fileno=int(fd)) for fd in argv[:2])
     for each in (listener, control):
         each.set_inheritable(False)
@@ -342,5 +384,6 @@ def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
         program = compile(file.read(), script, "exec")
     order = _ForkServer(listener, control, driver, raylet.key, dict(os.environ)).run()
     if order is None:
-        os._exit(0)  # to take the interpreter down with all that it has loaded takes long, and the driver waits
+        # to take the interpreter down with all that it has loaded takes long, and the driver waits
+        os._exit(0)
     become_worker(order, program, driver_folders)

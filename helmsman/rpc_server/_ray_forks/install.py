@@ -1,6 +1,8 @@
-"""The driver's end of the fork server of an embedded Ray: starts it, and has the raylet start its workers through it.
+"""The driver's end of the fork server of an embedded Ray: starts it, and has the raylet start its
+workers through it.
 
-``forked_workers`` is the one entry point, and its argument ``preload`` the switch. The changes to Ray are in ray_patches.py.
+``forked_workers`` is the one entry point, and its argument ``preload`` the switch. The changes to
+Ray are in ray_patches.py.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ log = logging.getLogger(__name__)
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = filter(None, sys.path); "
-    "more = [folder for folder in json.loads(sys.argv[1]) if folder not in sys.path]; sys.path += more; "
-    "run_id, *args = sys.argv[2:]; from helmsman.rpc_server._process.driver_watch import watch_driver; "
+    "more = [folder for folder in json.loads(sys.argv[1]) if folder not in sys.path]; sys.path += "
+    "more; "
+    "run_id, *args = sys.argv[2:]; from helmsman.rpc_server._process.driver_watch import "
+    "watch_driver; "
     "watch_driver(int(args[2]), run_id, channel=int(args[1])); "
     "from helmsman.rpc_server._ray_forks.forkserver import main; main(more, args)"
 )
@@ -37,7 +41,9 @@ _END_S = 2.0
 
 
 class RayForks:
-    """A fork server that has been started, for a run, with its own output going to ``log_path``. Raises: OSError."""
+    """A fork server that has been started, for a run, with its own output going to ``log_path``.
+    Raises: OSError.
+    """
 
     def __init__(self, run_id: str, log_path: Path, preload: Sequence[str]) -> None:
         import ray._private.workers
@@ -52,10 +58,12 @@ class RayForks:
             pidfd_of_this_process() as driver,
             os.fdopen(open_log(log_path, run_id), "ab") as output,
         ):
-            listener.bind(f"\0{self._name}")  # in the kernel's abstract namespace, where nothing has to be removed
+            # in the kernel's abstract namespace, where nothing has to be removed
+            listener.bind(f"\0{self._name}")
             listener.listen(1024)  # before it serves, so that nobody is turned away who comes early
             fds = listener.fileno(), theirs.fileno(), driver
-            # A process group of its own keeps the terminal's Ctrl-C away; the session is the raylet's, as its workers' is.
+            # A process group of its own keeps the terminal's Ctrl-C away; the session is the
+            # raylet's, as its workers' is.
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -71,7 +79,9 @@ class RayForks:
                 stdout=output,
                 stderr=output,
                 pass_fds=fds,
-                env=os.environ | {TAG_VARIABLE: f"{run_id}/forkserver"},  # the raylet's guardian ends what has the raylet's
+                env=os.environ
+                # the raylet's guardian ends what has the raylet's
+                | {TAG_VARIABLE: f"{run_id}/forkserver"},
                 process_group=0,
             )
 
@@ -81,11 +91,18 @@ class RayForks:
 
         return replaced(services, start_ray_process=self._start_process)
 
-    def _start_process(self, start: Any, command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
-        changed = through_client(command, self._workers) if process_type == "raylet" else list(command)
+    def _start_process(
+        self, start: Any, command: list[str], process_type: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        changed = (
+            through_client(command, self._workers) if process_type == "raylet" else list(command)
+        )
         if process_type != "raylet" or changed is None:
             if changed is None:
-                log.info("this Ray starts its workers in a way that is not known here; they are not forked")
+                log.info(
+                    "this Ray starts its workers in a way that is not known here; they are not "
+                    "forked"
+                )
                 self._control.close()
             return start(command, process_type, *args, **kwargs)
         address = {ray_fork_client.ADDRESS_VARIABLE.decode(): f"{self._key}:{self._name}"}
@@ -102,7 +119,8 @@ class RayForks:
 
     def stop(self) -> None:
         with contextlib.suppress(OSError):  # it has exited
-            self._control.shutdown(socket.SHUT_RDWR)  # also for children that this process has forked and that hold a copy
+            # also for children that this process has forked and that hold a copy
+            self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         try:
             self._process.wait(_END_S)
@@ -115,9 +133,12 @@ _running: list[RayForks] = []
 """The fork server of the embedded Ray of this process, which has one at most."""
 
 
-def forked_workers(run_id: str, log_path: Path, preload: Sequence[str] | None) -> contextlib.AbstractContextManager[None]:
-    """Within it, this thread starts a Ray whose Python workers are forked with the modules ``preload``, until end_forks(). None
-    switches forking off, and so does a system other than Linux."""
+def forked_workers(
+    run_id: str, log_path: Path, preload: Sequence[str] | None
+) -> contextlib.AbstractContextManager[None]:
+    """Within it, this thread starts a Ray whose Python workers are forked with the modules
+    ``preload``, until end_forks(). None switches forking off, and so does a system other than
+    Linux."""
     if preload is None or sys.platform != "linux":
         return contextlib.nullcontext()
     try:

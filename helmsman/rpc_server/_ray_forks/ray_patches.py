@@ -21,7 +21,9 @@ _COMMAND_OPTION = "--python_worker_command="
 
 @contextlib.contextmanager
 def replaced(module: Any, **replacements: Callable[..., Any]) -> Iterator[None]:
-    """Replace functions of a module for calls of this thread; a replacement is passed the original function first."""
+    """Replace functions of a module for calls of this thread; a replacement is passed the original
+    function first.
+    """
     thread = threading.get_ident()
 
     def route(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,12 +45,19 @@ def replaced(module: Any, **replacements: Callable[..., Any]) -> Iterator[None]:
 
 
 def through_client(command: Sequence[str], workers: Path) -> list[str] | None:
-    """A raylet's command whose Python workers, programs in Ray's folder ``workers``, are started through our client; None where
-    it is not as expected."""
+    """A raylet's command whose Python workers, programs in Ray's folder ``workers``, are started
+    through our client; None where it is not as expected."""
     programs = [str(workers / "setup_worker.py"), str(workers / "default_worker.py")]
     expected = _COMMAND_OPTION + subprocess.list2cmdline([sys.executable, *programs]) + " "
-    ours = _COMMAND_OPTION + subprocess.list2cmdline([sys.executable, "-I", "-S", client.__file__, *programs]) + " "
-    changed = [ours + word.removeprefix(expected) if word.startswith(expected) else word for word in command]
+    ours = (
+        _COMMAND_OPTION
+        + subprocess.list2cmdline([sys.executable, "-I", "-S", client.__file__, *programs])
+        + " "
+    )
+    changed = [
+        ours + word.removeprefix(expected) if word.startswith(expected) else word
+        for word in command
+    ]
     return changed if changed != list(command) else None
 
 
@@ -65,8 +74,9 @@ class _OutsideHelmsman:
 def forbid_auto_start() -> None:
     """Keep Ray from starting a cluster of its own accord in a thread of Helmsman's.
 
-    Many of Ray's calls start one where the process is connected to none. In such a thread, that is a call that came late, when
-    its cluster had been ended. The new cluster would end with the thread, and the next scheduler would join it before that.
+    Many of Ray's calls start one where the process is connected to none. In such a thread, that is
+    a call that came late, when its cluster had been ended. The new cluster would end with the
+    thread, and the next scheduler would join it before that.
     """
     from ray._private import auto_init_hook
 
@@ -79,12 +89,15 @@ def forbid_auto_start() -> None:
 def only_core_processes() -> contextlib.AbstractContextManager[None]:
     """Within the block, this thread starts clusters without autoscaler, log monitor and API server.
 
-    Each costs about a second of CPU time, and ray.init waits for the API server. An embedded cluster does not scale, our
-    workers write their own logs, and without a dashboard the API server only reports usage statistics.
+    Each costs about a second of CPU time, and ray.init waits for the API server. An embedded
+    cluster does not scale, our workers write their own logs, and without a dashboard the API server
+    only reports usage statistics.
     """
     from ray._private.node import Node
 
-    return replaced(Node, start_monitor=_do_nothing, start_log_monitor=_do_nothing, start_api_server=_do_nothing)
+    return replaced(
+        Node, start_monitor=_do_nothing, start_log_monitor=_do_nothing, start_api_server=_do_nothing
+    )
 
 
 def _do_nothing(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> None:
@@ -92,9 +105,11 @@ def _do_nothing(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> N
 
 
 def follow_omp_threads() -> None:
-    """Have libraries that are already loaded follow the number of threads that Ray sets for a task or an actor.
+    """Have libraries that are already loaded follow the number of threads that Ray sets for a task
+    or an actor.
 
-    Ray sets OMP_NUM_THREADS just before the first one runs; in a worker of its own they would be loaded after that.
+    Ray sets OMP_NUM_THREADS just before the first one runs; in a worker of its own they would be
+    loaded after that.
     """
     from ray._private import utils
 

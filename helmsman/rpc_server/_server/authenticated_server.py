@@ -1,4 +1,5 @@
-"""Authentication of incoming connections on one event loop, and a server that gives each authenticated one a thread.
+"""Authentication of incoming connections on one event loop, and a server that gives each
+authenticated one a thread.
 
 Peers that are silent or slow cost a file descriptor for a few seconds, and no thread.
 """
@@ -39,9 +40,13 @@ _READ_BYTES = 1 << 16
 
 
 class RefusalLog:
-    """Reports refused connections in bounded space: one line at most per interval, with the number of those not reported."""
+    """Reports refused connections in bounded space: one line at most per interval, with the number
+    of those not reported.
+    """
 
-    def __init__(self, report: Callable[[str], None], interval_s: float = REPORT_INTERVAL_S) -> None:
+    def __init__(
+        self, report: Callable[[str], None], interval_s: float = REPORT_INTERVAL_S
+    ) -> None:
         self._report = report
         self._interval_s = interval_s
         self._counts: collections.Counter[str] = collections.Counter()
@@ -49,10 +54,14 @@ class RefusalLog:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, what: str, host: str) -> None:
-        """Count a refused connection; ``what`` is the predicate of a sentence whose subject is a process on ``host``."""
+        """Count a refused connection; ``what`` is the predicate of a sentence whose subject is a
+        process on ``host``.
+        """
         if self._timer is None:
             self._report(f"a process on {host} {what}")
-            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._end_interval)
+            self._timer = asyncio.get_running_loop().call_later(
+                self._interval_s, self._end_interval
+            )
         else:
             self._counts[what] += 1
             self._latest = host
@@ -61,12 +70,15 @@ class RefusalLog:
         self._timer = None
         if self._counts:
             self._flush()
-            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._end_interval)
+            self._timer = asyncio.get_running_loop().call_later(
+                self._interval_s, self._end_interval
+            )
 
     def _flush(self) -> None:
         kinds = "; ".join(f"{count} x '{what}'" for what, count in self._counts.most_common())
         self._report(
-            f"{self._counts.total()} more connections were refused in {self._interval_s:g} s at most, the latest from "
+            f"{self._counts.total()} more connections were refused in {self._interval_s:g} s at "
+            "most, the latest from "
             f"{self._latest}: {kinds}"
         )
         self._counts.clear()
@@ -80,10 +92,12 @@ class RefusalLog:
 
 
 class Door:
-    """Accepts connections on the running event loop, authenticates them, and gives each with its peer's address to ``admit``.
+    """Accepts connections on the running event loop, authenticates them, and gives each with its
+    peer's address to ``admit``.
 
-    When too many handshakes are pending, of one address or altogether, a new connection evicts the one that has made no step
-    for the longest time. So silent peers, which stay, make way for a peer of this run, which takes a few round trips.
+    When too many handshakes are pending, of one address or altogether, a new connection evicts the
+    one that has made no step for the longest time. So silent peers, which stay, make way for a peer
+    of this run, which takes a few round trips.
     """
 
     def __init__(
@@ -160,7 +174,10 @@ class Door:
         if candidates:
             host = self._pending.pop(candidates[0])
             candidates[0].cancel()
-            self._refuse("made way for newer connections before it had proved that it belongs to this run", host)
+            self._refuse(
+                "made way for newer connections before it had proved that it belongs to this run",
+                host,
+            )
 
     def _refuse(self, reason: str, host: str) -> None:
         self._refusals.note(f"is not taken: it {reason}", host)
@@ -181,7 +198,9 @@ class Door:
             self._refuse(str(error), host)
         except TimeoutError:
             stream.close()
-            self._refuse(f"did not prove that it belongs to this run within {HANDSHAKE_LIMIT_S:g} s", host)
+            self._refuse(
+                f"did not prove that it belongs to this run within {HANDSHAKE_LIMIT_S:g} s", host
+            )
         except BaseException:
             stream.close()
             raise
@@ -190,9 +209,12 @@ class Door:
 
 
 def _is_allowed(peer: socket.socket) -> bool:
-    """Whether the peer may authenticate itself: on a Unix socket it must be a process of this user."""
+    """Whether the peer may authenticate itself: on a Unix socket it must be a process of this
+    user.
+    """
     if peer.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
-        return True  # without SO_PEERCRED the socket's folder, which only its owner may enter, is the guard
+        # without SO_PEERCRED the socket's folder, which only its owner may enter, is the guard
+        return True
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", credentials)[1] == os.getuid())
 
@@ -200,8 +222,8 @@ def _is_allowed(peer: socket.socket) -> bool:
 class _Tls:
     """Blocking reads and writes of a TLS socket by two threads at a time.
 
-    OpenSSL does not allow two threads in one connection. The socket stays non-blocking, and a lock guards each operation; no
-    thread holds the lock while it waits for the peer.
+    OpenSSL does not allow two threads in one connection. The socket stays non-blocking, and a lock
+    guards each operation; no thread holds the lock while it waits for the peer.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -230,7 +252,9 @@ class _Tls:
 
 
 class Connection:
-    """Whole messages over an authenticated socket, for one reading thread and any number of writing ones."""
+    """Whole messages over an authenticated socket, for one reading thread and any number of writing
+    ones.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -259,7 +283,8 @@ class Connection:
     def abort(self) -> None:
         """Have the threads that read and write fail; ``close`` is for the reading one."""
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # SSLSocket's own would drop its TLS state under their feet
+            # SSLSocket's own would drop its TLS state under their feet
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -267,8 +292,8 @@ class Connection:
 
 
 class AuthenticatedServer(abc.ABC):
-    """Serves each connection to a listening socket, which close() closes, on a thread of its own, once its peer is
-    authenticated."""
+    """Serves each connection to a listening socket, which close() closes, on a thread of its own,
+    once its peer is authenticated."""
 
     def __init__(self, listener: socket.socket, key: bytes, tls: ServerTls | None = None) -> None:
         self._listener = listener
@@ -298,7 +323,13 @@ class AuthenticatedServer(abc.ABC):
             runner.run(self._accept())
 
     async def _accept(self) -> None:
-        door = Door(self._listener, self._key, tls=self._tls, admit=self._admit, refusals=RefusalLog(_report))
+        door = Door(
+            self._listener,
+            self._key,
+            tls=self._tls,
+            admit=self._admit,
+            refusals=RefusalLog(_report),
+        )
         try:
             await self._closing.wait()
         finally:
@@ -307,8 +338,11 @@ class AuthenticatedServer(abc.ABC):
     def _admit(self, stream: Stream, host: str) -> None:
         sock = stream.detach()
         try:
-            threading.Thread(target=self._serve, args=(sock,), name="connection", daemon=True).start()
-        except RuntimeError as error:  # the limit on threads: this connection is lost, and later ones may be served
+            threading.Thread(
+                target=self._serve, args=(sock,), name="connection", daemon=True
+            ).start()
+        except RuntimeError as error:
+            # the limit on threads: this connection is lost, and later ones may be served
             _report(f"closed a connection from {host}: no thread can be started for it ({error})")
             sock.close()
 

@@ -1,7 +1,7 @@
 """The worker's end of its channel: requests and their replies over an authenticated socket.
 
-A connection may be lost while the worker lives. The controller then connects again and resumes its session (wire.py), so
-that each request and each reply arrives once.
+A connection may be lost while the worker lives. The controller then connects again and resumes its
+session (wire.py), so that each request and each reply arrives once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ import msgspec
 
 from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server._host.host import EngineHost, ReplyFn
-from helmsman.rpc_server._server.authenticated_server import BACKLOG, AuthenticatedServer, Connection
+from helmsman.rpc_server._server.authenticated_server import (
+    BACKLOG,
+    AuthenticatedServer,
+    Connection,
+)
 from helmsman.rpc_server._wire.codec import Payload, encode
 from helmsman.rpc_server._wire.messages import ENGINE_WORK, Reply
 from helmsman.rpc_server._wire.segments import ShmSegment
@@ -47,7 +51,9 @@ _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class SidePath(Protocol):
-    """Carries payloads that a channel cannot carry. Both methods raise the errors of the transfer."""
+    """Carries payloads that a channel cannot carry. Both methods raise the errors of the
+    transfer.
+    """
 
     def take(self, request_id: int) -> Payload:
         """The arguments of a request, which arrive before it."""
@@ -57,7 +63,9 @@ class SidePath(Protocol):
 
 
 def listen_tcp(address: str, ports: range | None = None) -> socket.socket:
-    """A listening socket on a free port of this address, one of ``ports`` where given. Raises OSError."""
+    """A listening socket on a free port of this address, one of ``ports`` where given. Raises
+    OSError.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in random.SystemRandom().sample(ports or [0], len(ports or [0])):
         try:
@@ -67,7 +75,8 @@ def listen_tcp(address: str, ports: range | None = None) -> socket.socket:
                 raise
     assert ports is not None
     raise OSError(
-        f"none of the ports {ports[0]}-{ports[-1]} of {address} is free for the worker's channel; end what uses them, or set "
+        f"none of the ports {ports[0]}-{ports[-1]} of {address} is free for the worker's channel; "
+        "end what uses them, or set "
         f"{RANGE_VARIABLE} to a wider range"
     )
 
@@ -75,8 +84,8 @@ def listen_tcp(address: str, ports: range | None = None) -> socket.socket:
 def listen_abstract() -> socket.socket:
     """A listening Unix socket with a random name in Linux's abstract namespace.
 
-    It has no file: nothing is left when the process is killed, and no TMPDIR is too long. Any user may connect, so the server
-    checks the peer's user id (AuthenticatedServer).
+    It has no file: nothing is left when the process is killed, and no TMPDIR is too long. Any user
+    may connect, so the server checks the peer's user id (AuthenticatedServer).
     """
     return _listening(socket.AF_UNIX, f"\0helmsman-{secrets.token_hex(16)}")
 
@@ -93,9 +102,13 @@ def _listening(family: int, address: str | tuple[str, int]) -> socket.socket:
 
 
 def can_carry(payload: Payload, *, shares_memory: bool) -> bool:
-    """Whether a payload may travel by a channel: those that are large need shared memory, and so do handles."""
+    """Whether a payload may travel by a channel: those that are large need shared memory, and so do
+    handles.
+    """
     if shares_memory:
-        return not payload.handles or all(type(handle.location) is bytes for handle in payload.handles)
+        return not payload.handles or all(
+            type(handle.location) is bytes for handle in payload.handles
+        )
     return not payload.handles and payload.nbytes < CHANNEL_BYTES
 
 
@@ -124,12 +137,15 @@ class _Peer:
         return self._connection is connection
 
     def replace(self, connection: Connection, attempt: int, num_received: int) -> None:
-        """Go on with a new connection, unless a later attempt of the controller's has come before it, or comes meanwhile.
-        Raises: EOFError for one that is too late, OSError, ProtocolError."""
+        """Go on with a new connection, unless a later attempt of the controller's has come before
+        it, or comes meanwhile. Raises: EOFError for one that is too late, OSError,
+        ProtocolError."""
         with self._claiming:
             if attempt <= self._attempt:
                 raise EOFError
-            self._attempt = attempt  # before the locks below, for which an earlier attempt may be waiting
+            self._attempt = (
+                attempt  # before the locks below, for which an earlier attempt may be waiting
+            )
         if self._connection is not None:
             self._connection.abort()
         with self.receiving, self._sending:
@@ -142,7 +158,9 @@ class _Peer:
                 connection.send_framed(data)
 
     def send(self, body: bytes, segment: ShmSegment | None) -> None:
-        """Send a message, now or after the next reconnection. Raises ProtocolError for one that is too large."""
+        """Send a message, now or after the next reconnection. Raises ProtocolError for one that is
+        too large.
+        """
         with self._sending:
             self._write(self.session.keep(body, segment))
 
@@ -159,8 +177,9 @@ class _Peer:
 
 
 class ChannelServer(AuthenticatedServer):
-    """Serves the channel of one worker. ``shares_memory`` says whether the controller is on this machine, so that large buffers
-    need not go over the socket; ``side_path`` carries the payloads that the channel cannot carry."""
+    """Serves the channel of one worker. ``shares_memory`` says whether the controller is on this
+    machine, so that large buffers need not go over the socket; ``side_path`` carries the payloads
+    that the channel cannot carry."""
 
     def __init__(
         self,
@@ -184,9 +203,13 @@ class ChannelServer(AuthenticatedServer):
         try:
             hello = connection.receive()
             if len(hello) != HELLO.size:
-                raise ProtocolError(f"{len(hello)} bytes came as the first message, expected {HELLO.size}")
+                raise ProtocolError(
+                    f"{len(hello)} bytes came as the first message, expected {HELLO.size}"
+                )
             token, attempt, num_received = HELLO.unpack(hello)
-            peer = self._peers.setdefault(token, _Peer()) if attempt == 0 else self._peers.get(token)
+            peer = (
+                self._peers.setdefault(token, _Peer()) if attempt == 0 else self._peers.get(token)
+            )
             if peer is None:
                 connection.send(WELCOME.pack(-1))
                 return
@@ -196,7 +219,8 @@ class ChannelServer(AuthenticatedServer):
         except (EOFError, OSError):
             return
         except ProtocolError as error:
-            self._peers.pop(token, None)  # else the nonsense would come again by the next connection
+            # else the nonsense would come again by the next connection
+            self._peers.pop(token, None)
             print(f"helmsman: closed a connection that sent nonsense: {error}", file=sys.stderr)
 
     def _serve_request(self, peer: _Peer, connection: Connection) -> bool:
@@ -220,7 +244,9 @@ class ChannelServer(AuthenticatedServer):
         return True
 
     def _understood(self, body: memoryview) -> _Arrival:
-        """Decode a request and map its payload. Raises ProtocolError where it cannot even be answered."""
+        """Decode a request and map its payload. Raises ProtocolError where it cannot even be
+        answered.
+        """
         try:
             frame = decode_request(body)
         except _UNDECODABLE as error:
@@ -232,8 +258,11 @@ class ChannelServer(AuthenticatedServer):
         request, wire = frame.request, frame.payload
         try:
             payload = self._beside(request.id) if wire is None else from_wire(wire)
-        except Exception as error:  # noqa: BLE001 - no descriptor or memory is left, or it does not unpickle: its own loss alone
-            answer = _refusal(request.id, f"its arguments could not be taken: {type(error).__name__}: {error}")
+        # No descriptor or memory is left, or it does not unpickle: its own loss alone
+        except Exception as error:  # noqa: BLE001
+            answer = _refusal(
+                request.id, f"its arguments could not be taken: {type(error).__name__}: {error}"
+            )
         else:
             answer = functools.partial(self._host.handle, request, payload)
         return _Arrival(request.verb in ENGINE_WORK, wire, answer)

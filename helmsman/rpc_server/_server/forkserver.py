@@ -1,11 +1,15 @@
-"""The parent of a LocalScheduler's workers: it has imported torch once and forks each worker in milliseconds.
+"""The parent of a LocalScheduler's workers: it has imported torch once and forks each worker in
+milliseconds.
 
-It runs no user code and has one thread, so it always answers, and it is the one process that knows how each worker ended. It
-is also the guarantee that nothing survives the driver: when its connection to the driver closes, or the driver's process ends,
-it ends all workers with their families, removes the run's folder and exits. Where it cannot, its watcher does so
+It runs no user code and has one thread, so it always answers, and it is the one process that knows
+how each worker ended. It is also the guarantee that nothing survives the driver: when its
+connection to the driver closes, or the driver's process ends, it ends all workers with their
+families, removes the run's folder and exits. Where it cannot, its watcher does so
 (driver_watch.py).
 
-    driver <--- Unix socket pair: Spawn, Kill -> / <- Spawned, Exited, ... ---> forkserver --- fork ---> workers
+    driver <--- Unix socket pair ---> forkserver --- fork ---> workers
+           Spawn, Kill ->
+           <- Spawned, Exited, ...
 """
 
 from __future__ import annotations
@@ -42,7 +46,9 @@ from helmsman.rpc_server._wire.stream import fitting_path
 from helmsman.rpc_server._wire.wire import FrameReader, pack_length
 
 NOTICE_S = 25.0
-"""How long a worker that is sent SIGTERM goes on. Who preempts a process gives it 30 s, as Kubernetes does, or more."""
+"""How long a worker that is sent SIGTERM goes on. Who preempts a process gives it 30 s, as
+Kubernetes does, or more.
+"""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -100,8 +106,9 @@ decode_event = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited | FamilyEnd
 
 
 class _ForkServer:
-    """It watches the driver's pidfd, too: a child that the driver forked holds the driver's end of the channel open.
-    ``watcher`` is the pid of the process that ends the run where this one cannot."""
+    """It watches the driver's pidfd, too: a child that the driver forked holds the driver's end of
+    the channel open. ``watcher`` is the pid of the process that ends the run where this one
+    cannot."""
 
     def __init__(self, channel: socket.socket, driver: int, watcher: int, run_dir: str) -> None:
         self._channel = channel
@@ -118,7 +125,9 @@ class _ForkServer:
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._terminate)
-        watched: list[Any] = [self._channel, self._wake_read] + ([self._driver] if self._driver != NO_PIDFD else [])
+        watched: list[Any] = [self._channel, self._wake_read] + (
+            [self._driver] if self._driver != NO_PIDFD else []
+        )
         try:
             while True:
                 ready, _, _ = select.select(watched, [], [])
@@ -150,9 +159,11 @@ class _ForkServer:
         gc.freeze()
         me = os.getpid()
         try:
-            log = open_log(order.identity.log_path, order.identity.run_id)  # before the fork, so that a failure is told
+            # before the fork, so that a failure is told
+            log = open_log(order.identity.log_path, order.identity.run_id)
             try:
-                with listen(order.socket_path) as listener:  # before the fork, so that the controller can connect at once
+                with listen(order.socket_path) as listener:
+                    # before the fork, so that the controller can connect at once
                     pid = os.fork()
                     if pid == 0:
                         inherited = [self._channel.fileno(), self._wake_read, self._wake_write]
@@ -182,7 +193,9 @@ class _ForkServer:
         self._channel.sendall(pack_length(len(message)) + message)
 
     def _end(self) -> None:
-        """End every worker and every descendant; as subreaper, we inherit those that lost their parents."""
+        """End every worker and every descendant; as subreaper, we inherit those that lost their
+        parents.
+        """
         guardian.kill_all(self._workers)
         for pid, tag in self._workers.items():
             guardian.end_family(pid, tag)
@@ -212,7 +225,9 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _become_worker(order: Spawn, listener: socket.socket, log: int, inherited: list[int], parent: int) -> None:
+def _become_worker(
+    order: Spawn, listener: socket.socket, log: int, inherited: list[int], parent: int
+) -> None:
     """The child's side of the fork; never returns."""
     code = 1
     try:
@@ -235,7 +250,8 @@ def _become_worker(order: Spawn, listener: socket.socket, log: int, inherited: l
         code = serve_worker(order.identity, listener, order.key)
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1
-    except BaseException:  # noqa: BLE001 - the process's outermost frame: the log is where its error can be read
+    # The process's outermost frame: the log is where its error can be read
+    except BaseException:  # noqa: BLE001
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -253,10 +269,15 @@ def listen(path: str) -> socket.socket:
 
 
 def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) -> int:
-    """A local worker's whole life: serve until SHUTDOWN, with engine methods on this thread. Returns the exit code."""
-    faulthandler.enable(all_threads=False)  # the thread that crashed; all would push it out of the log's tail
+    """A local worker's whole life: serve until SHUTDOWN, with engine methods on this thread.
+    Returns the exit code.
+    """
+    # the thread that crashed; all would push it out of the log's tail
+    faulthandler.enable(all_threads=False)
     share_interpreter()
-    host = EngineHost(identity, SegmentStore(), pulse=Pulse(f"{identity.run_id}/{identity.worker_id}"))
+    host = EngineHost(
+        identity, SegmentStore(), pulse=Pulse(f"{identity.run_id}/{identity.worker_id}")
+    )
     host.on_shutdown = host.engine_thread.stop
     _take_notice(host)
     server = ChannelServer(listener, key, host, shares_memory=True)
@@ -269,8 +290,9 @@ def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) 
 
 
 def _take_notice(host: EngineHost) -> None:
-    """Have SIGTERM tell that this process is to end: it says so with its health, so that its work can be taken elsewhere, and
-    ends ``NOTICE_S`` later or when it is told again. Our own side ends workers by SIGKILL."""
+    """Have SIGTERM tell that this process is to end: it says so with its health, so that its work
+    can be taken elsewhere, and ends ``NOTICE_S`` later or when it is told again. Our own side ends
+    workers by SIGKILL."""
     worker, code = os.getpid(), 128 + signal.SIGTERM
 
     def told(*_: Any) -> None:
@@ -292,7 +314,9 @@ def _take_notice(host: EngineHost) -> None:
 
 
 def main(watcher: int, argv: list[str]) -> None:
-    """Entry point: ``FD DRIVER_PIDFD RUN_DIR MODULE,MODULE,...``, beside a watcher that watch_driver has returned."""
+    """Entry point: ``FD DRIVER_PIDFD RUN_DIR MODULE,MODULE,...``, beside a watcher that
+    watch_driver has returned.
+    """
     driver = int(argv[1])
     channel = socket.socket(fileno=int(argv[0]))
     os.set_inheritable(channel.fileno(), False)

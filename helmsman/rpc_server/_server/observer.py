@@ -1,4 +1,6 @@
-"""The observer of a Ray worker on another machine: a process that reads its page (pulse.py), and exits with the worker."""
+"""The observer of a Ray worker on another machine: a process that reads its page (pulse.py), and
+exits with the worker.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,15 @@ _BOOTSTRAP = (
 
 
 class _Observer(AuthenticatedServer):
-    def __init__(self, listener: socket.socket, key: bytes, page: mmap.mmap, pid: int, *, tls: ServerTls | None) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: bytes,
+        page: mmap.mmap,
+        pid: int,
+        *,
+        tls: ServerTls | None,
+    ) -> None:
         super().__init__(listener, key, tls)
         self._page, self._pid = page, pid
 
@@ -35,7 +45,8 @@ class _Observer(AuthenticatedServer):
 
 
 async def ask_observer(address: tuple[str, int], key: bytes, limit_s: float, *, tls: bool) -> bytes:
-    """Ask the observer at a numeric host and port for an observation, for ``pulse.read``, within ``limit_s`` seconds.
+    """Ask the observer at a numeric host and port for an observation, for ``pulse.read``, within
+    ``limit_s`` seconds.
 
     Raises: OSError, EOFError, TimeoutError, ProtocolError.
     """
@@ -48,7 +59,9 @@ async def ask_observer(address: tuple[str, int], key: bytes, limit_s: float, *, 
 
 
 def start_observer(listener: socket.socket, key: bytes, pulse: Pulse, *, tls: bool) -> None:
-    """Start an observer of this process, which answers at ``listener``; the caller closes its own copy. Raises OSError."""
+    """Start an observer of this process, which answers at ``listener``; the caller closes its own
+    copy. Raises OSError.
+    """
     arguments = [str(listener.fileno()), str(pulse.fd), str(os.getpid()), "tls" if tls else "plain"]
     process = subprocess.Popen(
         [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *arguments],
@@ -71,6 +84,8 @@ def main(argv: list[str]) -> None:
     if os.getppid() != pid:
         return  # the worker ended before
     listener = socket.socket(fileno=int(argv[0]))
-    server = _Observer(listener, key, map_page(int(argv[1])), pid, tls=server_tls() if argv[3] == "tls" else None)
+    server = _Observer(
+        listener, key, map_page(int(argv[1])), pid, tls=server_tls() if argv[3] == "tls" else None
+    )
     server.start()
     select.select([process], [], [])

@@ -35,8 +35,9 @@ from helmsman.rpc_server.ports import RANGE_VARIABLE, port_range
 
 
 class RayHandleStore:
-    """Keeps results: in segments for processes of this machine, and in Ray's object store once another machine needs them, or
-    from the start where the controller is on another machine. A handle has the location of a segment, or a reference."""
+    """Keeps results: in segments for processes of this machine, and in Ray's object store once
+    another machine needs them, or from the start where the controller is on another machine. A
+    handle has the location of a segment, or a reference."""
 
     def __init__(self, *, in_segments: bool = False) -> None:
         self.in_segments = in_segments
@@ -51,18 +52,22 @@ class RayHandleStore:
         return self._references[handle_id]
 
     def fetch(self, handle: ResultHandle) -> Payload:
-        """The payload of a handle, mapped from its segment or from this node's object store, where Ray brings it."""
+        """The payload of a handle, mapped from its segment or from this node's object store, where
+        Ray brings it.
+        """
         if isinstance(handle.location, bytes):
             return self._segments.fetch(handle)
         try:
             payload: Payload = ray.get(handle.location)
         except ray.exceptions.RayError as error:
-            raise HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=str(error)) from error
+            raise HandleLostError(
+                worker_id=handle.worker_id, handle_id=handle.id, reason=str(error)
+            ) from error
         return payload
 
     def publish(self, handle: ResultHandle) -> ray.ObjectRef[Payload]:
-        """A reference to what is kept here in a segment, for other machines; copied into Ray's store the first time. Raises
-        HandleLostError."""
+        """A reference to what is kept here in a segment, for other machines; copied into Ray's
+        store the first time. Raises HandleLostError."""
         with self._lock:
             if handle.id not in self._references:
                 self._references[handle.id] = ray.put(self._segments.fetch(handle))
@@ -77,7 +82,9 @@ _PUT_FROM_BYTES = 1 << 20
 
 
 def _frozen(payload: Payload) -> Payload | ray.ObjectRef[Payload]:
-    """The same payload without the engine's own memory, which the engine may write to as soon as it has replied."""
+    """The same payload without the engine's own memory, which the engine may write to as soon as it
+    has replied.
+    """
     if payload.nbytes >= _PUT_FROM_BYTES:
         return ray.put(payload)
     return Payload(payload.data, [bytes(buffer) for buffer in payload.buffers], payload.handles)
@@ -142,7 +149,9 @@ def _masks_of_raylet() -> dict[str, str]:
 
 
 def _channel_ports() -> range | None:
-    """The ports at which this worker may listen: of HELMSMAN_PORT_RANGE, else of Ray's worker ports; None for any."""
+    """The ports at which this worker may listen: of HELMSMAN_PORT_RANGE, else of Ray's worker
+    ports; None for any.
+    """
     if os.environ.get(RANGE_VARIABLE, "").strip():
         first, last = port_range(os.environ)
         return range(first, last + 1)
@@ -154,7 +163,9 @@ def _channel_ports() -> range | None:
 
 
 def worker_ports_of(command: Sequence[bytes]) -> range | None:
-    """Ray's range of worker ports in a raylet's command line; None where it leaves them to the operating system."""
+    """Ray's range of worker ports in a raylet's command line; None where it leaves them to the
+    operating system.
+    """
     options = dict(part.lstrip(b"-").split(b"=", 1) for part in command if b"=" in part)
     try:
         first, last = int(options[b"min_worker_port"]), int(options[b"max_worker_port"])
@@ -168,8 +179,9 @@ def _control(method: Any) -> Any:
 
 
 class RayRPCServer:
-    """A worker. Its controller starts and watches it as an actor, and calls it by its channel; ``health``, ``configure``,
-    ``set_env``, ``create_engine`` and ``call`` are for tools and other actors.
+    """A worker. Its controller starts and watches it as an actor, and calls it by its channel;
+    ``health``, ``configure``, ``set_env``, ``create_engine`` and ``call`` are for tools and other
+    actors.
 
     Args:
         search_path: the driver's ``sys.path``.
@@ -184,20 +196,27 @@ class RayRPCServer:
 
     @_control
     async def greet(self) -> Greeting:
-        return Greeting(os.getpid(), ray.get_runtime_context().get_node_id(), granted_here(), oom_count())
+        return Greeting(
+            os.getpid(), ray.get_runtime_context().get_node_id(), granted_here(), oom_count()
+        )
 
     @_control
     async def adopt(self, identity: WorkerIdentity) -> int:
-        """Become this worker. This follows the start, since ranks are given in the order of devices, which Ray decides.
+        """Become this worker. This follows the start, since ranks are given in the order of
+        devices, which Ray decides.
 
         Returns: bytes that earlier processes have written to its log.
         """
         log = open_log(identity.log_path, identity.run_id)
-        print(f"helmsman: the output of {identity.worker_id} goes to {identity.log_path}", flush=True)
+        print(
+            f"helmsman: the output of {identity.worker_id} goes to {identity.log_path}", flush=True
+        )
         log_start = redirect_output(log)
-        faulthandler.enable(all_threads=False)  # the thread that crashed; all would push it out of the log's tail
+        # the thread that crashed; all would push it out of the log's tail
+        faulthandler.enable(all_threads=False)
         share_interpreter()
-        # Unique per process: the guardian must not take a successor of the same name for the family of this one.
+        # Unique per process: the guardian must not take a successor of the same name for the family
+        # of this one.
         tag = f"{identity.run_id}/{identity.worker_id}/{secrets.token_hex(4)}"
         os.environ[guardian.TAG_VARIABLE] = tag
         guardian.spawn_guardian(tag, identity.log_path)
@@ -208,9 +227,12 @@ class RayRPCServer:
         return log_start
 
     @_control
-    async def open_channel(self, key: bytes, sample: SegmentLocation | None, tls: bool) -> ChannelAddress:
-        """Listen for the controller's connection, with a key for this worker alone: on a Unix socket where ``sample``, a
-        segment of the controller, can be mapped here, else on this node's own address. Raises: OSError."""
+    async def open_channel(
+        self, key: bytes, sample: SegmentLocation | None, tls: bool
+    ) -> ChannelAddress:
+        """Listen for the controller's connection, with a key for this worker alone: on a Unix
+        socket where ``sample``, a segment of the controller, can be mapped here, else on this
+        node's own address. Raises: OSError."""
         if self._channel is not None:
             self._channel.close()
         shares_memory = sample is not None and can_attach(sample)
@@ -221,7 +243,12 @@ class RayRPCServer:
             certificate = await asyncio.to_thread(server_tls) if tls else None
             listener = channel.listen_tcp(ray.util.get_node_ip_address(), _channel_ports())  # type: ignore[no-untyped-call]
         self._channel = channel.ChannelServer(
-            listener, key, self._host, shares_memory=shares_memory, tls=certificate, side_path=self._side_path
+            listener,
+            key,
+            self._host,
+            shares_memory=shares_memory,
+            tls=certificate,
+            side_path=self._side_path,
         )
         name = listener.getsockname()
         self._channel.start()
@@ -240,20 +267,26 @@ class RayRPCServer:
 
     @_control
     async def fetch(self, request_id: int) -> list[Payload | ray.ObjectRef[Payload]]:
-        """The result that did not fit into a reply by the channel, in a list, since Ray would resolve a bare reference."""
+        """The result that did not fit into a reply by the channel, in a list, since Ray would
+        resolve a bare reference.
+        """
         return [self._side_path.results.pop(request_id)]
 
     @_control
     async def publish(self, handle: ResultHandle) -> list[ray.ObjectRef[Payload]]:
-        """The reference of what a handle stands for, in a list, since Ray would resolve a bare one."""
+        """The reference of what a handle stands for, in a list, since Ray would resolve a bare
+        one.
+        """
         return [await asyncio.to_thread(self._store.publish, handle)]
 
     @_control
     async def live(self) -> None:
-        """Never answered, so that its failure tells the controller at once that this process has ended."""
+        """Never answered, so that its failure tells the controller at once that this process has
+        ended.
+        """
         await asyncio.get_running_loop().create_future()
 
-    # --- for tools and other actors ---------------------------------------------------------------------------------
+    # --- for tools and other actors ---------------------------------------------------------------
 
     @_control
     async def health(self) -> WorkerHealth:
@@ -270,24 +303,36 @@ class RayRPCServer:
         """Set environment variables of the worker."""
         await self._handle(Verb.SET_ENV, dict(env))
 
-    async def create_engine(self, engine: Any, engine_name: str | None = None, *args: Any, **kwargs: Any) -> None:
+    async def create_engine(
+        self, engine: Any, engine_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> None:
         """Create an engine, by its import path or class; its name is the worker's id when None."""
         name = engine_name or self._host.identity.worker_id
         await self._handle(Verb.CREATE_ENGINE, engine, args, kwargs, engine_name=name)
 
-    async def call(self, method: str, engine_name: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of an engine in its turn among the controller's calls, and return its result."""
+    async def call(
+        self, method: str, engine_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a method of an engine in its turn among the controller's calls, and return its
+        result.
+        """
         return await self._handle(Verb.CALL, args, kwargs, engine_name=engine_name, method=method)
 
-    async def _handle(self, verb: Verb, *arguments: Any, engine_name: str | None = None, method: str = "") -> Any:
+    async def _handle(
+        self, verb: Verb, *arguments: Any, engine_name: str | None = None, method: str = ""
+    ) -> Any:
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[tuple[bool, Payload]] = loop.create_future()
 
         def reply(answer: Reply, result: Payload) -> None:
-            frozen = Payload(result.data, [bytearray(buffer) for buffer in result.buffers], result.handles)
+            frozen = Payload(
+                result.data, [bytearray(buffer) for buffer in result.buffers], result.handles
+            )
             loop.call_soon_threadsafe(answered.set_result, (answer.ok, frozen))
 
-        self._host.handle(Request(next(self._request_ids), verb, engine_name, method), encode(arguments), reply)
+        self._host.handle(
+            Request(next(self._request_ids), verb, engine_name, method), encode(arguments), reply
+        )
         ok, payload = await answered
         if not ok:
             raise decode(payload)

@@ -1,4 +1,5 @@
-"""The handshake that opens every connection of Helmsman: mutual HMAC authentication, inside TLS between machines.
+"""The handshake that opens every connection of Helmsman: mutual HMAC authentication, inside TLS
+between machines.
 
     listener                                              connector
     "helmsman plain\\n" or "helmsman tls  \\n"   ------->
@@ -7,10 +8,11 @@
                                                <-------   nonce, HMAC of "connector"
     HMAC of "listener", or zeros to refuse     ------->
 
-Both HMACs cover the two nonces and the fingerprint of the TLS certificate that the end presented or received. So a relay that
-terminates TLS with a certificate of its own fails, although no one knows the listener's certificate beforehand. Each HMAC
-covers its role, too, so that no connector's answer serves as a listener's answer to another connector. Each end accepts only
-the mode that it is set to: altering the greeting breaks the connection and does not downgrade it. Nothing is decoded before
+Both HMACs cover the two nonces and the fingerprint of the TLS certificate that the end presented or
+received. So a relay that terminates TLS with a certificate of its own fails, although no one knows
+the listener's certificate beforehand. Each HMAC covers its role, too, so that no connector's answer
+serves as a listener's answer to another connector. Each end accepts only the mode that it is set
+to: altering the greeting breaks the connection and does not downgrade it. Nothing is decoded before
 the handshake is done.
 """
 
@@ -37,10 +39,14 @@ _REFUSED = bytes(_MAC_BYTES)
 
 
 async def authenticate_connector(
-    stream: Stream, key: bytes, tls: ServerTls | None = None, on_step: Callable[[], None] = lambda: None
+    stream: Stream,
+    key: bytes,
+    tls: ServerTls | None = None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Authenticate the peer that has connected to this listener; the stream stays open, and the caller bounds the time.
-    ``on_step`` is called when the peer has done something that takes more than a connection.
+    """Authenticate the peer that has connected to this listener; the stream stays open, and the
+    caller bounds the time. ``on_step`` is called when the peer has done something that takes more
+    than a connection.
 
     Raises: ProtocolError, whose text is a predicate of the peer: "has another token".
     """
@@ -59,18 +65,23 @@ async def authenticate_connector(
         stream.write(_mac(key, b"listener", signed) if is_known else _REFUSED)
         await stream.drain()
         if not stream.is_open:
-            raise ConnectionAbortedError("the peer has closed the connection before it had its answer")
+            raise ConnectionAbortedError(
+                "the peer has closed the connection before it had its answer"
+            )
     except (EOFError, OSError) as error:
         raise ProtocolError("did not prove that it belongs to this run") from error
     if not is_known:
         raise ProtocolError("has another token")
 
 
-async def authenticate_listener(stream: Stream, key: bytes, *, tls: bool, limit_s: float, where: str) -> None:
-    """Authenticate the listener that this end has connected to, and this end to it, within ``limit_s`` seconds; ``where`` is
-    its address, for messages. A failure closes the stream.
+async def authenticate_listener(
+    stream: Stream, key: bytes, *, tls: bool, limit_s: float, where: str
+) -> None:
+    """Authenticate the listener that this end has connected to, and this end to it, within
+    ``limit_s`` seconds; ``where`` is its address, for messages. A failure closes the stream.
 
-    Raises: ProtocolError, whose cause is a TimeoutError, EOFError or ConnectionError where the listener was silent or closed.
+    Raises: ProtocolError, whose cause is a TimeoutError, EOFError or ConnectionError where the
+        listener was silent or closed.
     """
     try:
         async with asyncio.timeout(limit_s):
@@ -79,19 +90,25 @@ async def authenticate_listener(stream: Stream, key: bytes, *, tls: bool, limit_
         stream.close()
         if not isinstance(error, EOFError | OSError):
             raise
-        raise ProtocolError(f"the process at the other end of {where} did not prove that it belongs to this run") from error
+        raise ProtocolError(
+            f"the process at the other end of {where} did not prove that it belongs to this run"
+        ) from error
 
 
 async def _authenticate_listener(stream: Stream, key: bytes, tls: bool, where: str) -> None:
     mode = b""
-    if await stream.read(len(_MAGIC)) == _MAGIC:  # another program's greeting may be shorter than all of ours
+    if await stream.read(len(_MAGIC)) == _MAGIC:
+        # another program's greeting may be shorter than all of ours
         mode = await stream.read(len(_TLS))
     if mode not in (_PLAIN, _TLS):
-        raise ProtocolError(f"the process at the other end of {where} did not prove that it belongs to this run")
+        raise ProtocolError(
+            f"the process at the other end of {where} did not prove that it belongs to this run"
+        )
     if (mode == _TLS) != tls:
         there, here = ("uses TLS", "does not") if mode == _TLS else ("does not use TLS", "does")
         raise ProtocolError(
-            f"the process at the other end of {where} {there}, and this one {here}. Set {TLS_VARIABLE} to the same value for "
+            f"the process at the other end of {where} {there}, and this one {here}. Set "
+            f"{TLS_VARIABLE} to the same value for "
             "both: 1, or 0 on a trusted network"
         )
     fingerprint = b""
@@ -105,16 +122,20 @@ async def _authenticate_listener(stream: Stream, key: bytes, tls: bool, where: s
     stream.write(ours + _mac(key, b"connector", signed))
     answer = await stream.read(_MAC_BYTES)
     if not hmac.compare_digest(answer, _mac(key, b"listener", signed)):
-        raise ProtocolError(f"the process at the other end of {where} has another key than this run")
+        raise ProtocolError(
+            f"the process at the other end of {where} has another key than this run"
+        )
 
 
 def _mac(key: bytes, role: bytes, signed: bytes) -> bytes:
     return hmac.digest(key, role + signed, "sha256")
 
 
-async def connect(address: str | tuple[str, int], key: bytes, limit_s: float, *, tls: bool = False) -> socket.socket:
-    """Connect to a Unix socket's path, or numeric address and port, and authenticate both ends, each within ``limit_s``
-    seconds. Returns the socket, non-blocking; an ssl.SSLSocket with TLS.
+async def connect(
+    address: str | tuple[str, int], key: bytes, limit_s: float, *, tls: bool = False
+) -> socket.socket:
+    """Connect to a Unix socket's path, or numeric address and port, and authenticate both ends,
+    each within ``limit_s`` seconds. Returns the socket, non-blocking; an ssl.SSLSocket with TLS.
 
     Raises: OSError (no one listens), ProtocolError (it is not a process of this run).
     """

@@ -1,10 +1,13 @@
-"""The payload codec: arguments and results of engine calls as a pickle stream and a list of raw buffers.
+"""The payload codec: arguments and results of engine calls as a pickle stream and a list of raw
+buffers.
 
-Pickle protocol 5 carries the structure (cloudpickle where a class or function must travel by value). Every large buffer stays
-out of the stream and is not copied. Neither torch nor NumPy is imported until a value needs it.
+Pickle protocol 5 carries the structure (cloudpickle where a class or function must travel by
+value). Every large buffer stays out of the stream and is not copied. Neither torch nor NumPy is
+imported until a value needs it.
 
-Buffers are the caller's own memory until the transport has packed them. What arrives is private to the receiver: two views of
-one storage come back as two storages, while one object that occurs twice stays one object.
+Buffers are the caller's own memory until the transport has packed them. What arrives is private to
+the receiver: two views of one storage come back as two storages, while one object that occurs twice
+stays one object.
 """
 
 from __future__ import annotations
@@ -20,7 +23,12 @@ import msgspec
 
 from helmsman.api.batch import Batch
 from helmsman.api.columns import Ragged
-from helmsman.api.errors import ArgumentNotSerializableError, CodecError, NotLoadableError, NotSerializableError
+from helmsman.api.errors import (
+    ArgumentNotSerializableError,
+    CodecError,
+    NotLoadableError,
+    NotSerializableError,
+)
 from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server._wire.memory import own_copy, without_write_check
 from helmsman.rpc_server._wire.pickle_diagnostics import find_culprit
@@ -37,12 +45,16 @@ _NONE = pickle.dumps(None, 5)
 
 
 class Payload(msgspec.Struct, frozen=True):
-    """An encoded value. Pickling it with protocol 5 (as Ray does) leaves its buffers out of band once more."""
+    """An encoded value. Pickling it with protocol 5 (as Ray does) leaves its buffers out of band
+    once more.
+    """
 
     data: Any
     """The pickle stream; bytes, or a view of them."""
     buffers: list[Any]
-    """One-dimensional views of bytes, in the order in which the stream refers to them. Read-only ones after ``encode``."""
+    """One-dimensional views of bytes, in the order in which the stream refers to them. Read-only
+    ones after ``encode``.
+    """
     handles: list[ResultHandle]
     """The handles inside the value, each once."""
 
@@ -51,11 +63,17 @@ class Payload(msgspec.Struct, frozen=True):
         return len(self.data) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Payload, (pickle.PickleBuffer(self.data), [pickle.PickleBuffer(buffer) for buffer in self.buffers], self.handles)
+        return Payload, (
+            pickle.PickleBuffer(self.data),
+            [pickle.PickleBuffer(buffer) for buffer in self.buffers],
+            self.handles,
+        )
 
 
 class Packed:
-    """A value that is packed already, as a part of others: packed once for many messages, it arrives as the value."""
+    """A value that is packed already, as a part of others: packed once for many messages, it
+    arrives as the value.
+    """
 
     __slots__ = ("payload",)
 
@@ -63,9 +81,12 @@ class Packed:
         self.payload = payload
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The handles are pickled as such, so by the time this is unpacked they are what the receiver makes of them.
-        # Without their mark: pickle would restore it, and what arrives is the receiver's own, to be written to.
-        buffers = [pickle.PickleBuffer(without_write_check(buffer)) for buffer in self.payload.buffers]
+        # The handles are pickled as such, so by the time this is unpacked they are what the
+        # receiver makes of them. Without their mark: pickle would restore it, and what arrives is
+        # the receiver's own, to be written to.
+        buffers = [
+            pickle.PickleBuffer(without_write_check(buffer)) for buffer in self.payload.buffers
+        ]
         return _unpack, (pickle.PickleBuffer(self.payload.data), buffers, self.payload.handles)
 
 
@@ -76,8 +97,9 @@ def _unpack(data: Any, buffers: list[Any], values: list[Any]) -> Any:
 
 
 def encode(obj: Any, *, root: str = "value", inband_below: int = 4096) -> Payload:
-    """Pack a value that pickle or cloudpickle can take. Tensors on an accelerator arrive on the host. The payload's buffers are
-    read-only views of the caller's memory and keep it alive; those of fewer than ``inband_below`` bytes go inside the stream.
+    """Pack a value that pickle or cloudpickle can take. Tensors on an accelerator arrive on the
+    host. The payload's buffers are read-only views of the caller's memory and keep it alive; those
+    of fewer than ``inband_below`` bytes go inside the stream.
 
     Raises: NotSerializableError, with the path from ``root`` to the part that cannot be pickled.
     """
@@ -87,16 +109,23 @@ def encode(obj: Any, *, root: str = "value", inband_below: int = 4096) -> Payloa
         return Payload(pickle.dumps(obj, 5), [], [])
     try:
         return _encode(obj, inband_below)
-    except Exception as exc:  # the objects' own __reduce__ and __getstate__ run here, and may raise anything
-        path, value_type, reason = find_culprit(obj, exc, root, lambda part: _encode(part, inband_below))
-        raise NotSerializableError(path=path, value_type=value_type, reason=clipped(reason)) from exc
+    except Exception as exc:
+        # the objects' own __reduce__ and __getstate__ run here, and may raise anything
+        path, value_type, reason = find_culprit(
+            obj, exc, root, lambda part: _encode(part, inband_below)
+        )
+        raise NotSerializableError(
+            path=path, value_type=value_type, reason=clipped(reason)
+        ) from exc
 
 
 def decode(payload: Payload, *, resolve: Callable[[ResultHandle], Any] | None = None) -> Any:
-    """Unpack a value, which lives in the payload's buffers from here on where they can be written to; others are copied.
-    ``resolve`` gives the value of a handle, once for each, and its errors pass through; without it, handles stay handles.
+    """Unpack a value, which lives in the payload's buffers from here on where they can be written
+    to; others are copied. ``resolve`` gives the value of a handle, once for each, and its errors
+    pass through; without it, handles stay handles.
 
-    Raises: NotLoadableError for what cannot be unpickled here, such as a class of a module that is missing.
+    Raises: NotLoadableError for what cannot be unpickled here, such as a class of a module that is
+        missing.
     """
     if payload.data == _NONE:
         return None
@@ -108,8 +137,9 @@ def decode(payload: Payload, *, resolve: Callable[[ResultHandle], Any] | None = 
         if not values:
             return pickle.loads(payload.data, buffers=buffers)
         return _unpack(payload.data, buffers, values)
-    # Unpickling imports modules and runs constructors, which may raise anything, and a script parses its arguments at import:
-    # its SystemExit would end the thread, which may be an event loop's.
+    # Unpickling imports modules and runs constructors, which may raise anything, and a script
+    # parses its arguments at import: its SystemExit would end the thread, which may be an event
+    # loop's.
     except (Exception, SystemExit) as exc:
         raise NotLoadableError(
             path="value",
@@ -119,12 +149,18 @@ def decode(payload: Payload, *, resolve: Callable[[ResultHandle], Any] | None = 
 
 
 def is_plain(payload: Payload) -> bool:
-    """Whether a payload is small and names no class or function, so that unpacking it runs no code of others."""
-    return len(payload.data) < 4096 and not payload.buffers and pickle.STACK_GLOBAL not in payload.data
+    """Whether a payload is small and names no class or function, so that unpacking it runs no code
+    of others.
+    """
+    return (
+        len(payload.data) < 4096 and not payload.buffers and pickle.STACK_GLOBAL not in payload.data
+    )
 
 
 def _is_plain(obj: Any, depth: int) -> bool:
-    """Whether the value is small and of built-in types alone, so that the C pickler serves it without our hooks."""
+    """Whether the value is small and of built-in types alone, so that the C pickler serves it
+    without our hooks.
+    """
     kind = type(obj)
     if kind in _ATOMS or kind is bytes:
         return True
@@ -193,12 +229,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
             return obj.copy(order="K").__reduce_ex__(5)
         reduced = super().reducer_override(obj)
         if isinstance(obj, StructMeta) and reduced is not NotImplemented:
-            return reduce_struct_class(obj)  # cloudpickle would send it by value, and lose its fields
+            # cloudpickle would send it by value, and lose its fields
+            return reduce_struct_class(obj)
         return reduced
 
 
 def _handle_at(index: int) -> Any:
-    """Stands in the stream for a handle; the unpickler puts the value, or the handle, in its place."""
+    """Stands in the stream for a handle; the unpickler puts the value, or the handle, in its
+    place.
+    """
     raise pickle.UnpicklingError(f"handle {index} outside of a payload")
 
 
@@ -214,8 +253,12 @@ class _HandleUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def encode_arguments(worker_id: str, engine_name: str, method: str, arguments: tuple[Any, ...]) -> Payload:
-    """Pack a call's arguments. Raises ArgumentNotSerializableError with the path to the part that is to blame."""
+def encode_arguments(
+    worker_id: str, engine_name: str, method: str, arguments: tuple[Any, ...]
+) -> Payload:
+    """Pack a call's arguments. Raises ArgumentNotSerializableError with the path to the part that
+    is to blame.
+    """
     try:
         return encode(arguments, root="arguments")
     except CodecError as error:

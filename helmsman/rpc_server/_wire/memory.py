@@ -1,4 +1,6 @@
-"""Memory behind buffers: without copies and without the marks on it, and copied fast. Standard library only."""
+"""Memory behind buffers: without copies and without the marks on it, and copied fast. Standard
+library only.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class _PyBuffer(ctypes.Structure):
 
 
 def address_of(view: memoryview) -> int:
-    """Where the bytes of a contiguous buffer begin, also of one that is marked as read-only. Valid while the view lives."""
+    """Where the bytes of a contiguous buffer begin, also of one that is marked as read-only. Valid
+    while the view lives.
+    """
     buffer = _PyBuffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
     address: int = buffer.buf or 0
@@ -45,7 +49,9 @@ def address_of(view: memoryview) -> int:
 
 
 def without_write_check(data: Any) -> Any:
-    """``data`` itself if it can be written to, else the same memory without the mark, which torch would warn about."""
+    """``data`` itself if it can be written to, else the same memory without the mark, which torch
+    would warn about.
+    """
     view = memoryview(data)
     if not view.readonly:
         return data
@@ -81,11 +87,17 @@ def copy(spans: Sequence[Span]) -> None:
         for start in range(0, span.num_bytes, _CHUNK_BYTES)
     ]
     step = -(-len(chunks) // num_threads)
-    _in_parallel([functools.partial(_copy, chunks[start : start + step]) for start in range(0, len(chunks), step)])
+    _in_parallel(
+        [
+            functools.partial(_copy, chunks[start : start + step])
+            for start in range(0, len(chunks), step)
+        ]
+    )
 
 
 def populate(views: Sequence[memoryview]) -> None:
-    """Map the pages of large buffers, on several threads where there are many: a third of what a reader's faults would cost.
+    """Map the pages of large buffers, on several threads where there are many: a third of what a
+    reader's faults would cost.
 
     A kernel that is older than 5.14 refuses, which does not matter.
     """
@@ -94,7 +106,10 @@ def populate(views: Sequence[memoryview]) -> None:
             start = address_of(view) // mmap.PAGESIZE * mmap.PAGESIZE
             end = address_of(view) + view.nbytes
             step = -(-(end - start) // _num_threads(view.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-            parts = [(each, min(step, end - each), _MADV_POPULATE_READ) for each in range(start, end, step)]
+            parts = [
+                (each, min(step, end - each), _MADV_POPULATE_READ)
+                for each in range(start, end, step)
+            ]
             _in_parallel([functools.partial(libc().madvise, *part) for part in parts])
 
 
@@ -106,7 +121,10 @@ def _copy(spans: Sequence[Span]) -> None:
 def _num_threads(num_bytes: int) -> int:
     if num_bytes < _PARALLEL_FROM:
         return 1
-    return min(_MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min(
+        _MOST_THREADS,
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+    )
 
 
 def _in_parallel(parts: Sequence[Callable[[], object]]) -> None:
@@ -114,9 +132,11 @@ def _in_parallel(parts: Sequence[Callable[[], object]]) -> None:
     begun = []
     try:
         for other in others:
-            begun.append(_pool(os.getpid()).submit(other))  # noqa: PERF401 - what was begun is needed if the next cannot be
+            # What was begun is needed if the next cannot be
+            begun.append(_pool(os.getpid()).submit(other))  # noqa: PERF401
         mine()
-    except RuntimeError:  # at the interpreter's end no thread can be had any more; to do a part twice does no harm
+    except RuntimeError:
+        # at the interpreter's end no thread can be had any more; to do a part twice does no harm
         for part in parts:
             part()
     finally:
@@ -134,16 +154,27 @@ def libc() -> ctypes.CDLL:
     """The C library, whose calls let go of the interpreter's lock."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+    libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int64,
+    )
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return libc
 
 
-def map_memory(fd: int, size: int, flags: int, *, owner: int | None = None) -> ctypes.Array[ctypes.c_char]:
-    """Memory that is unmapped when nothing refers to it any more, by the process ``owner`` alone where given. Raises OSError.
+def map_memory(
+    fd: int, size: int, flags: int, *, owner: int | None = None
+) -> ctypes.Array[ctypes.c_char]:
+    """Memory that is unmapped when nothing refers to it any more, by the process ``owner`` alone
+    where given. Raises OSError.
 
-    Not by the mmap module, which keeps a descriptor for each mapping: a few thousand received batches would exhaust them.
+    Not by the mmap module, which keeps a descriptor for each mapping: a few thousand received
+        batches would exhaust them.
     """
     address = libc().mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if address in (None, ctypes.c_void_p(-1).value):
@@ -156,13 +187,14 @@ def map_memory(fd: int, size: int, flags: int, *, owner: int | None = None) -> c
 
 
 def _unmap(address: int, size: int, owner: int | None) -> None:
-    if owner is None or owner == os.getpid():  # in a forked child these addresses may be something else's by now
+    if owner is None or owner == os.getpid():
+        # in a forked child these addresses may be something else's by now
         libc().munmap(address, size)
 
 
 def own_copy(data: Any) -> Any:
-    """A copy that can be written to. Large ones lie in huge pages where the system has them: fresh pages of the usual size take
-    several times as long as the copying. Raises OSError."""
+    """A copy that can be written to. Large ones lie in huge pages where the system has them: fresh
+    pages of the usual size take several times as long as the copying. Raises OSError."""
     view = memoryview(data)
     if view.nbytes < _PARALLEL_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
         return bytearray(view)

@@ -14,7 +14,9 @@ from helmsman.api.platforms import DeviceGrant
 
 class Verb(StrEnum):
     HEALTH = "health"
-    """-> WorkerHealth as msgpack, since it is asked often. Answered at once, also during a long call."""
+    """-> WorkerHealth as msgpack, since it is asked often. Answered at once, also during a long
+    call.
+    """
     STACKS = "stacks"
     """-> str, the stacks of all threads."""
     CONFIGURE = "configure"
@@ -26,24 +28,34 @@ class Verb(StrEnum):
     LEASE_PORTS = "lease_ports"
     """(int) -> list[int], ports held for this worker until it ends."""
     LISTEN = "listen"
-    """(port, proof, seconds) -> str. Listens on a port, so that others can try to reach it; a port of None ends that. Returns
-    why it cannot, '' when it does."""
+    """(port, proof, seconds) -> str. Listens on a port, so that others can try to reach it; a port
+    of None ends that. Returns why it cannot, '' when it does."""
     REACH = "reach"
-    """(address, port, proof, seconds) -> str. Connects to a worker that listens; returns why it cannot, '' when it did."""
+    """(address, port, proof, seconds) -> str. Connects to a worker that listens; returns why it
+    cannot, '' when it did.
+    """
     CREATE_ENGINE = "create_engine"
     """(path or class, args, kwargs) -> None, on the engine thread."""
     CALL = "call"
     """(args, kwargs) -> the method's result."""
     INSPECT = "inspect"
-    """([request id, ...]) -> {request id: CallState}. Reports the states of calls, and changes nothing."""
+    """([request id, ...]) -> {request id: CallState}. Reports the states of calls, and changes
+    nothing.
+    """
     CANCEL = "cancel"
-    """(request id) -> CallState. Withdraws a call that has not begun; one that has begun goes on."""
+    """(request id) -> CallState. Withdraws a call that has not begun; one that has begun goes
+    on.
+    """
     RELEASE = "release"
     """(handle id) -> None."""
     FAULT = "fault"
-    """(FaultCommand) -> str, what it has ended that lasted. The worker does this to itself once it has answered."""
+    """(FaultCommand) -> str, what it has ended that lasted. The worker does this to itself once it
+    has answered.
+    """
     DESTROY = "destroy"
-    """(names or None) -> list[str]. Destroys these engines (None: all) on the engine thread; returns what went wrong."""
+    """(names or None) -> list[str]. Destroys these engines (None: all) on the engine thread;
+    returns what went wrong.
+    """
     SHUTDOWN = "shutdown"
     """() -> None; the process ends after the reply."""
 
@@ -64,13 +76,17 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     keep: bool = False
     """Leave the result in the worker and answer with a handle."""
     broadcast: bool | None = None
-    """Whether arguments come from the head of the model-parallel group; None lets the engine's topology decide."""
+    """Whether arguments come from the head of the model-parallel group; None lets the engine's
+    topology decide.
+    """
     discard: bool = False
     """Answer with None, since nobody wants the result."""
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to the request of the same id; the payload is the result, or the error when not ``ok``."""
+    """The answer to the request of the same id; the payload is the result, or the error when not
+    ``ok``.
+    """
 
     id: int
     ok: bool
@@ -80,23 +96,34 @@ class CallState(msgspec.Struct, frozen=True, kw_only=True):
     """Where a call is, asked for shortly before its time-out, and after it."""
 
     state: Literal["waiting", "running", "withdrawn", "ended"]
-    """waiting: it has not begun; running: it has; withdrawn: it had not, and now never will; ended: its reply is on the way, or
-    it has not arrived."""
+    """waiting: it has not begun; running: it has; withdrawn: it had not, and now never will; ended:
+    its reply is on the way, or it has not arrived."""
     stack: str = ""
-    """Innermost frames of the call while it runs, of the call that runs before it while it waits or was withdrawn."""
+    """Innermost frames of the call while it runs, of the call that runs before it while it waits or
+    was withdrawn.
+    """
     running: str | None = None
-    """'engine.method' that occupies the engine thread, or the event loop before a call that waits for that."""
+    """'engine.method' that occupies the engine thread, or the event loop before a call that waits
+    for that.
+    """
     running_s: float | None = None
 
     def describe(self, *, may_withdraw: bool = True) -> str:
-        running = f"{self.running} (for {self.running_s or 0.0:.1f} s)" if self.running else "nothing"
-        waits = "will be withdrawn if it still has not" if may_withdraw else "will run after it, as other ranks may wait for it"
+        running = (
+            f"{self.running} (for {self.running_s or 0.0:.1f} s)" if self.running else "nothing"
+        )
+        waits = (
+            "will be withdrawn if it still has not"
+            if may_withdraw
+            else "will run after it, as other ranks may wait for it"
+        )
         arrives = "will not be begun" if may_withdraw else "will still be begun"
         return {
             "running": f"the call still runs there: {running}",
             "waiting": f"the call had not begun behind {running}, and {waits}",
             "withdrawn": f"the call had not begun behind {running} and was withdrawn",
-            "ended": "the call does not run there: it ended just now and its result was dropped, or it had not arrived and "
+            "ended": "the call does not run there: it ended just now and its result was dropped, "
+            "or it had not arrived and "
             f"{arrives}",
         }[self.state]
 
@@ -119,7 +146,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     environment: list[EnvironmentVariable] = []
     """Set before anything else; torch gets as many threads as OMP_NUM_THREADS says."""
     grant: DeviceGrant | None = None
-    """Accelerators that the worker was granted, which it verifies on the first use of its platform."""
+    """Accelerators that the worker was granted, which it verifies on the first use of its
+    platform.
+    """
 
 
 class FaultCommand(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +164,11 @@ class FaultCommand(msgspec.Struct, frozen=True, kw_only=True):
         if self.kind == "kill":
             return "killed"
         what = "stopped" if math.isinf(self.factor) else f"slowed by {self.factor:g}x"
-        return f"{what} for {self.seconds:g} s" if math.isfinite(self.seconds) else f"{what} until its end"
+        return (
+            f"{what} for {self.seconds:g} s"
+            if math.isfinite(self.seconds)
+            else f"{what} until its end"
+        )
 
 
 def dotted(engine_name: str | None, method: str) -> str:

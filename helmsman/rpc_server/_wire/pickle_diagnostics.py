@@ -1,7 +1,7 @@
 """Which part of a value cannot be pickled: the path to it, for the error message.
 
-The walk follows what pickle itself would take (the state and arguments that ``__reduce_ex__`` gives), so that a field which a
-class leaves out of its state on purpose is never blamed.
+The walk follows what pickle itself would take (the state and arguments that ``__reduce_ex__``
+gives), so that a field which a class leaves out of its state on purpose is never blamed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from helmsman.api.engines import SampleShare
 _MAX_DEPTH = 32
 
 
-def find_culprit(obj: Any, error: Exception, root: str, pickles: Callable[[Any], object]) -> tuple[str, str, str]:
-    """Find the smallest part of ``obj``, whose pickling raised ``error``, that cannot be pickled; ``pickles`` tries one part.
+def find_culprit(
+    obj: Any, error: Exception, root: str, pickles: Callable[[Any], object]
+) -> tuple[str, str, str]:
+    """Find the smallest part of ``obj``, whose pickling raised ``error``, that cannot be pickled;
+    ``pickles`` tries one part.
 
-    Returns: The path from ``root``, such as ``args[0]['cfg'].lock``; the type of what is found there; and the reason, in the
-    words of the exception which that part raised.
+    Returns: The path from ``root``, such as ``args[0]['cfg'].lock``; the type of what is found
+    there; and the reason, in the words of the exception which that part raised.
     """
     path, seen = root, {id(obj)}
     for _ in range(_MAX_DEPTH):
@@ -41,16 +44,23 @@ def find_culprit(obj: Any, error: Exception, root: str, pickles: Callable[[Any],
 def type_name(obj: object) -> str:
     """The type of a value as one would write it: ``dict``, ``_thread.lock``."""
     kind = type(obj)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
-def _first_failing(obj: Any, seen: set[int], pickles: Callable[[Any], object]) -> tuple[str, Any, Exception] | None:
+def _first_failing(
+    obj: Any, seen: set[int], pickles: Callable[[Any], object]
+) -> tuple[str, Any, Exception] | None:
     for label, part in _parts(obj):
         if id(part) in seen:
             continue
         try:
             pickles(part)
-        except Exception as exc:  # noqa: BLE001 - the part's own __reduce__ runs here, and may raise anything
+        # The part's own __reduce__ runs here, and may raise anything
+        except Exception as exc:  # noqa: BLE001
             return label, part, exc
     return None
 
@@ -70,7 +80,11 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".keywords[{name!r}]", value) for name, value in obj.keywords.items())
         return
     if isinstance(obj, type):
-        yield from ((f".{name}", value) for name, value in vars(obj).items() if not name.startswith("__") or callable(value))
+        yield from (
+            (f".{name}", value)
+            for name, value in vars(obj).items()
+            if not name.startswith("__") or callable(value)
+        )
         return
     if isinstance(obj, msgspec.Struct):
         yield from ((f".{name}", getattr(obj, name)) for name in obj.__struct_fields__)
@@ -90,7 +104,9 @@ def _mapping_parts(obj: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         yield f".key({_shown(key)})", key
 
 
-def _sequence_parts(obj: list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any]) -> Iterator[tuple[str, Any]]:
+def _sequence_parts(
+    obj: list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any],
+) -> Iterator[tuple[str, Any]]:
     if isinstance(obj, set | frozenset):
         yield from ((f".item({_shown(item)})", item) for item in obj)
     elif isinstance(obj, SampleShare):
@@ -102,7 +118,9 @@ def _sequence_parts(obj: list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any]
 
 
 def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What travels with a function that goes by value: its closure, the globals that it names, its defaults."""
+    """What travels with a function that goes by value: its closure, the globals that it names, its
+    defaults.
+    """
     try:
         variables = inspect.getclosurevars(function)
     except ValueError:  # a cell that is not filled yet
@@ -111,7 +129,10 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         yield from ((f".<{where}>.{name}", value) for name, value in names.items())
     for index, value in enumerate(function.__defaults__ or ()):
         yield f".__defaults__[{index}]", value
-    yield from ((f".__kwdefaults__[{name!r}]", value) for name, value in (function.__kwdefaults__ or {}).items())
+    yield from (
+        (f".__kwdefaults__[{name!r}]", value)
+        for name, value in (function.__kwdefaults__ or {}).items()
+    )
     yield from ((f".{name}", value) for name, value in vars(function).items())
 
 
@@ -119,7 +140,8 @@ def _reduced_parts(obj: Any) -> Iterator[tuple[str, Any]]:
     """The state and the arguments that the object gives to pickle."""
     try:
         reduced: object = obj.__reduce_ex__(5)
-    except Exception:  # noqa: BLE001 - the object itself is to blame, and its error is known already
+    # The object itself is to blame, and its error is known already
+    except Exception:  # noqa: BLE001
         return
     if not isinstance(reduced, tuple):
         return
@@ -142,6 +164,7 @@ def _reduced_parts(obj: Any) -> Iterator[tuple[str, Any]]:
 def _shown(key: object) -> str:
     try:
         text = repr(key)
-    except Exception:  # noqa: BLE001 - a key's own __repr__ must not hide the error that is being told
+    # A key's own __repr__ must not hide the error that is being told
+    except Exception:  # noqa: BLE001
         text = f"<{type_name(key)}>"
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -18,10 +18,14 @@ MAX_PICKLE_BYTES = 64 * 1024
 """Largest pickled exception that is sent; of a larger one only type, message and traceback are."""
 _MAX_TRACEBACK_CHARS = 20_000
 _MAX_LINE_CHARS = 8_000
-"""Longest frame or message in a traceback, so that a long one leaves room for the frames before it."""
+"""Longest frame or message in a traceback, so that a long one leaves room for the frames before
+it.
+"""
 
 
-def remote_error(identity: WorkerIdentity, request: Request, error: BaseException) -> errors.HelmsmanError:
+def remote_error(
+    identity: WorkerIdentity, request: Request, error: BaseException
+) -> errors.HelmsmanError:
     """Our error for what an engine raised; the original goes along where it can be pickled."""
     fields: dict[str, Any] = {
         "worker_id": identity.worker_id,
@@ -36,10 +40,14 @@ def remote_error(identity: WorkerIdentity, request: Request, error: BaseExceptio
     if request.verb is Verb.CREATE_ENGINE:
         return errors.EngineCreationError(**fields)
     try:
-        # Unpickled here already: an exception that pickles may still fail to come back (required constructor arguments).
+        # Unpickled here already: an exception that pickles may still fail to come back (required
+        # constructor arguments).
         original = cloudpickle.dumps(error)
         if len(original) > MAX_PICKLE_BYTES:
-            reason = f"has {len(original):,} bytes when it is pickled, and {MAX_PICKLE_BYTES:,} are sent at most"
+            reason = (
+                f"has {len(original):,} bytes when it is pickled, and {MAX_PICKLE_BYTES:,} "
+                "are sent at most"
+            )
             return errors.EngineCallError(**fields, unsent=reason)
         pickle.loads(original)
     except Exception:  # noqa: BLE001 - pickling and unpickling run the exception's own code
@@ -49,12 +57,20 @@ def remote_error(identity: WorkerIdentity, request: Request, error: BaseExceptio
 
 def _type_name(error: BaseException) -> str:
     cls = type(error)
-    return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
+    return (
+        cls.__qualname__
+        if cls.__module__ in ("builtins", "__main__")
+        else f"{cls.__module__}.{cls.__qualname__}"
+    )
 
 
 def clipped(text: str, limit: int = MAX_TEXT_CHARS) -> str:
     """The first characters of a text, with a note of how many there were."""
-    return text if len(text) <= limit else f"{text[:limit]} ... (truncated: {limit:,} of {len(text):,} characters)"
+    return (
+        text
+        if len(text) <= limit
+        else f"{text[:limit]} ... (truncated: {limit:,} of {len(text):,} characters)"
+    )
 
 
 def _text(error: BaseException) -> str:
@@ -67,13 +83,21 @@ def _text(error: BaseException) -> str:
 def traceback_text(error: BaseException) -> str:
     """The traceback from the engine's own frames on; the tail of it when it is very long."""
     trace = error.__traceback__
-    while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(_OWN_PACKAGE):
+    while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(
+        _OWN_PACKAGE
+    ):
         trace = trace.tb_next
     try:
         lines = traceback.format_exception(type(error), error, trace)
     except Exception:  # noqa: BLE001 - a broken __str__ breaks the formatting too
         lines = [*traceback.format_tb(trace), f"{_type_name(error)}: {_text(error)}"]
-    text = "".join(line if len(line) <= _MAX_LINE_CHARS else f"{clipped(line, _MAX_LINE_CHARS)}\n" for line in lines)
+    text = "".join(
+        line if len(line) <= _MAX_LINE_CHARS else f"{clipped(line, _MAX_LINE_CHARS)}\n"
+        for line in lines
+    )
     if len(text) <= _MAX_TRACEBACK_CHARS:
         return text
-    return f"(truncated: the last {_MAX_TRACEBACK_CHARS:,} of {len(text):,} characters)\n{text[-_MAX_TRACEBACK_CHARS:]}"
+    return (
+        f"(truncated: the last {_MAX_TRACEBACK_CHARS:,} of {len(text):,} "
+        f"characters)\n{text[-_MAX_TRACEBACK_CHARS:]}"
+    )

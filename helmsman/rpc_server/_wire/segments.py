@@ -1,14 +1,16 @@
 """Large buffers between processes of one machine: packed into memory that the receiver maps.
 
-A segment is a sealed memfd: the kernel frees it with the last descriptor and mapping, however its owner dies. The receiver
-opens it through ``/proc`` and maps it privately, so both share a PID namespace and a user. The sender keeps it open until the
-receiver has attached.
+A segment is a sealed memfd: the kernel frees it with the last descriptor and mapping, however its
+owner dies. The receiver opens it through ``/proc`` and maps it privately, so both share a PID
+namespace and a user. The sender keeps it open until the receiver has attached.
 
-Fresh pages cost several times what copying into used ones does, so a closed segment is kept for a while and used again, once no
-other process has it mapped: the kernel grants a write lease on a file only then. The content has a number, which changes when
-the segment is closed, so a receiver that is too late finds another number instead of other data.
+Fresh pages cost several times what copying into used ones does, so a closed segment is kept for a
+while and used again, once no other process has it mapped: the kernel grants a write lease on a file
+only then. The content has a number, which changes when the segment is closed, so a receiver that is
+too late finds another number instead of other data.
 
-A child made by a bare ``fork`` keeps its copies of the descriptors, and their memory, until it ends.
+A child made by a bare ``fork`` keeps its copies of the descriptors, and their memory, until it
+ends.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class SegmentLocation(msgspec.Struct, frozen=True):
     name: str
     """Name of the memfd, which no other has: a recycled pid or descriptor is noticed."""
     number: int
-    """Of what is in it: a segment that was closed meanwhile, and may be in use for something else, is noticed."""
+    """Of what is in it: a segment that was closed meanwhile, and may be in use for something else,
+    is noticed.
+    """
     size: int
     """From its start to the end of the last buffer, in bytes."""
     offsets: list[int]
@@ -69,8 +73,8 @@ class SegmentLocation(msgspec.Struct, frozen=True):
 
 
 class ShmSegment(Closing):
-    """Buffers packed into shared memory, as their owner holds them. A context manager; ``close`` gives the memory back, or
-    keeps it for a segment to come."""
+    """Buffers packed into shared memory, as their owner holds them. A context manager; ``close``
+    gives the memory back, or keeps it for a segment to come."""
 
     def __init__(self, location: SegmentLocation, memory: _Memory) -> None:
         self.location = location
@@ -88,7 +92,9 @@ class ShmSegment(Closing):
 
 
 def pack(buffers: Sequence[Any]) -> ShmSegment:
-    """Copy one-dimensional contiguous buffers of bytes, none of them empty, into a segment. Raises OSError."""
+    """Copy one-dimensional contiguous buffers of bytes, none of them empty, into a segment. Raises
+    OSError.
+    """
     views = [memoryview(buffer) for buffer in buffers]
     sizes = [view.nbytes for view in views]
     offsets, end = [], _HEADER_BYTES
@@ -105,13 +111,21 @@ def pack(buffers: Sequence[Any]) -> ShmSegment:
             memory.close()
             raise
     location = SegmentLocation(
-        pid=os.getpid(), fd=memory.fd, name=memory.name, number=memory.number, size=end, offsets=offsets, sizes=sizes
+        pid=os.getpid(),
+        fd=memory.fd,
+        name=memory.name,
+        number=memory.number,
+        size=end,
+        offsets=offsets,
+        sizes=sizes,
     )
     return ShmSegment(location, memory)
 
 
 def attach(location: SegmentLocation, *, populated: bool = True) -> list[memoryview]:
-    """Map a segment of another process privately; its buffers keep the mapping alive. Raises ProtocolError where it is gone."""
+    """Map a segment of another process privately; its buffers keep the mapping alive. Raises
+    ProtocolError where it is gone.
+    """
     path = f"/proc/{location.pid}/fd/{location.fd}"
     try:
         owner_uid = os.stat(f"/proc/{location.pid}").st_uid
@@ -130,11 +144,16 @@ def attach(location: SegmentLocation, *, populated: bool = True) -> list[memoryv
     whole = pickle.PickleBuffer(array).raw()
     if populated:
         populate([whole])
-    return [whole[offset : offset + size] for offset, size in zip(location.offsets, location.sizes, strict=True)]
+    return [
+        whole[offset : offset + size]
+        for offset, size in zip(location.offsets, location.sizes, strict=True)
+    ]
 
 
 def can_attach(location: SegmentLocation) -> bool:
-    """Whether this process can map a segment, so whether it shares a machine, PID namespace and user with the owner."""
+    """Whether this process can map a segment, so whether it shares a machine, PID namespace and
+    user with the owner.
+    """
     try:
         attach(location)
     except (ProtocolError, OSError):
@@ -149,12 +168,15 @@ def can_reuse() -> bool:
 
 
 class _Memory:
-    """A memfd that this process alone can write to: by a mapping that was made before it was sealed.
+    """A memfd that this process alone can write to: by a mapping that was made before it was
+    sealed.
 
     Use ``holding``.
     """
 
-    def __init__(self, name: str, file: io.FileIO, array: ctypes.Array[ctypes.c_char] | None, allocated: int) -> None:
+    def __init__(
+        self, name: str, file: io.FileIO, array: ctypes.Array[ctypes.c_char] | None, allocated: int
+    ) -> None:
         self.name = name
         self.fd = file.fileno()
         self.number = 0
@@ -167,11 +189,13 @@ class _Memory:
     @classmethod
     def holding(cls, views: Sequence[memoryview], offsets: Sequence[int], end: int) -> _Memory:
         name = _NAME + secrets.token_hex(8)
-        file = _opened_again(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), os.O_RDWR)
+        file = _opened_again(
+            os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), os.O_RDWR
+        )
         fd = file.fileno()
         try:
-            # Written and not copied to the mapping: a page is allocated and filled at once, without a fault and without being
-            # zeroed before.
+            # Written and not copied to the mapping: a page is allocated and filled at once, without
+            # a fault and without being zeroed before.
             for view, offset in zip(views, offsets, strict=True):
                 written = 0
                 while written < view.nbytes:  # Linux writes at most 2 GiB at once
@@ -180,7 +204,8 @@ class _Memory:
             capacity = max(_SMALLEST, 1 << (end - 1).bit_length())
             os.ftruncate(fd, capacity)
             array = _sealed_mapping(fd, capacity)
-            fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # what a broken lease would send is ignored then, and not deadly
+            # what a broken lease would send is ignored then, and not deadly
+            fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         except BaseException:
             file.close()
             raise
@@ -200,11 +225,17 @@ class _Memory:
 
     def fill(self, views: Sequence[memoryview], offsets: Sequence[int], end: int) -> None:
         assert self._array is not None
-        if end > self._allocated:  # here a lack of memory is an error; in the mapping it would be a signal
+        if end > self._allocated:
+            # here a lack of memory is an error; in the mapping it would be a signal
             os.posix_fallocate(self.fd, self._allocated, end - self._allocated)
             self._allocated = end
         address = ctypes.addressof(self._array)
-        copy([Span(address + at, address_of(view), view.nbytes) for view, at in zip(views, offsets, strict=True)])
+        copy(
+            [
+                Span(address + at, address_of(view), view.nbytes)
+                for view, at in zip(views, offsets, strict=True)
+            ]
+        )
 
     def close(self) -> None:
         self._array = None
@@ -212,7 +243,9 @@ class _Memory:
 
 
 class _Spares:
-    """Memory of closed segments, which the next may use. At most a thirty-second of the machine's, and 1 GiB."""
+    """Memory of closed segments, which the next may use. At most a thirty-second of the machine's,
+    and 1 GiB.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -247,7 +280,9 @@ class _Spares:
                 memory.close()
             total = sum(each.capacity for each in self._kept)
             while self._kept and (
-                total > self._limit or len(self._kept) > _MOST_SPARES or now - self._kept[0].idle_since > _SPARE_S
+                total > self._limit
+                or len(self._kept) > _MOST_SPARES
+                or now - self._kept[0].idle_since > _SPARE_S
             ):
                 oldest = self._kept.pop(0)
                 total -= oldest.capacity
@@ -271,7 +306,9 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def _leases_tell() -> bool:
-    """Whether this kernel refuses a lease on what somebody has mapped; one that does not would let data change below him."""
+    """Whether this kernel refuses a lease on what somebody has mapped; one that does not would let
+    data change below him.
+    """
     with _opened_again(os.memfd_create(_NAME + "lease", os.MFD_CLOEXEC), os.O_RDWR) as file:
         os.ftruncate(file.fileno(), mmap.PAGESIZE)
         with _opened_again(os.dup(file.fileno()), os.O_RDONLY) as again:
@@ -282,9 +319,14 @@ def _leases_tell() -> bool:
 
 
 def _opened_again(fd: int, flags: int) -> io.FileIO:
-    """The file of a descriptor, which is closed, opened once more: for leases the kernel counts only files that were opened."""
+    """The file of a descriptor, which is closed, opened once more: for leases the kernel counts
+    only files that were opened.
+    """
     try:
-        return io.FileIO(os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC), "r" if flags == os.O_RDONLY else "r+")
+        return io.FileIO(
+            os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC),
+            "r" if flags == os.O_RDONLY else "r+",
+        )
     finally:
         os.close(fd)
 
@@ -299,19 +341,24 @@ def _nobody_else_has_it_open(fd: int) -> bool:
 
 
 def _sealed_mapping(fd: int, size: int) -> ctypes.Array[ctypes.c_char] | None:
-    """A mapping to write by, of a memfd that is sealed against all other writes; None where the kernel cannot do so, or has no
-    leases: then the memfd can be used once."""
+    """A mapping to write by, of a memfd that is sealed against all other writes; None where the
+    kernel cannot do so, or has no leases: then the memfd can be used once."""
     if _leases_tell() and _nobody_else_has_it_open(fd):
         array = map_memory(fd, size, mmap.MAP_SHARED, owner=os.getpid())
         try:
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SHRINK", "F_SEAL_GROW") | _F_SEAL_FUTURE_WRITE)
+            fcntl.fcntl(
+                fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SHRINK", "F_SEAL_GROW") | _F_SEAL_FUTURE_WRITE
+            )
         except OSError:
             del array
         else:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SEAL"))
-            libc().madvise(ctypes.addressof(array), size, mmap.MADV_DONTFORK)  # a child does not unmap it, see map_memory
+            # a child does not unmap it, see map_memory
+            libc().madvise(ctypes.addressof(array), size, mmap.MADV_DONTFORK)
             return array
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL"))
+    fcntl.fcntl(
+        fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL")
+    )
     return None
 
 
@@ -322,20 +369,30 @@ def _seals(*names: str) -> int:
 
 def _lost(location: SegmentLocation, reason: str) -> ProtocolError:
     return ProtocolError(
-        f"the shared memory {location.name} ({location.size} bytes, descriptor {location.fd} of process {location.pid}) cannot "
-        f"be attached: {reason}. Its process has ended, or let go of it too early; look at the log of that process.",
+        f"the shared memory {location.name} ({location.size} bytes, descriptor {location.fd} of "
+        f"process {location.pid}) cannot "
+        f"be attached: {reason}. Its process has ended, or let go of it too early; look at the "
+        "log of that process.",
         location=location,
     )
 
 
 def _verify(location: SegmentLocation, fd: int, owner_uid: int) -> None:
-    """Make sure that ``fd`` is the segment that the location names, made by this user, and is sealed."""
+    """Make sure that ``fd`` is the segment that the location names, made by this user, and is
+    sealed.
+    """
     target, status = os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd)
-    if target != f"/memfd:{location.name} (deleted)" or not location.name.startswith(_NAME) or not stat.S_ISREG(status.st_mode):
+    if (
+        target != f"/memfd:{location.name} (deleted)"
+        or not location.name.startswith(_NAME)
+        or not stat.S_ISREG(status.st_mode)
+    ):
         raise _lost(location, f"the descriptor now is {target}")
     if {owner_uid, status.st_uid} != {os.geteuid()}:
         raise _lost(
-            location, f"it belongs to user {status.st_uid}, its process to user {owner_uid}, this one to {os.geteuid()}"
+            location,
+            f"it belongs to user {status.st_uid}, its process to user {owner_uid}, this one to "
+            f"{os.geteuid()}",
         )
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -352,4 +409,7 @@ def _verify(location: SegmentLocation, fd: int, owner_uid: int) -> None:
         or min(location.sizes) < 0
         or max(ends) > location.size
     ):
-        raise _lost(location, f"it has {status.st_size} bytes, which the buffers at {location.offsets} do not fit")
+        raise _lost(
+            location,
+            f"it has {status.st_size} bytes, which the buffers at {location.offsets} do not fit",
+        )

@@ -1,6 +1,7 @@
 """Bytes over a non-blocking socket on an event loop, plain or TLS.
 
-asyncio's own streams do not give their socket back, which a channel needs once its peer is authenticated.
+asyncio's own streams do not give their socket back, which a channel needs once its peer is
+authenticated.
 """
 
 from __future__ import annotations
@@ -16,9 +17,16 @@ from typing import Any
 
 _BACKLOG_FULL_PAUSE_S = 0.01
 _MAX_SOCKET_PATH_BYTES = 103
-"""Longest path in a socket address on every system (104 bytes with the final zero on macOS, 108 on Linux)."""
+"""Longest path in a socket address on every system (104 bytes with the final zero on macOS, 108 on
+Linux).
+"""
 
-_TCP_OPTIONS = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 120_000}
+_TCP_OPTIONS = {
+    "TCP_KEEPIDLE": 60,
+    "TCP_KEEPINTVL": 15,
+    "TCP_KEEPCNT": 4,
+    "TCP_USER_TIMEOUT": 120_000,
+}
 
 WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 """Raised by a non-blocking socket, plain or TLS, that has to wait for its peer."""
@@ -59,7 +67,9 @@ class Stream:
         return taken
 
     def write(self, data: bytes) -> None:
-        """Send without waiting. If the connection is lost meanwhile, the stream closes, and its reader raises."""
+        """Send without waiting. If the connection is lost meanwhile, the stream closes, and its
+        reader raises.
+        """
         if not self.is_open:
             return
         had_unsent = bool(self._unsent)
@@ -87,9 +97,13 @@ class Stream:
             await self._sent.wait()
 
     async def start_tls(self, context: ssl.SSLContext, *, server_side: bool) -> None:
-        """Do a TLS handshake on a connection with nothing to send. Raises OSError, of which ssl.SSLError is one."""
+        """Do a TLS handshake on a connection with nothing to send. Raises OSError, of which
+        ssl.SSLError is one.
+        """
         self._require_open()
-        wrapped = context.wrap_socket(self.socket, server_side=server_side, do_handshake_on_connect=False)
+        wrapped = context.wrap_socket(
+            self.socket, server_side=server_side, do_handshake_on_connect=False
+        )
         self.socket = wrapped
         while True:
             try:
@@ -127,7 +141,11 @@ class Stream:
 
     async def _ready(self, *, for_writing: bool) -> None:
         loop = asyncio.get_running_loop()
-        add, remove = (loop.add_writer, loop.remove_writer) if for_writing else (loop.add_reader, loop.remove_reader)
+        add, remove = (
+            (loop.add_writer, loop.remove_writer)
+            if for_writing
+            else (loop.add_reader, loop.remove_reader)
+        )
         ready = self._waiting = loop.create_future()
         add(self.socket, _settle, ready)
         try:
@@ -144,7 +162,9 @@ def _settle(future: asyncio.Future[None]) -> None:
 
 
 async def open_unix(path: str, limit_s: float) -> Stream:
-    """Connect to a Unix socket within ``limit_s`` seconds; abstract paths begin with a null byte. Raises OSError."""
+    """Connect to a Unix socket within ``limit_s`` seconds; abstract paths begin with a null byte.
+    Raises OSError.
+    """
     raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         raw.setblocking(False)
@@ -153,7 +173,9 @@ async def open_unix(path: str, limit_s: float) -> Stream:
             while True:
                 try:
                     raw.connect(address)
-                except BlockingIOError:  # the listener's backlog is full, and a non-blocking Unix socket does not queue for it
+                except BlockingIOError:
+                    # the listener's backlog is full, and a non-blocking Unix socket does not queue
+                    # for it
                     if time.monotonic() > deadline:
                         raise
                     await asyncio.sleep(_BACKLOG_FULL_PAUSE_S)
@@ -165,7 +187,9 @@ async def open_unix(path: str, limit_s: float) -> Stream:
 
 
 def tune_tcp(sock: socket.socket) -> None:
-    """Send small messages at once, and detect within two minutes that a connection is lost, whether idle or not."""
+    """Send small messages at once, and detect within two minutes that a connection is lost, whether
+    idle or not.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _TCP_OPTIONS.items():
@@ -174,8 +198,12 @@ def tune_tcp(sock: socket.socket) -> None:
 
 
 async def open_tcp(address: tuple[Any, ...], limit_s: float) -> Stream:
-    """Connect to a numeric address and port, as getaddrinfo returns them, within ``limit_s`` seconds. Raises: OSError."""
-    raw = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+    """Connect to a numeric address and port, as getaddrinfo returns them, within ``limit_s``
+    seconds. Raises: OSError.
+    """
+    raw = socket.socket(
+        socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM
+    )
     try:
         raw.setblocking(False)
         tune_tcp(raw)
@@ -192,8 +220,14 @@ async def open_tcp(address: tuple[Any, ...], limit_s: float) -> Stream:
 
 @contextlib.contextmanager
 def fitting_path(path: str) -> Iterator[str]:
-    """A path to the same socket that fits into an address while the context is open; TMPDIR may be too long for one."""
-    if path.startswith("\0") or len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES or not os.path.isdir("/proc/self/fd"):
+    """A path to the same socket that fits into an address while the context is open; TMPDIR may be
+    too long for one.
+    """
+    if (
+        path.startswith("\0")
+        or len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES
+        or not os.path.isdir("/proc/self/fd")
+    ):
         yield path
         return
     folder, name = os.path.split(path)

@@ -1,7 +1,9 @@
-"""msgspec Struct classes that travel by value: those of the user's script, which a worker cannot import.
+"""msgspec Struct classes that travel by value: those of the user's script, which a worker cannot
+import.
 
-cloudpickle (3.1) makes an empty class first and adds its attributes later, which gives a Struct without fields. Here the class
-is made with its fields and configuration at once; methods and annotations follow, since they may refer to the class itself.
+cloudpickle (3.1) makes an empty class first and adds its attributes later, which gives a Struct
+without fields. Here the class is made with its fields and configuration at once; methods and
+annotations follow, since they may refer to the class itself.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ _CONFIG = (
     "tag",
     "tag_field",
 )
-_MADE_WITH_THE_CLASS = frozenset({"__annotations__", "__slots__", "__dict__", "__weakref__", "__module__", "__qualname__"})
+_MADE_WITH_THE_CLASS = frozenset(
+    {"__annotations__", "__slots__", "__dict__", "__weakref__", "__module__", "__qualname__"}
+)
 _NEEDED_AT_ONCE = "__orig_bases__"  # typing.Generic looks for it while the class is made
 
 
@@ -59,10 +63,14 @@ def reduce_struct_class(cls: Any) -> tuple[Any, ...]:
     annotations = inspect.get_annotations(cls)
     own = [name for name in cls.__struct_fields__ if name in annotations]
     encode_names = dict(zip(cls.__struct_fields__, cls.__struct_encode_fields__, strict=True))
-    defaults = dict(zip(reversed(cls.__struct_fields__), reversed(cls.__struct_defaults__), strict=False))
+    defaults = dict(
+        zip(reversed(cls.__struct_fields__), reversed(cls.__struct_defaults__), strict=False)
+    )
     config = {name: getattr(cls.__struct_config__, name) for name in _CONFIG}
     config["kw_only"] = any(name not in cls.__match_args__ for name in own)
-    config["rename"] = {name: encode_names[name] for name in own if encode_names[name] != name} or None
+    config["rename"] = {
+        name: encode_names[name] for name in own if encode_names[name] != name
+    } or None
     fields = {name: _described(defaults.get(name, NODEFAULT)) for name in own}
     names = (cls.__name__, cls.__qualname__, cls.__module__)
     attributes = {
@@ -70,7 +78,8 @@ def reduce_struct_class(cls: Any) -> tuple[Any, ...]:
         for name, value in cls.__dict__.items()
         if name not in _MADE_WITH_THE_CLASS and not isinstance(value, MemberDescriptorType)
     }
-    # msgspec looks for __post_init__ once, while the class is made: a stand-in calls the real one, which follows.
+    # msgspec looks for __post_init__ once, while the class is made: a stand-in calls the real one,
+    # which follows.
     at_once = {"__post_init__": _post_init} if "__post_init__" in attributes else {}
     if _NEEDED_AT_ONCE in attributes:
         at_once[_NEEDED_AT_ONCE] = attributes.pop(_NEEDED_AT_ONCE)

@@ -1,8 +1,8 @@
 """Tensors for the codec: how an exact ``torch.Tensor`` becomes raw bytes, and how it comes back.
 
-What is sent is the tensor's own memory where its elements lie densely, in any order, with shape and strides. Dimensions of
-stride 0 (``expand``) cost nothing. Views with gaps are copied compactly first. The codec imports this module, and so torch,
-when a value has a tensor.
+What is sent is the tensor's own memory where its elements lie densely, in any order, with shape and
+strides. Dimensions of stride 0 (``expand``) cost nothing. Views with gaps are copied compactly
+first. The codec imports this module, and so torch, when a value has a tensor.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ _CONJUGATED = 1
 _NEGATED = 2
 _REQUIRES_GRAD = 4
 
-# Not every dtype has copy kernels (the small integers have none), but the integer of its size has. Elements are only moved,
-# never computed with, so the type does not matter.
+# Not every dtype has copy kernels (the small integers have none), but the integer of its size has.
+# Elements are only moved, never computed with, so the type does not matter.
 _MOVED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]] | tuple[Any, ...]
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Reduced | None:
-    """What pickle needs to rebuild a tensor, with its elements as one ``PickleBuffer``. One on an accelerator is copied to the
-    host, and arrives there. A non-leaf arrives as a leaf, as with torch's own pickling.
+    """What pickle needs to rebuild a tensor, with its elements as one ``PickleBuffer``. One on an
+    accelerator is copied to the host, and arrives there. A non-leaf arrives as a leaf, as with
+    torch's own pickling.
 
-    Returns None for the kinds that torch's own pickling must handle: sparse, quantized, nested and meta tensors, and those with
-    backward hooks.
+    Returns None for the kinds that torch's own pickling must handle: sparse, quantized, nested and
+    meta tensors, and those with backward hooks.
     """
     if (
         tensor.layout is not torch.strided
@@ -63,8 +64,12 @@ def reduce_tensor(tensor: torch.Tensor) -> Reduced | None:
     return rebuild_tensor, arguments
 
 
-def _dense(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[torch.Tensor, int, tuple[int, ...]]:
-    """The host tensor whose first ``n`` elements in memory are to be sent, ``n``, and the strides to read them with."""
+def _dense(
+    tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[torch.Tensor, int, tuple[int, ...]]:
+    """The host tensor whose first ``n`` elements in memory are to be sent, ``n``, and the strides
+    to read them with.
+    """
     raw = tensor.detach()
     # An involution takes a lazily set bit off again; the bytes below it are what is sent.
     if raw.is_conj():
@@ -72,30 +77,40 @@ def _dense(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...
     if raw.is_neg():
         raw = torch._neg_view(raw)
     raw = raw.view(_MOVED_AS[raw.element_size()])
-    own_shape = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
+    own_shape = tuple(
+        1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)
+    )
     num_own = functools.reduce(int.__mul__, own_shape, 1)
     span = 1 + sum((size - 1) * stride for size, stride in zip(own_shape, strides, strict=True))
     if span <= num_own:
-        # Dense in some order, or overlapping windows: the stretch of memory is no longer than the elements.
+        # Dense in some order, or overlapping windows: the stretch of memory is no longer than the
+        # elements.
         flat = raw.as_strided((span,), (1,))
         return flat.cpu(), span, strides
     compact = raw.as_strided(own_shape, strides).contiguous()
-    own_strides = tuple(0 if old == 0 else new for old, new in zip(strides, compact.stride(), strict=True))
+    own_strides = tuple(
+        0 if old == 0 else new for old, new in zip(strides, compact.stride(), strict=True)
+    )
     return compact.cpu(), num_own, own_strides
 
 
 def _memory_of(tensor: torch.Tensor, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
     """The first ``num_bytes`` bytes from the tensor's first element on, without a copy.
 
-    The result keeps the storage alive, not only the tensor: ``tensor.data = other`` would free the memory of the latter.
+    The result keeps the storage alive, not only the tensor: ``tensor.data = other`` would free the
+        memory of the latter.
     """
     array = bytes_type(num_bytes).from_address(tensor.data_ptr())
     array.storage = tensor.untyped_storage()  # type: ignore[attr-defined]
     return array
 
 
-def rebuild_tensor(data: Any, dtype_name: str, shape: tuple[int, ...], strides: tuple[int, ...], flags: int) -> torch.Tensor:
-    """The tensor that ``reduce_tensor`` took apart. It lives in the memory of ``data`` and keeps it alive."""
+def rebuild_tensor(
+    data: Any, dtype_name: str, shape: tuple[int, ...], strides: tuple[int, ...], flags: int
+) -> torch.Tensor:
+    """The tensor that ``reduce_tensor`` took apart. It lives in the memory of ``data`` and keeps it
+    alive.
+    """
     dtype: torch.dtype = getattr(torch, dtype_name)
     if data is None:
         tensor = torch.empty_strided(shape, strides, dtype=dtype)
@@ -103,7 +118,8 @@ def rebuild_tensor(data: Any, dtype_name: str, shape: tuple[int, ...], strides: 
         flat = torch.frombuffer(without_write_check(data), dtype=dtype)
         if flat.data_ptr() % flat.element_size():
             flat = flat.clone()
-        # .data: a tensor of its own and not a view of `flat`, which autograd would treat differently.
+        # .data: a tensor of its own and not a view of `flat`, which autograd would treat
+        # differently.
         tensor = flat.as_strided(shape, strides).data
     if flags:
         if flags & _CONJUGATED:

@@ -1,7 +1,9 @@
-"""TLS 1.3 for connections between machines: the switch, the contexts, and a self-signed certificate for each listener.
+"""TLS 1.3 for connections between machines: the switch, the contexts, and a self-signed certificate
+for each listener.
 
-Neither end verifies the certificate's signature or names. Each end mixes the certificate's fingerprint into its HMAC (auth.py),
-so a relay that terminates TLS with a certificate of its own fails the authentication.
+Neither end verifies the certificate's signature or names. Each end mixes the certificate's
+fingerprint into its HMAC (auth.py), so a relay that terminates TLS with a certificate of its own
+fails the authentication.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from typing import NamedTuple
 from helmsman.api.extras import needed_by
 
 TLS_VARIABLE = "HELMSMAN_TLS"
-"""Environment variable: '0' switches TLS off, for trusted networks; connections are still authenticated. '1' is the default."""
+"""Environment variable: '0' switches TLS off, for trusted networks; connections are still
+authenticated. '1' is the default.
+"""
 
 _VALID_FROM, _VALID_UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
 """The certificate is used for as long as its process lives, whatever the clocks of the machines."""
@@ -30,10 +34,15 @@ class ServerTls(NamedTuple):
 
 
 def uses_tls(environ: Mapping[str, str]) -> bool:
-    """Whether connections between machines use TLS. Raises ValueError when the variable is neither 0 nor 1."""
+    """Whether connections between machines use TLS. Raises ValueError when the variable is neither
+    0 nor 1.
+    """
     value = environ.get(TLS_VARIABLE, "1")
     if value not in ("0", "1"):
-        raise ValueError(f"{TLS_VARIABLE} is {value!r}, expected 1 (TLS between machines, the default) or 0 (none)")
+        raise ValueError(
+            f"{TLS_VARIABLE} is {value!r}, expected 1 (TLS between machines, the default) or 0 "
+            "(none)"
+        )
     return value == "1"
 
 
@@ -43,7 +52,8 @@ def server_tls() -> ServerTls:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # a session is never resumed
-    with tempfile.NamedTemporaryFile(prefix="helmsman-") as file:  # mode 0600; the ssl module reads keys from files only
+    with tempfile.NamedTemporaryFile(prefix="helmsman-") as file:
+        # mode 0600; the ssl module reads keys from files only
         file.write(pem)
         file.flush()
         context.load_cert_chain(file.name)
@@ -52,7 +62,9 @@ def server_tls() -> ServerTls:
 
 @functools.cache
 def client_context() -> ssl.SSLContext:
-    """The context of connecting ends. It accepts any certificate: the HMAC that follows covers its fingerprint."""
+    """The context of connecting ends. It accepts any certificate: the HMAC that follows covers its
+    fingerprint.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -65,7 +77,9 @@ def fingerprint_of(certificate: bytes | None) -> bytes:
 
 
 def make_certificate() -> tuple[bytes, bytes]:
-    """A new P-256 key with a certificate signed by itself, as PEM, and the certificate alone, as DER."""
+    """A new P-256 key with a certificate signed by itself, as PEM, and the certificate alone, as
+    DER.
+    """
     with needed_by(f"TLS between machines ({TLS_VARIABLE}=0 switches it off)", "cryptography"):
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -81,5 +95,7 @@ def make_certificate() -> tuple[bytes, bytes]:
         .sign(key, hashes.SHA256())
     )
     encoding, private = serialization.Encoding, serialization.PrivateFormat.PKCS8
-    pem = key.private_bytes(encoding.PEM, private, serialization.NoEncryption()) + certificate.public_bytes(encoding.PEM)
+    pem = key.private_bytes(
+        encoding.PEM, private, serialization.NoEncryption()
+    ) + certificate.public_bytes(encoding.PEM)
     return pem, certificate.public_bytes(encoding.DER)

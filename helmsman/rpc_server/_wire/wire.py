@@ -1,24 +1,29 @@
-"""Requests and replies as messages on a connection, and the session by which messages survive the loss of a connection.
+"""Requests and replies as messages on a connection, and the session by which messages survive the
+loss of a connection.
 
-A payload is one message between processes of one machine, with small parts inside and large ones in a segment:
+A payload is one message between processes of one machine, with small parts inside and large ones in
+a segment:
 
     sender                                            receiver
     wire, segment = to_wire(encode(value))
     send msgpack(wire) ─────────────────────────────> payload = from_wire(wire)
     segment.close()  <──────── a confirmation ─────── value = decode(payload)
 
-After ``to_wire`` tensors may be written to again. Without segments (macOS, or between machines) all goes inside the message.
+After ``to_wire`` tensors may be written to again. Without segments (macOS, or between machines) all
+goes inside the message.
 
-A connection begins with a resumption of its session. Each message then arrives once and in order, also after a reconnection:
+A connection begins with a resumption of its session. Each message then arrives once and in order,
+also after a reconnection:
 
     connector                                           listener
     token, attempt, messages received   ------->                     attempt 0 opens a new session
-                                        <-------   number of messages received, or -1 where the token is not known
+                                        <-------   number of messages received, or -1: unknown token
     messages that the other end lacks   <------>   messages that the other end lacks
     then each message: length, number of messages received, body
 
-Both ends keep each message until the other end has confirmed it. Every message confirms all that were received before it; one
-without a body does nothing else and is not counted. An attempt that arrives after a later one is refused.
+Both ends keep each message until the other end has confirmed it. Every message confirms all that
+were received before it; one without a body does nothing else and is not counted. An attempt that
+arrives after a later one is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +38,13 @@ import msgspec
 from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server._wire.codec import Payload
 from helmsman.rpc_server._wire.messages import ENGINE_WORK, Reply, Request, Verb, dotted
-from helmsman.rpc_server._wire.segments import HAS_SEGMENTS, SegmentLocation, ShmSegment, attach, pack
+from helmsman.rpc_server._wire.segments import (
+    HAS_SEGMENTS,
+    SegmentLocation,
+    ShmSegment,
+    attach,
+    pack,
+)
 
 _CALLS = frozenset({Verb.CALL, Verb.CREATE_ENGINE})
 
@@ -51,19 +62,26 @@ class WirePayload(msgspec.Struct, array_like=True):
     inline: list[bytearray] = []
     """The small buffers, in their order."""
     is_inline: list[bool] = []
-    """For each buffer of the payload, in order, whether it is in ``inline``; the others are in the segment, in order."""
+    """For each buffer of the payload, in order, whether it is in ``inline``; the others are in the
+    segment, in order.
+    """
     handles: bytes = b""
-    """The handles, pickled, since their locations are the transport's own; empty when there are none."""
+    """The handles, pickled, since their locations are the transport's own; empty when there are
+    none.
+    """
     segment: SegmentLocation | None = None
     """Where the large buffers are."""
 
 
-def to_wire(payload: Payload, *, threshold: int = INLINE_BYTES, segments: bool = True) -> tuple[WirePayload, ShmSegment | None]:
-    """Make a payload ready to send to another process: what msgpack can encode, and the segment, if one was needed, which is to
-    be kept open until the receiver has attached.
+def to_wire(
+    payload: Payload, *, threshold: int = INLINE_BYTES, segments: bool = True
+) -> tuple[WirePayload, ShmSegment | None]:
+    """Make a payload ready to send to another process: what msgpack can encode, and the segment, if
+    one was needed, which is to be kept open until the receiver has attached.
 
-    Buffers, and a pickle stream, of ``threshold`` bytes or more go in a segment. So do smaller ones once those inside the
-    message make up 16 times as much. Without ``segments`` all goes inside. Raises: OSError.
+    Buffers, and a pickle stream, of ``threshold`` bytes or more go in a segment. So do smaller ones
+    once those inside the message make up 16 times as much. Without ``segments`` all goes inside.
+    Raises: OSError.
     """
     data = payload.data if isinstance(payload.data, bytes) else bytes(payload.data)
     handles = pickle.dumps(payload.handles, 5) if payload.handles else b""
@@ -87,12 +105,15 @@ def to_wire(payload: Payload, *, threshold: int = INLINE_BYTES, segments: bool =
         shared.append(data)
         data = b""
     segment = pack(shared) if shared else None
-    return WirePayload(data, inline, is_inline, handles, segment.location if segment else None), segment
+    return WirePayload(
+        data, inline, is_inline, handles, segment.location if segment else None
+    ), segment
 
 
 def from_wire(wire: WirePayload, *, populated: bool = True) -> Payload:
-    """The payload that ``to_wire`` made ready. All its buffers can be written to and belong to the receiver alone. Without
-    ``populated`` the caller maps the pages of the segment (``memory.populate``).
+    """The payload that ``to_wire`` made ready. All its buffers can be written to and belong to the
+    receiver alone. Without ``populated`` the caller maps the pages of the segment
+    (``memory.populate``).
 
     Raises: ProtocolError where the segment is gone, or is not what the message says.
     """
@@ -101,7 +122,8 @@ def from_wire(wire: WirePayload, *, populated: bool = True) -> Payload:
     shared = attach(wire.segment, populated=populated) if wire.segment else []
     if len(wire.inline) + len(shared) != len(wire.is_inline) + (not wire.data):
         raise ProtocolError(
-            f"a payload of {len(wire.is_inline)} buffers came with {len(wire.inline)} inside the message and {len(shared)} "
+            f"a payload of {len(wire.is_inline)} buffers came with {len(wire.inline)} inside the "
+            f"message and {len(shared)} "
             "in its segment. Controller and worker must run the same version of helmsman."
         )
     data = wire.data or shared.pop()
@@ -140,7 +162,9 @@ def pack_length(size: int) -> bytes:
 
 
 def unpack_length(prefix: bytes | bytearray, most: int = MAX_FRAME_BYTES) -> int:
-    """The size of the message behind this prefix. Raises ProtocolError for a negative size, or one of more than ``most``."""
+    """The size of the message behind this prefix. Raises ProtocolError for a negative size, or one
+    of more than ``most``.
+    """
     (size,) = _LENGTH.unpack(prefix)
     if not 0 <= size <= most:
         raise ProtocolError(f"a message of {size} bytes was announced, expected at most {most}")
@@ -148,7 +172,9 @@ def unpack_length(prefix: bytes | bytearray, most: int = MAX_FRAME_BYTES) -> int
 
 
 def salvage_request_id(body: memoryview) -> int | None:
-    """The id of a request that ``decode_request`` refuses; None where that cannot be read either."""
+    """The id of a request that ``decode_request`` refuses; None where that cannot be read
+    either.
+    """
     try:
         request_id = msgspec.msgpack.decode(body)[0][0]
     except (msgspec.MsgspecError, LookupError, TypeError, ValueError, RecursionError):
@@ -163,7 +189,11 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        if not self._buffer and len(data) >= _LENGTH.size and len(data) == _LENGTH.size + _LENGTH.unpack_from(data)[0]:
+        if (
+            not self._buffer
+            and len(data) >= _LENGTH.size
+            and len(data) == _LENGTH.size + _LENGTH.unpack_from(data)[0]
+        ):
             return [data[_LENGTH.size :]]  # by far the most common: one whole message
         self._buffer += data
         frames = []
@@ -182,13 +212,16 @@ class FrameReader:
 def require_size(size: int) -> None:
     if size > MAX_FRAME_BYTES:
         raise ProtocolError(
-            f"a message of {size} bytes is larger than the limit of {MAX_FRAME_BYTES}; send bulk data as tensors, arrays or "
+            f"a message of {size} bytes is larger than the limit of {MAX_FRAME_BYTES}; send bulk "
+            "data as tensors, arrays or "
             "bytearrays, which travel beside the message"
         )
 
 
 class Outgoing:
-    """A request and its payload. The message of a small one is made once for all workers that it goes to."""
+    """A request and its payload. The message of a small one is made once for all workers that it
+    goes to.
+    """
 
     __slots__ = ("_body", "in_order", "is_call", "is_small", "num_bytes", "payload", "request")
 
@@ -209,8 +242,8 @@ class Outgoing:
         return self._body
 
     def packed(self, *, shares_memory: bool) -> tuple[bytes, ShmSegment | None]:
-        """The encoded RequestFrame of any, and the segment of its large buffers if there is one. Raises OSError,
-        ProtocolError."""
+        """The encoded RequestFrame of any, and the segment of its large buffers if there is one.
+        Raises OSError, ProtocolError."""
         wire, segment = to_wire(self.payload, segments=shares_memory)
         try:
             return self.framed(wire), segment
@@ -224,13 +257,19 @@ class Outgoing:
             return encode_frame(RequestFrame(self.request, wire))
         except (UnicodeEncodeError, TypeError, OverflowError) as error:
             name = dotted(self.request.engine_name, self.request.method) or self.request.verb.value
-            raise ProtocolError(f"the request {name!r} cannot be encoded: {error}. Nothing was sent.") from error
+            raise ProtocolError(
+                f"the request {name!r} cannot be encoded: {error}. Nothing was sent."
+            ) from error
 
 
 HELLO = struct.Struct("!16sqq")
-"""First message of a connector: the session's token, the number of the attempt, and how many messages it has received."""
+"""First message of a connector: the session's token, the number of the attempt, and how many
+messages it has received.
+"""
 WELCOME = struct.Struct("!q")
-"""The answer: how many messages the listener has received; -1 where it does not know the session."""
+"""The answer: how many messages the listener has received; -1 where it does not know the
+session.
+"""
 
 _COUNTED = struct.Struct("!iq")
 _COUNT = struct.Struct("!q")
@@ -240,7 +279,8 @@ _CONFIRM_EACH = 64
 class Session:
     """One end of a session.
 
-    The caller serializes the methods that make bytes, and writes the bytes in that order. It serializes ``take`` and ``taken``.
+    The caller serializes the methods that make bytes, and writes the bytes in that order. It
+    serializes ``take`` and ``taken``.
     """
 
     def __init__(self) -> None:
@@ -273,16 +313,22 @@ class Session:
         return _COUNTED.pack(size, self._num_told) + body
 
     def take(self, message: bytes) -> memoryview:
-        """The body of a message from the peer, without its length; empty for a mere confirmation. Raises ProtocolError."""
+        """The body of a message from the peer, without its length; empty for a mere confirmation.
+        Raises ProtocolError.
+        """
         if len(message) < _COUNT.size:
-            raise ProtocolError(f"a message of {len(message)} bytes came, expected at least {_COUNT.size}")
+            raise ProtocolError(
+                f"a message of {len(message)} bytes came, expected at least {_COUNT.size}"
+            )
         (num_received,) = _COUNT.unpack_from(message)
         if num_received != self._num_confirmed:
             self._confirm(num_received)
         return memoryview(message)[_COUNT.size :]
 
     def taken(self, num_bytes: int, wire: WirePayload | None) -> bool:
-        """Count a message of this size and payload; returns whether a confirmation is due, which no other message carries."""
+        """Count a message of this size and payload; returns whether a confirmation is due, which no
+        other message carries.
+        """
         self.num_received += 1
         if num_bytes >= INLINE_BYTES or (wire is not None and wire.segment is not None):
             return True
@@ -293,12 +339,16 @@ class Session:
         return _COUNTED.pack(_COUNT.size, self._num_told)
 
     def resume(self, num_received: int) -> list[bytes]:
-        """The bytes that a new connection begins with, at the other end of which so many messages were received.
+        """The bytes that a new connection begins with, at the other end of which so many messages
+        were received.
 
         Raises: ProtocolError where that cannot be.
         """
         self._confirm(num_received)
-        return [_COUNTED.pack(len(body) + _COUNT.size, self.num_received) + body for body, _ in self._kept]
+        return [
+            _COUNTED.pack(len(body) + _COUNT.size, self.num_received) + body
+            for body, _ in self._kept
+        ]
 
     def close(self) -> None:
         self._confirm(self._num_confirmed + len(self._kept))
@@ -307,7 +357,8 @@ class Session:
         num_new = num_received - self._num_confirmed
         if not 0 <= num_new <= len(self._kept):
             raise ProtocolError(
-                f"the peer says that it has received {num_received} messages, expected {self._num_confirmed} to "
+                f"the peer says that it has received {num_received} messages, expected "
+                f"{self._num_confirmed} to "
                 f"{self._num_confirmed + len(self._kept)}"
             )
         for _ in range(num_new):

@@ -25,7 +25,9 @@ class _InterruptedOnce(asyncio.SelectorEventLoop):
 
     was_interrupted = False
 
-    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Handle:  # type: ignore[override]
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> asyncio.Handle:
         if not self.was_interrupted:
             self.was_interrupted = True
             raise KeyboardInterrupt
@@ -55,7 +57,12 @@ def test_mailbox_function_that_raises() -> None:
     def fail() -> None:
         raise ValueError("of this function alone")
 
-    for function in (fail, functools.partial(ran.append, 1), functools.partial(ran.append, 2), loop.stop):
+    for function in (
+        fail,
+        functools.partial(ran.append, 1),
+        functools.partial(ran.append, 2),
+        loop.stop,
+    ):
         mailbox_of(loop).post(function)
     loop.call_later(LIMIT_S, loop.stop)
     loop.run_forever()

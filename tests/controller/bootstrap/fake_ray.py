@@ -1,7 +1,8 @@
-"""Stands in for ``ray start --block``: run as a script, with the folder of a made-up cluster before Ray's own arguments.
+"""Stands in for ``ray start --block``: run as a script, with the folder of a made-up cluster before
+Ray's own arguments.
 
-It writes what it was given to a folder of its rank, enters itself in the roll there, says that it is up, and stays. A file
-``behaviour`` in that folder says what else it does, in words:
+It writes what it was given to a folder of its rank, enters itself in the roll there, says that it
+is up, and stays. A file ``behaviour`` in that folder says what else it does, in words:
 
     fails         ends with exit code 1 and a message
     waits         says that it is up once the word is gone
@@ -41,11 +42,18 @@ def main(cluster: str, arguments: list[str]) -> None:
         sys.exit("no room for an object store")
     if "hangs" not in words:
         if "unlisted" not in words:
-            resources = {"CPU": float(flags["--num-cpus"]), "GPU": float(flags.get("--num-gpus", 0))}
+            resources = {
+                "CPU": float(flags["--num-cpus"]),
+                "GPU": float(flags.get("--num-gpus", 0)),
+            }
             write(
                 node,
                 "listed",
-                {"run": labels["helmsman-run"], "address": flags["--node-ip-address"], "resources": resources},
+                {
+                    "run": labels["helmsman-run"],
+                    "address": flags["--node-ip-address"],
+                    "resources": resources,
+                },
             )
         print(STARTED, flush=True)
     while True:

@@ -1,4 +1,5 @@
-"""Hosts on one machine: network, process, mount, shared-memory and host-name spaces of their own, on one switch.
+"""Hosts on one machine: network, process, mount, shared-memory and host-name spaces of their own,
+on one switch.
 
 Nothing outside is touched: the spaces vanish with their processes.
 """
@@ -27,7 +28,10 @@ def why_not_here() -> str:
     if not (shutil.which("ip") and shutil.which("unshare") and shutil.which("nsenter")):
         return "hosts are made with ip, unshare and nsenter (iproute2 and util-linux)"
     made = subprocess.run(
-        ["unshare", "--net", "--pid", "--mount", "--fork", "true"], capture_output=True, text=True, check=False
+        ["unshare", "--net", "--pid", "--mount", "--fork", "true"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return f"this machine makes no namespaces: {made.stderr.strip()}" if made.returncode else ""
 
@@ -44,7 +48,9 @@ class Command(Running):
 
 def _children(pid: int) -> list[int]:
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except OSError:
         return []
 
@@ -52,7 +58,9 @@ def _children(pid: int) -> list[int]:
 class Host:
     """One of them."""
 
-    def __init__(self, name: str, address: str, init: subprocess.Popen[bytes], folder: Path) -> None:
+    def __init__(
+        self, name: str, address: str, init: subprocess.Popen[bytes], folder: Path
+    ) -> None:
         self.name, self.address, self._init, self.folder = name, address, init, folder
         self._commands: list[Command] = []
 
@@ -81,7 +89,9 @@ class Host:
 
     def up(self, *arguments: str, env: Mapping[str, str] | None = None) -> Command:
         """``helmsman up`` there."""
-        return self.start(sys.executable, "-m", "helmsman.controller.cli", "up", *arguments, env=env)
+        return self.start(
+            sys.executable, "-m", "helmsman.controller.cli", "up", *arguments, env=env
+        )
 
     def processes(self) -> dict[int, str]:
         """What runs there, but for its first process: pid as seen from here -> command line."""
@@ -91,19 +101,30 @@ class Host:
             if entry.isdigit() and int(entry) != self.pid:
                 try:
                     if os.readlink(f"/proc/{entry}/ns/pid") == space:
-                        found[int(entry)] = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                        found[int(entry)] = (
+                            Path(f"/proc/{entry}/cmdline")
+                            .read_bytes()
+                            .replace(b"\0", b" ")
+                            .decode()
+                        )
                 except OSError:
                     continue
         return {pid: line for pid, line in found.items() if line}
 
     def pid_of(self, program: str) -> int:
         """Of the one process there that runs this program."""
-        (pid,) = [pid for pid, line in self.processes().items() if os.path.basename(line.partition(" ")[0]) == program]
+        (pid,) = [
+            pid
+            for pid, line in self.processes().items()
+            if os.path.basename(line.partition(" ")[0]) == program
+        ]
         return pid
 
     def left(self) -> list[str]:
         """What is left there of a run: processes, and files but for logs."""
-        files = [str(path) for path in self.folder.glob("hm-*")] + os.listdir(f"/proc/{self.pid}/root/dev/shm")
+        files = [str(path) for path in self.folder.glob("hm-*")] + os.listdir(
+            f"/proc/{self.pid}/root/dev/shm"
+        )
         return [*self.processes().values(), *files]
 
 
@@ -128,24 +149,56 @@ class Hosts:
         return self.all[index]
 
     def _on_switch(self, *arguments: str) -> None:
-        subprocess.run(["nsenter", "--target", str(self._switch.pid), "--net", "ip", *arguments], check=True)
+        subprocess.run(
+            ["nsenter", "--target", str(self._switch.pid), "--net", "ip", *arguments], check=True
+        )
 
     def _make(self, index: int) -> Host:
         name, address = f"host{index}", f"{_NETWORK}.{index + 1}"
         folder = self._folder / str(index)
         folder.mkdir()
         names = folder / "hosts"
-        names.write_text("127.0.0.1 localhost\n" + "".join(f"{_NETWORK}.{other + 1} host{other}\n" for other in range(16)))
+        names.write_text(
+            "127.0.0.1 localhost\n"
+            + "".join(f"{_NETWORK}.{other + 1} host{other}\n" for other in range(16))
+        )
         prepare = (
-            f"mount -t proc proc /proc && mount -t tmpfs -o {_SHM} tmpfs /dev/shm && mount --bind {names} /etc/hosts && "
+            f"mount -t proc proc /proc && mount -t tmpfs -o {_SHM} tmpfs /dev/shm && mount --bind "
+            f"{names} /etc/hosts && "
             f"hostname {name} && ip link set lo up && exec sleep infinity"
         )
         init = subprocess.Popen(
-            ["unshare", "--net", "--pid", "--mount", "--ipc", "--uts", "--fork", "--kill-child", "sh", "-c", prepare]
+            [
+                "unshare",
+                "--net",
+                "--pid",
+                "--mount",
+                "--ipc",
+                "--uts",
+                "--fork",
+                "--kill-child",
+                "sh",
+                "-c",
+                prepare,
+            ]
         )
         host = Host(name, address, init, folder)
-        wait_until(lambda: bool(_children(init.pid)) and _command(host.pid).startswith("sleep"), f"{name} is there")
-        self._on_switch("link", "add", f"to{index}", "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
+        wait_until(
+            lambda: bool(_children(init.pid)) and _command(host.pid).startswith("sleep"),
+            f"{name} is there",
+        )
+        self._on_switch(
+            "link",
+            "add",
+            f"to{index}",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            str(host.pid),
+        )
         self._on_switch("link", "set", f"to{index}", "master", "br0", "up")
         host.do("ip", "addr", "add", f"{address}/24", "dev", "eth0")
         host.do("ip", "link", "set", "eth0", "up")

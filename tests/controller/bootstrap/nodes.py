@@ -1,4 +1,6 @@
-"""Nodes of this machine: their plans, real supervisors over fake Rays, and a cable between them that can be cut."""
+"""Nodes of this machine: their plans, real supervisors over fake Rays, and a cable between them
+that can be cut.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from tests.contract.helpers import ROOT, wait_until
 from tests.controller.bootstrap.zygote import Forked, Zygote
 
 HERE = Path(__file__).parent
-TIMEOUTS = LinkTimeouts(heartbeat_s=0.2, connect_s=1.0, silent_s=5.0, refused_s=0.3, unreachable_s=1.5)
+TIMEOUTS = LinkTimeouts(
+    heartbeat_s=0.2, connect_s=1.0, silent_s=5.0, refused_s=0.3, unreachable_s=1.5
+)
 WAITS = """
 import os, signal, sys, time
 folder = sys.argv[1]
@@ -50,7 +54,9 @@ while not os.path.exists(os.path.join(folder, "script-released")):
 VERSIONS = {"python": "3.11.7", "ray": "2.60.0", "helmsman": "0.1.0"}
 
 
-def make_plan(folder: Path, *, rank: int = 0, count: int = 1, head: str = "127.0.0.1", **changes: Any) -> NodePlan:
+def make_plan(
+    folder: Path, *, rank: int = 0, count: int = 1, head: str = "127.0.0.1", **changes: Any
+) -> NodePlan:
     """What a node of this machine is to do."""
     fields: dict[str, Any] = {
         "run_id": f"run-of-{rank}",
@@ -82,18 +88,31 @@ def script(source: str) -> list[str]:
 Start = Callable[[Sequence[str], Mapping[str, str], Path], "subprocess.Popen[bytes] | Forked"]
 
 
-def execute(command: Sequence[str], environ: Mapping[str, str], output: Path) -> subprocess.Popen[bytes]:
+def execute(
+    command: Sequence[str], environ: Mapping[str, str], output: Path
+) -> subprocess.Popen[bytes]:
     """Start a program in a session of its own."""
     with output.open("wb") as file:
         return subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
 
 
 class Running:
     """A program whose output goes to a file."""
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], output: Path, start: Start = execute) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        output: Path,
+        start: Start = execute,
+    ) -> None:
         self._output = output
         self.process = start(command, environ, output)
 
@@ -118,7 +137,11 @@ class Running:
 
     def said(self, text: str, count: int = 1, limit_s: float = 100.0) -> str:
         """Wait until it has printed this so many times; returns all that it has printed."""
-        wait_until(lambda: self.output.count(text) >= count or self.has_ended, f"{text!r} in:\n{self.output}", limit_s)
+        wait_until(
+            lambda: self.output.count(text) >= count or self.has_ended,
+            f"{text!r} in:\n{self.output}",
+            limit_s,
+        )
         assert self.output.count(text) >= count, f"no {text!r} in:\n{self.output}"
         return self.output
 
@@ -144,8 +167,16 @@ class Node(Running):
         self.plan, self._own = plan, cluster / str(plan.identity.rank)
         plan_file = cluster / f"plan-{name}"
         plan_file.write_bytes(pickle.dumps(plan))
-        command = [sys.executable, "-m", "tests.controller.bootstrap.supervisor", str(plan_file), str(cluster)]
-        super().__init__(command, {**os.environ, "PYTHONPATH": str(ROOT)}, cluster / f"output-{name}", start)
+        command = [
+            sys.executable,
+            "-m",
+            "tests.controller.bootstrap.supervisor",
+            str(plan_file),
+            str(cluster),
+        ]
+        super().__init__(
+            command, {**os.environ, "PYTHONPATH": str(ROOT)}, cluster / f"output-{name}", start
+        )
 
     def lines(self, part: str) -> list[str]:
         """Those of its lines that have this in them, without their beginning."""
@@ -194,7 +225,13 @@ class Nodes:
             "control_port": self.port if self.count > 1 else 0,
             "command": self.waiting_script(),
             "timeouts": TIMEOUTS,
-            "ray_command": [sys.executable, "-I", "-S", str(HERE / "fake_ray.py"), str(self.folder)],
+            "ray_command": [
+                sys.executable,
+                "-I",
+                "-S",
+                str(HERE / "fake_ray.py"),
+                str(self.folder),
+            ],
             **self._changes,
             **changes,
         }
@@ -207,16 +244,20 @@ class Nodes:
         return [self.start(rank) for rank in range(self.count)]
 
     def start_running(self, port: int = 0) -> list[Node]:
-        """All of them, once the script runs; those above rank 0 reach the head at a port of their own, if that is given."""
+        """All of them, once the script runs; those above rank 0 reach the head at a port of their
+        own, if that is given.
+        """
         changes = {"control_port": port} if port else {}
         nodes = [self.start(rank, **(changes if rank else {})) for rank in range(self.count)]
         self.wait_running()
         return nodes
 
-    # --- the script -------------------------------------------------------------------------------------------------------
+    # --- the script -------------------------------------------------------------------------------
 
     def waiting_script(self, how: str = "0") -> list[str]:
-        """A script that goes on until it is let go. When told to stop it ends with this exit code; 'deaf' does not."""
+        """A script that goes on until it is let go. When told to stop it ends with this exit code;
+        'deaf' does not.
+        """
         return [sys.executable, "-I", "-S", "-c", WAITS, str(self.folder), how]
 
     def wait_running(self) -> None:
@@ -232,7 +273,7 @@ class Nodes:
         """Whether it has got this signal."""
         return (self.folder / f"script-told-{int(number)}").exists()
 
-    # --- the end ----------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def left(self) -> list[str]:
         """Processes that a supervisor has caused, and itself."""
@@ -240,8 +281,12 @@ class Nodes:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                told = " ".join(process.cmdline()) + str(process.environ().get("HELMSMAN_WORKER_TAG"))
-                if process.status() != psutil.STATUS_ZOMBIE and (any(one in told for one in ids) or str(self.folder) in told):
+                told = " ".join(process.cmdline()) + str(
+                    process.environ().get("HELMSMAN_WORKER_TAG")
+                )
+                if process.status() != psutil.STATUS_ZOMBIE and (
+                    any(one in told for one in ids) or str(self.folder) in told
+                ):
                     found.append(f"{process.pid}: {told[:200]}")
         return found
 
@@ -292,7 +337,8 @@ class Cable:
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65_536):
-                with contextlib.suppress(OSError):  # a near end that is closed; the far one is read to its own end
+                with contextlib.suppress(OSError):
+                    # a near end that is closed; the far one is read to its own end
                     sink.sendall(data)
             if source in self._deserted:
                 self.is_given_up.set()
@@ -301,7 +347,9 @@ class Cable:
                 end.shutdown(socket.SHUT_RDWR)
 
     def desert(self) -> None:
-        """Close what it carries at the near ends alone: the far ones hear nothing of it, as where a firewall forgets one."""
+        """Close what it carries at the near ends alone: the far ones hear nothing of it, as where a
+        firewall forgets one.
+        """
         for near, far in self._ends:
             self._deserted.add(far)
             with contextlib.suppress(OSError):  # it was cut before

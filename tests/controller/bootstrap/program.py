@@ -17,7 +17,10 @@ def count(code: str) -> int:
 
     cluster = helmsman.initialize()
     ranks = sorted(node.labels["helmsman-rank"] for node in cluster.nodes)
-    print(f"sees {len(cluster.nodes)} nodes of ranks {ranks} with {dict(cluster.num_devices)}", flush=True)
+    print(
+        f"sees {len(cluster.nodes)} nodes of ranks {ranks} with {dict(cluster.num_devices)}",
+        flush=True,
+    )
     return int(code)
 
 
@@ -38,7 +41,8 @@ def busy() -> int:
             return 1
 
     actors: list[Any] = [
-        ray.remote(num_cpus=1, resources={f"node:{node.address}": 0.01})(Busy).remote() for node in cluster.nodes
+        ray.remote(num_cpus=1, resources={f"node:{node.address}": 0.01})(Busy).remote()
+        for node in cluster.nodes
     ]
     print(f"busy on {sum(ray.get([actor.there.remote() for actor in actors]))} nodes", flush=True)
     for actor in actors:
@@ -85,7 +89,9 @@ def interrupts() -> int:
 
 
 def burst(count: str, stopped_s: str) -> int:
-    """Start this many actors, and stop Ray's head for a while as soon as the first of them is up."""
+    """Start this many actors, and stop Ray's head for a while as soon as the first of them is
+    up.
+    """
     import ray
 
     import helmsman
@@ -99,11 +105,19 @@ def burst(count: str, stopped_s: str) -> int:
     actors: list[Any] = [ray.remote(num_cpus=0)(Worker).remote() for _ in range(int(count))]
     calls = [actor.pid.remote() for actor in actors]
     ray.wait(calls, num_returns=1)
-    (head,) = [pid for pid in run_processes() if Path(f"/proc/{pid}/comm").read_text().strip() == "gcs_server"]
+    (head,) = [
+        pid
+        for pid in run_processes()
+        if Path(f"/proc/{pid}/comm").read_text().strip() == "gcs_server"
+    ]
     os.kill(head, signal.SIGSTOP)
     num_up = len(ray.wait(calls, num_returns=len(calls), timeout=float(stopped_s))[0])
     os.kill(head, signal.SIGCONT)
-    print(f"{num_up < len(calls)} that workers were starting, and then {len(set(ray.get(calls)))} are up", flush=True)
+    print(
+        f"{num_up < len(calls)} that workers were starting, and then {len(set(ray.get(calls)))} "
+        "are up",
+        flush=True,
+    )
     return 0
 
 
@@ -136,9 +150,13 @@ def moves() -> int:
         rollout.initialize()
         futures = [rollout.submit(make_request(f"r{number}", number, 48)) for number in range(8)]
         print(f"generating on {len({worker.ip for worker in rollout.workers})} nodes", flush=True)
-        whole = [future.result(60).token_ids == tokens_of(number, [0] * 48) for number, future in enumerate(futures)]
+        whole = [
+            future.result(60).token_ids == tokens_of(number, [0] * 48)
+            for number, future in enumerate(futures)
+        ]
         print(
-            f"{sum(whole)} results are whole, by instances on {len({worker.ip for worker in rollout.workers})} nodes",
+            f"{sum(whole)} results are whole, by instances on "
+            f"{len({worker.ip for worker in rollout.workers})} nodes",
             flush=True,
         )
     return 0

@@ -1,4 +1,6 @@
-"""A node's supervisor as a program, with a file that holds its plan and the folder of a made-up cluster."""
+"""A node's supervisor as a program, with a file that holds its plan and the folder of a made-up
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.controller.bootstrap.fake_ray import behaviour
 
 
 class Roll(NodeView):
-    """Knows the nodes whose fake Ray has entered itself; also when that has died, as Ray's head does for a while."""
+    """Knows the nodes whose fake Ray has entered itself; also when that has died, as Ray's head
+    does for a while.
+    """
 
     def __init__(self, cluster: Path) -> None:
         self._cluster = cluster
@@ -30,7 +34,9 @@ class Roll(NodeView):
         for path in self._cluster.glob("*/listed"):
             row, rank = json.loads(path.read_text()), path.parent.name
             if row["run"] == run_id:
-                seen[int(rank)] = NodeSeen(rank, row["address"], row["resources"], "twice" in behaviour(str(path.parent)))
+                seen[int(rank)] = NodeSeen(
+                    rank, row["address"], row["resources"], "twice" in behaviour(str(path.parent))
+                )
         return seen
 
     def drain(self, node_id: str, reason: str, limit_s: float) -> None:

@@ -10,7 +10,12 @@ import signal
 
 import pytest
 
-from helmsman.controller._bootstrap.async_utils import StoppedError, status_printer, stop_signals, unless
+from helmsman.controller._bootstrap.async_utils import (
+    StoppedError,
+    status_printer,
+    stop_signals,
+    unless,
+)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

@@ -48,7 +48,12 @@ ALL = [
         device_kind="GPU",
     ),
     Refused("its rank is taken"),
-    Welcome(run_id="run-1", address="10.0.0.1:6379", variables={"RAY_worker_niceness": "0"}, token="secret"),
+    Welcome(
+        run_id="run-1",
+        address="10.0.0.1:6379",
+        variables={"RAY_worker_niceness": "0"},
+        token="secret",
+    ),
     Joined(),
     Waiting("1 of 4 nodes is missing: rank 2, wo bleibt er? ☎"),
     Ended("the script has ended"),
@@ -109,7 +114,9 @@ async def connected(listener: Listener, timeouts: LinkTimeouts = USUAL) -> PeerC
 
 
 @contextlib.asynccontextmanager
-async def linked(listener: Listener, timeouts: LinkTimeouts = USUAL) -> AsyncIterator[tuple[PeerConnection, PeerConnection]]:
+async def linked(
+    listener: Listener, timeouts: LinkTimeouts = USUAL
+) -> AsyncIterator[tuple[PeerConnection, PeerConnection]]:
     """The head's end, and a node's."""
     accepting = asyncio.ensure_future(listener.link(timeouts=timeouts))
     theirs = await connected(listener, timeouts)
@@ -122,7 +129,9 @@ async def linked(listener: Listener, timeouts: LinkTimeouts = USUAL) -> AsyncIte
 
 
 @contextlib.asynccontextmanager
-async def raw(listener: Listener, timeouts: LinkTimeouts = USUAL) -> AsyncIterator[tuple[PeerConnection, socket.socket]]:
+async def raw(
+    listener: Listener, timeouts: LinkTimeouts = USUAL
+) -> AsyncIterator[tuple[PeerConnection, socket.socket]]:
     """The head's end, and an authenticated peer that writes what it likes."""
     accepting = asyncio.ensure_future(listener.link(timeouts=timeouts))
     peer = await auth.connect(("127.0.0.1", listener.port), KEY, 5.0, tls=listener.uses_tls)
@@ -139,7 +148,7 @@ def framed(data: bytes) -> bytes:
     return len(data).to_bytes(4, "big") + data
 
 
-# --- messages -----------------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 async def test_connection_carries_every_message_in_order(listener: Listener) -> None:
@@ -156,7 +165,9 @@ async def test_connection_carries_every_message_in_order(listener: Listener) -> 
 
 
 async def test_receive_loses_no_message_when_cancelled(listener: Listener) -> None:
-    """As one is where something else than a message comes first; the next reads on in the middle of a message."""
+    """As one is where something else than a message comes first; the next reads on in the middle of
+    a message.
+    """
     message = framed(msgspec.msgpack.encode(Waiting("1 of 4")))
     async with raw(listener) as (ours, peer):
         for part in (message[:2], message[2:6], message[6:9]):
@@ -171,7 +182,10 @@ async def test_receive_loses_no_message_when_cancelled(listener: Listener) -> No
     ("data", "said"),
     [
         (framed(b"\xc1"), "a message of another version of Helmsman"),
-        (framed(msgspec.msgpack.encode({"type": "Dance", "step": 1})), "another version of Helmsman.*Dance"),
+        (
+            framed(msgspec.msgpack.encode({"type": "Dance", "step": 1})),
+            "another version of Helmsman.*Dance",
+        ),
         (framed(msgspec.msgpack.encode({"type": "Waiting"})), "another version of Helmsman.*text"),
         (b"\xff\xff\xff\xff", "a message of -1 bytes was announced, expected at most 1048576"),
         (b"\x00\x00\x00\x09abc", "the connection was closed"),
@@ -186,7 +200,7 @@ async def test_receive_invalid_message(listener: Listener, data: bytes, said: st
             await ours.receive()
 
 
-# --- life ---------------------------------------------------------------------------------------------------------------
+# --- life -----------------------------------------------------------------------------------------
 
 
 async def test_heartbeats_keep_a_connection(listener: Listener) -> None:
@@ -226,13 +240,16 @@ async def test_connection_to_a_peer_that_exits_or_reads_nothing(listener: Listen
         await ours.close()
 
 
-# --- proof --------------------------------------------------------------------------------------------------------------
+# --- proof ----------------------------------------------------------------------------------------
 
 
 async def test_connect_with_tls_on_one_end_alone(listener: Listener) -> None:
     listener.open()
     there, here = ("uses TLS", "does not") if listener.uses_tls else ("does not use TLS", "does")
-    said = f"127.0.0.1:{listener.port} {there}, and this one {here}. Set HELMSMAN_TLS to the same value"
+    said = (
+        f"127.0.0.1:{listener.port} {there}, and this one {here}. Set HELMSMAN_TLS to the same "
+        "value"
+    )
     with pytest.raises(ProtocolError, match=said):
         await connect("127.0.0.1", listener.port, KEY, USUAL, tls=not listener.uses_tls)
 
@@ -261,17 +278,27 @@ async def test_connect_to_a_head_that_ends(listener: Listener) -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x00\x00\x04what", b"helmsman of old" + b"x" * 99],
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"\x00\x00\x00\x04what",
+        b"helmsman of old" + b"x" * 99,
+    ],
 )
 async def test_connect_to_another_program(listener: Listener, said: bytes) -> None:
     connecting = asyncio.ensure_future(connected(listener))
     with await listener.socket() as peer:
         peer.sendall(said)
-        with pytest.raises(ProtocolError, match=f"127.0.0.1:{listener.port} did not prove that it belongs to this run"):
+        with pytest.raises(
+            ProtocolError,
+            match=f"127.0.0.1:{listener.port} did not prove that it belongs to this run",
+        ):
             await connecting
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff" + b"\xff" * 8, b"\x00\x00"])
+@pytest.mark.parametrize(
+    "said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff" + b"\xff" * 8, b"\x00\x00"]
+)
 async def test_door_refuses_another_program(listener: Listener, said: bytes) -> None:
     """A port scanner, a browser, a peer that closes in the middle of a word."""
     listener.open()
@@ -285,7 +312,9 @@ async def test_door_refuses_another_program(listener: Listener, said: bytes) -> 
 
 
 async def test_door_closes_beside_a_silent_peer(listener: Listener) -> None:
-    """The end of a head must not wait for one that connects and says nothing, and closes its connection."""
+    """The end of a head must not wait for one that connects and says nothing, and closes its
+    connection.
+    """
     listener.open()
     with socket.create_connection(("127.0.0.1", listener.port)) as peer:
         peer.settimeout(10.0)

@@ -1,4 +1,6 @@
-"""``helmsman up`` on hosts with spaces of their own: it comes up, says why it does not, and goes without a trace."""
+"""``helmsman up`` on hosts with spaces of their own: it comes up, says why it does not, and goes
+without a trace.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ import pytest
 from tests.contract.helpers import wait_until
 from tests.controller.bootstrap.hosts import Command, Hosts, why_not_here
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not_here()), reason=why_not_here()), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_not_here()), reason=why_not_here()),
+    pytest.mark.timeout(300),
+]
 
 PROGRAM = (sys.executable, str(Path(__file__).with_name("program.py")))
 _GONE_S = 10.0
@@ -52,20 +58,28 @@ def _show(hosts: Hosts, rank: int, *arguments: str) -> Command:
 
 def _nothing_left(hosts: Hosts) -> None:
     wait_until(
-        lambda: not any(host.left() for host in hosts.all), f"nothing is left: {[host.left() for host in hosts.all]}", _GONE_S
+        lambda: not any(host.left() for host in hosts.all),
+        f"nothing is left: {[host.left() for host in hosts.all]}",
+        _GONE_S,
     )
 
 
 def test_up_nodes_return_and_leave(make_hosts: Make) -> None:
-    """A node that is killed and comes again, as a pod does, one whose raylet dies, and one whose head is killed.
+    """A node that is killed and comes again, as a pod does, one whose raylet dies, and one whose
+    head is killed.
 
-    Ray learns late of the first end, here after seconds instead of half a minute, and the script would send work to it.
+    Ray learns late of the first end, here after seconds instead of half a minute, and the script
+    would send work to it.
     """
     hosts = make_hosts(3)
-    head, first = _up(hosts, 0, "busy", "--env=RAY_health_check_period_ms=1000"), _up(hosts, 1, "busy")
+    head, first = (
+        _up(hosts, 0, "busy", "--env=RAY_health_check_period_ms=1000"),
+        _up(hosts, 1, "busy"),
+    )
     first.said("joined the cluster")
     first.signal(signal.SIGSTOP)  # so that it does not report the end of its raylet
-    os.kill(hosts[1].pid_of("raylet"), signal.SIGKILL)  # which, ended in order, would take leave of Ray's head
+    # which, ended in order, would take leave of Ray's head
+    os.kill(hosts[1].pid_of("raylet"), signal.SIGKILL)
     first.signal(signal.SIGKILL)
     head.said("was here and has gone")
     again, other = _up(hosts, 1, "busy"), _up(hosts, 2, "busy")
@@ -100,7 +114,10 @@ def test_up_with_a_cut_cable(make_hosts: Make) -> None:
 
 def test_up_elastic_drains_a_stopped_node(make_hosts: Make) -> None:
     hosts = make_hosts(2)
-    head, leaving = (_up(hosts, rank, "moves", "--resources", '{"GPU": 4}', "--elastic", "--grace", "60") for rank in range(2))
+    head, leaving = (
+        _up(hosts, rank, "moves", "--resources", '{"GPU": 4}', "--elastic", "--grace", "60")
+        for rank in range(2)
+    )
     head.said("generating on 2 nodes")
     leaving.signal(signal.SIGTERM)
     head.ends(0, "told to stop by SIGTERM", "8 results are whole", limit_s=60.0)
@@ -114,13 +131,16 @@ def test_up_two_runs_share_a_host_beside_a_stale_session(make_hosts: Make) -> No
     stale = hosts[0].folder / "ray"
     stale.mkdir()
     (stale / "ray_current_cluster").write_text("10.77.0.9:6379")
-    runs = [hosts[0].up("--", *PROGRAM, "count", str(code), env={"RAY_TMPDIR": str(hosts[0].folder)}) for code in (3, 4)]
+    runs = [
+        hosts[0].up("--", *PROGRAM, "count", str(code), env={"RAY_TMPDIR": str(hosts[0].folder)})
+        for code in (3, 4)
+    ]
     for run, code in zip(runs, (3, 4), strict=True):
         run.ends(code, "sees 1 nodes of ranks ['0']", limit_s=60.0)
     _nothing_left(hosts)
 
 
-# --- before Ray starts ----------------------------------------------------------------------------------------------------
+# --- before Ray starts ----------------------------------------------------------------------------
 
 
 def test_up_stopped_during_a_name_lookup(make_hosts: Make) -> None:
@@ -129,11 +149,14 @@ def test_up_stopped_during_a_name_lookup(make_hosts: Make) -> None:
     servers = hosts[1].folder / "resolv.conf"
     servers.write_text("nameserver 10.77.0.77\noptions timeout:30\n")
     hosts[1].do("mount", "--bind", str(servers), "/etc/resolv.conf")
-    hosts[1].do("ip", "neigh", "add", "10.77.0.77", "lladdr", "02:00:00:00:00:77", "dev", "eth0")  # where nobody is
+    # where nobody is
+    hosts[1].do("ip", "neigh", "add", "10.77.0.77", "lladdr", "02:00:00:00:00:77", "dev", "eth0")
     arguments = ("--node-rank=1", "--num-nodes=2", "--head=head.example", "--interface=eth0")
     command = hosts[1].up(*arguments, "--", "true")
     asked = Path(f"/proc/{hosts[1].pid}/net/udp")
-    wait_until(lambda: ":0035 " in asked.read_text() or command.has_ended, "the name server is asked", 30)
+    wait_until(
+        lambda: ":0035 " in asked.read_text() or command.has_ended, "the name server is asked", 30
+    )
     command.signal(signal.SIGTERM)
     command.ends(143, "told to stop by SIGTERM; it leaves", limit_s=_GONE_S)
     assert "Traceback" not in command.output

@@ -44,7 +44,11 @@ finally:
 
 
 def environment(**more: str) -> dict[str, str]:
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != RUN_VARIABLE}
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RAY_") and name != RUN_VARIABLE
+    }
     return {**ours, "PYTHONPATH": str(ROOT), **more}
 
 
@@ -59,16 +63,22 @@ def execute(source: str, **environ: str) -> tuple[list[dict[str, Any]], str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")], done.stderr
+    return [
+        json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")
+    ], done.stderr
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """A cluster whose node belongs to run-1."""
     signals = {signal.SIGTERM}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # which the child inherits, and waits for
+    # which the child inherits, and waits for
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     cluster = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER], env=environment(RAY_AUTH_MODE="disabled"), stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CLUSTER],
+        env=environment(RAY_AUTH_MODE="disabled"),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
@@ -89,8 +99,9 @@ def test_initialize_starts_a_cluster_that_ends_with_the_script() -> None:
 with initialize(num_cpus=3, num_gpus=2, resources={"disk": 1.0}, preload=None) as cluster:
     again = initialize()
     total = dict(cluster.nodes[0].total)
-    tell(address=cluster.address, nodes=len(cluster.nodes), embedded=cluster.is_embedded, devices=cluster.num_devices,
-         cpus=total["CPU"], disk=total["disk"], again=again == cluster, auth=os.environ["RAY_AUTH_MODE"])
+    tell(address=cluster.address, nodes=len(cluster.nodes), embedded=cluster.is_embedded,
+         devices=cluster.num_devices, cpus=total["CPU"], disk=total["disk"],
+         again=again == cluster, auth=os.environ["RAY_AUTH_MODE"])
 import ray
 tell(connected=ray.is_initialized())
 cluster.close()
@@ -118,7 +129,8 @@ import ray
 for more in ({{}}, {{"{RUN_VARIABLE}": "run-1"}}, {TWO_NODES}):
     os.environ.update(more)
     with initialize() as cluster:
-        tell(address=cluster.address, nodes=len(cluster.nodes), embedded=cluster.is_embedded, devices=cluster.num_devices)
+        tell(address=cluster.address, nodes=len(cluster.nodes), embedded=cluster.is_embedded,
+             devices=cluster.num_devices)
 os.environ["{RUN_VARIABLE}"] = "run-2"
 try:
     initialize()
@@ -126,9 +138,17 @@ except Exception as error:
     tell(kind=type(error).__name__, text=str(error), connected=ray.is_initialized())
 """
     (*joined, refused), _ = execute(source, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled")
-    assert joined == 3 * [{"address": address, "nodes": 1, "embedded": False, "devices": {"GPU": 4, "NPU": 8}}]
+    assert joined == 3 * [
+        {"address": address, "nodes": 1, "embedded": False, "devices": {"GPU": 4, "NPU": 8}}
+    ]
     assert (refused["kind"], refused["connected"]) == ("ClusterMismatchError", False)
-    for fact in (address, "its nodes belong to run-1", "started on run run-2", RUN_VARIABLE, "start it again"):
+    for fact in (
+        address,
+        "its nodes belong to run-1",
+        "started on run run-2",
+        RUN_VARIABLE,
+        "start it again",
+    ):
         assert fact in refused["text"]
     assert RUN_LABEL == "helmsman-run", "as the cluster above has it"
 
@@ -136,7 +156,8 @@ except Exception as error:
 def test_initialize_refuses_a_ray_for_each_of_several_nodes() -> None:
     """Each node would train alone, and no one would notice: one that is asked for is logged.
 
-    Of processes on one node, each may start its own. An address where no process answers is refused.
+    Of processes on one node, each may start its own. An address where no process answers is
+    refused.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -167,7 +188,14 @@ except Exception as error:
     for each in refused:
         assert each["kind"] == "ClusterNotUpError"
         start = "helmsman up -- "
-        for fact in (f"RANK={each['rank']}", "WORLD_SIZE=2", "MASTER_ADDR=10.0.0.7", start, " -c ", "RAY_ADDRESS=local"):
+        for fact in (
+            f"RANK={each['rank']}",
+            "WORLD_SIZE=2",
+            "MASTER_ADDR=10.0.0.7",
+            start,
+            " -c ",
+            "RAY_ADDRESS=local",
+        ):
             assert fact in each["text"]
     assert chosen["addresses"] == ["local"] * 3
     assert "Ray starts on this node alone" in logged

@@ -44,7 +44,9 @@ class Launcher(NamedTuple):
     variables: str
     """That it sets on a node."""
     program: str = "helmsman"
-    """The first program that its shell script calls; the launcher's own, where that starts the nodes."""
+    """The first program that its shell script calls; the launcher's own, where that starts the
+    nodes.
+    """
     arguments: tuple[str, ...] = ()
     """Of its shell script."""
 
@@ -53,37 +55,52 @@ LAUNCHERS = {
     "Slurm": Launcher(
         "Slurm",
         "gpu07",
-        "SLURM_NODEID=RANK; SLURM_JOB_NUM_NODES=4; SLURM_STEP_NUM_NODES=4; SLURM_JOB_NODELIST=gpu[07-10]; "
+        "SLURM_NODEID=RANK; SLURM_JOB_NUM_NODES=4; SLURM_STEP_NUM_NODES=4; "
+        "SLURM_JOB_NODELIST=gpu[07-10]; "
         "SLURM_STEP_NODELIST=gpu[07-10]; SLURM_STEP_TASKS_PER_NODE=1(x4)",
         "srun",
     ),
     "Kubernetes: Indexed Job": Launcher(
-        "a Kubernetes Indexed Job", "train-0.train", "JOB_COMPLETION_INDEX=RANK; HOSTNAME=train-RANK"
+        "a Kubernetes Indexed Job",
+        "train-0.train",
+        "JOB_COMPLETION_INDEX=RANK; HOSTNAME=train-RANK",
     ),
     "Beaker": Launcher(
         "Beaker",
         "node-12.example",
-        "BEAKER_REPLICA_RANK=RANK; BEAKER_REPLICA_COUNT=4; BEAKER_LEADER_REPLICA_HOSTNAME=node-12.example",
+        "BEAKER_REPLICA_RANK=RANK; BEAKER_REPLICA_COUNT=4; "
+        "BEAKER_LEADER_REPLICA_HOSTNAME=node-12.example",
     ),
     "SkyPilot": Launcher(
         "SkyPilot",
         "10.1.0.4",
-        "SKYPILOT_NODE_RANK=RANK; SKYPILOT_NUM_NODES=4; SKYPILOT_NODE_IPS=10.1.0.4\n10.1.0.5\n10.1.0.6\n10.1.0.7",
+        "SKYPILOT_NODE_RANK=RANK; SKYPILOT_NUM_NODES=4; "
+        "SKYPILOT_NODE_IPS=10.1.0.4\n10.1.0.5\n10.1.0.6\n10.1.0.7",
     ),
     "torchrun": Launcher(
         "torchrun",
         "gpu07",
-        "GROUP_RANK=RANK; RANK=RANK; GROUP_WORLD_SIZE=4; WORLD_SIZE=4; LOCAL_WORLD_SIZE=1; MASTER_ADDR=gpu07",
+        "GROUP_RANK=RANK; RANK=RANK; GROUP_WORLD_SIZE=4; WORLD_SIZE=4; LOCAL_WORLD_SIZE=1; "
+        "MASTER_ADDR=gpu07",
         "torchrun",
         ("0", "gpu07"),
     ),
     "Volcano": Launcher(
         "Volcano",
         "train-worker-0.train",
-        "VC_TASK_INDEX=RANK; VC_WORKER_NUM=4; VC_WORKER_HOSTS=train-worker-0.train,train-worker-1.train",
+        "VC_TASK_INDEX=RANK; VC_WORKER_NUM=4; "
+        "VC_WORKER_HOSTS=train-worker-0.train,train-worker-1.train",
     ),
-    "PAI-DLC": Launcher("RANK and WORLD_SIZE (PAI-DLC)", "dlc-master-0", "RANK=RANK; WORLD_SIZE=4; MASTER_ADDR=dlc-master-0"),
-    "dstack": Launcher("dstack", "10.2.0.1", "DSTACK_NODE_RANK=RANK; DSTACK_NODES_NUM=4; DSTACK_MASTER_NODE_IP=10.2.0.1"),
+    "PAI-DLC": Launcher(
+        "RANK and WORLD_SIZE (PAI-DLC)",
+        "dlc-master-0",
+        "RANK=RANK; WORLD_SIZE=4; MASTER_ADDR=dlc-master-0",
+    ),
+    "dstack": Launcher(
+        "dstack",
+        "10.2.0.1",
+        "DSTACK_NODE_RANK=RANK; DSTACK_NODES_NUM=4; DSTACK_MASTER_NODE_IP=10.2.0.1",
+    ),
     "Open MPI": Launcher(
         "Open MPI",
         "gpu07",
@@ -93,20 +110,34 @@ LAUNCHERS = {
 }
 
 
-def run_shell(text: str, folder: Path, program: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """The command line and environment with which a shell script calls ``program``, for which another stands in."""
+def run_shell(
+    text: str, folder: Path, program: str, *arguments: str
+) -> tuple[list[str], dict[str, str]]:
+    """The command line and environment with which a shell script calls ``program``, for which
+    another stands in.
+    """
     binaries, noted = folder / "bin", folder / "noted.json"
     binaries.mkdir()
-    note = f"import json, os, sys\njson.dump([sys.argv, dict(os.environ)], open({str(noted)!r}, 'w'))\n"
+    note = (
+        f"import json, os, sys\njson.dump([sys.argv, dict(os.environ)], open({str(noted)!r}, "
+        "'w'))\n"
+    )
     (binaries / program).write_text(f"#!{sys.executable}\n{note}")
     (binaries / "openssl").write_text(f"#!/bin/sh\necho {TOKEN}\n")
     for path in binaries.iterdir():
         path.chmod(0o755)
     (folder / "hosts.txt").write_text("gpu07 slots=8\ngpu08 slots=8\n")
     (folder / "train.sh").write_text(text)
-    environ = {"PATH": f"{binaries}:{os.environ['PATH']}", "HOME": str(folder), "SLURM_CPUS_PER_TASK": "96"}
-    environ["RAY_ADDRESS"] = "10.1.0.4:6380" if "RAY_ADDRESS" in text else ""  # of a Ray of the launcher's own
-    subprocess.run(["bash", "train.sh", *arguments], cwd=folder, env=environ, check=True, timeout=30)
+    environ = {
+        "PATH": f"{binaries}:{os.environ['PATH']}",
+        "HOME": str(folder),
+        "SLURM_CPUS_PER_TASK": "96",
+    }
+    # of a Ray of the launcher's own
+    environ["RAY_ADDRESS"] = "10.1.0.4:6380" if "RAY_ADDRESS" in text else ""
+    subprocess.run(
+        ["bash", "train.sh", *arguments], cwd=folder, env=environ, check=True, timeout=30
+    )
     (_, *argv), seen = json.loads(noted.read_text())
     return [program, *argv], seen
 
@@ -115,19 +146,26 @@ def maps_in(value: Any) -> Iterator[dict[str, Any]]:
     """All mappings in a YAML document."""
     if isinstance(value, dict):
         yield value
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for each in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
         yield from maps_in(each)
 
 
 def command_of(heading: str, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """The command of each node, with the launcher's own part before it, and the environment that the job file gives it."""
+    """The command of each node, with the launcher's own part before it, and the environment that
+    the job file gives it.
+    """
     language, text = BLOCKS[heading]
     launcher = LAUNCHERS[heading]
     if language == "yaml":
         maps = [each for document in yaml.safe_load_all(text) for each in maps_in(document)]
         (container,) = (each for each in maps if {"command", "commands", "run"} & each.keys())
         if isinstance(container.get("command"), list):
-            return [*container["command"], *container.get("args", container.get("arguments", []))], {}
+            return [
+                *container["command"],
+                *container.get("args", container.get("arguments", [])),
+            ], {}
         text = container["run"] if "run" in container else "\n".join(container["commands"])
     return run_shell(text, folder, launcher.program, *launcher.arguments)
 
@@ -151,16 +189,27 @@ def test_job_file(heading: str, tmp_path: Path) -> None:
     for wait_s in re.findall(r"terminationGracePeriodSeconds: (\d+)|TERM@(\d+)", text):
         assert float(max(wait_s)) >= options.grace + AFTER_GRACE_S
     (row,) = re.findall(rf"^\| {re.escape(launcher.name)} \| (.*) \|$", PAGE, re.MULTILINE)
-    cells = dict(zip(("rank", "count", "head"), row.replace("<TASK>", "WORKER").split(" | "), strict=True))
+    cells = dict(
+        zip(("rank", "count", "head"), row.replace("<TASK>", "WORKER").split(" | "), strict=True)
+    )
     for rank in range(NUM_NODES):
         own = dict(each.split("=") for each in launcher.variables.split("; "))
         own |= {name: value.replace("RANK", str(rank)) for name, value in own.items()}
         environ = {name: value for name, value in given.items() if value} | own
-        found = identify_node(environ, rank=options.node_rank, count=options.num_nodes, head=options.head)
-        assert (found.launcher, found.rank, found.count, found.head) == (launcher.name, rank, NUM_NODES, launcher.head)
+        found = identify_node(
+            environ, rank=options.node_rank, count=options.num_nodes, head=options.head
+        )
+        assert (found.launcher, found.rank, found.count, found.head) == (
+            launcher.name,
+            rank,
+            NUM_NODES,
+            launcher.head,
+        )
         for field, said in found.said_by.items():
             (name,) = re.findall(r"^(?:first of )?(--[a-z-]+|[A-Z_]+)", said)
-            assert f"`{name}`" in cells[field], f"the page has {cells[field]} for the {field}, which is from {said}"
+            assert f"`{name}`" in cells[field], (
+                f"the page has {cells[field]} for the {field}, which is from {said}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -168,11 +217,33 @@ def test_job_file(heading: str, tmp_path: Path) -> None:
     {
         "Slurm": ("--nodes=4", "--gpus-per-node=8", "--ntasks-per-node=1"),
         "Kubernetes: Indexed Job": (
-            *("completionMode: Indexed", "completions: 4", "parallelism: 4", "nvidia.com/gpu: 8", "medium: Memory"),
-            *("clusterIP: None", "job-name: train", "subdomain: train", "secretKeyRef: {name: train, key: token}"),
+            *(
+                "completionMode: Indexed",
+                "completions: 4",
+                "parallelism: 4",
+                "nvidia.com/gpu: 8",
+                "medium: Memory",
+            ),
+            *(
+                "clusterIP: None",
+                "job-name: train",
+                "subdomain: train",
+                "secretKeyRef: {name: train, key: token}",
+            ),
         ),
-        "Beaker": ("replicas: 4", "gpuCount: 8", "leaderSelection: true", "hostNetworking: true", "secret: "),
-        "SkyPilot": ("num_nodes: 4", "H100:8", "--control-port 6381"),  # SkyPilot's own Ray listens on 6380
+        "Beaker": (
+            "replicas: 4",
+            "gpuCount: 8",
+            "leaderSelection: true",
+            "hostNetworking: true",
+            "secret: ",
+        ),
+        # SkyPilot's own Ray listens on 6380
+        "SkyPilot": (
+            "num_nodes: 4",
+            "H100:8",
+            "--control-port 6381",
+        ),
         "torchrun": ("--nnodes=4", "--nproc-per-node=1", "--no-python", "--token-file"),
         "Volcano": (
             "minAvailable: 4",
@@ -195,20 +266,32 @@ def test_job_file_asks_for_the_nodes(heading: str, facts: tuple[str, ...]) -> No
 def test_job_file_of_kuberay() -> None:
     job = yaml.safe_load(BLOCKS["KubeRay"][1])["spec"]
     options = parsed(shlex.split(job["entrypoint"]))
-    found = identify_node({"RAY_ADDRESS": "10.0.0.1:6379"}, rank=options.node_rank, count=options.num_nodes, head=options.head)
+    found = identify_node(
+        {"RAY_ADDRESS": "10.0.0.1:6379"},
+        rank=options.node_rank,
+        count=options.num_nodes,
+        head=options.head,
+    )
     assert found.attach_to == "10.0.0.1:6379"
     (group,) = job["rayClusterSpec"]["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]
-    assert (group["replicas"], container["resources"]["limits"]["nvidia.com/gpu"]) == (NUM_NODES, NUM_GPUS)
+    assert (group["replicas"], container["resources"]["limits"]["nvidia.com/gpu"]) == (
+        NUM_NODES,
+        NUM_GPUS,
+    )
     assert f"RayScheduler(num_nodes={NUM_NODES + 1})" in PAGE
 
 
 def test_job_file_of_flags_alone(tmp_path: Path) -> None:
     for rank in range(NUM_NODES):
         (folder := tmp_path / str(rank)).mkdir()
-        options = parsed(run_shell(BLOCKS["Anything else"][1], folder, "helmsman", str(rank), "gpu07")[0])
+        options = parsed(
+            run_shell(BLOCKS["Anything else"][1], folder, "helmsman", str(rank), "gpu07")[0]
+        )
         assert options.token_file == f"{folder}/train.token"
-        found = identify_node({}, rank=options.node_rank, count=options.num_nodes, head=options.head)
+        found = identify_node(
+            {}, rank=options.node_rank, count=options.num_nodes, head=options.head
+        )
         assert (found.rank, found.count, found.head) == (rank, NUM_NODES, "gpu07")
 
 
@@ -226,4 +309,6 @@ def test_page_exit_codes_and_defaults() -> None:
     assert f"waits `--timeout` seconds ({options.timeout:g})" in PAGE
     assert f"has `--grace` seconds ({options.grace:g})" in PAGE
     assert re.search(rf"^\| {HEAD_PORTS[0]}, `--port` \|", PAGE, re.MULTILINE)
-    assert re.search(rf"^\| {HEAD_PORTS[1]}, `--control-port`: `--port` \+ 1 \|", PAGE, re.MULTILINE)
+    assert re.search(
+        rf"^\| {HEAD_PORTS[1]}, `--control-port`: `--port` \+ 1 \|", PAGE, re.MULTILINE
+    )

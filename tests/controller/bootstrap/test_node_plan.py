@@ -1,4 +1,6 @@
-"""What follows from a node's plan: the command that starts Ray, and the environment of all that is started."""
+"""What follows from a node's plan: the command that starts Ray, and the environment of all that is
+started.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,28 @@ import pytest
 
 from helmsman.api.errors import PreflightError
 from helmsman.controller._bootstrap.connection import proof_key
-from helmsman.controller._bootstrap.node_plan import node_environ, ray_start, ray_token, worker_ports
+from helmsman.controller._bootstrap.node_plan import (
+    node_environ,
+    ray_start,
+    ray_token,
+    worker_ports,
+)
 from helmsman.controller._bootstrap.settings import Setting
 from helmsman.rpc_server.ports import RANGE_VARIABLE, PortLeases
 from tests.controller.bootstrap.nodes import make_plan
 
 AGENTS = {
-    *("--node-manager-port", "--object-manager-port", "--runtime-env-agent-port", "--dashboard-agent-listen-port"),
+    *(
+        "--node-manager-port",
+        "--object-manager-port",
+        "--runtime-env-agent-port",
+        "--dashboard-agent-listen-port",
+    ),
     *("--dashboard-agent-grpc-port", "--metrics-export-port"),
 }
-"""Ports that Ray would otherwise take from the ephemeral range, or where another node of this machine has them."""
+"""Ports that Ray would otherwise take from the ephemeral range, or where another node of this
+machine has them.
+"""
 
 
 @pytest.fixture
@@ -35,14 +49,17 @@ def leases() -> Iterator[PortLeases]:
 
 def flags(command: list[str]) -> dict[str, str]:
     """Flags and their values; '' for those without."""
-    return {flag: value for flag, _, value in (each.partition("=") for each in command if each.startswith("--"))}
+    return {
+        flag: value
+        for flag, _, value in (each.partition("=") for each in command if each.startswith("--"))
+    }
 
 
 def first_ephemeral() -> int:
     return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
 
-# --- the command --------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_ray_start_of_the_head(tmp_path: Path, leases: PortLeases) -> None:
@@ -50,7 +67,9 @@ def test_ray_start_of_the_head(tmp_path: Path, leases: PortLeases) -> None:
     command = ray_start(plan, "run-1", leases)
     assert command[1:4] == ["-m", "helmsman.controller._ray_backend.start_limits", "start"]
     said = flags(command)
-    assert {"--head", "--block", "--disable-usage-stats"} <= {flag for flag, value in said.items() if not value}
+    assert {"--head", "--block", "--disable-usage-stats"} <= {
+        flag for flag, value in said.items() if not value
+    }
     assert "--address" not in said
     expected = {
         "--port": "6379",
@@ -64,7 +83,12 @@ def test_ray_start_of_the_head(tmp_path: Path, leases: PortLeases) -> None:
         "--resources": '{"fast": 0.5}',
     }
     assert expected.items() <= said.items()
-    assert flags(ray_start(make_plan(tmp_path, dashboard=True), "run-1", leases))["--include-dashboard"] == "true"
+    assert (
+        flags(ray_start(make_plan(tmp_path, dashboard=True), "run-1", leases))[
+            "--include-dashboard"
+        ]
+        == "true"
+    )
 
 
 def test_ray_start_of_another_node(tmp_path: Path, leases: PortLeases) -> None:
@@ -77,19 +101,29 @@ def test_ray_start_of_another_node(tmp_path: Path, leases: PortLeases) -> None:
 
 def test_ray_start_has_flags_of_ray(tmp_path: Path, leases: PortLeases) -> None:
     scripts = pytest.importorskip("ray.scripts.scripts")
-    known = {name for parameter in scripts.start.params for name in (*parameter.opts, *parameter.secondary_opts)}
-    plan = make_plan(tmp_path, count=2, resources={"CPU": 1.0, "GPU": 1.0, "memory": 2.0**36, "x": 1.0})
+    known = {
+        name
+        for parameter in scripts.start.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+    plan = make_plan(
+        tmp_path, count=2, resources={"CPU": 1.0, "GPU": 1.0, "memory": 2.0**36, "x": 1.0}
+    )
     for head in ("", "10.0.0.1:6379"):
         arguments = ray_start(plan, "run-1", leases, head)[len(plan.ray_command) :]
         assert flags(arguments).keys() <= known
         scripts.start.make_context("start", arguments)  # which parses all values
 
 
-# --- ports --------------------------------------------------------------------------------------------------------------
+# --- ports ----------------------------------------------------------------------------------------
 
 
 def ports_of(command: list[str]) -> list[int]:
-    return [int(value) for flag, value in flags(command).items() if flag in AGENTS or flag == "--ray-client-server-port"]
+    return [
+        int(value)
+        for flag, value in flags(command).items()
+        if flag in AGENTS or flag == "--ray-client-server-port"
+    ]
 
 
 def test_ray_start_ports_of_two_nodes(tmp_path: Path, leases: PortLeases) -> None:
@@ -126,11 +160,17 @@ def test_worker_ports(taken: list[tuple[int, int]], expected: tuple[int, int]) -
 def test_worker_ports_without_room() -> None:
     with pytest.raises(PreflightError) as caught:
         worker_ports([(1024, 65_535)])
-    for fact in ("10002 to 19999", "--port, --control-port and HELMSMAN_PORT_RANGE", "to a range outside"):
+    for fact in (
+        "10002 to 19999",
+        "--port, --control-port and HELMSMAN_PORT_RANGE",
+        "to a range outside",
+    ):
         assert fact in str(caught.value)
 
 
-@pytest.mark.parametrize("ports", [{"port": 12_345}, {"port": 15_000, "control_port": 15_001, "count": 2}])
+@pytest.mark.parametrize(
+    "ports", [{"port": 12_345}, {"port": 15_000, "control_port": 15_001, "count": 2}]
+)
 def test_ray_start_gives_workers_other_ports(
     tmp_path: Path, leases: PortLeases, monkeypatch: pytest.MonkeyPatch, ports: dict[str, Any]
 ) -> None:
@@ -152,7 +192,11 @@ def test_ray_start_gives_workers_other_ports(
     ],
 )
 def test_ray_start_without_ports(
-    tmp_path: Path, leases: PortLeases, monkeypatch: pytest.MonkeyPatch, text: str, facts: tuple[str, ...]
+    tmp_path: Path,
+    leases: PortLeases,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    facts: tuple[str, ...],
 ) -> None:
     monkeypatch.setenv(RANGE_VARIABLE, text)
     with pytest.raises(PreflightError) as caught:
@@ -161,7 +205,7 @@ def test_ray_start_without_ports(
         assert fact in str(caught.value)
 
 
-# --- the environment ----------------------------------------------------------------------------------------------------
+# --- the environment ------------------------------------------------------------------------------
 
 
 def test_node_environ(tmp_path: Path) -> None:
@@ -203,7 +247,18 @@ def test_tokens_and_jobs_by_secret(tmp_path: Path) -> None:
     assert len(set(tokens)) == 4
     assert tokens[0] == ray_token("a", "run-1"), "which other nodes derive, too"
     assert all(len(token) == 64 for token in tokens)
-    plans = [make_plan(tmp_path, count=count, secret=secret) for count in (2, 3) for secret in ("", "a")]
+    plans = [
+        make_plan(tmp_path, count=count, secret=secret) for count in (2, 3) for secret in ("", "a")
+    ]
     assert plans[0].job != plans[2].job
     assert plans[1].job == plans[3].job, "so that the head can say that the number of nodes differs"
-    assert len({proof_key(secret, job) for secret in ("", "a", "b") for job in ("", "2 6380", "3 6380")}) == 9
+    assert (
+        len(
+            {
+                proof_key(secret, job)
+                for secret in ("", "a", "b")
+                for job in ("", "2 6380", "3 6380")
+            }
+        )
+        == 9
+    )

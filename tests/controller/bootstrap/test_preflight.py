@@ -34,7 +34,8 @@ WAITS = LISTENS + "listener.accept()[0].recv(1)\nsys.stdin.read()"
 ANSWERS = LISTENS + "listener.accept()[0].sendall({})\nsys.stdin.read()"
 
 AS_NOBODY = """
-import encodings.idna, os, sys  # the first of which Python finds late, where another user may not look
+# Python finds encodings.idna late, where another user may not look
+import encodings.idna, os, sys
 from helmsman.controller._bootstrap.up import require_port
 os.setgroups([])
 os.setgid(65534)
@@ -62,7 +63,9 @@ def listen() -> Iterator[Listen]:
 
     def start(source: str, *arguments: str, program: str = sys.executable) -> tuple[int, int]:
         command = [program, "-I", "-S", "-c", source, *arguments]
-        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        started.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
         return int(started[-1].stdout.readline()), started[-1].pid
 
     yield start
@@ -71,12 +74,17 @@ def listen() -> Iterator[Listen]:
         process.communicate()
 
 
-# --- ports --------------------------------------------------------------------------------------------------------------
+# --- ports ----------------------------------------------------------------------------------------
 
 
 def test_require_port_that_is_free() -> None:
-    """Also one that the kernel keeps after a connection for a minute from those who do not ask to reuse it, as Ray does."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as peer:
+    """Also one that the kernel keeps after a connection for a minute from those who do not ask to
+    reuse it, as Ray does.
+    """
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as peer,
+    ):
         port = listener.getsockname()[1]
         listener.accept()[0].close()
         peer.recv(1)
@@ -86,33 +94,54 @@ def test_require_port_that_is_free() -> None:
 
 @pytest.mark.parametrize("port", [-1, 0, 65_536, 1 << 70])
 def test_require_port_out_of_range(port: int) -> None:
-    with pytest.raises(PreflightError, match=f"port {port}, of the head's Ray, is none: they go from 1 to 65535.*by --port"):
+    with pytest.raises(
+        PreflightError,
+        match=f"port {port}, of the head's Ray, is none: they go from 1 to 65535.*by --port",
+    ):
         require_port(port, *WHAT, listens=False)
 
 
-@pytest.mark.parametrize("who", ["a foreign program", "another run of helmsman up", "another Ray cluster"])
+@pytest.mark.parametrize(
+    "who", ["a foreign program", "another run of helmsman up", "another Ray cluster"]
+)
 def test_require_port_names_its_holder(listen: Listen, tmp_path: Path, who: str) -> None:
-    """A Ray cluster is known by the program of its head, of which the process table has the name."""
+    """A Ray cluster is known by the program of its head, of which the process table has the
+    name.
+    """
     gcs = tmp_path / "gcs_server"
     gcs.symlink_to(sys.executable)
     arguments = ("helmsman", "up", "--port", "6379") if "helmsman" in who else ()
-    port, pid = listen(f"'{who}'\n{WAITS}", *arguments, program=str(gcs) if "Ray" in who else sys.executable)
+    port, pid = listen(
+        f"'{who}'\n{WAITS}", *arguments, program=str(gcs) if "Ray" in who else sys.executable
+    )
     with pytest.raises(PreflightError) as caught:
         require_port(port, *WHAT, listens=True)
-    for fact in (f"port {port}, of the head's Ray", f"held by {who} (pid {pid}: ", "by --port, the same on all nodes"):
+    for fact in (
+        f"port {port}, of the head's Ray",
+        f"held by {who} (pid {pid}: ",
+        "by --port, the same on all nodes",
+    ):
         assert fact in str(caught.value)
 
 
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user, who may not see whose port it is")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="acts as another user, who may not see whose port it is"
+)
 @pytest.mark.parametrize(
     ("source", "who"),
     [
         (
             ANSWERS.format(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])),
-            "a program that speaks gRPC, most likely the head of another Ray cluster, of another user or container",
+            (
+                "a program that speaks gRPC, most likely the head of another Ray cluster, of "
+                "another user or container"
+            ),
         ),
-        (ANSWERS.format(b"HTTP/1.1 400 Bad Request"), "held by a program, of another user or container"),
+        (
+            ANSWERS.format(b"HTTP/1.1 400 Bad Request"),
+            "held by a program, of another user or container",
+        ),
         (WAITS, "held by a program, of another user or container"),
     ],
     ids=["HTTP/2", "HTTP/1", "says nothing"],
@@ -130,7 +159,7 @@ def test_require_port_held_by_another_user(listen: Listen, source: str, who: str
     assert str(pid) not in told
 
 
-# --- the address --------------------------------------------------------------------------------------------------------
+# --- the address ----------------------------------------------------------------------------------
 
 
 def rank_one(head: str) -> NodeIdentity:
@@ -157,30 +186,58 @@ def test_node_address_by_route_and_interface() -> None:
     assert address == here()
     assert node_address(HEAD, interface) == (address, interface)
     assert node_address(rank_one(address), "") == (address, interface)
-    assert node_address(rank_one("head.invalid"), "")[0] == here(), "a name may come with its pod, as in Kubernetes"
+    assert node_address(rank_one("head.invalid"), "")[0] == here(), (
+        "a name may come with its pod, as in Kubernetes"
+    )
 
 
 @pytest.mark.parametrize(
     ("identity", "interface", "facts"),
     [
-        (HEAD, "ib7", ("--interface 'ib7' is no interface of this node with an IPv4 address; it has ", "lo 127.0.0.1")),
-        (HEAD, "lo", ("be 127.0.0.1, which no other host can reach; it", "lo 127.0.0.1", "--interface", "--head")),
-        (rank_one("localhost"), "", ("the head's name 'localhost' means this very host here", "--head")),
+        (
+            HEAD,
+            "ib7",
+            (
+                "--interface 'ib7' is no interface of this node with an IPv4 address; it has ",
+                "lo 127.0.0.1",
+            ),
+        ),
+        (
+            HEAD,
+            "lo",
+            (
+                "be 127.0.0.1, which no other host can reach; it",
+                "lo 127.0.0.1",
+                "--interface",
+                "--head",
+            ),
+        ),
+        (
+            rank_one("localhost"),
+            "",
+            ("the head's name 'localhost' means this very host here", "--head"),
+        ),
     ],
 )
-def test_node_address_that_others_cannot_reach(identity: NodeIdentity, interface: str, facts: tuple[str, ...]) -> None:
+def test_node_address_that_others_cannot_reach(
+    identity: NodeIdentity, interface: str, facts: tuple[str, ...]
+) -> None:
     with pytest.raises(PreflightError) as caught:
         node_address(identity, interface)
     for fact in facts:
         assert fact in str(caught.value)
 
 
-# --- versions -----------------------------------------------------------------------------------------------------------
+# --- versions -------------------------------------------------------------------------------------
 
 
 def test_versions() -> None:
     pytest.importorskip("ray")
-    assert versions() == {"python": platform.python_version(), "ray": version("ray"), "helmsman": version("helmsman")}
+    assert versions() == {
+        "python": platform.python_version(),
+        "ray": version("ray"),
+        "helmsman": version("helmsman"),
+    }
 
 
 def test_versions_without_ray(tmp_path: Path) -> None:

@@ -39,7 +39,9 @@ async def make_ray(tmp_path: Path, tag: str) -> AsyncIterator[MakeRay]:
 
     def make(source: str, start_s: float = 30.0, report: StatusPrinter = print) -> RayProcess:
         command = [sys.executable, "-I", "-S", "-c", source]
-        plan = make_plan(tmp_path, run_id=tag.partition("/")[0], ray_command=command, ray_start_s=start_s)
+        plan = make_plan(
+            tmp_path, run_id=tag.partition("/")[0], ray_command=command, ray_start_s=start_s
+        )
         made.append(RayProcess(plan, os.environ, report))
         return made[-1]
 
@@ -67,10 +69,15 @@ async def test_ray_process_lives_and_ends(make_ray: MakeRay, tag: str) -> None:
             "ray start exited with code 3; the end of what it printed:\nno room",
         ),
         ("import os; os.kill(os.getpid(), 9)", "ray start was ended by SIGKILL"),
-        ("print('odd \\udcff'.encode(errors='surrogateescape'), end='', flush=True)", "ray start exited with code 0"),
+        (
+            "print('odd \\udcff'.encode(errors='surrogateescape'), end='', flush=True)",
+            "ray start exited with code 0",
+        ),
     ],
 )
-async def test_ray_process_that_ends_in_its_start(make_ray: MakeRay, source: str, said: str) -> None:
+async def test_ray_process_that_ends_in_its_start(
+    make_ray: MakeRay, source: str, said: str
+) -> None:
     with pytest.raises(BootstrapError) as caught:
         await make_ray(source).start("run-1")
     assert f"Ray did not start on this node: {said}" in str(caught.value)
@@ -78,43 +85,71 @@ async def test_ray_process_that_ends_in_its_start(make_ray: MakeRay, source: str
 
 async def test_ray_process_start_timeout(make_ray: MakeRay) -> None:
     told: list[str] = []
-    with pytest.raises(BootstrapError, match=r"did not start on this node within 0\.1 s.*give more with --start-timeout"):
-        await make_ray("import signal; signal.pause()", start_s=0.1, report=told.append).start("run-1")
+    with pytest.raises(
+        BootstrapError,
+        match=r"did not start on this node within 0\.1 s.*give more with --start-timeout",
+    ):
+        await make_ray("import signal; signal.pause()", start_s=0.1, report=told.append).start(
+            "run-1"
+        )
     assert told == [], "no time is left for a second try"
 
 
 async def test_ray_process_start_is_tried_once_more(make_ray: MakeRay, tmp_path: Path) -> None:
-    first = f"import os, sys; open({str(tmp_path / 'tried')!r}, 'x')\nprint('no luck'); sys.exit(1)\n"
+    first = (
+        f"import os, sys; open({str(tmp_path / 'tried')!r}, 'x')\nprint('no luck'); sys.exit(1)\n"
+    )
     told: list[str] = []
-    ray = make_ray(f"try:\n    exec({first!r})\nexcept FileExistsError:\n    pass\n{STAYS}", report=told.append)
+    ray = make_ray(
+        f"try:\n    exec({first!r})\nexcept FileExistsError:\n    pass\n{STAYS}", report=told.append
+    )
     await ray.start("run-1")
     assert len(told) == 1
-    for fact in ("exited with code 1", "no luck", "Ray is started once more (after ", "of at most 30 s"):
+    for fact in (
+        "exited with code 1",
+        "no luck",
+        "Ray is started once more (after ",
+        "of at most 30 s",
+    ):
         assert fact in told[0]
     assert not ray.ended.done(), "the end of the first try is not that of the second"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-async def test_ray_process_start_detects_a_dead_process(make_ray: MakeRay, tmp_path: Path, name: str) -> None:
+async def test_ray_process_start_detects_a_dead_process(
+    make_ray: MakeRay, tmp_path: Path, name: str
+) -> None:
     """Ray itself waits 20 to 30 s for it, and does not print why it has ended."""
     program = tmp_path / name
     shutil.copy(str(shutil.which("true")), program)
     logs = tmp_path / "ray" / "session_2026-01-01" / "logs"
     logs.mkdir(parents=True)
-    reason = "[2026-11-22 06:56:24,840 C 1236 1236] (gcs_server) gcs_server.cc:951: Unsupported GCS storage type"
-    (logs / f"{name}.err").write_text(f"[2026-11-22 06:56:24,839 I 1236 1236] all is well\n{reason}\n")
+    reason = (
+        "[2026-11-22 06:56:24,840 C 1236 1236] (gcs_server) gcs_server.cc:951: Unsupported "
+        "GCS storage type"
+    )
+    (logs / f"{name}.err").write_text(
+        f"[2026-11-22 06:56:24,839 I 1236 1236] all is well\n{reason}\n"
+    )
     (logs / f"{name}.out").write_text(f"{reason}\n")
-    source = f"import signal, subprocess\nchild = subprocess.Popen([{str(program)!r}])\nsignal.pause()"
+    source = (
+        f"import signal, subprocess\nchild = subprocess.Popen([{str(program)!r}])\nsignal.pause()"
+    )
     with pytest.raises(BootstrapError) as caught:
         await make_ray(source).start("run-1")
-    assert f"{name} has ended; the end of what it printed:\n\n{name}.err: {reason}" in str(caught.value)
+    assert f"{name} has ended; the end of what it printed:\n\n{name}.err: {reason}" in str(
+        caught.value
+    )
     assert str(caught.value).count(reason) == 1
     assert "all is well" not in str(caught.value)
 
 
 def test_ray_start_waits_for_a_raylet_that_registers_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    services, scripts = pytest.importorskip("ray._private.services"), pytest.importorskip("ray.scripts.scripts")
+    services, scripts = (
+        pytest.importorskip("ray._private.services"),
+        pytest.importorskip("ray.scripts.scripts"),
+    )
     asked: list[str] = []
 
     def get_node(gcs_address: str, node_id: str) -> str:
@@ -151,7 +186,10 @@ async def test_ray_process_stop_after_a_cancelled_start(make_ray: MakeRay, tag: 
 async def test_ray_process_stop_ends_all_children(make_ray: MakeRay, tag: str) -> None:
     """Also what has left its session, and ignores SIGTERM."""
     child = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
-    spawn = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-I', '-S', '-c', {child!r}], start_new_session=True)\n"
+    spawn = (
+        "import subprocess, sys\nsubprocess.Popen([sys.executable, '-I', '-S', '-c', "
+        f"{child!r}], start_new_session=True)\n"
+    )
     ray = make_ray(spawn + STAYS)
     await ray.start("run-1")
     assert len(processes_with(TAG_VARIABLE, tag)) == 2

@@ -38,12 +38,15 @@ LEAST = STORE_LEAST + MEMORY_BESIDE_STORE
 TABLE = (Setting("A", "1", "of A"), Setting("B", "2", "of B"), Setting("C", "3", "of C"))
 
 
-# --- variables ----------------------------------------------------------------------------------------------------------
+# --- variables ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_nodes", [1, MANY_NODES])
 def test_cluster_defaults_are_unique_with_reasons(num_nodes: int) -> None:
-    same_on_all, own = cluster_defaults(num_nodes), [*NODE_DEFAULTS, *of_address("10.0.0.1", "eth0", chosen=True)]
+    same_on_all, own = (
+        cluster_defaults(num_nodes),
+        [*NODE_DEFAULTS, *of_address("10.0.0.1", "eth0", chosen=True)],
+    )
     names = [default.name for default in (*same_on_all, *own)]
     assert len(set(names)) == len(names)
     assert all(default.value and default.reason for default in (*same_on_all, *own))
@@ -55,20 +58,35 @@ def test_cluster_defaults_are_variables_of_ray() -> None:
     """A name that Ray does not read would be a promise without effect."""
     ray = pytest.importorskip("ray")
     home = Path(ray.__file__).parent
-    names = {each.name.removeprefix("RAY_").encode() for each in (*cluster_defaults(1), *cluster_defaults(MANY_NODES))}
+    names = {
+        each.name.removeprefix("RAY_").encode()
+        for each in (*cluster_defaults(1), *cluster_defaults(MANY_NODES))
+    }
     binaries = [home / "_raylet.so", home / "core" / "src" / "ray" / "raylet" / "raylet"]
-    for path in (*binaries, *(path for folder in ("_private", "_common") for path in (home / folder).rglob("*.py"))):
+    for path in (
+        *binaries,
+        *(path for folder in ("_private", "_common") for path in (home / folder).rglob("*.py")),
+    ):
         content = path.read_bytes()
         names = {name for name in names if name not in content}
     assert not names
 
 
 def test_cluster_defaults_by_number_of_nodes() -> None:
-    """Few nodes detect a lost host soon; with many, thousands of workers keep the head too busy for that."""
+    """Few nodes detect a lost host soon; with many, thousands of workers keep the head too busy for
+    that.
+    """
 
     def seconds(num_nodes: int) -> float:
-        values = {each.name: float(each.value) for each in cluster_defaults(num_nodes) if each.value.isdecimal()}
-        assert values["RAY_gcs_rpc_server_reconnect_timeout_s"] * 1000 > values["RAY_grpc_client_keepalive_timeout_ms"]
+        values = {
+            each.name: float(each.value)
+            for each in cluster_defaults(num_nodes)
+            if each.value.isdecimal()
+        }
+        assert (
+            values["RAY_gcs_rpc_server_reconnect_timeout_s"] * 1000
+            > values["RAY_grpc_client_keepalive_timeout_ms"]
+        )
         return values["RAY_gcs_rpc_server_reconnect_timeout_s"]
 
     assert cluster_defaults(1) == cluster_defaults(MANY_NODES - 1)
@@ -86,20 +104,33 @@ def test_variables_of_the_user_come_before_defaults() -> None:
         Setting("C", "a flag's", "of C", "--env"),
     ]
     lines = [re.split(r"\s{2,}", line.strip()) for line in shown(found).splitlines()]
-    assert lines == [["A=1", "default", "of A"], ["B=", "your environment", "of B"], ["C=a flag's", "--env", "of C"]]
+    assert lines == [
+        ["A=1", "default", "of A"],
+        ["B=", "your environment", "of B"],
+        ["C=a flag's", "--env", "of C"],
+    ]
 
 
 def test_of_address_binds_to_a_named_interface_alone() -> None:
-    assert {each.name: each.value for each in of_address("10.0.0.1", "", chosen=False)} == {"VLLM_HOST_IP": "10.0.0.1"}
+    assert {each.name: each.value for each in of_address("10.0.0.1", "", chosen=False)} == {
+        "VLLM_HOST_IP": "10.0.0.1"
+    }
     found = {each.name: each.value for each in of_address("10.0.0.1", "eth0", chosen=False)}
-    assert found == {"VLLM_HOST_IP": "10.0.0.1", "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
+    assert found == {
+        "VLLM_HOST_IP": "10.0.0.1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "TP_SOCKET_IFNAME": "eth0",
+    }
     chosen = {each.name: each.value for each in of_address("10.0.0.1", "eth0", chosen=True)}
     assert chosen == {**found, "NCCL_SOCKET_IFNAME": "eth0", "HCCL_SOCKET_IFNAME": "eth0"}
 
 
 def test_shown_masks_secrets() -> None:
     lines = shown([Setting("HF_TOKEN", "hunter2"), Setting("B", "http://me:hunter2@host")])
-    assert [line.split()[0] for line in lines.splitlines()] == [f"HF_TOKEN={MASK}", f"B=http://{MASK}@host"]
+    assert [line.split()[0] for line in lines.splitlines()] == [
+        f"HF_TOKEN={MASK}",
+        f"B=http://{MASK}@host",
+    ]
 
 
 def test_parse_variables() -> None:
@@ -112,7 +143,7 @@ def test_parse_variables() -> None:
         parse_variables(["MY-TOKEN=hunter2"])
 
 
-# --- resources ----------------------------------------------------------------------------------------------------------
+# --- resources ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -123,7 +154,10 @@ def test_parse_variables() -> None:
         ('{"CPU": 0}', ["--num-cpus=0"]),
         ('{"memory": 68719476737}', ["--memory=68719476737"]),
         ('{"CPU": 12345678}', ["--num-cpus=12345678"]),
-        ('{"NPU": 8, "CPU": 4, "fast_disk": 0.5}', ["--num-cpus=4", '--resources={"NPU": 8.0, "fast_disk": 0.5}']),
+        (
+            '{"NPU": 8, "CPU": 4, "fast_disk": 0.5}',
+            ["--num-cpus=4", '--resources={"NPU": 8.0, "fast_disk": 0.5}'],
+        ),
     ],
 )
 def test_resource_arguments(text: str, arguments: list[str]) -> None:
@@ -131,7 +165,17 @@ def test_resource_arguments(text: str, arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "8", "[1]", '{"GPU": "two"}', '{"GPU": null}', '{"GPU": true}', "{GPU: 2}", '{"GPU": 1e999}']
+    "text",
+    [
+        "",
+        "8",
+        "[1]",
+        '{"GPU": "two"}',
+        '{"GPU": null}',
+        '{"GPU": true}',
+        "{GPU: 2}",
+        '{"GPU": 1e999}',
+    ],
 )
 def test_parse_resources_not_an_object(text: str) -> None:
     with pytest.raises(PreflightError) as caught:
@@ -148,7 +192,7 @@ def test_parse_resources_of_wrong_amounts() -> None:
         parse_resources('{"CPU": 7.5, "GPU": 0.5, "disk": 0.5}')
 
 
-# --- the object store ---------------------------------------------------------------------------------------------------
+# --- the object store -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -170,41 +214,66 @@ def test_parse_resources_of_wrong_amounts() -> None:
 )
 def test_object_store_bytes_by_default(available: int, shm_free: int, expected: int) -> None:
     assert object_store_bytes(None, available, shm_free) == expected
-    assert object_store_bytes(9.5, 10 * GIB, 10 * GIB) == int(9.5 * GIB), "as asked, also more than a share of the memory"
+    assert object_store_bytes(9.5, 10 * GIB, 10 * GIB) == int(9.5 * GIB), (
+        "as asked, also more than a share of the memory"
+    )
 
 
 @pytest.mark.parametrize(
     ("asked", "available", "shm_free", "facts"),
     [
         *(
-            (asked, 100 * GIB, 10 * GIB, (f"--object-store {asked:g} GiB", "10.0 GiB free", "needs 80.0 MiB", "Ask for less"))
+            (
+                asked,
+                100 * GIB,
+                10 * GIB,
+                (
+                    f"--object-store {asked:g} GiB",
+                    "10.0 GiB free",
+                    "needs 80.0 MiB",
+                    "Ask for less",
+                ),
+            )
             for asked in (9.6, 0.01, 0.0, -1.0, float("nan"), float("inf"))
         ),
         (2.0, 2 * GIB, 9 * GIB, ("2 GiB: /dev/shm has 9.0 GiB free, and 2.0 GiB of memory",)),
         (None, 100 * GIB, 64 << 20, ("64.0 MiB free", "needs 80.0 MiB", "--shm-size", "emptyDir")),
-        (None, LEAST - 1, 10 * GIB, ("530.0 MiB of memory are available, expected 530.0 MiB", "End other programs", "doctor")),
+        (
+            None,
+            LEAST - 1,
+            10 * GIB,
+            (
+                "530.0 MiB of memory are available, expected 530.0 MiB",
+                "End other programs",
+                "doctor",
+            ),
+        ),
     ],
 )
-def test_object_store_bytes_refuses(asked: float | None, available: int, shm_free: int, facts: tuple[str, ...]) -> None:
+def test_object_store_bytes_refuses(
+    asked: float | None, available: int, shm_free: int, facts: tuple[str, ...]
+) -> None:
     with pytest.raises(PreflightError) as caught:
         object_store_bytes(asked, available, shm_free)
     for fact in facts:
         assert fact in str(caught.value)
 
 
-# --- CPUs ---------------------------------------------------------------------------------------------------------------
+# --- CPUs -----------------------------------------------------------------------------------------
 
 
 def test_cpus_allowed_by_slurm() -> None:
     here = cpus_allowed({})
     assert 0 < here <= len(os.sched_getaffinity(0))
     assert cpus_allowed({"SLURM_CPUS_ON_NODE": "1"}) == min(1.0, here)
-    assert cpus_allowed({"SLURM_CPUS_ON_NODE": "100000"}) == here, "a step may be bound to fewer than its job has"
+    assert cpus_allowed({"SLURM_CPUS_ON_NODE": "100000"}) == here, (
+        "a step may be bound to fewer than its job has"
+    )
     for text in ("", "many", "-1", "2(x3)"):
         assert cpus_allowed({"SLURM_CPUS_ON_NODE": text}) == here
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -231,15 +300,29 @@ def _group(folder: Path, **files: str) -> None:
         (folder / name.replace("memory_", "memory.")).write_text(f"{text}\n")
 
 
-@pytest.mark.parametrize("path", ["/slurm/job_7", "/docker/abc"], ids=["of the host", "hidden from a container"])
+@pytest.mark.parametrize(
+    "path", ["/slurm/job_7", "/docker/abc"], ids=["of the host", "hidden from a container"]
+)
 def test_memory_groups_of_both_versions(tmp_path: Path, path: str) -> None:
-    """Files in memory do not count as used; a container does not see the path that its processes have on the host."""
+    """Files in memory do not count as used; a container does not see the path that its processes
+    have on the host.
+    """
     own = tmp_path / "own"
     own.write_text(f"4:memory:{path}\n1:name=systemd:/\n0::{path}\n")
     two, one = tmp_path / "two", tmp_path / "one"
     _group(two, memory_current="700", memory_stat="anon 1", memory_max="max")
-    _group(two / "slurm" / "job_7", memory_current="500", memory_stat="inactive_file 30\nactive_file 70", memory_max="900")
-    _group(one / "memory", memory_usage_in_bytes="600", memory_limit_in_bytes="1000", memory_stat="total_inactive_file 50")
+    _group(
+        two / "slurm" / "job_7",
+        memory_current="500",
+        memory_stat="inactive_file 30\nactive_file 70",
+        memory_max="900",
+    )
+    _group(
+        one / "memory",
+        memory_usage_in_bytes="600",
+        memory_limit_in_bytes="1000",
+        memory_stat="total_inactive_file 50",
+    )
     inner = [MemoryGroup(900, 400)] if "slurm" in path else []
     assert memory_groups(str(own), str(two)) == inner
     assert memory_groups(str(own), str(one)) == [MemoryGroup(1000, 550)]

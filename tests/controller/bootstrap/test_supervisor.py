@@ -1,4 +1,6 @@
-"""The supervisors of a run's nodes, as processes of this machine, over a Ray that does what a test wants: how a run begins."""
+"""The supervisors of a run's nodes, as processes of this machine, over a Ray that does what a test
+wants: how a run begins.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,13 @@ from tests.controller.bootstrap.nodes import MakeCable, MakeNodes, script
 pytestmark = pytest.mark.slow
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
-# --- a clean life -------------------------------------------------------------------------------------------------------
+# --- a clean life ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("source", "code"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)], ids=["exits", "is killed"]
+    ("source", "code"),
+    [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)],
+    ids=["exits", "is killed"],
 )
 def test_supervisor_exit_code_of_the_script(make_nodes: MakeNodes, source: str, code: int) -> None:
     nodes = make_nodes(3, command=script(source))
@@ -40,7 +44,8 @@ def test_supervisor_of_one_node(make_nodes: MakeNodes) -> None:
     """Its script has the variables of the cluster, and what it leaves behind goes with the run."""
     source = (
         "import os, subprocess\n"
-        "print({name: value for name, value in os.environ.items() if 'RAY' in name or 'HELMSMAN' in name})\n"
+        "print({name: value for name, value in os.environ.items() if 'RAY' in name or 'HELMSMAN' "
+        "in name})\n"
         "print(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid, flush=True)\n"
         "os._exit(3)"
     )
@@ -60,7 +65,9 @@ def test_supervisor_of_one_node(make_nodes: MakeNodes) -> None:
 
 
 @pytest.mark.parametrize("secret", ["a token of this test", ""])
-def test_supervisor_shares_the_heads_token_and_variables(make_nodes: MakeNodes, secret: str) -> None:
+def test_supervisor_shares_the_heads_token_and_variables(
+    make_nodes: MakeNodes, secret: str
+) -> None:
     """Also one that comes before the head."""
     nodes = make_nodes(2, secret=secret, command=script("pass"))
     member = nodes.start(1, cluster_settings=[])
@@ -83,11 +90,13 @@ def test_supervisor_shares_the_heads_token_and_variables(make_nodes: MakeNodes, 
 def test_supervisor_script_that_cannot_start(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2, command=["no-such-program", "x"])
     head, member = nodes.start_all()
-    head.ends(90, "PREFLIGHT", "the script cannot be started: no-such-program: No such file or directory")
+    head.ends(
+        90, "PREFLIGHT", "the script cannot be started: no-such-program: No such file or directory"
+    )
     member.ends(0, "the run has ended: the script cannot be started: no-such-program")
 
 
-# --- coming -------------------------------------------------------------------------------------------------------------
+# --- coming ---------------------------------------------------------------------------------------
 
 
 def test_supervisor_missing_rank(make_nodes: MakeNodes) -> None:
@@ -102,7 +111,9 @@ def test_supervisor_missing_rank(make_nodes: MakeNodes) -> None:
         "Look at what the missing nodes have printed",
         "--timeout",
     )
-    member.ends(91, "NOT_JOINED: the run did not begin: 1 of 3 nodes are missing: rank 2, never heard of")
+    member.ends(
+        91, "NOT_JOINED: the run did not begin: 1 of 3 nodes are missing: rank 2, never heard of"
+    )
 
 
 def test_supervisor_many_missing_ranks(make_nodes: MakeNodes) -> None:
@@ -112,7 +123,13 @@ def test_supervisor_many_missing_ranks(make_nodes: MakeNodes) -> None:
 
 def test_supervisor_missing_head(make_nodes: MakeNodes) -> None:
     member = make_nodes(2, timeout_s=0.5).start(1)
-    member.ends(91, "NOT_JOINED: the head at 127.0.0.1:", "does not answer", "after 0.5 s: rank 0 is missing", "Look at")
+    member.ends(
+        91,
+        "NOT_JOINED: the head at 127.0.0.1:",
+        "does not answer",
+        "after 0.5 s: rank 0 is missing",
+        "Look at",
+    )
 
 
 def test_supervisor_prints_a_line_for_each_change(make_nodes: MakeNodes) -> None:
@@ -148,21 +165,30 @@ def test_supervisor_refuses_nodes(make_nodes: MakeNodes) -> None:
     refused: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         (
             {"versions": other_python},
-            ("versions differ: python 3.12.1 there, 3.11.7 on the head", "Install the same on every node"),
+            (
+                "versions differ: python 3.12.1 there, 3.11.7 on the head",
+                "Install the same on every node",
+            ),
         ),
         ({"versions": {}}, ("ray none there, 2.60.0 on the head",)),
         ({"count": 4}, ("it was told of 4 nodes, the head of 3",)),
         ({"rank": 3}, ("its rank is 3", "waits for ranks 1 to 2")),
     ]
     for changes, facts in refused:
-        nodes.start(**{"rank": 1, **changes}).ends(92, "REFUSED: the head at 127.0.0.1:", "does not take this node", *facts)
+        nodes.start(**{"rank": 1, **changes}).ends(
+            92, "REFUSED: the head at 127.0.0.1:", "does not take this node", *facts
+        )
         for fact in ("is not taken", *facts):
             assert fact in head.output
-    nodes.start(1, secret="another").ends(92, f"127.0.0.1:{nodes.port} has another key", "--token-file, or HELMSMAN_TOKEN")
+    nodes.start(1, secret="another").ends(
+        92, f"127.0.0.1:{nodes.port} has another key", "--token-file, or HELMSMAN_TOKEN"
+    )
     assert "a process on 127.0.0.1 is not taken: it has another token" in head.output
     first = nodes.start(1)
     first.said("joined the cluster")
-    nodes.start(1).ends(92, "REFUSED", "rank 1 (", "is here already; every node needs a rank of its own")
+    nodes.start(1).ends(
+        92, "REFUSED", "rank 1 (", "is here already; every node needs a rank of its own"
+    )
     nodes.start(2).ends(0)
     head.ends(0)
     first.ends(0)
@@ -175,7 +201,11 @@ def test_supervisor_node_leaves_before_the_run(make_nodes: MakeNodes) -> None:
         member.said("joined the cluster")
     leaving.signal(TERM)
     leaving.ends(143, "this node was told to stop by SIGTERM; it leaves")
-    head.ends(91, "NOT_JOINED: rank 1 (", "left before the run began: this node was told to stop by SIGTERM")
+    head.ends(
+        91,
+        "NOT_JOINED: rank 1 (",
+        "left before the run began: this node was told to stop by SIGTERM",
+    )
     staying.ends(91, "NOT_JOINED: the run did not begin: rank 1 (")
 
 
@@ -214,12 +244,16 @@ def test_supervisor_control_port_taken_late(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2)
     with socket.create_server(("127.0.0.1", nodes.port)):
         nodes.start(0).ends(
-            90, f"PREFLIGHT: port {nodes.port}, on which the nodes' supervisors meet, cannot be had", "--control-port"
+            90,
+            f"PREFLIGHT: port {nodes.port}, on which the nodes' supervisors meet, cannot be had",
+            "--control-port",
         )
 
 
 def test_supervisor_first_connection_hangs(make_nodes: MakeNodes, make_cable: MakeCable) -> None:
-    """The head does not know yet that it is lost, and the node that comes again is not taken for a second one."""
+    """The head does not know yet that it is lost, and the node that comes again is not taken for a
+    second one.
+    """
     nodes = make_nodes(2, command=script("pass"))
     nodes.behaviour(0, "waits")
     cable = make_cable(nodes.port)

@@ -13,7 +13,7 @@ from tests.controller.bootstrap.nodes import MakeCable, MakeNodes
 pytestmark = pytest.mark.slow
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 
-# --- Ray ----------------------------------------------------------------------------------------------------------------
+# --- Ray ------------------------------------------------------------------------------------------
 
 
 def test_supervisor_ray_fails_to_start_on_a_member(make_nodes: MakeNodes) -> None:
@@ -22,8 +22,17 @@ def test_supervisor_ray_fails_to_start_on_a_member(make_nodes: MakeNodes) -> Non
     head, other = nodes.start(0), nodes.start(2)
     other.said("joined the cluster")
     member = nodes.start(1)
-    member.ends(93, "RAY_DIED: Ray did not start on this node: ray start exited with code 1", "no room for an object")
-    head.ends(91, "rank 1 (", "left before the run began: Ray did not start on this node", "no room for an object store")
+    member.ends(
+        93,
+        "RAY_DIED: Ray did not start on this node: ray start exited with code 1",
+        "no room for an object",
+    )
+    head.ends(
+        91,
+        "rank 1 (",
+        "left before the run began: Ray did not start on this node",
+        "no room for an object store",
+    )
     other.ends(91, "the run did not begin: rank 1 (")
 
 
@@ -34,7 +43,11 @@ def test_supervisor_ray_fails_to_start_on_the_head(make_nodes: MakeNodes) -> Non
     member.said("answers; waiting")
     assert head.ray["pid"], "so that it knows what it is to do"
     nodes.behaviour(0, "fails")
-    head.ends(93, "RAY_DIED: Ray did not start on this node: ray start exited with code 1", "no room for an object")
+    head.ends(
+        93,
+        "RAY_DIED: Ray did not start on this node: ray start exited with code 1",
+        "no room for an object",
+    )
     member.ends(91, "NOT_JOINED: the run did not begin: Ray did not start on this node")
 
 
@@ -64,7 +77,7 @@ def test_supervisor_ray_dies_on_the_head(make_nodes: MakeNodes) -> None:
     member.ends(0, "the run has ended: Ray has died on the head: ")
 
 
-# --- being told to stop -------------------------------------------------------------------------------------------------
+# --- being told to stop ---------------------------------------------------------------------------
 
 
 def test_supervisor_head_stopped(make_nodes: MakeNodes) -> None:
@@ -125,7 +138,9 @@ def test_supervisor_member_stopped_without_a_head(make_nodes: MakeNodes) -> None
 
 
 @pytest.mark.parametrize(("script", "grace_s"), [("deaf", 0.2), ("5", 2.0)])
-def test_supervisor_stopped_ends_the_script(make_nodes: MakeNodes, script: str, grace_s: float) -> None:
+def test_supervisor_stopped_ends_the_script(
+    make_nodes: MakeNodes, script: str, grace_s: float
+) -> None:
     """One that ignores the signal is killed, and its exit code does not count."""
     nodes = make_nodes(1, grace_s=grace_s)
     head = nodes.start(0, command=nodes.waiting_script(script))
@@ -135,7 +150,7 @@ def test_supervisor_stopped_ends_the_script(make_nodes: MakeNodes, script: str, 
     assert nodes.script_was_told(TERM) == (script != "deaf")
 
 
-# --- losing each other --------------------------------------------------------------------------------------------------
+# --- losing each other ----------------------------------------------------------------------------
 
 
 def test_supervisor_reconnects(make_nodes: MakeNodes, make_cable: MakeCable) -> None:
@@ -148,7 +163,9 @@ def test_supervisor_reconnects(make_nodes: MakeNodes, make_cable: MakeCable) -> 
     before = head.said("is back")
     cable.desert()
     head.said("is back", count=2)
-    assert cable.is_given_up.wait(4.0), "before it would be lost by its silence; the end of the run would wait for it"
+    assert cable.is_given_up.wait(4.0), (
+        "before it would be lost by its silence; the end of the run would wait for it"
+    )
     nodes.release()
     head.ends(0)
     member.ends(0, "the script has ended with exit code 0")
@@ -156,12 +173,19 @@ def test_supervisor_reconnects(make_nodes: MakeNodes, make_cable: MakeCable) -> 
 
 
 def test_supervisor_head_unreachable(make_nodes: MakeNodes, make_cable: MakeCable) -> None:
-    """What answers is a kernel that takes connections for a head that does nothing: nobody knows how the run ends."""
+    """What answers is a kernel that takes connections for a head that does nothing: nobody knows
+    how the run ends.
+    """
     nodes = make_nodes(2)
     cable = make_cable(nodes.port)
     head, member = nodes.start_running(cable.port)
     cable.cut_and_swallow()
-    member.ends(94, "HEAD_LOST: the head at 127.0.0.1:", "cannot be reached", "whether the run goes on there is not known")
+    member.ends(
+        94,
+        "HEAD_LOST: the head at 127.0.0.1:",
+        "cannot be reached",
+        "whether the run goes on there is not known",
+    )
     head.said("is lost: the connection was closed; the run goes on without it")
     nodes.release()
     head.ends(0)
@@ -177,7 +201,9 @@ def test_supervisor_head_killed(make_nodes: MakeNodes) -> None:
 
 
 @pytest.mark.parametrize("secret", ["a token of this test", "another"])
-def test_supervisor_another_head_on_the_port(make_nodes: MakeNodes, make_cable: MakeCable, secret: str) -> None:
+def test_supervisor_another_head_on_the_port(
+    make_nodes: MakeNodes, make_cable: MakeCable, secret: str
+) -> None:
     """A head that was started anew, or one of another job: the node does not belong to it."""
     nodes = make_nodes(2)
     cable = make_cable(nodes.port)
@@ -195,7 +221,9 @@ def test_supervisor_another_head_on_the_port(make_nodes: MakeNodes, make_cable: 
 
 
 def test_supervisor_stopped_while_it_awaits_the_head(make_nodes: MakeNodes) -> None:
-    """It waits to learn whether its head has gone, which is why Ray would end by itself; but not when it is told to stop."""
+    """It waits to learn whether its head has gone, which is why Ray would end by itself; but not
+    when it is told to stop.
+    """
     nodes = make_nodes(2, grace_s=0.1)
     head, member = nodes.start_running()
     head.signal(signal.SIGSTOP)
@@ -207,7 +235,9 @@ def test_supervisor_stopped_while_it_awaits_the_head(make_nodes: MakeNodes) -> N
 
 
 def test_supervisor_member_killed_returns_too_late(make_nodes: MakeNodes) -> None:
-    """It takes its Ray along, and the run goes on; the new one is not told that the run has not begun."""
+    """It takes its Ray along, and the run goes on; the new one is not told that the run has not
+    begun.
+    """
     nodes = make_nodes(2)
     head, member = nodes.start_running()
     ray = member.ray["pid"]
@@ -220,5 +250,9 @@ def test_supervisor_member_killed_returns_too_late(make_nodes: MakeNodes) -> Non
     assert late.ray["pid"], "it is in the middle of its start"
     nodes.release()
     head.ends(0)
-    late.ends(91, "NOT_JOINED: the run has ended before this node had joined: the script has ended with exit code 0")
+    late.ends(
+        91,
+        "NOT_JOINED: the run has ended before this node had joined: the script has ended with "
+        "exit code 0",
+    )
     assert "did not begin" not in late.output

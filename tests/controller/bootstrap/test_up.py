@@ -1,4 +1,6 @@
-"""``helmsman up`` as a user runs it: refusals, settings, a cluster that is there, and the folder and logs of a run."""
+"""``helmsman up`` as a user runs it: refusals, settings, a cluster that is there, and the folder
+and logs of a run.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,22 @@ def up(tmp_path: Path, zygote: Zygote) -> Iterator[Up]:
     """Run it with these arguments, below a program, in an environment where no launcher is."""
     started: list[Running] = []
     temporary = tempfile.mkdtemp(prefix="hu-")  # short, or the run's folder would not be there
-    usual = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TMPDIR": temporary, "PYTHONPATH": str(ROOT)}
+    usual = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "TMPDIR": temporary,
+        "PYTHONPATH": str(ROOT),
+    }
 
     def start(*arguments: str, below: Sequence[str] = (), **environ: str) -> Running:
         output = tmp_path / f"output-{len(started)}"
         started.append(
-            Running([*below, *UP, *arguments], {**usual, **environ}, output, start=execute if below else zygote.start)
+            Running(
+                [*below, *UP, *arguments],
+                {**usual, **environ},
+                output,
+                start=execute if below else zygote.start,
+            )
         )
         return started[-1]
 
@@ -53,7 +65,11 @@ def up(tmp_path: Path, zygote: Zygote) -> Iterator[Up]:
         running.process.kill()
         running.process.wait()
         assert "Traceback" not in running.output, running.output
-    left = [path for path in Path(temporary).rglob("*") if not path.is_dir() or path.name.startswith("hm-")]
+    left = [
+        path
+        for path in Path(temporary).rglob("*")
+        if not path.is_dir() or path.name.startswith("hm-")
+    ]
     shutil.rmtree(temporary)
     assert not left, "the run's folder, or its record"
 
@@ -72,46 +88,120 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
-BEAKER = {"BEAKER_REPLICA_RANK": "1", "BEAKER_REPLICA_COUNT": "2", "BEAKER_LEADER_REPLICA_HOSTNAME": "a"}
+BEAKER = {
+    "BEAKER_REPLICA_RANK": "1",
+    "BEAKER_REPLICA_COUNT": "2",
+    "BEAKER_LEADER_REPLICA_HOSTNAME": "a",
+}
 DSTACK = {"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "a"}
 
 
 @pytest.mark.parametrize(
     ("code", "arguments", "environ", "facts"),
     [
-        (90, (), {}, ("rank 0, ", "there is no program to run", "helmsman up [options] -- python train.py")),
+        (
+            90,
+            (),
+            {},
+            ("rank 0, ", "there is no program to run", "helmsman up [options] -- python train.py"),
+        ),
         (90, ("--env", "A", "--", "true"), {}, ("--env 'A' is not NAME=VALUE",)),
         (90, ("--resources", "{", "--", "true"), {}, ("--resources '{' is not a JSON object",)),
-        (90, ("--object-store", "99999", "--", "true"), {}, ("--object-store 99999 GiB", "Ask for less")),
-        (90, ("--gpus", "77", "--", "true"), {}, ("77 accelerators are expected on this node (--gpus)", "nvidia-smi, npu-smi")),
-        (90, ("--interface", "ib7", "--", "true"), {}, ("--interface 'ib7' is no interface of this node",)),
+        (
+            90,
+            ("--object-store", "99999", "--", "true"),
+            {},
+            ("--object-store 99999 GiB", "Ask for less"),
+        ),
+        (
+            90,
+            ("--gpus", "77", "--", "true"),
+            {},
+            ("77 accelerators are expected on this node (--gpus)", "nvidia-smi, npu-smi"),
+        ),
+        (
+            90,
+            ("--interface", "ib7", "--", "true"),
+            {},
+            ("--interface 'ib7' is no interface of this node",),
+        ),
         (90, ("--port", "70000", "--", "true"), {}, ("port 70000, of the head's Ray, is none",)),
-        (90, ("--token-file", "/no/such/file", "--", "true"), {}, ("--token-file /no/such/file", "No such file")),
-        (90, ("--token-file", "/dev/null", "--", "true"), {}, ("/dev/null is empty", "openssl rand -hex 32 > /dev/null")),
-        (90, ("--", "true"), {"HELMSMAN_TLS": "off"}, ("HELMSMAN_TLS is 'off', expected 1 (TLS between machines",)),
+        (
+            90,
+            ("--token-file", "/no/such/file", "--", "true"),
+            {},
+            ("--token-file /no/such/file", "No such file"),
+        ),
+        (
+            90,
+            ("--token-file", "/dev/null", "--", "true"),
+            {},
+            ("/dev/null is empty", "openssl rand -hex 32 > /dev/null"),
+        ),
+        (
+            90,
+            ("--", "true"),
+            {"HELMSMAN_TLS": "off"},
+            ("HELMSMAN_TLS is 'off', expected 1 (TLS between machines",),
+        ),
         (
             90,
             ("--show-settings",),
             {"RAY_TMPDIR": "/dev/null/below"},
-            ("there is no place for Ray's files", "Not a directory", "/dev/null/below", "RAY_TMPDIR"),
+            (
+                "there is no place for Ray's files",
+                "Not a directory",
+                "/dev/null/below",
+                "RAY_TMPDIR",
+            ),
         ),
-        (2, ("--timeout", "nan", "--", "true"), {}, ("argument --timeout: 'nan' is no number of seconds from 0 on",)),
-        (2, ("--grace", "-1", "--", "true"), {}, ("argument --grace: '-1' is no number of seconds",)),
-        (2, ("--start-timeout", "soon", "--", "true"), {}, ("argument --start-timeout: 'soon' is no number of seconds",)),
-        (2, ("--", "true"), {**BEAKER, **DSTACK}, ("node rank", "BEAKER_REPLICA_RANK=1", "DSTACK_NODE_RANK=0", "--node-rank")),
+        (
+            2,
+            ("--timeout", "nan", "--", "true"),
+            {},
+            ("argument --timeout: 'nan' is no number of seconds from 0 on",),
+        ),
+        (
+            2,
+            ("--grace", "-1", "--", "true"),
+            {},
+            ("argument --grace: '-1' is no number of seconds",),
+        ),
+        (
+            2,
+            ("--start-timeout", "soon", "--", "true"),
+            {},
+            ("argument --start-timeout: 'soon' is no number of seconds",),
+        ),
+        (
+            2,
+            ("--", "true"),
+            {**BEAKER, **DSTACK},
+            ("node rank", "BEAKER_REPLICA_RANK=1", "DSTACK_NODE_RANK=0", "--node-rank"),
+        ),
     ],
 )
-def test_up_refuses(up: Up, code: int, arguments: tuple[str, ...], environ: dict[str, str], facts: tuple[str, ...]) -> None:
+def test_up_refuses(
+    up: Up, code: int, arguments: tuple[str, ...], environ: dict[str, str], facts: tuple[str, ...]
+) -> None:
     up(*arguments, **environ).ends(code, *facts)
 
 
 @pytest.mark.slow
 def test_up_shows_why_ray_does_not_start(up: Up, tmp_path: Path) -> None:
     """The reason is in the log of Ray's head alone; a run that fails keeps its logs."""
-    run = up("--start-timeout", "50", "--env", "RAY_gcs_storage=nonsense", "--", "true", TMPDIR=str(tmp_path))
+    run = up(
+        "--start-timeout",
+        "50",
+        "--env",
+        "RAY_gcs_storage=nonsense",
+        "--",
+        "true",
+        TMPDIR=str(tmp_path),
+    )
     run.ends(93, "Unsupported GCS storage type: nonsense", "of at most 50 s", limit_s=100.0)
     assert run.output.count("Ray did not start on this node: gcs_server has ended") == 2
     assert run.output.count("Ray is started once more (after ") == 1
@@ -137,20 +227,31 @@ def test_up_one_port_for_two_things(up: Up) -> None:
     run.ends(90, "--port and --control-port are both 7000")
 
 
-def test_up_secret_of_a_file_and_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_secret_of_a_file_and_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kubernetes hands a secret that was made of a file to the container with its last line end."""
     file = tmp_path / "token"
     file.write_text("one two\n")
     identity = NodeIdentity(launcher=ALONE, rank=0, count=1)
     monkeypatch.setenv("HELMSMAN_TOKEN", "one two\n")
     for arguments in (["up"], ["up", "--token-file", str(file)]):
-        assert make_plan(_parser().parse_args(arguments), identity, ["true"], "run", tmp_path).secret == "one two"
+        assert (
+            make_plan(_parser().parse_args(arguments), identity, ["true"], "run", tmp_path).secret
+            == "one two"
+        )
 
 
 def in_control_group(folder: Path, limit: int, used: int) -> list[str]:
-    """A program that runs another as in a container with this much memory, which Ray and Helmsman read from these files."""
+    """A program that runs another as in a container with this much memory, which Ray and Helmsman
+    read from these files.
+    """
     folder.mkdir()
-    for name, text in (("max", limit), ("current", used), ("stat", "inactive_file 0\nactive_file 0")):
+    for name, text in (
+        ("max", limit),
+        ("current", used),
+        ("stat", "inactive_file 0\nactive_file 0"),
+    ):
         (folder / f"memory.{name}").write_text(f"{text}\n")
     mount = f"mount --bind {folder} /sys/fs/cgroup && exec " + '"$@"'
     return ["unshare", "--mount", "--fork", "--kill-child", "sh", "-c", mount, "sh"]
@@ -162,7 +263,11 @@ def in_control_group(folder: Path, limit: int, used: int) -> list[str]:
 def test_up_follows_the_memory_of_a_container(up: Up, tmp_path: Path) -> None:
     """Without enough, Ray itself would start some processes and then print a traceback."""
     below = in_control_group(tmp_path / "little", 1 << 30, 800 << 20)
-    facts = ("Ray cannot start on this node", "224.0 MiB of memory are available, expected 530.0 MiB", "helmsman doctor")
+    facts = (
+        "Ray cannot start on this node",
+        "224.0 MiB of memory are available, expected 530.0 MiB",
+        "helmsman doctor",
+    )
     up("--", "true", below=below).ends(90, *facts)
     up("--object-store", "0.2", "--", "true", below=below).ends(90, "--object-store 0.2 GiB")
     # 30 % of all memory, 1.2 GiB, would leave Ray nothing.
@@ -170,13 +275,15 @@ def test_up_follows_the_memory_of_a_container(up: Up, tmp_path: Path) -> None:
     run.ends(0, "object store 307.2 MiB", limit_s=100.0)
 
 
-# --- settings -----------------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_up_survives_a_stopped_head_among_starts(up: Up) -> None:
-    """As a head that is flooded by registrations. With the settings of few nodes, 15 s would end the run."""
+    """As a head that is flooded by registrations. With the settings of few nodes, 15 s would end
+    the run.
+    """
     settings = [f"--env={each.name}={each.value}" for each in cluster_defaults(MANY_NODES)]
     run = up(*settings, *PROGRAMS, "burst", str(NUM_WORKERS), "15")
     run.ends(0, f"True that workers were starting, and then {NUM_WORKERS} are up\n", limit_s=500.0)
@@ -185,16 +292,30 @@ def test_up_survives_a_stopped_head_among_starts(up: Up) -> None:
 def test_up_show_settings(up: Up) -> None:
     """Nothing is started; the folder for Ray's files is made."""
     place = Path("/tmp") / secrets.token_hex(4)
-    arguments = ("--env", "NCCL_DEBUG=INFO", "--env", "MINE=1", "--resources", '{"NPU": 8}', "--start-timeout", "240")
+    arguments = (
+        "--env",
+        "NCCL_DEBUG=INFO",
+        "--env",
+        "MINE=1",
+        "--resources",
+        '{"NPU": 8}',
+        "--start-timeout",
+        "240",
+    )
     environ = {"RAY_worker_niceness": "5", "SLURM_CPUS_ON_NODE": "1", "RAY_TMPDIR": str(place)}
     try:
         run = up("--show-settings", *arguments, **environ)
-        run.ends(0, "node 0 of 1 (this machine alone)", "Ray is told of 1 CPU, 8 NPU", "object store")
+        run.ends(
+            0, "node 0 of 1 (this machine alone)", "Ray is told of 1 CPU, 8 NPU", "object store"
+        )
         assert list(place.iterdir()) == []
     finally:
         shutil.rmtree(place, ignore_errors=True)
     lines = [re.split(r"\s{2,}", line.strip()) for line in run.output.splitlines()]
-    sources = {setting: source for setting, source, *_ in (line for line in lines if len(line) > 1 and "=" in line[0])}
+    sources = {
+        setting: source
+        for setting, source, *_ in (line for line in lines if len(line) > 1 and "=" in line[0])
+    }
     assert {
         "RAY_worker_niceness=5": "your environment",
         "NCCL_DEBUG=INFO": "--env",
@@ -208,12 +329,15 @@ def test_up_show_settings(up: Up) -> None:
     assert names >= {default.name for default in (*cluster_defaults(1), *NODE_DEFAULTS)}
 
 
-# --- a cluster that is there --------------------------------------------------------------------------------------------
+# --- a cluster that is there ----------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_up_on_an_existing_cluster(up: Up, address: str) -> None:
-    source = "import os, sys; print(os.environ['RAY_ADDRESS'], 'HELMSMAN_UP_RUN' in os.environ); sys.exit(7)"
+    source = (
+        "import os, sys; print(os.environ['RAY_ADDRESS'], 'HELMSMAN_UP_RUN' in os.environ); "
+        "sys.exit(7)"
+    )
     facts = (f"{address} False\n", f"RAY_ADDRESS={address}: the program runs on that cluster")
     up(*PROGRAM, source, RAY_ADDRESS=address).ends(7, *facts)
     # Its settings are not ours; flags come before the address.
@@ -228,7 +352,10 @@ def test_up_goes_on_when_its_output_is_closed(up: Up, address: str) -> None:
     below = [
         sys.executable,
         "-c",
-        "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 2); os.execv(sys.argv[1], sys.argv[1:])",
+        (
+            "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 2); os.execv(sys.argv[1], "
+            "sys.argv[1:])"
+        ),
     ]
     up(*PROGRAM, "raise SystemExit(7)", below=below, RAY_ADDRESS=address).ends(7)
 
@@ -259,11 +386,18 @@ def test_up_where_no_cluster_answers(up: Up, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_up_interrupts_a_script_once(tmp_path: Path, address: str) -> None:
-    """Ctrl-C goes to the whole process group of a terminal; a second one would interrupt the clean-up of the script."""
+    """Ctrl-C goes to the whole process group of a terminal; a second one would interrupt the
+    clean-up of the script.
+    """
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
-        environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": address}
+        environ = {
+            **os.environ,
+            "TMPDIR": str(tmp_path),
+            "PYTHONPATH": str(ROOT),
+            "RAY_ADDRESS": address,
+        }
         os.execve(sys.executable, [*UP, *PROGRAMS, "interrupts"], environ)
     printed = b""
 
@@ -283,7 +417,7 @@ def test_up_interrupts_a_script_once(tmp_path: Path, address: str) -> None:
     assert os.waitstatus_to_exitcode(status) == 130
 
 
-# --- folder and logs ----------------------------------------------------------------------------------------------------
+# --- folder and logs ------------------------------------------------------------------------------
 
 
 def test_run_folder(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

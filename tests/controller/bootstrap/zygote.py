@@ -1,4 +1,6 @@
-"""Forks Python programs from a process that has imported Helmsman: importing it costs more than most of them do."""
+"""Forks Python programs from a process that has imported Helmsman: importing it costs more than
+most of them do.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,14 @@ class Zygote:
 
     def __init__(self) -> None:
         command, environ = [sys.executable, "-m", __name__], {**os.environ, "PYTHONPATH": str(ROOT)}
-        self._process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def start(self, command: Sequence[str], environ: Mapping[str, str], output: Path) -> Forked:
-        """Start ``python -m MODULE ARGUMENTS``, by the function ``main`` of that module, in a session of its own."""
+        """Start ``python -m MODULE ARGUMENTS``, by the function ``main`` of that module, in a
+        session of its own.
+        """
         _, _, *argv = command
         code = output.with_name(f"{output.name}-code")
         request = {"argv": argv, "environ": dict(environ), "output": str(output), "code": str(code)}
@@ -95,7 +101,10 @@ def _serve() -> None:
 
 def _become(argv: list[str], environ: dict[str, str], output: str, code: str) -> None:
     os.setsid()
-    for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)):
+    for number, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+    ):
         opened = os.open(path, flags, 0o644)
         os.dup2(opened, number)
         os.close(opened)

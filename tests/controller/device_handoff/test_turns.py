@@ -1,4 +1,6 @@
-"""A trainer and a rollout on the same devices: whose turn it is, what the other may not, and what a failure leaves."""
+"""A trainer and a rollout on the same devices: whose turn it is, what the other may not, and what a
+failure leaves.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,12 @@ class Pair:
         self.rollout = RolloutController(
             scheduler,
             f"{ENGINES}.Rollout",
-            Job(role=f"rollout{name}", replicas=num_ranks, tasks=[SchedulingSpec(cpu=0.1)], scheduling_strategy=strategy),
+            Job(
+                role=f"rollout{name}",
+                replicas=num_ranks,
+                tasks=[SchedulingSpec(cpu=0.1)],
+                scheduling_strategy=strategy,
+            ),
             engine_kwargs={**fields, "max_concurrency": 8, "max_model_len": 4096},
             **options,
         )
@@ -123,22 +130,31 @@ def pair(shared: Pair) -> Iterator[Pair]:
     shared.step()
 
 
-# --- turns ------------------------------------------------------------------------------------------------------------
+# --- turns ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_turns_of_reinforcement_learning(scheduler: Scheduler, num_ranks: int) -> None:
-    """Each token was made by the weights of the step before, and the trainer computes the same log-probabilities."""
-    with make_scheduler("inline") if num_ranks == 1 else contextlib.nullcontext(scheduler) as chosen:
+    """Each token was made by the weights of the step before, and the trainer computes the same
+    log-probabilities.
+    """
+    with (
+        make_scheduler("inline") if num_ranks == 1 else contextlib.nullcontext(scheduler) as chosen
+    ):
         pair = Pair(chosen, "-learning", num_ranks)
         for step in range(3):
             with pair.turns.rollout() as report:
                 assert report is not None
                 assert report.version == step
                 assert pair.asleep() == (True, False)
-                results = pair.rollout.generate([[1, 2], [2, 2]], SamplingParams(max_new_tokens=6, seed=step), num_samples=4)
+                results = pair.rollout.generate(
+                    [[1, 2], [2, 2]], SamplingParams(max_new_tokens=6, seed=step), num_samples=4
+                )
             assert {version for result in results for version in result.versions} == {step}
-            rewards = [float(result.token_ids.count(7)) + 0.01 * sum(result.token_ids) for result in results]
+            rewards = [
+                float(result.token_ids.count(7)) + 0.01 * sum(result.token_ids)
+                for result in results
+            ]
             samples = [
                 {
                     "input_ids": [*prompt, *result.token_ids],
@@ -147,7 +163,10 @@ def test_turns_of_reinforcement_learning(scheduler: Scheduler, num_ranks: int) -
                     "advantages": advantage,
                 }
                 for prompt, result, advantage in zip(
-                    [[1, 2]] * 4 + [[2, 2]] * 4, results, group_advantages(rewards, group_size=4), strict=True
+                    [[1, 2]] * 4 + [[2, 2]] * 4,
+                    results,
+                    group_advantages(rewards, group_size=4),
+                    strict=True,
                 )
             ]
             with pair.turns.training():
@@ -163,9 +182,14 @@ def test_turns_refuse_calls_out_of_turn(pair: Pair, tmp_path: Any) -> None:
     assert pair.turns.owner is Owner.TRAINER
     figures = pair.turns.memory()
     assert list(figures) == [pair.train_id, pair.rollout_id]
-    assert all(isinstance(each, MemoryStats) and each.host_bytes > 1 << 20 for each in figures.values())
+    assert all(
+        isinstance(each, MemoryStats) and each.host_bytes > 1 << 20 for each in figures.values()
+    )
     for call in (lambda: pair.rollout.generate(PROMPTS), lambda: pair.rollout.submit(PROMPTS[0])):
-        with pytest.raises(DevicesNotOwnedError, match=rf"devices are role '{pair.trainer.role}''s. Call to_rollout\(\)"):
+        with pytest.raises(
+            DevicesNotOwnedError,
+            match=rf"devices are role '{pair.trainer.role}''s. Call to_rollout\(\)",
+        ):
             call()
     with pytest.raises(DevicesNotOwnedError, match="out of turn"):
         asyncio.run(pair.rollout.agenerate(PROMPTS[0]))
@@ -186,7 +210,9 @@ def test_turns_refuse_calls_out_of_turn(pair: Pair, tmp_path: Any) -> None:
 
 
 def test_turns_with_requests_in_flight(pair: Pair) -> None:
-    """And, taken back instead, they go on after the trainer's turn with the tokens that they have."""
+    """And, taken back instead, they go on after the trainer's turn with the tokens that they
+    have.
+    """
     turns = Turns(pair.trainer, pair.rollout, in_flight="recall", hold_requests=True)
     turns.to_rollout()
     impatient = Turns(pair.trainer, pair.rollout, timeout=0.1)
@@ -217,14 +243,16 @@ def test_turns_with_requests_in_flight(pair: Pair) -> None:
     assert result.versions[-1] == version
 
 
-# --- no room ----------------------------------------------------------------------------------------------------------
+# --- no room --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
 def test_device_memory_error_has_figures_of_both_sides(pair: Pair, kind: str) -> None:
     pair.step()
     pair.call(pair.train_id, "plan", "train_batch", kind)
-    with pytest.raises(DeviceMemoryError, match=r"train_batch found no room: .*out of memory. Tried") as caught:
+    with pytest.raises(
+        DeviceMemoryError, match=r"train_batch found no room: .*out of memory. Tried"
+    ) as caught:
         pair.trainer.train_batch(SAMPLES, "sft")
     error = caught.value
     assert isinstance(error.__cause__, EngineCallError)
@@ -265,7 +293,9 @@ def test_device_memory_error_when_the_rollout_is_closed() -> None:
         ("train", "wake", "training", "back"),
     ],
 )
-def test_turns_after_a_hand_over_that_fails(pair: Pair, side: str, method: str, to: str, then: str) -> None:
+def test_turns_after_a_hand_over_that_fails(
+    pair: Pair, side: str, method: str, to: str, then: str
+) -> None:
     steps = {"rollout": pair.turns.to_rollout, "training": pair.turns.to_training}
     other = "training" if to == "rollout" else "rollout"
     steps[other]()
@@ -274,7 +304,10 @@ def test_turns_after_a_hand_over_that_fails(pair: Pair, side: str, method: str, 
         steps[to]()
     assert caught.value.owner.startswith("nobody's")
     assert pair.turns.owner is Owner.NOBODY
-    with pytest.raises(DevicesNotOwnedError, match=r"nobody's, since the hand-over to the .* failed \(DeviceMemoryError\)"):
+    with pytest.raises(
+        DevicesNotOwnedError,
+        match=r"nobody's, since the hand-over to the .* failed \(DeviceMemoryError\)",
+    ):
         pair.trainer.train_batch(SAMPLES, "sft")
     with pytest.raises(DevicesNotOwnedError, match="nobody's, since the hand-over"):
         pair.rollout.generate(PROMPTS)
@@ -285,7 +318,7 @@ def test_turns_after_a_hand_over_that_fails(pair: Pair, side: str, method: str, 
     assert pair.trainer.get_version() == version + 1
 
 
-# --- deaths -----------------------------------------------------------------------------------------------------------
+# --- deaths ---------------------------------------------------------------------------------------
 
 
 def test_turns_wait_for_an_instance_that_dies(scheduler: Scheduler) -> None:
@@ -313,7 +346,11 @@ def test_recover_of_a_trainer_that_dies_in_a_turn(pair: Pair, tmp_path: Any, met
     if method == "wake":
         pair.turns.to_rollout()
     pair.call(pair.train_id, "plan", method, "kill")
-    meet = {"train_batch": pair.step, "sleep": pair.turns.to_rollout, "wake": pair.turns.to_training}[method]
+    meet = {
+        "train_batch": pair.step,
+        "sleep": pair.turns.to_rollout,
+        "wake": pair.turns.to_training,
+    }[method]
     with pytest.raises(WorkerFailedError):
         meet()
     if method != "train_batch":
@@ -326,7 +363,7 @@ def test_recover_of_a_trainer_that_dies_in_a_turn(pair: Pair, tmp_path: Any, met
     assert isinstance(pair.turns.memory()[pair.train_id], MemoryStats)
 
 
-# --- sleep of a rollout ----------------------------------------------------------------------------------------------
+# --- sleep of a rollout ---------------------------------------------------------------------------
 
 
 def test_rollout_asleep_holds_its_requests(pair: Pair) -> None:

@@ -1,4 +1,6 @@
-"""Backends whose calls end when the test says so, and the clock that the tests of generation run on."""
+"""Backends whose calls end when the test says so, and the clock that the tests of generation run
+on.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def virtually(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]
 
 
 async def settle() -> None:
-    """Return when nothing is left to do at this time: on the virtual clock only then does time pass."""
+    """Return when nothing is left to do at this time: on the virtual clock only then does time
+    pass.
+    """
     await asyncio.sleep(1e-6)
 
 
@@ -46,7 +50,9 @@ async def waits(work: Awaitable[Any]) -> asyncio.Task[Any]:
     return task  # type: ignore[return-value]
 
 
-def make_request(request_id: str, prompt: Sequence[int] = (1, 2, 3), max_new_tokens: int = 8) -> GenerationRequest:
+def make_request(
+    request_id: str, prompt: Sequence[int] = (1, 2, 3), max_new_tokens: int = 8
+) -> GenerationRequest:
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     return GenerationRequest(request_id=request_id, prompt_ids=list(prompt), sampling=sampling)
 
@@ -56,7 +62,10 @@ def make_requests(num: int, **options: Any) -> list[GenerationRequest]:
 
 
 def make_result(
-    request_id: str, tokens: Sequence[int] = (7,), version: int = 0, stop_reason: StopReason = "stop"
+    request_id: str,
+    tokens: Sequence[int] = (7,),
+    version: int = 0,
+    stop_reason: StopReason = "stop",
 ) -> GenerationResult:
     """Its log-probabilities tell its tokens apart, as its versions do its attempts."""
     return GenerationResult(
@@ -79,7 +88,9 @@ class Call:
     def request_id(self) -> str:
         return self.request.request_id
 
-    def end(self, tokens: Sequence[int] = (7,), version: int = 0, stop_reason: StopReason = "stop") -> None:
+    def end(
+        self, tokens: Sequence[int] = (7,), version: int = 0, stop_reason: StopReason = "stop"
+    ) -> None:
         self.answer.set_result(make_result(self.request_id, tokens, version, stop_reason))
 
     def give_back(self, tokens: Sequence[int] = (), version: int = 0) -> None:
@@ -88,7 +99,11 @@ class Call:
 
     def lose(self, *, may_have_begun: bool = True) -> None:
         self.answer.set_exception(
-            InstanceLostError(instance_id=self.instance_id, reason="its node was lost", may_have_begun=may_have_begun)
+            InstanceLostError(
+                instance_id=self.instance_id,
+                reason="its node was lost",
+                may_have_begun=may_have_begun,
+            )
         )
 
 
@@ -111,7 +126,9 @@ class HeldBackend:
         self.calls.append(call)
         return await call.answer
 
-    async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> Sequence[GenerationResult]:
+    async def generate_samples(
+        self, instance_id: str, requests: Sequence[GenerationRequest]
+    ) -> Sequence[GenerationResult]:
         calls = [Call(instance_id, request) for request in requests]
         self.calls += calls
         self.together.append((instance_id, [call.request_id for call in calls]))
@@ -125,7 +142,11 @@ class HeldBackend:
 
     def open(self, instance_id: str | None = None) -> list[Call]:
         """Calls, of one instance or of all, that have not ended."""
-        return [call for call in self.calls if not call.answer.done() and instance_id in (None, call.instance_id)]
+        return [
+            call
+            for call in self.calls
+            if not call.answer.done() and instance_id in (None, call.instance_id)
+        ]
 
     def last(self, request_id: str) -> Call:
         return next(call for call in reversed(self.calls) if call.request_id == request_id)
@@ -145,7 +166,9 @@ class HeldBackend:
         self.last(request_id).lose(**options)
         await settle()
 
-    async def end_all(self, instance_id: str | None = None, tokens: Sequence[int] = (7,), version: int = 0) -> None:
+    async def end_all(
+        self, instance_id: str | None = None, tokens: Sequence[int] = (7,), version: int = 0
+    ) -> None:
         """End the open calls of one instance or of all, and let what follows happen."""
         for call in self.open(instance_id):
             call.end(tokens, version)

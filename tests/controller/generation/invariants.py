@@ -20,13 +20,17 @@ def end_of(future: Future[GenerationResult], length: int, versions: range) -> Re
     if future.cancelled():
         return RequestState.ABORTED
     if (error := future.exception()) is not None:
-        assert isinstance(error, RequestDeadlineError | InstanceLostError | WorkerFailedError), error
+        assert isinstance(error, RequestDeadlineError | InstanceLostError | WorkerFailedError), (
+            error
+        )
         return RequestState.FAILED
     result = future.result()
     num = len(result.token_ids)
     assert len(result.versions) == len(result.logprobs) == num, result
     assert result.versions == sorted(result.versions), f"weights went back: {result}"
-    assert all(version in versions for version in result.versions), f"weights that did not serve in {versions}: {result}"
+    assert all(version in versions for version in result.versions), (
+        f"weights that did not serve in {versions}: {result}"
+    )
     if result.stop_reason != "abort":
         assert num == length, f"{num} tokens of {length}, of all attempts together: {result}"
         return RequestState.DONE

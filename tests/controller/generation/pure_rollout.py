@@ -1,4 +1,6 @@
-"""A rollout engine whose tokens tell everything: a pure function of prompt, position and weight version. It starts fast."""
+"""A rollout engine whose tokens tell everything: a pure function of prompt, position and weight
+version. It starts fast.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,24 @@ _VALUES = 1 << 20
 
 
 def make_prompt(number: int, length: int) -> list[int]:
-    """A prompt for a request that has so many tokens in the end. It tells its own length, since a request that is continued
-    elsewhere comes with its tokens behind it."""
+    """A prompt for a request that has so many tokens in the end. It tells its own length, since a
+    request that is continued elsewhere comes with its tokens behind it."""
     return [3, number, length]
 
 
 def make_request(request_id: str, number: int, length: int) -> GenerationRequest:
     """A request for a prompt of make_prompt."""
     sampling = SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
-    return GenerationRequest(request_id=request_id, prompt_ids=make_prompt(number, length), sampling=sampling)
+    return GenerationRequest(
+        request_id=request_id, prompt_ids=make_prompt(number, length), sampling=sampling
+    )
 
 
 def token_at(number: int, position: int, version: int) -> int:
     """The token of a prompt at a position of its continuation, made by a version of the weights."""
-    return version * _VALUES + int.from_bytes(hashlib.blake2b(b"%d/%d" % (number, position), digest_size=2).digest())
+    return version * _VALUES + int.from_bytes(
+        hashlib.blake2b(b"%d/%d" % (number, position), digest_size=2).digest()
+    )
 
 
 def tokens_of(number: int, versions: Sequence[int]) -> list[int]:
@@ -52,7 +58,9 @@ class PureRollout:
         """Nothing to load."""
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """Continue after what the prompt has already, with whatever weights there are at each token."""
+        """Continue after what the prompt has already, with whatever weights there are at each
+        token.
+        """
         if request.request_id in self.running:
             raise ValueError(f"{request.request_id} runs here already")
         self.running[request.request_id] = False
@@ -92,7 +100,9 @@ class PureRollout:
     async def update_weights(self, weights: Mapping[str, Any], version: int) -> int:
         """Take weights that tell their version."""
         if weights["version"] != version or version < self.version:
-            raise ValueError(f"weights of version {weights['version']} as {version}, after {self.version}")
+            raise ValueError(
+                f"weights of version {weights['version']} as {version}, after {self.version}"
+            )
         await asyncio.sleep(self.pause_s)
         self.version = version
         return version

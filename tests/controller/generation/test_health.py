@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmsman.controller._generation.health import TRANSITIONS, Event, Health, SupervisionPolicy, follow
+from helmsman.controller._generation.health import (
+    TRANSITIONS,
+    Event,
+    Health,
+    SupervisionPolicy,
+    follow,
+)
 
 H, E = Health, Event
 LEGAL = [
@@ -29,7 +35,11 @@ LEGAL = [
 FOLLOWING = {(before, event): after for before, after, events in LEGAL for event in events}
 
 
-@pytest.mark.parametrize(("before", "event"), list(itertools.product(H, E)), ids=lambda value: value.value.replace(" ", "-"))
+@pytest.mark.parametrize(
+    ("before", "event"),
+    list(itertools.product(H, E)),
+    ids=lambda value: value.value.replace(" ", "-"),
+)
 def test_follow_takes_every_event_in_every_state(before: Health, event: Event) -> None:
     assert TRANSITIONS[before].get(event) is FOLLOWING.get((before, event))
     if (before, event) in FOLLOWING:

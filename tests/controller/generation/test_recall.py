@@ -28,7 +28,7 @@ from tests.controller.generation.backends import (
 S = RequestState
 
 
-# --- recall -------------------------------------------------------------------------------------------------------------
+# --- recall ---------------------------------------------------------------------------------------
 
 
 @virtually
@@ -37,7 +37,10 @@ async def test_take_back_keeps_tokens() -> None:
     tickets = await put(scheduler, make_requests(5, max_new_tokens=6))
     scheduler.suspend()
     recalled = await waits(scheduler.take_back())
-    assert sorted((id_, sorted(ids)) for id_, ids in backend.aborts) == [("i0", ["r0", "r2"]), ("i1", ["r1", "r3"])]
+    assert sorted((id_, sorted(ids)) for id_, ids in backend.aborts) == [
+        ("i0", ["r0", "r2"]),
+        ("i1", ["r1", "r3"]),
+    ]
     backend.last("r0").give_back([10, 11], version=3)
     backend.last("r1").give_back()
     await backend.end("r2", [12], version=3)
@@ -53,7 +56,11 @@ async def test_take_back_keeps_tokens() -> None:
     scheduler.resume()
     await settle()
     sent = backend.last("r0").request
-    assert (sent.prompt_ids, sent.sampling.max_new_tokens, sent.num_generated) == ([1, 2, 3, 10, 11], 4, 2)
+    assert (sent.prompt_ids, sent.sampling.max_new_tokens, sent.num_generated) == (
+        [1, 2, 3, 10, 11],
+        4,
+        2,
+    )
     await backend.end_all(tokens=[13], version=4)
     assert tickets[0].future.result(0).token_ids == [10, 11, 13]
     assert tickets[0].future.result(0).versions == [3, 3, 4]
@@ -64,7 +71,9 @@ async def test_take_back_keeps_tokens() -> None:
 async def test_take_back_at_a_stop_token() -> None:
     backend, scheduler = make_scheduler([1])
     sampling = SamplingParams(max_new_tokens=8, stop_token_ids=(5,))
-    (ticket,) = await put(scheduler, [GenerationRequest(request_id="r", prompt_ids=[1], sampling=sampling)])
+    (ticket,) = await put(
+        scheduler, [GenerationRequest(request_id="r", prompt_ids=[1], sampling=sampling)]
+    )
     scheduler.suspend()
     recalled = await waits(scheduler.take_back())
     backend.last("r").give_back([4, 5])
@@ -126,7 +135,7 @@ async def test_resume_needs_every_suspender() -> None:
     assert backend.sent == ["r"]
 
 
-# --- going on from an earlier result ------------------------------------------------------------------------------------
+# --- going on from an earlier result --------------------------------------------------------------
 
 
 @virtually
@@ -137,18 +146,24 @@ async def test_put_with_kept_results() -> None:
     (ticket,) = scheduler.put([make_request("r", max_new_tokens=6)], kept={"r": before})
     assert await scheduler.abort() == 1
     assert ticket.state is S.PARTIAL
-    assert ticket.future.result(0).token_ids == [10, 11], "nothing is lost when it is aborted before it starts"
+    assert ticket.future.result(0).token_ids == [10, 11], (
+        "nothing is lost when it is aborted before it starts"
+    )
     scheduler.add("i0", 1)
     (ticket,) = await put(scheduler, [make_request("r", max_new_tokens=6)], kept={"r": before})
     sent = backend.last("r").request
-    assert (sent.prompt_ids, sent.sampling.max_new_tokens, sent.num_generated) == ([1, 2, 3, 10, 11], 4, 2)
+    assert (sent.prompt_ids, sent.sampling.max_new_tokens, sent.num_generated) == (
+        [1, 2, 3, 10, 11],
+        4,
+        2,
+    )
     await backend.end("r", [12], version=5)
     result = ticket.future.result(0)
     assert (result.request_id, result.token_ids, result.versions) == ("r", [10, 11, 12], [3, 3, 5])
     assert result.logprobs == [-0.10, -0.11, -0.12]
 
 
-# --- wait_idle ----------------------------------------------------------------------------------------------------------
+# --- wait_idle ------------------------------------------------------------------------------------
 
 
 @virtually

@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helmsman.api.generation import GenerationRequest, SamplingParams
-from helmsman.controller._generation.request import TRANSITIONS, RequestOptions, RequestState, Ticket
+from helmsman.controller._generation.request import (
+    TRANSITIONS,
+    RequestOptions,
+    RequestState,
+    Ticket,
+)
 from tests.controller.generation.backends import make_request, make_result
 
 S = RequestState
@@ -44,7 +49,7 @@ def in_state(state: RequestState) -> Ticket:
     return ticket
 
 
-# --- states -------------------------------------------------------------------------------------------------------------
+# --- states ---------------------------------------------------------------------------------------
 
 
 def test_transitions_have_every_state() -> None:
@@ -52,7 +57,9 @@ def test_transitions_have_every_state() -> None:
     assert {(before, after) for before, afters in TRANSITIONS.items() for after in afters} == LEGAL
 
 
-@pytest.mark.parametrize(("before", "after"), list(itertools.product(S, S)), ids=lambda state: state.value)
+@pytest.mark.parametrize(
+    ("before", "after"), list(itertools.product(S, S)), ids=lambda state: state.value
+)
 def test_ticket_transition(before: RequestState, after: RequestState) -> None:
     ticket = in_state(before)
     assert (before.is_end, ticket.is_running) == (before in ENDS, before is S.RUNNING)
@@ -65,12 +72,22 @@ def test_ticket_transition(before: RequestState, after: RequestState) -> None:
         assert ticket.state is before
 
 
-# --- order and weight ---------------------------------------------------------------------------------------------------
+# --- order and weight -----------------------------------------------------------------------------
 
 
 def test_ticket_order() -> None:
-    first, urgent, second, later = make_ticket(), make_ticket(priority=5), make_ticket(), make_ticket(priority=-1)
-    assert sorted([later, second, urgent, first], key=lambda ticket: ticket.order) == [urgent, first, second, later]
+    first, urgent, second, later = (
+        make_ticket(),
+        make_ticket(priority=5),
+        make_ticket(),
+        make_ticket(priority=-1),
+    )
+    assert sorted([later, second, urgent, first], key=lambda ticket: ticket.order) == [
+        urgent,
+        first,
+        second,
+        later,
+    ]
 
 
 def test_ticket_num_tokens() -> None:
@@ -80,7 +97,7 @@ def test_ticket_num_tokens() -> None:
     assert make_ticket(request, expected_tokens=0).num_tokens == 10
 
 
-# --- pieces -------------------------------------------------------------------------------------------------------------
+# --- pieces ---------------------------------------------------------------------------------------
 
 
 def test_ticket_to_send_first_attempt() -> None:
@@ -111,7 +128,9 @@ def test_ticket_merged_without_a_last_result(told: str | None, expected: str) ->
 
 
 def test_ticket_to_send_next_attempt() -> None:
-    sampling = SamplingParams(max_new_tokens=8, temperature=0.5, top_k=3, top_p=0.9, stop_token_ids=(9,), seed=4)
+    sampling = SamplingParams(
+        max_new_tokens=8, temperature=0.5, top_k=3, top_p=0.9, stop_token_ids=(9,), seed=4
+    )
     request = GenerationRequest(request_id="r", prompt_ids=[1, 2], sampling=sampling)
     ticket = make_ticket(request)
     ticket.keep(make_result("r", [10, 11], stop_reason="abort"))
@@ -119,7 +138,9 @@ def test_ticket_to_send_next_attempt() -> None:
     sent = ticket.to_send()
     assert sent.request_id == "r"
     assert sent.prompt_ids == [1, 2, 10, 11, 12]
-    assert sent.sampling == SamplingParams(max_new_tokens=5, temperature=0.5, top_k=3, top_p=0.9, stop_token_ids=(9,), seed=4)
+    assert sent.sampling == SamplingParams(
+        max_new_tokens=5, temperature=0.5, top_k=3, top_p=0.9, stop_token_ids=(9,), seed=4
+    )
     assert request.prompt_ids == [1, 2], "the request itself is its submitter's"
 
 
@@ -135,5 +156,11 @@ def test_ticket_attempts_keep_the_limit(limit: int, pieces: list[int]) -> None:
         num = min(asked, sent.sampling.max_new_tokens)
         ticket.keep(make_result("r", [version] * num, version=version, stop_reason="abort"))
     merged = ticket.merged(None)
-    assert len(merged.token_ids) == len(merged.logprobs) == len(merged.versions) == ticket.num_kept <= limit
+    assert (
+        len(merged.token_ids)
+        == len(merged.logprobs)
+        == len(merged.versions)
+        == ticket.num_kept
+        <= limit
+    )
     assert merged.versions == merged.token_ids == sorted(merged.token_ids)

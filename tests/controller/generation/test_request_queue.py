@@ -1,4 +1,6 @@
-"""The requests that wait: their order, whatever comes and goes, and that what has gone is not kept."""
+"""The requests that wait: their order, whatever comes and goes, and that what has gone is not
+kept.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def in_order(waiting: WaitingRequests) -> list[Ticket]:
     return found
 
 
-@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 200), st.integers(-2, 2)), max_size=300))
+@given(
+    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 200), st.integers(-2, 2)), max_size=300)
+)
 def test_waiting_requests_first(steps: list[tuple[bool, int, int]]) -> None:
     waiting, known, expected = WaitingRequests(), list[Ticket](), set[Ticket]()
     for comes, which, priority in steps:

@@ -1,4 +1,6 @@
-"""Routing policies: who takes a request, where equals go, when affinity yields, and what is remembered."""
+"""Routing policies: who takes a request, where equals go, when affinity yields, and what is
+remembered.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def instances(*outstanding: int) -> list[Instance]:
 
 
 def make_ticket(prompt: Sequence[int] = (1,), expected: int = 10, session: str = "") -> Ticket:
-    return Ticket(make_request("r", prompt=prompt), RequestOptions(expected_tokens=expected, session=session))
+    return Ticket(
+        make_request("r", prompt=prompt), RequestOptions(expected_tokens=expected, session=session)
+    )
 
 
 def route(policy: RoutingPolicy, able: Sequence[Instance], **ticket: object) -> str:
@@ -43,7 +47,7 @@ def route(policy: RoutingPolicy, able: Sequence[Instance], **ticket: object) -> 
     return chosen.instance_id
 
 
-# --- load ---------------------------------------------------------------------------------------------------------------
+# --- load -----------------------------------------------------------------------------------------
 
 
 def test_least_outstanding_tokens_counts_tokens() -> None:
@@ -86,7 +90,7 @@ def test_round_robin_skips_unable_instances() -> None:
     assert route(policy, able) == "i2"
 
 
-# --- prefixes -----------------------------------------------------------------------------------------------------------
+# --- prefixes -------------------------------------------------------------------------------------
 
 
 def prefix_affinity(load_factor: float = 100.0, **options: int) -> PrefixAffinity:
@@ -98,21 +102,35 @@ def test_prefix_affinity_longest_prefix() -> None:
     system, first, second = [1] * BLOCK, [2] * BLOCK, [3] * BLOCK
     assert route(policy, able, prompt=[*system, *first]) == "i0"
     able[0].outstanding_tokens = 1000
-    assert route(policy, able, prompt=[*[9] * BLOCK, *second]) == "i1", "nothing is known: the least loaded"
-    assert route(policy, able, prompt=[*system, *second]) == "i0", "the system prompt is known there"
+    assert route(policy, able, prompt=[*[9] * BLOCK, *second]) == "i1", (
+        "nothing is known: the least loaded"
+    )
+    assert route(policy, able, prompt=[*system, *second]) == "i0", (
+        "the system prompt is known there"
+    )
     able[0].outstanding_tokens = able[1].outstanding_tokens = 0
     policy.choose(make_ticket([*system, *first, *second]), [able[2]])
     assert route(policy, able, prompt=[*system, *first, *second, 7]) == "i2"
-    assert route(policy, able, prompt=[*system, *second]) == "i0", "the longer of two that are known in different places"
+    assert route(policy, able, prompt=[*system, *second]) == "i0", (
+        "the longer of two that are known in different places"
+    )
 
 
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        *(([*[1] * BLOCK, 7, 7], [*[1] * BLOCK, *tail], "i0") for tail in ([], [8], [8] * (BLOCK - 1))),
+        *(
+            ([*[1] * BLOCK, 7, 7], [*[1] * BLOCK, *tail], "i0")
+            for tail in ([], [8], [8] * (BLOCK - 1))
+        ),
         ([1, 2], [1, 2], "i0"),  # a prompt shorter than a block is known as a whole
         ([1, 2], [1, 2, 3], "i1"),
-        ([*[1] * BLOCK, *[2] * BLOCK], [*[5] * BLOCK, *[2] * BLOCK], "i1"),  # the same block, elsewhere in the prompt
+        # the same block, elsewhere in the prompt
+        (
+            [*[1] * BLOCK, *[2] * BLOCK],
+            [*[5] * BLOCK, *[2] * BLOCK],
+            "i1",
+        ),
     ],
 )
 def test_prefix_affinity_blocks(first: list[int], second: list[int], expected: str) -> None:
@@ -122,7 +140,10 @@ def test_prefix_affinity_blocks(first: list[int], second: list[int], expected: s
     assert route(policy, able, prompt=second) == expected
 
 
-@pytest.mark.parametrize("policy", [PrefixAffinity(block_tokens=BLOCK, load_factor=1.25), SessionAffinity(load_factor=1.25)])
+@pytest.mark.parametrize(
+    "policy",
+    [PrefixAffinity(block_tokens=BLOCK, load_factor=1.25), SessionAffinity(load_factor=1.25)],
+)
 def test_affinity_spills_over_the_load_factor(policy: RoutingPolicy) -> None:
     able = instances(0, 0, 0, 0)
     went = Counter(route(policy, able, prompt=[1] * BLOCK, session="one") for _ in range(400))
@@ -138,7 +159,9 @@ def test_affinity_spills_over_the_load_factor(policy: RoutingPolicy) -> None:
     num=st.integers(1, 5),
     load_factor=st.floats(1.0, 3.0),
 )
-def test_prefix_affinity_share_of_a_home(prompts: list[list[int]], num: int, load_factor: float) -> None:
+def test_prefix_affinity_share_of_a_home(
+    prompts: list[list[int]], num: int, load_factor: float
+) -> None:
     able, policy = instances(*[0] * num), prefix_affinity(load_factor)
     for prompt in prompts:
         ticket = make_ticket(prompt)
@@ -146,7 +169,10 @@ def test_prefix_affinity_share_of_a_home(prompts: list[list[int]], num: int, loa
         least = min(each.outstanding_tokens for each in able)
         chosen = policy.choose(ticket, able)
         limit = load_factor * (mean + ticket.num_tokens)
-        assert chosen.outstanding_tokens == least or chosen.outstanding_tokens + ticket.num_tokens <= limit
+        assert (
+            chosen.outstanding_tokens == least
+            or chosen.outstanding_tokens + ticket.num_tokens <= limit
+        )
         chosen.take(ticket)
 
 
@@ -157,17 +183,23 @@ def test_prefix_affinity_replaces_a_home() -> None:
     assert route(policy, able, prompt=[1] * BLOCK) == "i1", "its cache is the warm one now"
 
 
-# --- sessions -----------------------------------------------------------------------------------------------------------
+# --- sessions -------------------------------------------------------------------------------------
 
 
 def test_session_affinity() -> None:
     able, policy = instances(0, 0, 0), SessionAffinity(load_factor=100.0)
-    assert [route(policy, able, session=session) for session in ("a", "b", "a", "b", "a")] == ["i0", "i1", "i0", "i1", "i0"]
+    assert [route(policy, able, session=session) for session in ("a", "b", "a", "b", "a")] == [
+        "i0",
+        "i1",
+        "i0",
+        "i1",
+        "i0",
+    ]
     assert [route(policy, able) for _ in range(2)] == ["i2", "i2"]
     assert route(policy, able, session="a") == "i0"
 
 
-# --- memory and arguments -----------------------------------------------------------------------------------------------
+# --- memory and arguments -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Samples of one prompt that an instance is given together: one call, room for all, and an end for each."""
+"""Samples of one prompt that an instance is given together: one call, room for all, and an end for
+each.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +32,26 @@ S = RequestState
 
 
 def put_samples(scheduler: GenerateScheduler, name: str, num: int, **options: Any) -> list[Ticket]:
-    return scheduler.put(samples_of(make_request(name), num), RequestOptions(**options), together=num)
+    return scheduler.put(
+        samples_of(make_request(name), num), RequestOptions(**options), together=num
+    )
 
 
-# --- ids and seeds --------------------------------------------------------------------------------------------------------
+# --- ids and seeds --------------------------------------------------------------------------------
 
 
 def test_samples_of_differ_in_id_and_seed() -> None:
-    request = GenerationRequest(request_id="r", prompt_ids=[1, 2], sampling=SamplingParams(temperature=0.5, seed=4))
+    request = GenerationRequest(
+        request_id="r", prompt_ids=[1, 2], sampling=SamplingParams(temperature=0.5, seed=4)
+    )
     samples = samples_of(request, 5)
     assert [each.request_id for each in samples] == [f"r#{number}" for number in range(5)]
     assert samples[0].sampling == request.sampling, "the first is what the prompt alone would have"
     assert len({each.sampling.seed for each in samples}) == 5
     assert {each.sampling.temperature for each in samples} == {0.5}
-    assert [each.sampling for each in samples_of(request, 3)] == [each.sampling for each in samples[:3]]
+    assert [each.sampling for each in samples_of(request, 3)] == [
+        each.sampling for each in samples[:3]
+    ]
     assert samples_of(request, 1) == [request]
     with pytest.raises(ValueError, match="num_samples is 0; expected 1 or more"):
         samples_of(request, 0)
@@ -57,7 +65,7 @@ def test_sample_seed() -> None:
     assert sample_seed(7, 2) == 3744221170344160256, "runs of today are repeated tomorrow"
 
 
-# --- one call -------------------------------------------------------------------------------------------------------------
+# --- one call -------------------------------------------------------------------------------------
 
 
 @virtually
@@ -137,7 +145,9 @@ async def test_put_together_suspended_in_the_same_turn() -> None:
         scheduler.suspend()
         scheduler.resume()
     await settle()
-    assert sys.getrefcount(samples[0]) < 100, "what was admitted and came back is not kept twice for ever"
+    assert sys.getrefcount(samples[0]) < 100, (
+        "what was admitted and came back is not kept twice for ever"
+    )
     assert backend.together == [("i0", [ticket.request_id for ticket in samples])]
 
 
@@ -155,7 +165,7 @@ async def test_put_together_too_few_results() -> None:
     assert "expected 3 GenerationResult" in str(samples[0].future.exception(timeout=0))
 
 
-# --- what goes on elsewhere -------------------------------------------------------------------------------------------------
+# --- what goes on elsewhere -----------------------------------------------------------------------
 
 
 @virtually
@@ -187,10 +197,18 @@ async def test_put_together_given_back() -> None:
     await drained
     await settle()
     assert states(samples) == [S.DONE, *[S.RUNNING] * 4]
-    assert backend.together[1:] == [("i1", ["a#2", "a#3", "a#4"])], "who has tokens has a prompt of its own"
+    assert backend.together[1:] == [("i1", ["a#2", "a#3", "a#4"])], (
+        "who has tokens has a prompt of its own"
+    )
     assert backend.last("a#1").request.prompt_ids == [1, 2, 3, 3]
     await backend.end_all("i1", tokens=[8], version=2)
-    assert [ticket.future.result(0).token_ids for ticket in samples] == [[1, 2], [3, 8], [8], [8], [8]]
+    assert [ticket.future.result(0).token_ids for ticket in samples] == [
+        [1, 2],
+        [3, 8],
+        [8],
+        [8],
+        [8],
+    ]
     assert samples[1].future.result(0).versions == [1, 2]
     assert_empty(scheduler)
 

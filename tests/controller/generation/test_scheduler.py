@@ -27,7 +27,7 @@ from tests.controller.generation.backends import (
 S = RequestState
 
 
-# --- outcomes -----------------------------------------------------------------------------------------------------------
+# --- outcomes -------------------------------------------------------------------------------------
 
 
 @virtually
@@ -38,7 +38,10 @@ async def test_put_outcomes() -> None:
     await settle()
     assert states([done, partial, aborted, failed]) == [S.RUNNING] * 4
     (waiting,) = await put(scheduler, [make_request("waiting")])
-    assert [(ticket.sent_to, ticket.num_attempts) for ticket in (done, waiting)] == [("i0", 1), ("", 0)]
+    assert [(ticket.sent_to, ticket.num_attempts) for ticket in (done, waiting)] == [
+        ("i0", 1),
+        ("", 0),
+    ]
     assert scheduler.running() == {"i0": ["r0", "r1", "r2", "r3"]}
     assert scheduler.running(["waiting"]) == {}
     await scheduler.abort(["waiting"])
@@ -73,7 +76,7 @@ async def test_put_without_hope() -> None:
     assert scheduler.num_queued == 0
 
 
-# --- ids ----------------------------------------------------------------------------------------------------------------
+# --- ids ------------------------------------------------------------------------------------------
 
 
 @virtually
@@ -108,7 +111,7 @@ async def test_put_id_of_an_ended_request(end: str) -> None:
     assert not second.state.is_end
 
 
-# --- order and bounds ---------------------------------------------------------------------------------------------------
+# --- order and bounds -----------------------------------------------------------------------------
 
 
 @virtually
@@ -132,7 +135,11 @@ async def test_put_keeps_capacities_and_max_in_flight() -> None:
     most: dict[str, int] = {}
     await settle()
     while backend.open():
-        assert len(backend.open()) == scheduler.num_in_flight == min(7, sum(not ticket.state.is_end for ticket in tickets))
+        assert (
+            len(backend.open())
+            == scheduler.num_in_flight
+            == min(7, sum(not ticket.state.is_end for ticket in tickets))
+        )
         for id_, instance in scheduler.instances.items():
             assert len(backend.open(id_)) == instance.num_in_flight <= instance.capacity
             most[id_] = max(most.get(id_, 0), instance.num_in_flight)
@@ -170,7 +177,9 @@ async def test_submit_refused_or_cancelled_takes_no_room() -> None:
             await scheduler.submit(make_request("r0"))
     queued = await scheduler.submit(make_request("r1"))
     assert queued.state is S.QUEUED
-    given_up, next_ = [await waits(scheduler.submit(make_request(id_))) for id_ in ("given up", "next")]
+    given_up, next_ = [
+        await waits(scheduler.submit(make_request(id_))) for id_ in ("given up", "next")
+    ]
     given_up.cancel()
     await settle()
     assert not next_.done()
@@ -216,7 +225,9 @@ async def test_abort_frees_waiting_requests() -> None:
     (waiting,) = await put(scheduler, [make_request("waiting")])
     ended: weakref.WeakSet[Ticket] = weakref.WeakSet()
     for turn in range(40):
-        tickets = scheduler.put([make_request(f"{turn}-{index}") for index in range(50)], RequestOptions(priority=-1))
+        tickets = scheduler.put(
+            [make_request(f"{turn}-{index}") for index in range(50)], RequestOptions(priority=-1)
+        )
         ended.update(tickets)
         assert await scheduler.abort([ticket.request_id for ticket in tickets]) == 50
     gc.collect()
@@ -225,7 +236,7 @@ async def test_abort_frees_waiting_requests() -> None:
     assert waiting.state is S.RUNNING
 
 
-# --- suspension ---------------------------------------------------------------------------------------------------------
+# --- suspension -----------------------------------------------------------------------------------
 
 
 @virtually
@@ -252,7 +263,9 @@ async def test_suspend_until_resume() -> None:
         await settle()
         await backend.end_all()
     assert set(states(tickets + more)) == {S.DONE}
-    assert sorted(backend.sent) == sorted(["running", "more", *(ticket.request_id for ticket in tickets)])
+    assert sorted(backend.sent) == sorted(
+        ["running", "more", *(ticket.request_id for ticket in tickets)]
+    )
 
 
 @virtually
@@ -279,7 +292,8 @@ async def test_wait_idle_cancelled_leaves_nothing() -> None:
 
     def num_futures() -> int:
         gc.collect()
-        return sum(issubclass(type(each), asyncio.Future) for each in gc.get_objects())  # isinstance asks the object itself
+        # isinstance asks the object itself
+        return sum(issubclass(type(each), asyncio.Future) for each in gc.get_objects())
 
     before = num_futures()
     for _ in range(100):

@@ -29,7 +29,7 @@ from tests.controller.generation.backends import (
 S = RequestState
 
 
-# --- deadlines ----------------------------------------------------------------------------------------------------------
+# --- deadlines ------------------------------------------------------------------------------------
 
 
 @virtually
@@ -57,14 +57,16 @@ async def test_deadline() -> None:
     assert backend.sent == ["r0", "kept"]
 
 
-# --- abort --------------------------------------------------------------------------------------------------------------
+# --- abort ----------------------------------------------------------------------------------------
 
 
 @virtually
 async def test_abort_in_every_state() -> None:
     backend, scheduler = make_scheduler([1, 1])
     (running,) = await put(scheduler, [make_request("running")])
-    admitted, queued, other = scheduler.put([make_request(id_) for id_ in ("admitted", "queued", "other")])
+    admitted, queued, other = scheduler.put(
+        [make_request(id_) for id_ in ("admitted", "queued", "other")]
+    )
     assert states([running, admitted, queued, other]) == [S.RUNNING, S.ADMITTED, S.QUEUED, S.QUEUED]
     assert await scheduler.abort(["running", "admitted", "queued", "unknown"]) == 3
     assert states([running, admitted, queued]) == [S.RUNNING, S.ABORTED, S.ABORTED]
@@ -113,7 +115,7 @@ async def test_abort_refused_by_an_instance() -> None:
     assert states(tickets) == [S.PARTIAL, S.PARTIAL]
 
 
-# --- cancellation -------------------------------------------------------------------------------------------------------
+# --- cancellation ---------------------------------------------------------------------------------
 
 
 def cancel_in_thread(ticket: Ticket) -> bool:
@@ -172,7 +174,7 @@ async def test_cancel_of_many_while_suspended() -> None:
     assert set(states(tickets[:-1])) == {S.ABORTED}
 
 
-# --- stream and close ---------------------------------------------------------------------------------------------------
+# --- stream and close -----------------------------------------------------------------------------
 
 
 @virtually
@@ -183,7 +185,8 @@ async def test_stream_in_order_of_ends() -> None:
 
     async def read() -> None:
         async for ticket in scheduler.stream(tickets):
-            seen.append((ticket.request_id, ticket.state))  # noqa: PERF401 - the test looks at it meanwhile
+            # The test looks at it meanwhile
+            seen.append((ticket.request_id, ticket.state))  # noqa: PERF401
 
     reader = await waits(read())
     await backend.end("r2")
@@ -196,7 +199,9 @@ async def test_stream_in_order_of_ends() -> None:
     backend.last("r3").end()
     await reader
     assert sorted(id_ for id_, _ in seen) == ["r0", "r1", "r2", "r3", "r4"]
-    assert len([ticket async for ticket in scheduler.stream(tickets)]) == 5, "also those that have ended before"
+    assert len([ticket async for ticket in scheduler.stream(tickets)]) == 5, (
+        "also those that have ended before"
+    )
     assert [ticket async for ticket in scheduler.stream([])] == []
 
 

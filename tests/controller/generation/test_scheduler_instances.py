@@ -24,7 +24,7 @@ from tests.controller.generation.backends import (
 S = RequestState
 
 
-# --- coming and going -----------------------------------------------------------------------------------------------------
+# --- coming and going -----------------------------------------------------------------------------
 
 
 @virtually
@@ -69,14 +69,15 @@ async def test_remove_needs_an_empty_instance() -> None:
     assert_empty(scheduler)
 
 
-# --- drain --------------------------------------------------------------------------------------------------------------
+# --- drain ----------------------------------------------------------------------------------------
 
 
 @virtually
 async def test_drain_moves_unsent_requests() -> None:
     backend, scheduler = make_scheduler([2, 1])
     (running,) = await put(scheduler, [make_request("running")])
-    drained = asyncio.ensure_future(scheduler.drain("i0"))  # begins before what is admitted now is sent
+    # begins before what is admitted now is sent
+    drained = asyncio.ensure_future(scheduler.drain("i0"))
     _, admitted = scheduler.put([make_request("on i1"), make_request("admitted")])
     assert scheduler.instances["i0"].num_in_flight == 2
     await settle()
@@ -100,10 +101,14 @@ async def test_drain_moves_unsent_requests() -> None:
 async def test_drain_migrate_keeps_tokens() -> None:
     backend, scheduler = make_scheduler([3])
     request = make_request("r", prompt=[1, 2], max_new_tokens=6)
-    ticket, full, untouched = await put(scheduler, [request, make_request("full", max_new_tokens=2), make_request("untouched")])
+    ticket, full, untouched = await put(
+        scheduler, [request, make_request("full", max_new_tokens=2), make_request("untouched")]
+    )
     scheduler.add("i1", 3)
     drained = await waits(scheduler.drain("i0", migrate=True))
-    assert [(id_, sorted(ids)) for id_, ids in backend.aborts] == [("i0", ["full", "r", "untouched"])]
+    assert [(id_, sorted(ids)) for id_, ids in backend.aborts] == [
+        ("i0", ["full", "r", "untouched"])
+    ]
     backend.last("r").give_back([10, 11], version=3)
     backend.last("full").give_back([20, 21], version=3)
     backend.last("untouched").give_back()
@@ -120,7 +125,11 @@ async def test_drain_migrate_keeps_tokens() -> None:
     await backend.end("untouched")
     assert states([ticket, untouched]) == [S.DONE, S.DONE]
     result = ticket.future.result()
-    assert (result.token_ids, result.versions, result.stop_reason) == ([10, 11, 12], [3, 3, 4], "stop")
+    assert (result.token_ids, result.versions, result.stop_reason) == (
+        [10, 11, 12],
+        [3, 3, 4],
+        "stop",
+    )
     assert result.logprobs == [-0.10, -0.11, -0.12]
     scheduler.remove("i0")
     assert_empty(scheduler)
@@ -137,7 +146,9 @@ async def test_drain_migrate_needs_new_enough_weights() -> None:
     await leaving
     scheduler.put([make_request("r3"), make_request("r4")])
     await backend.end("r1", version=4)
-    assert [call.request_id for call in backend.open("i1")] == ["r3"], "a later one, as the first has tokens by newer weights"
+    assert [call.request_id for call in backend.open("i1")] == ["r3"], (
+        "a later one, as the first has tokens by newer weights"
+    )
     assert moves.state is S.QUEUED
     scheduler.have_weights("i2", 5)
     await backend.end("r2", version=5)

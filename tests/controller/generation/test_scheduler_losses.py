@@ -39,7 +39,9 @@ S = RequestState
     ],
 )
 @virtually
-async def test_retry_policies(retries: RetryPolicy | None, may_have_begun: bool, is_retried: bool) -> None:
+async def test_retry_policies(
+    retries: RetryPolicy | None, may_have_begun: bool, is_retried: bool
+) -> None:
     backend, scheduler = make_scheduler([1, 1], retries=retries)
     (ticket,) = await put(scheduler, [make_request("r")])
     await backend.lose("r", may_have_begun=may_have_begun)
@@ -261,7 +263,9 @@ async def test_set_health_dead_ends_abort_and_drain(what: str) -> None:
     backend, scheduler = make_scheduler([2], retries=RetryGeneration())
     backend.abort_gate.clear()
     tickets = await put(scheduler, make_requests(2))
-    asked = await waits(scheduler.abort() if what == "abort" else scheduler.drain("i0", migrate=True))
+    asked = await waits(
+        scheduler.abort() if what == "abort" else scheduler.drain("i0", migrate=True)
+    )
     scheduler.set_health("i0", Health.DEAD)
     await settle()
     assert asked.done()

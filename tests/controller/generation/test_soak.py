@@ -1,4 +1,6 @@
-"""Thousands of requests through all that can happen to their instances: each has one end, and the seed replays."""
+"""Thousands of requests through all that can happen to their instances: each has one end, and the
+seed replays.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from helmsman.controller._generation.request import RequestOptions, RequestState
 from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._rollout.request_api import samples_of
-from helmsman.testing import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths, run_virtually
+from helmsman.testing import (
+    EngineModel,
+    SimulatedBackend,
+    SimulatedInstance,
+    log_normal_lengths,
+    run_virtually,
+)
 from tests.controller.generation.invariants import end_of
 
 NUM_REQUESTS = 20_000 if "HELMSMAN_SOAK_ROUNDS" in os.environ else 6_000
@@ -59,11 +67,17 @@ class Engine(SimulatedInstance):
     def may_have_made(self, begin: float, end: float) -> set[int]:
         """Versions that it had between two times."""
         until = [at for at, _ in self.weights[1:]] + [end]
-        return {version for (at, version), next_ in zip(self.weights, until, strict=True) if at <= end and next_ >= begin}
+        return {
+            version
+            for (at, version), next_ in zip(self.weights, until, strict=True)
+            if at <= end and next_ >= begin
+        }
 
 
 class Engines(SimulatedBackend):
-    """Checks each answer where it is given; those that hang give it late, or are lost with their process."""
+    """Checks each answer where it is given; those that hang give it late, or are lost with their
+    process.
+    """
 
     def __init__(self) -> None:
         super().__init__({})
@@ -72,7 +86,9 @@ class Engines(SimulatedBackend):
     def engine(self, instance_id: str) -> Engine:
         engine = self.instances.get(instance_id)
         if engine is None:
-            raise InstanceLostError(instance_id=instance_id, reason="it has left", may_have_begun=False)
+            raise InstanceLostError(
+                instance_id=instance_id, reason="it has left", may_have_begun=False
+            )
         assert isinstance(engine, Engine)
         return engine
 
@@ -96,7 +112,9 @@ class Engines(SimulatedBackend):
     async def answered(self, engine: Engine) -> None:
         await engine.answers.wait()
         if engine.is_gone:
-            raise InstanceLostError(instance_id=engine.instance_id, reason="its process was ended", may_have_begun=True)
+            raise InstanceLostError(
+                instance_id=engine.instance_id, reason="its process was ended", may_have_begun=True
+            )
 
 
 class Soak:
@@ -110,7 +128,9 @@ class Soak:
     def __init__(self, seed: int, num: int, on_quarter: Callable[[], None]) -> None:
         self.random, self.num, self.on_quarter = random.Random(seed), num, on_quarter
         self.backend = Engines()
-        self.scheduler = GenerateScheduler(self.backend, retries=RetryGeneration(20), max_in_flight=100, max_queue=200)
+        self.scheduler = GenerateScheduler(
+            self.backend, retries=RetryGeneration(20), max_in_flight=100, max_queue=200
+        )
         self.version = 0
         self.ids = 0
         self.open: dict[str, Ticket] = {}
@@ -127,7 +147,9 @@ class Soak:
         number = 0
         while number < self.num:
             request = GenerationRequest(
-                request_id=f"r{number}", prompt_ids=[1] * 8, sampling=SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
+                request_id=f"r{number}",
+                prompt_ids=[1] * 8,
+                sampling=SamplingParams(max_new_tokens=MAX_NEW_TOKENS),
             )
             options = RequestOptions(
                 priority=self.random.choice((0, 0, 0, 1)),
@@ -135,7 +157,9 @@ class Soak:
             )
             num_samples = min(self.random.choice((1,) * 9 + (6,)), self.num - number)
             tickets = (
-                [await self.scheduler.submit(request, options)] if num_samples == 1 else self.put(request, options, num_samples)
+                [await self.scheduler.submit(request, options)]
+                if num_samples == 1
+                else self.put(request, options, num_samples)
             )
             for ticket in tickets:
                 self.open[ticket.request_id] = ticket
@@ -149,11 +173,15 @@ class Soak:
         for outcome in await asyncio.gather(chaos, *self.background, return_exceptions=True):
             assert outcome is None or isinstance(outcome, asyncio.CancelledError), outcome
 
-    def put(self, request: GenerationRequest, options: RequestOptions, num_samples: int) -> list[Ticket]:
+    def put(
+        self, request: GenerationRequest, options: RequestOptions, num_samples: int
+    ) -> list[Ticket]:
         return self.scheduler.put(samples_of(request, num_samples), options, together=num_samples)
 
     def ended(self, ticket: Ticket) -> None:
-        """Look at what a request has become; told apart from its state, which cancelled ones get a turn later."""
+        """Look at what a request has become; told apart from its state, which cancelled ones get a
+        turn later.
+        """
         del self.open[ticket.request_id]
         future = ticket.future
         length = min(LENGTHS(ticket.request), MAX_NEW_TOKENS)
@@ -164,17 +192,27 @@ class Soak:
         versions = future.result().versions if has_result else []
         self.ends[state] += 1
         self.digest.update(
-            f"{ticket.request_id} {state} {ticket.num_attempts} {ticket.sent_to} {versions} {now()!r}\n".encode()
+            f"{ticket.request_id} {state} {ticket.num_attempts} {ticket.sent_to} {versions} "
+            f"{now()!r}\n".encode()
         )
         if self.ends.total() % (self.num // 4) == 0:
             self.on_quarter()
         if self.ends.total() == self.num:
             self.all_ended.set()
 
-    # --- what happens -------------------------------------------------------------------------------------------------
+    # --- what happens -----------------------------------------------------------------------------
 
     async def chaos(self) -> None:
-        kinds = [self.kill, self.hang, self.abort_some, self.suspend, self.leave, self.leave, self.update, self.update]
+        kinds = [
+            self.kill,
+            self.hang,
+            self.abort_some,
+            self.suspend,
+            self.leave,
+            self.leave,
+            self.update,
+            self.update,
+        ]
         while True:
             await asyncio.sleep(self.random.expovariate(1.0))
             kind = self.random.choice(kinds)
@@ -260,7 +298,9 @@ class Soak:
         self.scheduler.resume()
 
     async def leave(self) -> None:
-        """One goes and another comes; or the one stays, when nobody waits for its end any longer."""
+        """One goes and another comes; or the one stays, when nobody waits for its end any
+        longer.
+        """
         if not self.is_up(instance_id := self.some_instance()):
             return
         drained = self.scheduler.drain(instance_id, migrate=self.random.random() < 0.7)
@@ -292,13 +332,26 @@ def run(seed: int, num: int, on_quarter: Callable[[], None] = lambda: None) -> S
 
 def check(soak: Soak) -> None:
     assert soak.ends.total() == soak.num
-    assert set(soak.ends) == {RequestState.DONE, RequestState.PARTIAL, RequestState.ABORTED, RequestState.FAILED}
+    assert set(soak.ends) == {
+        RequestState.DONE,
+        RequestState.PARTIAL,
+        RequestState.ABORTED,
+        RequestState.FAILED,
+    }
     assert soak.ends[RequestState.DONE] > 0.6 * soak.num
-    assert (soak.scheduler.num_queued, soak.scheduler.num_in_flight, soak.scheduler.running()) == (0, 0, {})
+    assert (soak.scheduler.num_queued, soak.scheduler.num_in_flight, soak.scheduler.running()) == (
+        0,
+        0,
+        {},
+    )
     for instance in soak.scheduler.instances.values():
         assert (instance.num_in_flight, instance.outstanding_tokens) == (0, 0)
     assert len(soak.scheduler.instances) == NUM_INSTANCES
-    print(dict(soak.ends), dict(soak.happened), f"{soak.version} updates, {soak.backend.num_late} late answers")
+    print(
+        dict(soak.ends),
+        dict(soak.happened),
+        f"{soak.version} updates, {soak.backend.num_late} late answers",
+    )
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -329,5 +382,11 @@ def test_soak_memory_flat() -> None:
     print("bytes at each quarter", sizes)
     assert len(sizes) == 4
     assert max(sizes[1:]) - sizes[0] < 1_000_000
-    assert min(soak.happened[kind] for kind in ("kill", "hang", "abort_some", "suspend", "leave", "update")) > 10
+    assert (
+        min(
+            soak.happened[kind]
+            for kind in ("kill", "hang", "abort_some", "suspend", "leave", "update")
+        )
+        > 10
+    )
     assert soak.backend.num_late > 10

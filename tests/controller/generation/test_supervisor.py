@@ -40,7 +40,9 @@ class Cluster:
         while len(tokens) < request.sampling.max_new_tokens and not event.is_set():
             await asyncio.sleep(1.0)
             tokens.append(len(request.prompt_ids) + len(tokens))
-        return make_result(request.request_id, tokens, stop_reason="abort" if event.is_set() else "length")
+        return make_result(
+            request.request_id, tokens, stop_reason="abort" if event.is_set() else "length"
+        )
 
     async def abort(self, instance_id: str, request_ids: list[str]) -> None:
         """End these requests at their next token."""
@@ -50,7 +52,9 @@ class Cluster:
     async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
         if worker_id in self.dead:
             raise self.dead[worker_id]
-        return WorkerHealth(worker_id=worker_id, pid=1, node="", engines={}, failed_engines=self.failed_engines)
+        return WorkerHealth(
+            worker_id=worker_id, pid=1, node="", engines={}, failed_engines=self.failed_engines
+        )
 
     async def rebuild(self, instance_id: str) -> bool:
         """Build it again, elsewhere where that can be."""
@@ -64,12 +68,19 @@ class Cluster:
         return True
 
     async def ask(self) -> dict[str, PreemptionNotice]:
-        return {instance_id: PreemptionNotice(reason=reason) for instance_id, reason in self.leaving.items()}
+        return {
+            instance_id: PreemptionNotice(reason=reason)
+            for instance_id, reason in self.leaving.items()
+        }
 
 
-def _supervised(cluster: Cluster, policy: SupervisionPolicy = POLICY) -> tuple[GenerateScheduler, Supervisor]:
+def _supervised(
+    cluster: Cluster, policy: SupervisionPolicy = POLICY
+) -> tuple[GenerateScheduler, Supervisor]:
     requests = GenerateScheduler(cluster)  # type: ignore[arg-type]
-    supervisor = Supervisor(requests, policy, Monitor(cluster.check_health, cluster.ask), cluster.rebuild)
+    supervisor = Supervisor(
+        requests, policy, Monitor(cluster.check_health, cluster.ask), cluster.rebuild
+    )
     for instance_id in ("a", "b"):
         supervisor.watch(instance_id)
         requests.add(instance_id, 8)
@@ -160,12 +171,17 @@ async def test_supervisor_until_dead_of_a_removed_instance() -> None:
 @virtually
 async def test_supervisor_pauses_double_within_the_budget() -> None:
     cluster = Cluster()
-    requests, supervisor = _supervised(cluster, SupervisionPolicy(probe_every_s=1.0, restart_pause_s=4.0))
+    requests, supervisor = _supervised(
+        cluster, SupervisionPolicy(probe_every_s=1.0, restart_pause_s=4.0)
+    )
     for number, pause_s in enumerate((4.0, 8.0, 16.0)):
         cluster.dead["a"] = make_death("a")
         await supervisor.until_dead("a")
         died_at = asyncio.get_running_loop().time()
-        assert (requests.instances["a"].health, supervisor.is_coming_back("a")) == (Health.DEAD, True)
+        assert (requests.instances["a"].health, supervisor.is_coming_back("a")) == (
+            Health.DEAD,
+            True,
+        )
         await asyncio.sleep(pause_s + 0.1)
         assert cluster.rebuilt[number:] == [pytest.approx(died_at + pause_s)]
         assert requests.instances["a"].health is Health.HEALTHY
@@ -219,10 +235,15 @@ async def test_supervisor_rebuilds_an_instance_whose_engine_has_failed() -> None
 @virtually
 async def test_supervisor_probes_no_instance_that_is_dead() -> None:
     cluster = Cluster()
-    requests, supervisor = _supervised(cluster, SupervisionPolicy(probe_every_s=1.0, max_restarts=0))
+    requests, supervisor = _supervised(
+        cluster, SupervisionPolicy(probe_every_s=1.0, max_restarts=0)
+    )
     cluster.dead["a"] = make_death("a")
     await supervisor.until_dead("a")
     cluster.dead.clear()
     await asyncio.sleep(100.0)
-    assert (requests.instances["a"].health, requests.instances["b"].health) == (Health.DEAD, Health.HEALTHY)
+    assert (requests.instances["a"].health, requests.instances["b"].health) == (
+        Health.DEAD,
+        Health.HEALTHY,
+    )
     supervisor.stop()

@@ -31,7 +31,9 @@ def test_physical_ids(kind: str, variable: str) -> None:
     ]:
         assert physical_ids(kind, granted, raylet_mask) == found
         if raylet_mask:
-            assert visibility(kind, granted, raylet_mask)[variable] == ",".join(id_ for _, id_ in found)
+            assert visibility(kind, granted, raylet_mask)[variable] == ",".join(
+                id_ for _, id_ in found
+            )
 
 
 def test_visibility_rejects_ids_outside_the_mask() -> None:
@@ -42,7 +44,9 @@ def test_visibility_rejects_ids_outside_the_mask() -> None:
 
 
 def test_platforms_match_ray() -> None:
-    accelerators = pytest.importorskip("ray._private.accelerators", reason="the constants are Ray's")
+    accelerators = pytest.importorskip(
+        "ray._private.accelerators", reason="the constants are Ray's"
+    )
     for info in PLATFORMS.values():
         if info.visibility_env_var:
             manager = accelerators.get_accelerator_manager_for_resource(info.ray_resource)

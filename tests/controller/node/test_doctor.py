@@ -11,7 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from helmsman.controller._node.checks import Check, Observed, address_towards, diagnose, judge, observe, skew_s
+from helmsman.controller._node.checks import (
+    Check,
+    Observed,
+    address_towards,
+    diagnose,
+    judge,
+    observe,
+    skew_s,
+)
 from helmsman.controller.cli import NO, OK, main
 
 WELL = Observed(
@@ -42,7 +50,11 @@ WELL = Observed(
 
 
 def check(name: str, **changes: Any) -> Check:
-    (found,) = [each for each in judge(msgspec.structs.replace(WELL, **changes), num_devices=8) if each.name == name]
+    (found,) = [
+        each
+        for each in judge(msgspec.structs.replace(WELL, **changes), num_devices=8)
+        if each.name == name
+    ]
     return found
 
 
@@ -57,23 +69,61 @@ def test_judge_a_node_that_is_well() -> None:
         ("launcher", {"launcher_error": "sources disagree"}, "bad", "Slurm", "sources disagree"),
         ("address", {"address": ""}, "warn", "no route", "give the network"),
         ("address", {"address": "127.0.0.1"}, "warn", "127.0.0.1", "name another"),
-        ("ray", {"versions": {"helmsman": "0.1.0", "ray": ""}}, "warn", "not installed", "pip install 'helmsman[ray]'"),
+        (
+            "ray",
+            {"versions": {"helmsman": "0.1.0", "ray": ""}},
+            "warn",
+            "not installed",
+            "pip install 'helmsman[ray]'",
+        ),
         ("cpus", {"cpus_allowed": 0.5}, "warn", "0.5 of 96", "raise the limit"),
-        ("available memory", {"memory_available": 300 << 20}, "bad", "300.0 MiB", "less than 530.0 MiB"),
-        ("/dev/shm", {"shm_free": 64 << 20, "shm_total": 64 << 20}, "warn", "64.0 MiB free", "307.2 GiB"),
+        (
+            "available memory",
+            {"memory_available": 300 << 20},
+            "bad",
+            "300.0 MiB",
+            "less than 530.0 MiB",
+        ),
+        (
+            "/dev/shm",
+            {"shm_free": 64 << 20, "shm_total": 64 << 20},
+            "warn",
+            "64.0 MiB free",
+            "307.2 GiB",
+        ),
         ("open files", {"open_files": 1024}, "warn", "1024", "ulimit -n 65536"),
-        ("open files", {"open_files": 1024, "open_files_hard": 4096}, "warn", "1024", "hard limit of 4096"),
+        (
+            "open files",
+            {"open_files": 1024, "open_files_hard": 4096},
+            "warn",
+            "1024",
+            "hard limit of 4096",
+        ),
         ("accelerators", {"devices": ["0", "1"]}, "bad", "2 cuda (0,1)", "8 are expected"),
         ("accelerators", {"devices": []}, "bad", "none", "8 are expected"),
         ("temp folder", {"temp_free": 1 << 20}, "warn", "/tmp, 1.0 MiB free", "RAY_TMPDIR"),
         ("socket paths", {"temp_dir": "/scratch/" + "x" * 60}, "bad", "bytes", "107"),
-        ("ports", {"busy_ports": {6379: "a program listens there"}}, "warn", "6379: a program", "another port"),
-        ("proxies", {"proxies": {"https_proxy": "http://p:3128"}}, "bad", "http://p:3128", "no_proxy"),
+        (
+            "ports",
+            {"busy_ports": {6379: "a program listens there"}},
+            "warn",
+            "6379: a program",
+            "another port",
+        ),
+        (
+            "proxies",
+            {"proxies": {"https_proxy": "http://p:3128"}},
+            "bad",
+            "http://p:3128",
+            "no_proxy",
+        ),
         ("shared memory", {"segments": "fresh"}, "warn", "used once", "leases"),
         ("shared memory", {"segments": "none"}, "warn", "none", "Linux"),
     ],
 )
-def test_judge_names_what_is_wrong(name: str, changes: dict[str, Any], state: str, value: str, advice: str) -> None:
+def test_judge_names_what_is_wrong(
+    name: str, changes: dict[str, Any], state: str, value: str, advice: str
+) -> None:
     found = check(name, **changes)
     assert found.state == state
     assert value in found.value
@@ -81,16 +131,25 @@ def test_judge_names_what_is_wrong(name: str, changes: dict[str, Any], state: st
 
 
 def test_judge_a_proxy_that_spares_this_node() -> None:
-    assert check("proxies", proxies={"http_proxy": "http://p"}, no_proxy="localhost, 10.0.0.1").state == "ok"
+    assert (
+        check("proxies", proxies={"http_proxy": "http://p"}, no_proxy="localhost, 10.0.0.1").state
+        == "ok"
+    )
     assert check("proxies", proxies={"http_proxy": "http://p"}, no_proxy="*").state == "ok"
     assert check("proxies", proxies={"http_proxy": "http://p"}, no_proxy="10.0.0.10").state == "bad"
 
 
 def test_diagnose_nodes_that_differ() -> None:
-    other = msgspec.structs.replace(WELL, versions={"helmsman": "0.1.0", "ray": "2.59.0"}, python="3.12.3", kernel="Linux 5.15")
+    other = msgspec.structs.replace(
+        WELL, versions={"helmsman": "0.1.0", "ray": "2.59.0"}, python="3.12.3", kernel="Linux 5.15"
+    )
     found = diagnose({"a": WELL, "b": WELL, "c": other}, skews_s={"a": 0.0, "b": 0.1, "c": 7.5})
     between = {each.name: each for each in found.between}
-    assert {name for name, each in between.items() if each.state == "bad"} == {"python", "ray", "torch"}
+    assert {name for name, each in between.items() if each.state == "bad"} == {
+        "python",
+        "ray",
+        "torch",
+    }
     assert between["ray"].value == "2.60.0 on most; 2.59.0 on c"
     assert between["torch"].value == "2.13.0 on most; not installed on c"
     assert between["kernel"].state == "warn"
@@ -115,14 +174,18 @@ def test_observe() -> None:
         listener.bind(("", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        seen = observe(ports=[port], environ={"HTTP_PROXY": "http://p:3128", "JOB_COMPLETION_INDEX": "1"})
+        seen = observe(
+            ports=[port], environ={"HTTP_PROXY": "http://p:3128", "JOB_COMPLETION_INDEX": "1"}
+        )
     assert seen.busy_ports == {port: "a program listens there"}
     assert seen.proxies == {"HTTP_PROXY": "http://p:3128"}
     assert "--num-nodes" in seen.launcher_error
     assert seen.versions["helmsman"] and seen.versions["torch"]
     assert seen.open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert seen.memory > 1 << 28
-    assert observe(ports=[port], rank=1, count=2, head="127.0.0.1", environ={}).address == "127.0.0.1"
+    assert (
+        observe(ports=[port], rank=1, count=2, head="127.0.0.1", environ={}).address == "127.0.0.1"
+    )
     slurm = observe(environ={"SLURM_MEM_PER_NODE": "100"})
     assert slurm.memory == 100 << 20
     assert slurm.tried_ports == [6379, 6380]
@@ -142,17 +205,24 @@ def without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_proxies")
-def test_doctor_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", "--json", "--gpus", "64"]) == NO
     (node,) = json.loads(capsys.readouterr().out)["nodes"]
     (found,) = (each for each in node["checks"] if each["name"] == "accelerators")
     assert found["state"] == "bad"
     assert "64 are expected" in found["advice"]
-    assert {"name": "launcher", "value": "this machine alone", "state": "ok", "advice": ""} in node["checks"]
+    assert {"name": "launcher", "value": "this machine alone", "state": "ok", "advice": ""} in node[
+        "checks"
+    ]
     for name, value in (("SLURM_NODEID", "1"), ("SLURM_JOB_NUM_NODES", "2"), ("GROUP_RANK", "0")):
         monkeypatch.setenv(name, value)
     assert main(["doctor"]) == NO
     assert "sources disagree on the node rank" in capsys.readouterr().out
-    code, told = main(["doctor", "--node-rank", "1", "--head", "127.0.0.1"]), capsys.readouterr().out
+    code, told = (
+        main(["doctor", "--node-rank", "1", "--head", "127.0.0.1"]),
+        capsys.readouterr().out,
+    )
     assert code == OK, told
     assert "torchrun in Slurm: node 1 of 2, head 127.0.0.1" in told

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from helmsman.api.environment import MASK, MASK_VARIABLE, EnvironmentVariable, masked, masked_command
+from helmsman.api.environment import (
+    MASK,
+    MASK_VARIABLE,
+    EnvironmentVariable,
+    masked,
+    masked_command,
+)
 from helmsman.api.scheduler import SchedulingSpec
 from helmsman.controller._node.environment import (
     THREAD_VARIABLES,
@@ -15,30 +21,49 @@ from helmsman.controller._node.environment import (
 )
 
 REACHES = {
-    "everywhere": "NCCL_DEBUG HCCL_CONNECT_TIMEOUT TORCH_NCCL_AVOID_RECORD_STREAMS PYTORCH_CUDA_ALLOC_CONF HF_HOME HF_TOKEN "
-    "TRANSFORMERS_OFFLINE OMP_PROC_BIND GLOO_SOCKET_IFNAME UCX_TLS VLLM_USE_V1 SGLANG_X TRITON_CACHE_DIR "
-    "ASCEND_LAUNCH_BLOCKING CUDA_LAUNCH_BLOCKING CUDA_DEVICE_ORDER WANDB_API_KEY TOKENIZERS_PARALLELISM HELMSMAN_PORT_RANGE "
+    "everywhere": "NCCL_DEBUG HCCL_CONNECT_TIMEOUT TORCH_NCCL_AVOID_RECORD_STREAMS "
+    "PYTORCH_CUDA_ALLOC_CONF HF_HOME HF_TOKEN "
+    "TRANSFORMERS_OFFLINE OMP_PROC_BIND GLOO_SOCKET_IFNAME UCX_TLS VLLM_USE_V1 SGLANG_X "
+    "TRITON_CACHE_DIR "
+    "ASCEND_LAUNCH_BLOCKING CUDA_LAUNCH_BLOCKING CUDA_DEVICE_ORDER WANDB_API_KEY "
+    "TOKENIZERS_PARALLELISM HELMSMAN_PORT_RANGE "
     "HELMSMAN_PLATFORM PYTHONUNBUFFERED TASK_QUEUE_ENABLE CUBLAS_WORKSPACE_CONFIG",
-    "this machine": "PATH HOME LANG LC_ALL TMPDIR LD_LIBRARY_PATH PYTHONPATH http_proxy NO_PROXY SSL_CERT_FILE CUDA_HOME "
+    "this machine": "PATH HOME LANG LC_ALL TMPDIR LD_LIBRARY_PATH PYTHONPATH http_proxy NO_PROXY "
+    "SSL_CERT_FILE CUDA_HOME "
     "CUDA_MPS_PIPE_DIRECTORY ASCEND_HOME_PATH HCCL_IF_IP VLLM_HOST_IP NCCL_HOSTID",
-    "nowhere": "CUDA_VISIBLE_DEVICES ASCEND_RT_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES "
-    "ASCEND_VISIBLE_DEVICES SOME_NEW_VISIBLE_DEVICES RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT GROUP_RANK "
-    "TORCHELASTIC_RUN_ID PET_NNODES RAY_ADDRESS RAY_AUTH_TOKEN VLLM_DP_RANK VLLM_PORT OMP_NUM_THREADS MKL_NUM_THREADS "
-    "HELMSMAN_WORKER_TAG HELMSMAN_INSTANCE_DEVICES HELMSMAN_PORTS AWS_SECRET_ACCESS_KEY MY_SETTING SSH_AUTH_SOCK SLURM_PROCID",
+    "nowhere": "CUDA_VISIBLE_DEVICES ASCEND_RT_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES "
+    "HIP_VISIBLE_DEVICES "
+    "ASCEND_VISIBLE_DEVICES SOME_NEW_VISIBLE_DEVICES RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR "
+    "MASTER_PORT GROUP_RANK "
+    "TORCHELASTIC_RUN_ID PET_NNODES RAY_ADDRESS RAY_AUTH_TOKEN VLLM_DP_RANK VLLM_PORT "
+    "OMP_NUM_THREADS MKL_NUM_THREADS "
+    "HELMSMAN_WORKER_TAG HELMSMAN_INSTANCE_DEVICES HELMSMAN_PORTS AWS_SECRET_ACCESS_KEY "
+    "MY_SETTING SSH_AUTH_SOCK SLURM_PROCID",
 }
 
 
 def test_forwarding_of() -> None:
     for reach, names in REACHES.items():
-        assert {name: forwarding_of(name).reach for name in names.split()} == dict.fromkeys(names.split(), reach)
+        assert {name: forwarding_of(name).reach for name in names.split()} == dict.fromkeys(
+            names.split(), reach
+        )
         assert all(forwarding_of(name).rule for name in names.split())
 
 
-ENVIRON = {"NCCL_DEBUG": "INFO", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "7", "OMP_NUM_THREADS": "96", "MINE": "x", "RANK": "3"}
+ENVIRON = {
+    "NCCL_DEBUG": "INFO",
+    "PATH": "/bin",
+    "CUDA_VISIBLE_DEVICES": "7",
+    "OMP_NUM_THREADS": "96",
+    "MINE": "x",
+    "RANK": "3",
+}
 
 
 def test_worker_environment_by_machine() -> None:
-    found = worker_environment(ENVIRON, SchedulingSpec(cpu=4), {"CUDA_VISIBLE_DEVICES": "1"}, same_machine=False)
+    found = worker_environment(
+        ENVIRON, SchedulingSpec(cpu=4), {"CUDA_VISIBLE_DEVICES": "1"}, same_machine=False
+    )
     assert [each for each in found if each.name not in THREAD_VARIABLES] == [
         EnvironmentVariable("CUDA_VISIBLE_DEVICES", "1", "devices"),
         EnvironmentVariable("NCCL_DEBUG", "INFO", "driver"),
@@ -51,7 +76,10 @@ def test_worker_environment_by_machine() -> None:
 def test_worker_environment_thread_counts() -> None:
     """By the number of CPUs, or the spec's own count, which holds for all libraries."""
     for cpu, count in ((0, "1"), (0.5, "1"), (1, "1"), (2.9, "2"), (16, "16")):
-        found = {each.name: each for each in worker_environment(ENVIRON, SchedulingSpec(cpu=cpu), {}, same_machine=True)}
+        found = {
+            each.name: each
+            for each in worker_environment(ENVIRON, SchedulingSpec(cpu=cpu), {}, same_machine=True)
+        }
         for name in THREAD_VARIABLES:
             assert found[name] == EnvironmentVariable(name, count, "cpu count")
     for own, others in (("3", "3"), ("3,2", "3"), ("many", "4")):
@@ -61,18 +89,30 @@ def test_worker_environment_thread_counts() -> None:
 
 
 def test_worker_environment_of_the_spec_wins() -> None:
-    wanted = {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "5", "NCCL_DEBUG": "WARN", "PATH": "/opt", "RAY_X": "a,b=c\nd"}
-    found = worker_environment(ENVIRON, SchedulingSpec(env_vars=wanted), {"CUDA_VISIBLE_DEVICES": "1"}, same_machine=True)
+    wanted = {
+        "OMP_NUM_THREADS": "3",
+        "CUDA_VISIBLE_DEVICES": "5",
+        "NCCL_DEBUG": "WARN",
+        "PATH": "/opt",
+        "RAY_X": "a,b=c\nd",
+    }
+    found = worker_environment(
+        ENVIRON, SchedulingSpec(env_vars=wanted), {"CUDA_VISIBLE_DEVICES": "1"}, same_machine=True
+    )
     assert {each.name: each.value for each in found if each.source == "spec.env_vars"} == wanted
     assert [each.name for each in found] == sorted(each.name for each in found)
 
 
 SECRET_NAMES = (
-    "HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID PGPASSWORD MYSQL_PWD db_password RAY_AUTH_TOKEN "
-    "GOOGLE_APPLICATION_CREDENTIALS SSH_PRIVATE_KEY SLACK_WEBHOOK OPENAI_APIKEY X_PASSWD MY_CREDS CREDS DB_PASS "
+    "HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID PGPASSWORD MYSQL_PWD "
+    "db_password RAY_AUTH_TOKEN "
+    "GOOGLE_APPLICATION_CREDENTIALS SSH_PRIVATE_KEY SLACK_WEBHOOK OPENAI_APIKEY X_PASSWD MY_CREDS "
+    "CREDS DB_PASS "
     "REDISCLI_AUTH GITHUB_PAT SIGNING_KEYS my-api-key SERVICE_JWT"
 )
-OTHER_NAMES = "TOKENIZERS_PARALLELISM PWD NCCL_DEBUG PATH KEYBOARD MONKEY_ISLAND SSH_AUTH_SOCK SSH_ASKPASS"
+OTHER_NAMES = (
+    "TOKENIZERS_PARALLELISM PWD NCCL_DEBUG PATH KEYBOARD MONKEY_ISLAND SSH_AUTH_SOCK SSH_ASKPASS"
+)
 
 
 def test_masked_by_name() -> None:
@@ -97,7 +137,10 @@ def test_masked_by_name() -> None:
         ("WANDB_API_KEY=hunter2,NCCL_DEBUG=INFO", f"WANDB_API_KEY={MASK},NCCL_DEBUG=INFO"),
         ("use hf_0123456789abcdefghij now", f"use {MASK} now"),
         ("http://host:80/path?at=me@home", "http://host:80/path?at=me@home"),
-        ("expandable_segments:True,max_split_size_mb:128", "expandable_segments:True,max_split_size_mb:128"),
+        (
+            "expandable_segments:True,max_split_size_mb:128",
+            "expandable_segments:True,max_split_size_mb:128",
+        ),
     ],
 )
 def test_masked_by_form(value: str, shown: str) -> None:
@@ -158,12 +201,26 @@ def test_masked_takes_more_names_from_the_environment(monkeypatch: pytest.Monkey
 
 
 def test_masked_command_hides_the_values_of_options() -> None:
-    command = ["train.py", "--api-key", "hunter2", "--hf-token=hunter2", "--env", "MY_CREDS=hunter2", "--lr", "1e-5"]
-    assert masked_command(command) == f"train.py --api-key {MASK} --hf-token={MASK} --env MY_CREDS={MASK} --lr 1e-5"
+    command = [
+        "train.py",
+        "--api-key",
+        "hunter2",
+        "--hf-token=hunter2",
+        "--env",
+        "MY_CREDS=hunter2",
+        "--lr",
+        "1e-5",
+    ]
+    assert (
+        masked_command(command)
+        == f"train.py --api-key {MASK} --hf-token={MASK} --env MY_CREDS={MASK} --lr 1e-5"
+    )
 
 
 def test_forwarding_report() -> None:
-    report = forwarding_report({"WANDB_API_KEY": "abc", "MINE": "http://a:b@c", "NCCL_DEBUG": "INFO", "RANK": "0"})
+    report = forwarding_report(
+        {"WANDB_API_KEY": "abc", "MINE": "http://a:b@c", "NCCL_DEBUG": "INFO", "RANK": "0"}
+    )
     assert [(row.name, row.value, row.reach) for row in report] == [
         ("MINE", f"http://{MASK}@c", "nowhere"),
         ("NCCL_DEBUG", "INFO", "everywhere"),

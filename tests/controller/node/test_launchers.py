@@ -25,7 +25,12 @@ TORCHRUN = {
     "LOCAL_RANK": "0",
     "LOCAL_WORLD_SIZE": "1",
 }
-PET = {"PET_NODE_RANK": "0", "PET_NNODES": "2", "PET_MASTER_ADDR": "job-master-0", "PET_NPROC_PER_NODE": "8"}
+PET = {
+    "PET_NODE_RANK": "0",
+    "PET_NNODES": "2",
+    "PET_MASTER_ADDR": "job-master-0",
+    "PET_NPROC_PER_NODE": "8",
+}
 SLURM = {
     "SLURM_JOB_ID": "77",
     "SLURM_NODEID": "1",
@@ -35,11 +40,23 @@ SLURM = {
     "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
     "SLURM_PROCID": "1",
 }
-SKYPILOT = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.1.0.4\n10.1.0.5"}
-VOLCANO = {"VC_TASK_INDEX": "1", "VC_WORKER_NUM": "2", "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job"}
+SKYPILOT = {
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_IPS": "10.1.0.4\n10.1.0.5",
+}
+VOLCANO = {
+    "VC_TASK_INDEX": "1",
+    "VC_WORKER_NUM": "2",
+    "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job",
+}
 DSTACK = {"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.2.0.1"}
 KUBERNETES = {"JOB_COMPLETION_INDEX": "2", "HOSTNAME": "train-2"}
-OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+}
 
 
 @pytest.mark.parametrize(
@@ -50,23 +67,40 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM
         (TORCHRUN, "torchrun", 1, 3, "10.0.0.7"),
         (PET, "torchrun's PET variables", 0, 2, "job-master-0"),
         (SLURM, "Slurm", 1, 3, "gpu007"),
-        (SLURM | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[012-013]"}, "Slurm", 1, 2, "gpu012"),
+        (
+            SLURM | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[012-013]"},
+            "Slurm",
+            1,
+            2,
+            "gpu012",
+        ),
         (SKYPILOT, "SkyPilot", 1, 2, "10.1.0.4"),
         (VOLCANO, "Volcano", 1, 2, "job-worker-0.job"),
         (DSTACK, "dstack", 1, 2, "10.2.0.1"),
         ({}, ALONE, 0, 1, ""),
         ({"SLURM_JOB_ID": "77", "SLURM_SUBMIT_HOST": "login"}, ALONE, 0, 1, ""),
-        (TORCHRUN | {"SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "3"}, "torchrun in Slurm", 1, 3, "10.0.0.7"),
+        (
+            TORCHRUN | {"SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "3"},
+            "torchrun in Slurm",
+            1,
+            3,
+            "10.0.0.7",
+        ),
     ],
 )
-def test_identify_node(environ: dict[str, str], launcher: str, rank: int, count: int, head: str) -> None:
+def test_identify_node(
+    environ: dict[str, str], launcher: str, rank: int, count: int, head: str
+) -> None:
     found = identify_node(environ)
     assert (found.launcher, found.rank, found.count, found.head) == (launcher, rank, count, head)
     assert not found.attach_to
 
 
 def test_identify_node_needs_flags() -> None:
-    with pytest.raises(LauncherError, match=r"JOB_COMPLETION_INDEX=2; missing is the number of nodes \(--num-nodes\)"):
+    with pytest.raises(
+        LauncherError,
+        match=r"JOB_COMPLETION_INDEX=2; missing is the number of nodes \(--num-nodes\)",
+    ):
         identify_node(KUBERNETES)
     with pytest.raises(LauncherError, match=r"the head's address \(--head\)"):
         identify_node(KUBERNETES, count=4)
@@ -74,7 +108,9 @@ def test_identify_node_needs_flags() -> None:
     assert (found.rank, found.count, found.head) == (2, 4, "train-0.train")
     assert found.said_by["rank"] == "JOB_COMPLETION_INDEX=2"
     assert identify_node(OPEN_MPI, head="10.0.0.1").rank == 1
-    assert identify_node({"JOB_COMPLETION_INDEX": "0"}, count=4).head == "", "the head needs no address of its own"
+    assert identify_node({"JOB_COMPLETION_INDEX": "0"}, count=4).head == "", (
+        "the head needs no address of its own"
+    )
 
 
 def test_identify_node_of_several_tasks_of_volcano() -> None:
@@ -106,7 +142,11 @@ def test_identify_node_names_launchers_that_disagree() -> None:
     ("environ", "flags", "said"),
     [
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, {}, "one process per node"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, {"count": 2, "head": "h"}, "one process per node"),
+        (
+            OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"},
+            {"count": 2, "head": "h"},
+            "one process per node",
+        ),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8(x3)"}, {}, "one process per node"),
         (BEAKER | {"BEAKER_REPLICA_RANK": "4"}, {}, "a rank below the number of nodes"),
         (BEAKER | {"BEAKER_REPLICA_RANK": "-1"}, {}, "a number"),
@@ -133,9 +173,15 @@ def test_first_host() -> None:
             first_host(text)
 
 
-# --- several nodes without a cluster ------------------------------------------------------------------------------------
+# --- several nodes without a cluster --------------------------------------------------------------
 
-TORCHRUN_OF_8 = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "0"}
+TORCHRUN_OF_8 = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "3",
+    "LOCAL_WORLD_SIZE": "8",
+    "GROUP_RANK": "0",
+}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,14 @@ import pytest
 from helmsman.api.errors import LogDirectoryError
 from helmsman.api.scheduler import Job
 from helmsman.controller._node.cleanup import KEPT_RUNS, KEPT_S, leftovers
-from helmsman.controller._node.run_registry import RunLock, default_log_dir, make_log_dir, read_runs, refused_places, user_dir
+from helmsman.controller._node.run_registry import (
+    RunLock,
+    default_log_dir,
+    make_log_dir,
+    read_runs,
+    refused_places,
+    user_dir,
+)
 from helmsman.controller._schedulers.inline import InlineScheduler
 from helmsman.controller._schedulers.local import LocalScheduler
 from helmsman.controller.cli import main
@@ -41,10 +48,12 @@ def make_logs(run_id: str, age_s: float = 0.0) -> Path:
     return path
 
 
-# --- places -------------------------------------------------------------------------------------------------------------
+# --- places ---------------------------------------------------------------------------------------
 
 
-def test_log_dir_follows_the_desktop_standard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_dir_follows_the_desktop_standard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state, runtime = tmp_path / "state", tmp_path / "runtime"
     runtime.mkdir()
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
@@ -60,7 +69,9 @@ def test_log_dir_follows_the_desktop_standard(tmp_path: Path, monkeypatch: pytes
     assert os.listdir(runtime / "helmsman" / "runs") == []
 
 
-def test_run_lock_that_cannot_be_written(temporary: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_lock_that_cannot_be_written(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuse(fd: int, operation: int) -> NoReturn:
         raise OSError(errno.ENOLCK, "no locks")
 
@@ -82,8 +93,12 @@ def test_make_log_dir_that_cannot_be_made(path: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("value", ["relative", "/nowhere/at/all", ""])
-def test_run_lock_without_a_runtime_directory(value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The record shows no secret, and a shell with a runtime directory finds it: a batch job has none, and a login has."""
+def test_run_lock_without_a_runtime_directory(
+    value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The record shows no secret, and a shell with a runtime directory finds it: a batch job has
+    none, and a login has.
+    """
     monkeypatch.setenv("XDG_RUNTIME_DIR", value)
     monkeypatch.setattr("sys.argv", ["train.py", "--api-key", "hunter2"])
     lock = RunLock("0123456789", "Test", tmp_path)
@@ -95,7 +110,7 @@ def test_run_lock_without_a_runtime_directory(value: str, monkeypatch: pytest.Mo
     lock.release()
 
 
-# --- retention ----------------------------------------------------------------------------------------------------------
+# --- retention ------------------------------------------------------------------------------------
 
 
 def test_old_logs_go_when_a_run_starts() -> None:
@@ -136,7 +151,11 @@ def test_old_logs_leave_other_files(tmp_path: Path) -> None:
 
 def test_clean_reports_and_removes_logs(capsys: pytest.CaptureFixture[str]) -> None:
     """Those that are old, or of a run that is named with --logs."""
-    old, new, other = make_logs("0000000001", KEPT_S + 3600.0), make_logs("0000000002"), make_logs("0000000003")
+    old, new, other = (
+        make_logs("0000000001", KEPT_S + 3600.0),
+        make_logs("0000000002"),
+        make_logs("0000000003"),
+    )
     assert main(["clean", "--dry-run"]) == 0
     told = capsys.readouterr().out
     assert f"run 0000000001: ended: would be removed\n  logs {old}\n" in told
@@ -152,7 +171,9 @@ def test_clean_reports_and_removes_logs(capsys: pytest.CaptureFixture[str]) -> N
     assert (new.exists(), other.exists()) == (False, True)
 
 
-def test_leftovers_of_a_run_that_starts_meanwhile(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_a_run_that_starts_meanwhile(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_id, listdir = "00ff00ff00", os.listdir
     started: list[RunLock] = []
 

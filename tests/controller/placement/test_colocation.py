@@ -30,13 +30,21 @@ def _target(replicas: int, gpu: int, per_node: int) -> list[PlannedWorker]:
 
 def _job(replicas: int, fork: bool = True, **spec: Any) -> Job:
     strategy = SchedulingStrategy(type="colocation", target="target", fork=fork)
-    return Job(role="r", replicas=replicas, tasks=[SchedulingSpec(**spec)], scheduling_strategy=strategy)
+    return Job(
+        role="r", replicas=replicas, tasks=[SchedulingSpec(**spec)], scheduling_strategy=strategy
+    )
 
 
 def test_tile_servers_over_more_trainers() -> None:
     shares = tile(_job(16, gpu=4), _target(64, 1, per_node=8))
-    assert [ranks for ranks, _ in shares] == [tuple(range(4 * index, 4 * index + 4)) for index in range(16)]
-    assert [share.devices for _, share in shares[:3]] == [("0", "1", "2", "3"), ("4", "5", "6", "7"), ("0", "1", "2", "3")]
+    assert [ranks for ranks, _ in shares] == [
+        tuple(range(4 * index, 4 * index + 4)) for index in range(16)
+    ]
+    assert [share.devices for _, share in shares[:3]] == [
+        ("0", "1", "2", "3"),
+        ("4", "5", "6", "7"),
+        ("0", "1", "2", "3"),
+    ]
     assert [share.node_id for _, share in shares[::2]] == [f"n{index}" for index in range(8)]
 
 
@@ -47,9 +55,14 @@ def test_tile_trainers_over_fewer_servers() -> None:
 
 
 @given(st.integers(1, 16), st.integers(1, 48), st.integers(0, 8), st.booleans())
-def test_tile_shares_every_device_equally(targets: int, replicas: int, gpu: int, fork: bool) -> None:
+def test_tile_shares_every_device_equally(
+    targets: int, replicas: int, gpu: int, fork: bool
+) -> None:
     target = _target(targets, gpu, per_node=16)
-    if not (targets % replicas == 0 or (fork and replicas % targets == 0 and gpu % (replicas // targets) == 0)):
+    if not (
+        targets % replicas == 0
+        or (fork and replicas % targets == 0 and gpu % (replicas // targets) == 0)
+    ):
         with pytest.raises(InvalidSpecError):
             tile(_job(replicas, fork), target)
         return
@@ -59,11 +72,16 @@ def test_tile_shares_every_device_equally(targets: int, replicas: int, gpu: int,
         assert share.num_devices == len(share.devices)
         assert {target[rank].node_id for rank in ranks} == {share.node_id}
     if fork:
-        assert sorted(int(device) for _, share in shares for device in share.devices) == list(range(targets * gpu))
+        assert sorted(int(device) for _, share in shares for device in share.devices) == list(
+            range(targets * gpu)
+        )
 
 
 def test_tile_counts_unknown_devices() -> None:
-    target = [PlannedWorker(worker_id=f"target/{index}", node_id="n", node="n", num_devices=2) for index in range(2)]
+    target = [
+        PlannedWorker(worker_id=f"target/{index}", node_id="n", node="n", num_devices=2)
+        for index in range(2)
+    ]
     ((_, share),) = tile(_job(1), target)
     assert (share.num_devices, share.devices) == (4, ())
 
@@ -71,15 +89,30 @@ def test_tile_counts_unknown_devices() -> None:
 @pytest.mark.parametrize(
     ("job", "target", "message"),
     [
-        (_job(3), _target(4, 1, 4), r"replicas is 3; expected a divisor or a multiple of the 4 workers of 'target'"),
+        (
+            _job(3),
+            _target(4, 1, 4),
+            r"replicas is 3; expected a divisor or a multiple of the 4 workers of 'target'",
+        ),
         (_job(8, fork=False), _target(4, 1, 4), r"expected a divisor of the 4 workers"),
         (
             _job(1),
             _target(4, 1, 2),
-            r"replica 0 would share devices with target/0 to target/3, which are on 10.0.0.0, 10.0.0.1",
+            (
+                r"replica 0 would share devices with target/0 to target/3, which are on 10.0.0.0, "
+                r"10.0.0.1"
+            ),
         ),
-        (_job(8), _target(4, 3, 4), r"divides the 3 devices of target/0 evenly; 2 replicas would share them"),
-        (_job(2, gpu=1), _target(4, 1, 4), r"gpu of replica 0 is 1; expected 2, which is its share"),
+        (
+            _job(8),
+            _target(4, 3, 4),
+            r"divides the 3 devices of target/0 evenly; 2 replicas would share them",
+        ),
+        (
+            _job(2, gpu=1),
+            _target(4, 1, 4),
+            r"gpu of replica 0 is 1; expected 2, which is its share",
+        ),
         (_job(4, fork=False, gpu=2), _target(4, 1, 4), r"gpu of replica 0 is 2; expected 1"),
     ],
 )

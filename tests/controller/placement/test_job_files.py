@@ -31,19 +31,29 @@ role = "ref"
 scheduling_strategy = {type = "colocation", target = "train", fork = true}
 """
 JOBS = [
-    Job(role="train", replicas=2, tasks=[SchedulingSpec(cpu=4, gpu=1, env_vars={"A": "b=c,d"}, nodelist=["gpu-0"])]),
-    Job(role="ref", scheduling_strategy=SchedulingStrategy(type="colocation", target="train", fork=True)),
+    Job(
+        role="train",
+        replicas=2,
+        tasks=[SchedulingSpec(cpu=4, gpu=1, env_vars={"A": "b=c,d"}, nodelist=["gpu-0"])],
+    ),
+    Job(
+        role="ref",
+        scheduling_strategy=SchedulingStrategy(type="colocation", target="train", fork=True),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "text"), [("jobs.yaml", YAML), ("jobs.toml", TOML), ("list.yml", YAML.split("jobs:")[1])])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("jobs.yaml", YAML), ("jobs.toml", TOML), ("list.yml", YAML.split("jobs:")[1])],
+)
 def test_load_jobs(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     found = load_jobs(str(path))
-    assert [(job.role, job.replicas, list(job.tasks), job.scheduling_strategy) for job in found] == [
-        (job.role, job.replicas, list(job.tasks), job.scheduling_strategy) for job in JOBS
-    ]
+    assert [
+        (job.role, job.replicas, list(job.tasks), job.scheduling_strategy) for job in found
+    ] == [(job.role, job.replicas, list(job.tasks), job.scheduling_strategy) for job in JOBS]
 
 
 def test_load_cluster(tmp_path: Path) -> None:
@@ -52,8 +62,8 @@ def test_load_cluster(tmp_path: Path) -> None:
         """
 nodes:
   - {name: head, cpu: 8}
-  - {count: 2, name: "gpu-{index:02}", cpu: 64, gpu: 8, mem: 100, accelerator_type: H100, labels: {rack: a},
-     free: {gpu: 3, mem: 5}}
+  - {count: 2, name: "gpu-{index:02}", cpu: 64, gpu: 8, mem: 100, accelerator_type: H100,
+     labels: {rack: a}, free: {gpu: 3, mem: 5}}
   - {count: 1, cpu: 64, npu: 8, resources: {license: 1}}
 """
     )
@@ -76,8 +86,16 @@ nodes:
         ),
         (load_jobs, "- {role: a, replica: 1}", ["jobs[0].replica", "did you mean 'replicas'?"]),
         (load_jobs, "- {role: a, xyz: 1}", ["jobs[0].xyz", "there are: role, replicas"]),
-        (load_jobs, "- {role: a, tasks: [{cpu: many}]}", ["jobs[0].tasks[0].cpu", "Expected `float`, got `str`"]),
-        (load_jobs, "- {role: a, scheduling_strategy: {type: beside}}", ["jobs[0].scheduling_strategy.type", "beside"]),
+        (
+            load_jobs,
+            "- {role: a, tasks: [{cpu: many}]}",
+            ["jobs[0].tasks[0].cpu", "Expected `float`, got `str`"],
+        ),
+        (
+            load_jobs,
+            "- {role: a, scheduling_strategy: {type: beside}}",
+            ["jobs[0].scheduling_strategy.type", "beside"],
+        ),
         (load_jobs, "- {replicas: 1}", ["jobs[0]", "missing required field `role`"]),
         (load_jobs, "- 7", ["jobs[0]", "expected the fields of a Job, got 7"]),
         (load_jobs, "jobs: 7", ["jobs", "expected a list of jobs, or one under the key 'jobs'"]),
@@ -88,7 +106,9 @@ nodes:
         (load_cluster, "- {gpu: 1.5}", ["nodes[0].gpu", "Expected `int`"]),
     ],
 )
-def test_load_names_the_place_of_an_error(tmp_path: Path, load: Callable[[str], Any], text: str, facts: list[str]) -> None:
+def test_load_names_the_place_of_an_error(
+    tmp_path: Path, load: Callable[[str], Any], text: str, facts: list[str]
+) -> None:
     path = tmp_path / "entries.yaml"
     path.write_text(text)
     with pytest.raises(JobsFileError) as caught:

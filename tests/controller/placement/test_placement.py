@@ -17,7 +17,12 @@ def test_in_device_order(replicas: int, num_nodes: int, alike: bool, rng: random
     ids = [str(index) for index in range(16)]
     rng.shuffle(ids)
     places = [
-        Placement(node_id=f"n{rng.randrange(num_nodes)}", node="n", devices=(ids[index],), positions=(int(ids[index]),))
+        Placement(
+            node_id=f"n{rng.randrange(num_nodes)}",
+            node="n",
+            devices=(ids[index],),
+            positions=(int(ids[index]),),
+        )
         for index in range(replicas)
     ]
     order = in_device_order(tasks, places)
@@ -27,5 +32,7 @@ def test_in_device_order(replicas: int, num_nodes: int, alike: bool, rng: random
         assert tasks[rank] == tasks[origin]
     if alike:
         for node in {place.node_id for place in places}:
-            on_node = [places[origin].devices[0] for origin in order if places[origin].node_id == node]
+            on_node = [
+                places[origin].devices[0] for origin in order if places[origin].node_id == node
+            ]
             assert on_node == sorted(on_node, key=int)

@@ -16,13 +16,27 @@ from helmsman.api.plan import Plan, PlannedRole
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
 from helmsman.controller._placement.bundles import Demand, splits
 from helmsman.controller._placement.planner import plan_jobs
-from helmsman.controller._placement.resources import ACCELERATORS, ClusterSnapshot, NodeState, Resources
+from helmsman.controller._placement.resources import (
+    ACCELERATORS,
+    ClusterSnapshot,
+    NodeState,
+    Resources,
+)
 
 
-def node(name: str, *, cpu: float = 64, gpu: int = 8, free: Resources | None = None, **fields: Any) -> NodeState:
+def node(
+    name: str, *, cpu: float = 64, gpu: int = 8, free: Resources | None = None, **fields: Any
+) -> NodeState:
     """A node of GPUs, all free but for what ``free`` says."""
-    total: Resources = {"CPU": cpu, "memory": 100e9, **({"GPU": float(gpu)} if gpu else {}), **fields.pop("extra", {})}
-    return NodeState(node_id=name, address=name, total=total, available={**total, **(free or {})}, **fields)
+    total: Resources = {
+        "CPU": cpu,
+        "memory": 100e9,
+        **({"GPU": float(gpu)} if gpu else {}),
+        **fields.pop("extra", {}),
+    }
+    return NodeState(
+        node_id=name, address=name, total=total, available={**total, **(free or {})}, **fields
+    )
 
 
 def cluster(*nodes: NodeState) -> ClusterSnapshot:
@@ -56,25 +70,36 @@ def nodes_of(role: PlannedRole) -> set[str]:
 STRATEGIES = ("shared", "separate", "deferred")
 NPU = node("n", gpu=0, extra={"NPU": 8.0})
 
-# --- against all possibilities ------------------------------------------------------------------------------------------
+# --- against all possibilities --------------------------------------------------------------------
 
 
 def exists(snapshot: ClusterSnapshot, jobs: Sequence[Job]) -> bool:
     """Whether any assignment of bundles to nodes would do, by trying them all."""
-    free = [{name: round(amount * 1000) for name, amount in node.available.items()} for node in snapshot.nodes]
+    free = [
+        {name: round(amount * 1000) for name, amount in node.available.items()}
+        for node in snapshot.nodes
+    ]
     return any(
-        _exists([(demand, replica) for demand in split.demands for replica in demand.replicas], free, frozenset())
+        _exists(
+            [(demand, replica) for demand in split.demands for replica in demand.replicas],
+            free,
+            frozenset(),
+        )
         for split in splits(jobs, snapshot.nodes)
     )
 
 
-def _exists(items: list[tuple[Demand, int]], free: list[dict[str, int]], used: frozenset[Any]) -> bool:
+def _exists(
+    items: list[tuple[Demand, int]], free: list[dict[str, int]], used: frozenset[Any]
+) -> bool:
     if not items:
         return True
     demand, replica = items[0]
     for index in demand.nodes:
         mark = (index, demand.job) if demand.apart else (index, demand.job, replica)
-        left = {name: free[index].get(name, 0) - round(amount * 1000) for name, amount in demand.bundle}
+        left = {
+            name: free[index].get(name, 0) - round(amount * 1000) for name, amount in demand.bundle
+        }
         taken = mark in used and (demand.apart or demand.num_parts > 1)
         rest = [*free[:index], {**free[index], **left}, *free[index + 1 :]]
         if not taken and min(left.values()) >= 0 and _exists(items[1:], rest, used | {mark}):
@@ -87,8 +112,14 @@ def random_cluster(rng: random.Random) -> ClusterSnapshot:
     nodes = []
     for index in range(rng.randint(1, 4)):
         gpu, cpu = rng.choice([0, 2, 4, 4]), rng.choice([0, 2, 4, 8])
-        free = {"CPU": float(rng.randint(0, cpu)), "GPU": float(rng.randint(0, gpu))} if rng.random() < 0.6 else None
-        nodes.append(node(f"n{index}", cpu=cpu, gpu=gpu, free=free, labels={"rack": rng.choice("ab")}))
+        free = (
+            {"CPU": float(rng.randint(0, cpu)), "GPU": float(rng.randint(0, gpu))}
+            if rng.random() < 0.6
+            else None
+        )
+        nodes.append(
+            node(f"n{index}", cpu=cpu, gpu=gpu, free=free, labels={"rack": rng.choice("ab")})
+        )
     return cluster(*nodes)
 
 
@@ -102,7 +133,9 @@ def random_jobs(rng: random.Random) -> list[Job]:
         tasks = [
             SchedulingSpec(
                 cpu=rng.choice([0, 1, 2, 3]),
-                gpu=rng.choice([0, 1, 2, 3, 4, 6, 8] if strategy == "deferred" else [0, 1, 2, 3, 4]),
+                gpu=rng.choice(
+                    [0, 1, 2, 3, 4, 6, 8] if strategy == "deferred" else [0, 1, 2, 3, 4]
+                ),
                 mem=rng.choice([0, 0, 30, 60]),
                 node_labels={"rack": rng.choice(["a", "!a"])} if rng.random() < 0.2 else {},
                 node_packing=rng.choice(["pack", "pack", "spread", "strict_spread"]),
@@ -125,32 +158,49 @@ def check(snapshot: ClusterSnapshot, jobs: Sequence[Job], plan: Plan) -> None:
     given: list[tuple[str, str]] = []
     largest = max(state.total.get(name, 0) for state in snapshot.nodes for name in ACCELERATORS)
     for asked, role in zip(jobs, plan.roles, strict=True):
-        assert [worker.worker_id for worker in role.workers] == [f"{asked.role}/{rank}" for rank in range(asked.replicas)]
+        assert [worker.worker_id for worker in role.workers] == [
+            f"{asked.role}/{rank}" for rank in range(asked.replicas)
+        ]
         for instance in role.instances:
             for bundle in instance.bundles:
-                used[bundle.node_id].update({name: round(amount * 1000) for name, amount in bundle.resources.items()})
+                used[bundle.node_id].update(
+                    {name: round(amount * 1000) for name, amount in bundle.resources.items()}
+                )
                 given += [(bundle.node_id, device) for device in bundle.devices]
             if len(instance.workers) == 1 and len(instance.bundles) > 1:
                 assert len({bundle.node_id for bundle in instance.bundles}) == len(instance.bundles)
-                assert asked.spec(instance.index).gpu > largest or asked.spec(instance.index).node_labels
+                assert (
+                    asked.spec(instance.index).gpu > largest
+                    or asked.spec(instance.index).node_labels
+                )
         for rank, worker in enumerate(role.workers):
             spec, rack = asked.spec(rank), states[worker.node_id].labels["rack"]
             assert worker.num_devices == spec.gpu or len(role.instances[rank].bundles) > 1
             assert {"a": rack == "a", "!a": rack != "a", "": True}[spec.node_labels.get("rack", "")]
         if len(asked.tasks) == 1:
-            order = [(position[worker.node_id], list(map(int, worker.devices))) for worker in role.workers]
-            assert order == sorted(order), "ranks in the order of nodes and devices, those of one node together"
+            order = [
+                (position[worker.node_id], list(map(int, worker.devices)))
+                for worker in role.workers
+            ]
+            assert order == sorted(order), (
+                "ranks in the order of nodes and devices, those of one node together"
+            )
         if asked.spec(0).node_packing == "strict_spread":
             places = [bundle.node_id for instance in role.instances for bundle in instance.bundles]
             assert len(places) == len(set(places))
     assert len(given) == len(set(given)), "no device twice"
     for name, amounts in used.items():
         free = states[name].available
-        assert all(amount <= round(free.get(resource, 0.0) * 1000) + 1e-3 for resource, amount in amounts.items())
+        assert all(
+            amount <= round(free.get(resource, 0.0) * 1000) + 1e-3
+            for resource, amount in amounts.items()
+        )
 
 
 def outcome(seed: int) -> bool:
-    """Plan random jobs, compare with the exhaustive search and check the plan; returns whether there is one."""
+    """Plan random jobs, compare with the exhaustive search and check the plan; returns whether
+    there is one.
+    """
     rng = random.Random(seed)
     snapshot, jobs = random_cluster(rng), random_jobs(rng)
     plan = plan_jobs(snapshot, jobs)
@@ -168,10 +218,12 @@ def test_plan_jobs_finds_a_plan_if_one_exists(seed: int) -> None:
 
 @pytest.mark.slow
 def test_plan_jobs_finds_plans_in_three_thousand_clusters() -> None:
-    assert 300 < sum(map(outcome, range(3000))) < 2700, "both outcomes are met often enough to mean something"
+    assert 300 < sum(map(outcome, range(3000))) < 2700, (
+        "both outcomes are met often enough to mean something"
+    )
 
 
-# --- packing ------------------------------------------------------------------------------------------------------------
+# --- packing --------------------------------------------------------------------------------------
 
 HALVES = [node("a", free={"GPU": 4}), node("b", free={"GPU": 4})]
 MIXED = [node("f", free={"CPU": 0}), node("s", gpu=4), node("h", gpu=0)]
@@ -188,22 +240,59 @@ PARTLY_HELD = [node("a", free={"GPU": 4}), node("b"), node("c", free={"GPU": 4})
         (PARTLY_HELD, [job("train", 12, gpu=1)], ["ab"]),
         (PARTLY_HELD, [job("train", 16, gpu=1)], ["bd"]),
         # single instances fill nodes in use before whole ones
-        (IN_USE, [job("small", 2, "separate", gpu=2), job("large", 1, "separate", gpu=8)], ["bc", "a"]),
+        (
+            IN_USE,
+            [job("small", 2, "separate", gpu=2), job("large", 1, "separate", gpu=8)],
+            ["bc", "a"],
+        ),
         # workers without accelerators keep away from nodes with some
-        ([node("a", cpu=8), node("h", gpu=0)], [job("reward", 2, cpu=8), job("train", 8, gpu=1)], ["h", "a"]),
-        (MIXED, [job("train", 8, cpu=0, gpu=1), job("server", 1, "separate", cpu=4, gpu=4)], ["f", "s"]),
-        *[([node(n) for n in "abc"], [job("r", 5, s, gpu=1, node_packing="spread")], ["abc"]) for s in ("shared", "separate")],
-        *[([node(n) for n in "abc"], [job("r", 3, s, gpu=1, node_packing="strict_spread")], ["abc"]) for s in STRATEGIES],
-        *[([node(n) for n in "abc"], [job("r", 4, s, gpu=1, node_packing="strict_spread")], None) for s in STRATEGIES],
-        *[(HALVES, [job("server", 1, s, gpu=8)], None) for s in ("separate", "deferred")],  # never straddles
+        (
+            [node("a", cpu=8), node("h", gpu=0)],
+            [job("reward", 2, cpu=8), job("train", 8, gpu=1)],
+            ["h", "a"],
+        ),
+        (
+            MIXED,
+            [job("train", 8, cpu=0, gpu=1), job("server", 1, "separate", cpu=4, gpu=4)],
+            ["f", "s"],
+        ),
+        *[
+            ([node(n) for n in "abc"], [job("r", 5, s, gpu=1, node_packing="spread")], ["abc"])
+            for s in ("shared", "separate")
+        ],
+        *[
+            (
+                [node(n) for n in "abc"],
+                [job("r", 3, s, gpu=1, node_packing="strict_spread")],
+                ["abc"],
+            )
+            for s in STRATEGIES
+        ],
+        *[
+            ([node(n) for n in "abc"], [job("r", 4, s, gpu=1, node_packing="strict_spread")], None)
+            for s in STRATEGIES
+        ],
+        # never straddles
+        *[(HALVES, [job("server", 1, s, gpu=8)], None) for s in ("separate", "deferred")],
         (HALVES, [job("train", 8, gpu=1)], ["ab"]),
         # 60 + 60 bundles that fit in sum but not in pieces: the search ends without a plan
         (PIECES, [job("three", 60, "separate", gpu=3), job("four", 60, "separate", gpu=4)], None),
-        ([node("g", gpu=4), NPU], [job("train", 8, gpu=1), job("server", 1, "separate", gpu=4)], ["n", "g"]),
-        ([node("g", gpu=4), NPU], [job("train", 12, gpu=1)], None),  # one job, one kind of accelerator
+        (
+            [node("g", gpu=4), NPU],
+            [job("train", 8, gpu=1), job("server", 1, "separate", gpu=4)],
+            ["n", "g"],
+        ),
+        # one job, one kind of accelerator
+        (
+            [node("g", gpu=4), NPU],
+            [job("train", 12, gpu=1)],
+            None,
+        ),
     ],
 )
-def test_plan_jobs_packing(nodes: list[NodeState], jobs: list[Job], expected: list[str] | None) -> None:
+def test_plan_jobs_packing(
+    nodes: list[NodeState], jobs: list[Job], expected: list[str] | None
+) -> None:
     plan = plan_jobs(cluster(*nodes), jobs)
     found = [nodes_of(role) for role in plan.roles] if isinstance(plan, Plan) else None
     assert found == (expected and list(map(set, expected)))  # type: ignore[arg-type]
@@ -221,7 +310,9 @@ def test_plan_jobs_packing(nodes: list[NodeState], jobs: list[Job], expected: li
         (4, [8], [4]),
     ],
 )
-def test_plan_jobs_cuts_instances_larger_than_a_node(gpu: int, shapes: list[int], parts: list[int]) -> None:
+def test_plan_jobs_cuts_instances_larger_than_a_node(
+    gpu: int, shapes: list[int], parts: list[int]
+) -> None:
     snapshot = cluster(*[node(f"n{index}", gpu=size) for index, size in enumerate(shapes)])
     role = planned(snapshot, job("server", 1, "deferred", cpu=4, mem=2, gpu=gpu))["server"]
     bundles = role.instances[0].bundles
@@ -233,11 +324,20 @@ def test_plan_jobs_cuts_instances_larger_than_a_node(gpu: int, shapes: list[int]
     assert len(nodes_of(role)) == len(parts)
 
 
-# --- selectors ----------------------------------------------------------------------------------------------------------
+# --- selectors ------------------------------------------------------------------------------------
 
 RACKS = cluster(
-    node("10.0.0.1", hostname="gpu-1.cluster", labels={"rack": "a", "ray.io/accelerator-type": "H100"}),
-    node("10.0.0.2", hostname="gpu-2.cluster", labels={"rack": "b"}, extra={"accelerator_type:A100": 1.0}),
+    node(
+        "10.0.0.1",
+        hostname="gpu-1.cluster",
+        labels={"rack": "a", "ray.io/accelerator-type": "H100"},
+    ),
+    node(
+        "10.0.0.2",
+        hostname="gpu-2.cluster",
+        labels={"rack": "b"},
+        extra={"accelerator_type:A100": 1.0},
+    ),
     node("10.0.0.3", hostname="gpu-3.cluster", labels={"rack": "c"}, extra={"license": 1.0}),
 )
 
@@ -257,21 +357,28 @@ RACKS = cluster(
     ],
 )
 def test_plan_jobs_selectors(spec: dict[str, Any], expected: set[str]) -> None:
-    jobs = [job("r", len(expected) + more, gpu=8 if "resources" not in spec else 1, **spec) for more in (0, 1)]
+    jobs = [
+        job("r", len(expected) + more, gpu=8 if "resources" not in spec else 1, **spec)
+        for more in (0, 1)
+    ]
     assert nodes_of(planned(RACKS, jobs[0])["r"]) == expected
     assert not isinstance(plan_jobs(RACKS, jobs[1:]), Plan)
 
 
-# --- ranks, devices, colocation -----------------------------------------------------------------------------------------
+# --- ranks, devices, colocation -------------------------------------------------------------------
 
 
 def test_plan_jobs_keeps_specs_of_ranks() -> None:
     tasks = [SchedulingSpec(gpu=1, mem=50 if rank % 2 else 0) for rank in range(8)]
-    role = planned(cluster(*[node(name, gpu=4) for name in "abcd"]), Job(role="r", replicas=8, tasks=tasks))["r"]
+    role = planned(
+        cluster(*[node(name, gpu=4) for name in "abcd"]), Job(role="r", replicas=8, tasks=tasks)
+    )["r"]
     for rank, bundle in enumerate(role.instances[0].bundles):
         assert bundle.resources.get("memory", 0) == tasks[rank].mem * 1e9
     assert [worker.bundle for worker in role.workers] == list(range(8))
-    assert [worker.node_id for worker in role.workers] == list("aaaabbbb"), "neighbouring ranks share nodes"
+    assert [worker.node_id for worker in role.workers] == list("aaaabbbb"), (
+        "neighbouring ranks share nodes"
+    )
 
 
 def test_plan_jobs_assigns_free_devices() -> None:
@@ -292,10 +399,16 @@ def test_plan_jobs_colocation() -> None:
     snapshot = cluster(node("a", gpu=4), node("b", gpu=4))
     jobs = [beside("last", 2, "server"), beside("server", 2, "train"), job("train", 8, gpu=1)]
     roles = planned(snapshot, *jobs)
-    assert where(roles["last"]) == where(roles["server"]) == [("a", ("0", "1", "2", "3")), ("b", ("0", "1", "2", "3"))]
+    assert (
+        where(roles["last"])
+        == where(roles["server"])
+        == [("a", ("0", "1", "2", "3")), ("b", ("0", "1", "2", "3"))]
+    )
     running = planned(snapshot, job("train", 8, gpu=1))["train"]
     held = cluster(node("a", gpu=4, free={"GPU": 0}), node("b", gpu=4, free={"GPU": 0}))
-    assert where(planned(held, beside("late", 8, "train"), running=[running])["late"]) == where(running)
+    assert where(planned(held, beside("late", 8, "train"), running=[running])["late"]) == where(
+        running
+    )
     with pytest.raises(errors.RoleNotFoundError, match="nobody"):
         plan_jobs(snapshot, [beside("lost", 1, "nobody")])
     with pytest.raises(errors.RoleNotFoundError):

@@ -19,10 +19,14 @@ SCHEDULERS = pytest.mark.parametrize("make", [LocalScheduler, InlineScheduler])
 @SCHEDULERS
 def test_plan_workers_share_cpus(make: Callable[..., Scheduler]) -> None:
     with make(num_cpus=2) as scheduler:
-        plan = scheduler.plan([Job(role="train", replicas=4), Job(role="reward", tasks=[SchedulingSpec(cpu=2)])])
+        plan = scheduler.plan(
+            [Job(role="train", replicas=4), Job(role="reward", tasks=[SchedulingSpec(cpu=2)])]
+        )
         assert [len(role.workers) for role in plan.roles] == [4, 1]
         with pytest.raises(errors.PlacementInfeasibleError) as caught:
-            scheduler.plan([Job(role="train", replicas=4, tasks=[SchedulingSpec(cpu=999)]), Job(role="reward")])
+            scheduler.plan(
+                [Job(role="train", replicas=4, tasks=[SchedulingSpec(cpu=999)]), Job(role="reward")]
+            )
     text = str(caught.value)
     assert "requested a worker with 999 CPU; observed at most 2 CPU" in text
     assert "short of 997 CPU. Set SchedulingSpec.cpu of 'train' to 2." in text
@@ -43,7 +47,9 @@ def test_plan_without_accelerators(make: Callable[..., Scheduler]) -> None:
         (SchedulingSpec(resources={"license": 2}), "3 license"),
     ],
 )
-def test_create_workers_hold_memory_and_resources(make: Callable[..., Any], spec: SchedulingSpec, there: str) -> None:
+def test_create_workers_hold_memory_and_resources(
+    make: Callable[..., Any], spec: SchedulingSpec, there: str
+) -> None:
     options = {} if make is InlineScheduler else {"preload": ()}
     with make(resources={"license": 3}, **options) as scheduler:
         with pytest.raises(errors.PlacementInfeasibleError, match="Set Job.replicas to 1"):

@@ -1,4 +1,6 @@
-"""The Ray that a scheduler starts for itself: its start, its loss and its end, each in a script of its own."""
+"""The Ray that a scheduler starts for itself: its start, its loss and its end, each in a script of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ import pytest
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
-OF_A_SOAK = pytest.mark.skipif("HELMSMAN_SOAK_ROUNDS" not in os.environ, reason="it takes long: make soak")
+OF_A_SOAK = pytest.mark.skipif(
+    "HELMSMAN_SOAK_ROUNDS" not in os.environ, reason="it takes long: make soak"
+)
 
 PREPARE = """
 import asyncio, contextlib, os, signal, sys, threading, time
@@ -34,7 +38,10 @@ def said(*words):
         print(*words, file=file)
 
 def start():
-    scheduler = make_scheduler("ray", address="local", num_cpus=2, preload=None, timeouts=Timeouts(shutdown_s=LIMIT_S))
+    timeouts = Timeouts(shutdown_s=LIMIT_S)
+    scheduler = make_scheduler(
+        "ray", address="local", num_cpus=2, preload=None, timeouts=timeouts
+    )
     (worker,) = scheduler.create_workers(Job(role="a"))
     asyncio.run(scheduler.create_engine(worker, Counter))
     return scheduler, worker
@@ -49,25 +56,36 @@ def cluster():
 """
 
 
-def run(script: str, *arguments: str, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    script: str, *arguments: str, launcher: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run a script; its ``stdout`` is what it passed to ``said``."""
     command = [*launcher, sys.executable, "-c", PREPARE + script, *arguments]
     with tempfile.NamedTemporaryFile("r") as said:
         paths = {"PYTHONPATH": os.pathsep.join(sys.path), "SAID": said.name}
         environ = os.environ | {"RAY_AUTH_MODE": "disabled"} | paths | environment
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ, start_new_session=True)
+        ended = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env=environ,
+            start_new_session=True,
+        )
         ended.stdout = said.read()
     return ended
 
 
-def told(script: str, *arguments: str, launcher: tuple[str, ...] = (), **environment: str) -> list[str]:
+def told(
+    script: str, *arguments: str, launcher: tuple[str, ...] = (), **environment: str
+) -> list[str]:
     """What a script that succeeds passed to ``said``."""
     ended = run(script, *arguments, launcher=launcher, **environment)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines()
 
 
-# --- its start ----------------------------------------------------------------------------------------------------------
+# --- its start ------------------------------------------------------------------------------------
 
 INTERRUPTED = """
 from helmsman import make_scheduler
@@ -84,17 +102,23 @@ with make_scheduler("ray"):
 """
 
 
-@pytest.mark.parametrize("after_s", [1.5, *(pytest.param(after_s, marks=OF_A_SOAK) for after_s in (0.6, 2.2))])
+@pytest.mark.parametrize(
+    "after_s", [1.5, *(pytest.param(after_s, marks=OF_A_SOAK) for after_s in (0.6, 2.2))]
+)
 def test_start_interrupted_by_signal(after_s: float) -> None:
     """The script's own handler answers, also while Ray starts, when Ray would like to."""
-    script = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, start_new_session=True)
+    script = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, start_new_session=True
+    )
     assert script.stdout is not None
     script.stdout.readline()
     seen: dict[int, psutil.Process] = {}
     until = time.monotonic() + after_s
     try:
         while time.monotonic() < until:
-            seen |= {child.pid: child for child in psutil.Process(script.pid).children(recursive=True)}
+            seen |= {
+                child.pid: child for child in psutil.Process(script.pid).children(recursive=True)
+            }
             time.sleep(0.02)
         os.kill(script.pid, signal.SIGTERM)
         assert script.wait(timeout=60) == 77
@@ -135,12 +159,12 @@ def test_start_does_not_run_fork_handlers() -> None:
 
 
 def _replaced(name: str, folder: Path, script: str) -> str:
-    """A start with a shell script in the place of a program of Ray's, which the script finds in $program."""
+    """A start with a shell script in the place of a program of Ray's, which the script finds in
+    $program.
+    """
     program = folder / name
-    lines = [
-        "#!/bin/sh",
-        f"""program="$({sys.executable} -c 'from ray._private import services as s; print(s.{name.upper()}_EXECUTABLE)')" """,
-    ]
+    source = f"from ray._private import services as s; print(s.{name.upper()}_EXECUTABLE)"
+    lines = ["#!/bin/sh", f"""program="$({sys.executable} -c '{source}')" """]
     program.write_text("\n".join([*lines, f"folder={folder}", script]) + "\n")
     program.chmod(0o755)
     return START % f"services.{name.upper()}_EXECUTABLE = {str(program)!r}"
@@ -148,11 +172,16 @@ def _replaced(name: str, folder: Path, script: str) -> str:
 
 def test_start_follows_the_limit_of_the_script(tmp_path: Path) -> None:
     """And not that of Ray. A start that takes too long reports the processes that were there."""
-    script = _replaced("gcs_server", tmp_path, 'sleep 5; exec "$program" "$@"') + "fail(4.0)\nattempt()"
+    script = (
+        _replaced("gcs_server", tmp_path, 'sleep 5; exec "$program" "$@"') + "fail(4.0)\nattempt()"
+    )
     lines = told(script, RAY_gcs_server_port_wait_time_s="2")
     assert lines[-2:] == STARTED
     for fact in (
-        "no Ray of its own could be started on this machine: TimeoutError: gcs_server has not published",
+        (
+            "no Ray of its own could be started on this machine: TimeoutError: gcs_server has not "
+            "published"
+        ),
         r"within 4 s \(Timeouts.start_s\)",
         r"these of its processes were there: .*gcs_server \(pid \d+, sleeping\)",
         r"log: .*/session_\S+/logs",
@@ -170,13 +199,20 @@ exit 7
 
 
 def test_start_is_repeated_once_when_a_process_exits(tmp_path: Path) -> None:
-    """At once, with the log of that process: Ray would wait for its raylet half a minute, and print the log of its head."""
+    """At once, with the log of that process: Ray would wait for its raylet half a minute, and print
+    the log of its head.
+    """
     ended = run(_replaced("raylet", tmp_path, FAILING) + "fail()\nattempt()")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("Ray did not start and is started once more: ChildProcessError: raylet") == 2
+    assert (
+        ended.stderr.count("Ray did not start and is started once more: ChildProcessError: raylet")
+        == 2
+    )
     assert len((tmp_path / "starts").read_text().splitlines()) == 4, ended.stderr
     assert re.search(r": ChildProcessError: raylet \(pid \d+\) exited with code 7", ended.stdout)
-    assert re.search(r"log: \S+/raylet\.err, last 1 lines:\n  \| no space for objects", ended.stdout)
+    assert re.search(
+        r"log: \S+/raylet\.err, last 1 lines:\n  \| no space for objects", ended.stdout
+    )
     assert ended.stdout.splitlines()[-2:] == STARTED
 
 
@@ -186,12 +222,15 @@ from helmsman import initialize
 
 def session(cluster, end):
     with contextlib.suppress(SystemExit, ValueError), cluster:
-        with contextlib.nullcontext(cluster) if hasattr(cluster, "create_workers") else make_scheduler("ray") as scheduler:
+        is_scheduler = hasattr(cluster, "create_workers")
+        used = contextlib.nullcontext(cluster) if is_scheduler else make_scheduler("ray")
+        with used as scheduler:
             scheduler.create_workers(Job(role="one"))
             path = ray._private.worker._global_node.get_session_dir_path()
             end()
     folder = os.path.dirname(path)
-    said(folder == os.environ["RAY_TMPDIR"] + "/ray", os.path.isdir(path + "/logs"), len(os.listdir(folder)))
+    is_in_tmp = folder == os.environ["RAY_TMPDIR"] + "/ray"
+    said(is_in_tmp, os.path.isdir(path + "/logs"), len(os.listdir(folder)))
 
 def fail():
     raise ValueError
@@ -206,11 +245,13 @@ def test_session_is_kept_by_a_failure_alone() -> None:
     """A close in order is reported as no loss, also of a cluster that a scheduler has used."""
     with tempfile.TemporaryDirectory(prefix="he-") as temporary:  # short, for the sockets of Ray
         ended = run(SESSION, TMPDIR=temporary, RAY_TMPDIR=temporary)
-        assert ended.stdout.splitlines() == ["True False 0", "True False 0", "True True 2"], ended.stderr
+        assert ended.stdout.splitlines() == ["True False 0", "True False 0", "True True 2"], (
+            ended.stderr
+        )
         assert "has ended" not in ended.stderr
 
 
-# --- its threads --------------------------------------------------------------------------------------------------------
+# --- its threads ----------------------------------------------------------------------------------
 
 USE = """
 def use(scheduler, worker):
@@ -239,7 +280,11 @@ async def in_executor():
     return await asyncio.get_running_loop().run_in_executor(None, start)
 
 use(*asyncio.run(in_executor()))
-for late in (lambda: ray.put(1), lambda: ray.remote(lambda: 1).remote(), lambda: ray.util.placement_group([{"CPU": 1}])):
+for late in (
+    lambda: ray.put(1),
+    lambda: ray.remote(lambda: 1).remote(),
+    lambda: ray.util.placement_group([{"CPU": 1}]),
+):
     try:
         run_sync(bounded(late))
     except Exception as error:
@@ -248,12 +293,13 @@ for late in (lambda: ray.put(1), lambda: ray.remote(lambda: 1).remote(), lambda:
 
 
 def test_ray_outlives_threads_and_late_calls() -> None:
-    """Ray's processes end with the thread that started them. A shutdown that takes too long would end the Ray that was started
-    meanwhile; and many of Ray's calls start one of their own accord, which ends with the thread of the call."""
+    """Ray's processes end with the thread that started them. A shutdown that takes too long would
+    end the Ray that was started meanwhile; and many of Ray's calls start one of their own accord,
+    which ends with the thread of the call."""
     assert told(USE + THREADS) == [*["True 1 ['b/0']"] * 2, *["False True"] * 3]
 
 
-# --- its loss -----------------------------------------------------------------------------------------------------------
+# --- its loss -------------------------------------------------------------------------------------
 
 LOSS = """
 folder, *rounds = sys.argv[1:]
@@ -276,7 +322,8 @@ def lose(name, closes):
     caller.join(10.0)
     said("call failed:", bool(failures), time.monotonic() - killed < 10.0)
     (failure,) = failures
-    said("names it:", f"{name} (pid {pid}) was ended by SIGKILL (by whom is not known)" in str(failure))
+    end = f"{name} (pid {pid}) was ended by SIGKILL (by whom is not known)"
+    said("names it:", end in str(failure))
     said("log:", os.path.basename(failure.log_path), "worker:", failure.worker_id)
     said("blames others:", "OOM" in str(failure), "unharmed" in str(failure))
     (status,) = scheduler.status()
@@ -323,7 +370,9 @@ def outcome(name: str, closes: bool = True) -> list[str]:
 
 
 def test_loss_of_a_core_process_spares_the_script(tmp_path: Path) -> None:
-    """With or without a close in between, another scheduler starts and does not suffer from the end of the first."""
+    """With or without a close in between, another scheduler starts and does not suffer from the end
+    of the first.
+    """
     expected = outcome("gcs_server") + outcome("raylet", closes=False)
     assert told(LOSS, str(tmp_path), "gcs_server:close", "raylet:") == expected
 
@@ -361,14 +410,31 @@ said("alive")
     [({"RAY_gcs_rpc_server_reconnect_timeout_s": "2"}, 6), pytest.param({}, 70, marks=OF_A_SOAK)],
 )
 def test_unanswered_call_does_not_end_the_script(environment: dict[str, str], lives_s: int) -> None:
-    """Ray's own client holds the thread of such a call for ever, and ends the process once it has failed to reconnect."""
+    """Ray's own client holds the thread of such a call for ever, and ends the process once it has
+    failed to reconnect.
+    """
     lines = told(STUCK, str(lives_s), **environment)  # type: ignore[arg-type]
     assert lines == ["['lost', 'lost'] held by Ray: True", "alive"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="needs the right to make a namespace of processes")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or sys.platform != "linux",
+    reason="needs the right to make a namespace of processes",
+)
 def test_loss_of_the_raylet_below_init(tmp_path: Path) -> None:
-    """Ray takes the parent for the raylet, and a parent with pid 1 for its end; so it is in containers and services."""
-    launcher = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", '"$@"; exit $?', "init")
+    """Ray takes the parent for the raylet, and a parent with pid 1 for its end; so it is in
+    containers and services.
+    """
+    launcher = (
+        "unshare",
+        "--pid",
+        "--fork",
+        "--mount-proc",
+        "--kill-child",
+        "sh",
+        "-c",
+        '"$@"; exit $?',
+        "init",
+    )
     script = "assert os.getppid() == 1\n" + LOSS
     assert told(script, str(tmp_path), "raylet:close", launcher=launcher) == outcome("raylet")

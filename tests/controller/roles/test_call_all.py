@@ -1,4 +1,6 @@
-"""The fan-out: everybody is called at once and once, and of many failures the cause is the one that is raised."""
+"""The fan-out: everybody is called at once and once, and of many failures the cause is the one that
+is raised.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ from helmsman.api.errors import (
 )
 from helmsman.api.scheduler import Call, Job
 from helmsman.controller._aio.event_loop import background_loop, run_async
-from helmsman.controller._roles.call_all import call_all, gather_all, group_error, is_communication_error
+from helmsman.controller._roles.call_all import (
+    call_all,
+    gather_all,
+    group_error,
+    is_communication_error,
+)
 from tests.controller.fakes import FakeScheduler
 
 
@@ -68,8 +75,12 @@ class Group:
         rank: Rank = self.scheduler.engines[self.ids[index]]
         return rank
 
-    async def call(self, method: str = "step", call: Call | None = None, **options: Any) -> list[Any]:
-        return await call_all(self.scheduler, "train", method, dict.fromkeys(self.ids, call or Call()), **options)
+    async def call(
+        self, method: str = "step", call: Call | None = None, **options: Any
+    ) -> list[Any]:
+        return await call_all(
+            self.scheduler, "train", method, dict.fromkeys(self.ids, call or Call()), **options
+        )
 
     async def begin(self, **options: Any) -> asyncio.Task[list[Any]]:
         """A ``step`` that every rank has begun."""
@@ -95,17 +106,29 @@ async def arrive() -> None:
         await asyncio.sleep(0)
 
 
-GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:26789")
+GLOO = RuntimeError(
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer "
+    "[127.0.0.1]:26789"
+)
 
 
 @on_loop
 async def test_call_all_at_once_with_results_in_order() -> None:
     group = await Group.of(3)
-    calls = {worker_id: Call((index,), {"times": 2}) for index, worker_id in enumerate(reversed(group.ids))}
+    calls = {
+        worker_id: Call((index,), {"times": 2})
+        for index, worker_id in enumerate(reversed(group.ids))
+    }
     assert await call_all(group.scheduler, "train", "echo", calls) == [0, 2, 4]
     assert await call_all(group.scheduler, "train", "echo", {}) == []
-    assert [call.worker_id for call in group.scheduler.sent[-3:]] == ["train/2", "train/1", "train/0"]
-    assert sorted(await group.call("meet", Call((asyncio.Barrier(3),)))) == [0, 1, 2], "they run at once"
+    assert [call.worker_id for call in group.scheduler.sent[-3:]] == [
+        "train/2",
+        "train/1",
+        "train/0",
+    ]
+    assert sorted(await group.call("meet", Call((asyncio.Barrier(3),)))) == [0, 1, 2], (
+        "they run at once"
+    )
 
 
 @on_loop
@@ -175,7 +198,10 @@ async def test_call_all_observes_calls_left_alone(caplog: pytest.LogCaptureFixtu
     finally:
         asyncio.get_running_loop().set_exception_handler(None)
     first, second = [record for record in caplog.records if record.name == "helmsman.api.fan_out"]
-    assert (first.levelno, first.getMessage()) == (logging.INFO, "train/1: step (left alone after another rank failed): ended")
+    assert (first.levelno, first.getMessage()) == (
+        logging.INFO,
+        "train/1: step (left alone after another rank failed): ended",
+    )
     assert second.levelno == logging.WARNING
     assert "train/2: step" in second.getMessage()
     assert "Connection closed" in second.getMessage()
@@ -233,19 +259,49 @@ async def test_gather_all_raises_a_defect_of_the_driver() -> None:
     ("remote_type", "remote_message", "is_communication"),
     [
         ("RuntimeError", str(GLOO), True),
-        ("RuntimeError", "[gloo/transport/tcp/pair.cc:540] Read error [10.0.0.1]:37: Connection reset by peer", True),
+        (
+            "RuntimeError",
+            "[gloo/transport/tcp/pair.cc:540] Read error [10.0.0.1]:37: Connection reset by peer",
+            True,
+        ),
         ("RuntimeError", "Application timeout caused pair closure", True),
-        ("RuntimeError", "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation", True),
+        (
+            "RuntimeError",
+            (
+                "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv "
+                "operation"
+            ),
+            True,
+        ),
         ("torch.distributed.DistBackendError", "NCCL error in: ProcessGroupNCCL.cpp:1690", True),
-        ("torch.distributed.DistStoreError", "Timed out after 601 seconds waiting for clients. 1/2 clients joined.", True),
-        ("RuntimeError", "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting", True),
+        (
+            "torch.distributed.DistStoreError",
+            "Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
+            True,
+        ),
+        (
+            "RuntimeError",
+            (
+                "ncclRemoteError: A call failed possibly due to a network error or a remote "
+                "process exiting"
+            ),
+            True,
+        ),
         ("ConnectionResetError", "[Errno 104] Connection reset by peer", True),
         ("BrokenPipeError", "[Errno 32] Broken pipe", True),
-        *(("RuntimeError", text, False) for text in ("CUDA out of memory", "connection pool is empty", "timed out")),
+        *(
+            ("RuntimeError", text, False)
+            for text in ("CUDA out of memory", "connection pool is empty", "timed out")
+        ),
     ],
 )
-def test_is_communication_error(remote_type: str, remote_message: str, is_communication: bool) -> None:
-    assert is_communication_error(engine_error("train/0", remote_type, remote_message)) is is_communication
+def test_is_communication_error(
+    remote_type: str, remote_message: str, is_communication: bool
+) -> None:
+    assert (
+        is_communication_error(engine_error("train/0", remote_type, remote_message))
+        is is_communication
+    )
 
 
 def engine_error(worker_id: str, remote_type: str, remote_message: str) -> EngineCallError:
@@ -260,10 +316,14 @@ def engine_error(worker_id: str, remote_type: str, remote_message: str) -> Engin
 
 
 def collateral(worker_id: str) -> HelmsmanError:
-    return PeerNotReadyError(worker_id=worker_id, engine_name="actor", method="step", ranks=[0], reason="its arguments")
+    return PeerNotReadyError(
+        worker_id=worker_id, engine_name="actor", method="step", ranks=[0], reason="its arguments"
+    )
 
 
-AGREED = "the loss failed on another rank, so this one did not go on. rank 0: ValueError: loss is nan"
+AGREED = (
+    "the loss failed on another rank, so this one did not go on. rank 0: ValueError: loss is nan"
+)
 
 KINDS: list[tuple[int, Callable[[str], HelmsmanError]]] = [
     (0, lambda worker_id: engine_error(worker_id, "ValueError", "loss is nan")),
@@ -275,7 +335,9 @@ KINDS: list[tuple[int, Callable[[str], HelmsmanError]]] = [
 
 @given(kinds=st.lists(st.integers(0, len(KINDS) - 1), min_size=2, max_size=12))
 def test_group_error_order(kinds: list[int]) -> None:
-    failures: dict[str, Exception] = {f"train/{index}": KINDS[kind][1](f"train/{index}") for index, kind in enumerate(kinds)}
+    failures: dict[str, Exception] = {
+        f"train/{index}": KINDS[kind][1](f"train/{index}") for index, kind in enumerate(kinds)
+    }
     error = group_error("train", "step", failures, len(kinds))
     assert isinstance(error, GroupCallError)
     expected = sorted(range(len(kinds)), key=lambda index: (KINDS[kinds[index]][0], index))

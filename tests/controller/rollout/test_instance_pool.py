@@ -1,4 +1,6 @@
-"""Instances come and go while requests run, with real processes: nothing is lost, and no worker is forgotten."""
+"""Instances come and go while requests run, with real processes: nothing is lost, and no worker is
+forgotten.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from typing import Any
 
 import pytest
 
-from helmsman.api.errors import HelmsmanError, InvalidSpecError, WorkerFailedError, WorkerNotFoundError
+from helmsman.api.errors import (
+    HelmsmanError,
+    InvalidSpecError,
+    WorkerFailedError,
+    WorkerNotFoundError,
+)
 from helmsman.api.generation import GenerationResult, SamplingParams
 from helmsman.api.scheduler import Job, Scheduler
 from helmsman.controller._aio.event_loop import background_loop
@@ -48,7 +55,10 @@ def _rollout(
 ) -> Iterator[RolloutController]:
     options = {"supervision": POLICY, "retries": RetryGeneration(), **options}
     with RolloutController(
-        scheduler, f"tests.controller.engines.{engine}", Job(role="rollout", replicas=replicas), **options
+        scheduler,
+        f"tests.controller.engines.{engine}",
+        Job(role="rollout", replicas=replicas),
+        **options,
     ) as rollout:
         rollout.initialize()
         yield rollout
@@ -66,7 +76,9 @@ def _in_flight(rollout: RolloutController) -> dict[str, int]:
     return {id_: each.num_in_flight for id_, each in rollout.load().instances.items()}
 
 
-def _finish(scheduler: Scheduler, rollout: RolloutController, futures: list[Future[GenerationResult]]) -> list[list[int]]:
+def _finish(
+    scheduler: Scheduler, rollout: RolloutController, futures: list[Future[GenerationResult]]
+) -> list[list[int]]:
     def all_done() -> bool:
         for worker in rollout.workers:
             with contextlib.suppress(WorkerNotFoundError, WorkerFailedError):  # it leaves just now
@@ -91,12 +103,16 @@ def _pid(scheduler: Scheduler, worker_id: str) -> int:
 def test_add_and_remove_beside_requests(scheduler: Scheduler) -> None:
     with _rollout(scheduler, max_in_flight_per_worker=2) as rollout:
         assert rollout.update_weights({"weight": [1.0]}, 7) == 7
-        futures = [rollout.submit([i + 1, i + 2], SamplingParams(max_new_tokens=2)) for i in range(300)]
+        futures = [
+            rollout.submit([i + 1, i + 2], SamplingParams(max_new_tokens=2)) for i in range(300)
+        ]
         rollout.remove(["rollout/1"])
         assert rollout.add(2) == ["rollout/3", "rollout/4"]
         rollout.remove(["rollout/0", "rollout/3"], migrate=True)
         assert _ids(scheduler, rollout) == ["rollout/2", "rollout/4"]
-        assert [future.result(30).token_ids for future in futures] == [[i + 2, i + 3] for i in range(300)]
+        assert [future.result(30).token_ids for future in futures] == [
+            [i + 2, i + 3] for i in range(300)
+        ]
         assert {version for future in futures for version in future.result().versions} == {7}
         assert rollout.versions() == {"rollout/2": 7, "rollout/4": 7}
         rollout.scale(3)
@@ -125,7 +141,9 @@ def test_drain_cancelled_or_undrained(scheduler: Scheduler) -> None:
         wait_until(lambda: rollout.load().instances["rollout/1"].is_draining, "it is drained")
         cancelled.cancel()
         rollout.versions()  # a turn of the loop at least
-        assert rollout.load().instances["rollout/1"].is_draining, "somebody else still wants it to get nothing"
+        assert rollout.load().instances["rollout/1"].is_draining, (
+            "somebody else still wants it to get nothing"
+        )
         rollout.undrain(["rollout/1"])
         with pytest.raises(HelmsmanError, match="rollout/1 got requests again, by undrain"):
             other.result(30)
@@ -141,7 +159,10 @@ def test_remove_refuses_the_last_and_a_second_time(scheduler: Scheduler) -> None
         wait_until(lambda: set(_in_flight(rollout).values()) == {4}, "all are full")
         first = _begin(rollout.aremove(["rollout/1"]))
         second = _begin(rollout.aremove(["rollout/0"]))
-        wait_until(lambda: sum(each.is_draining for each in rollout.load().instances.values()) == 2, "both are drained")
+        wait_until(
+            lambda: sum(each.is_draining for each in rollout.load().instances.values()) == 2,
+            "both are drained",
+        )
         with pytest.raises(InvalidSpecError, match="not being removed already, as rollout/1 are"):
             rollout.remove(["rollout/1"])
         with pytest.raises(InvalidSpecError, match="one worker at least to stay"):
@@ -175,7 +196,10 @@ def test_undrain_at_the_end_of_a_removal(scheduler: Scheduler) -> None:
 
     async def scenario(rollout: RolloutController, waiting: list[Future[GenerationResult]]) -> None:
         removal = asyncio.ensure_future(rollout.aremove(["rollout/1", "rollout/2"]))
-        undrains = [asyncio.to_thread(rollout.undrain, [worker_id]) for worker_id in ("rollout/2", "rollout/1")]
+        undrains = [
+            asyncio.to_thread(rollout.undrain, [worker_id])
+            for worker_id in ("rollout/2", "rollout/1")
+        ]
         waiting += [await rollout.asubmit([5]), await rollout.asubmit([5])]
         for outcome in await asyncio.gather(removal, *undrains, return_exceptions=True):
             assert outcome is None or isinstance(outcome, HelmsmanError), outcome
@@ -195,7 +219,9 @@ def test_remove_while_paused(scheduler: Scheduler) -> None:
         rollout.remove(["rollout/0"], migrate=True)
         assert _ids(scheduler, rollout) == ["rollout/1"]
         assert rollout.add() == ["rollout/2"]
-        assert _in_flight(rollout) == {"rollout/1": 4, "rollout/2": 0}, "nothing starts while it is paused"
+        assert _in_flight(rollout) == {"rollout/1": 4, "rollout/2": 0}, (
+            "nothing starts while it is paused"
+        )
         rollout.resume()
         assert _finish(scheduler, rollout, futures) == [[i + 2] for i in range(20)]
 
@@ -219,7 +245,8 @@ def test_remove_cancelled_early(scheduler: Scheduler) -> None:
 def test_remove_cancelled_late_is_finished(scheduler: Scheduler, gate: Gate) -> None:
     with _rollout(scheduler) as rollout:
         pid = _pid(scheduler, "rollout/1")
-        held = _begin(scheduler.async_call_engine("rollout/1", "wait", None, *gate.files))  # its engine cannot be destroyed
+        # its engine cannot be destroyed
+        held = _begin(scheduler.async_call_engine("rollout/1", "wait", None, *gate.files))
         gate.wait_started()
         removal = _begin(rollout.aremove(["rollout/1"]))
         wait_until(lambda: "rollout/1" not in rollout.load().instances, "its end has begun")
@@ -256,7 +283,9 @@ def test_remove_during_rebuild(scheduler: Scheduler, tmp_path: Path, gate: Gate)
         assert {each.state for each in rollout.load().instances.values()} == {Health.HEALTHY}
 
 
-def test_add_cancelled_or_refused_leaves_nothing(scheduler: Scheduler, tmp_path: Path, gate: Gate) -> None:
+def test_add_cancelled_or_refused_leaves_nothing(
+    scheduler: Scheduler, tmp_path: Path, gate: Gate
+) -> None:
     hold, options = _slow(tmp_path, gate)
     with _rollout(scheduler, replicas=1, **options) as rollout:
         hold.touch()
@@ -265,13 +294,21 @@ def test_add_cancelled_or_refused_leaves_nothing(scheduler: Scheduler, tmp_path:
         pid = _pid(scheduler, "rollout/1")
         addition.cancel()
         wait_gone({"rollout/1": pid})
-        wait_until(lambda: len(scheduler.get_workers("rollout")) == len(rollout.workers) == 1, "it is not there")
+        wait_until(
+            lambda: len(scheduler.get_workers("rollout")) == len(rollout.workers) == 1,
+            "it is not there",
+        )
         assert _ids(scheduler, rollout) == ["rollout/0"]
         gate.open()
         assert rollout.add() == ["rollout/2"]
         early = _begin(rollout.aadd())
         early.cancel()  # before its workers are there
-        wait_until(lambda: early.done() and len(scheduler.get_workers("rollout")) == len(rollout.workers) == 2, "nor is this")
+        wait_until(
+            lambda: (
+                early.done() and len(scheduler.get_workers("rollout")) == len(rollout.workers) == 2
+            ),
+            "nor is this",
+        )
         hold.write_text("refuse")
         with pytest.raises(HelmsmanError, match="it was told to refuse"):
             rollout.add(2)
@@ -292,7 +329,10 @@ def test_add_serves_together_or_not_at_all(scheduler: Scheduler) -> None:
         scheduler.call_engine("rollout/0", "finish")
         assert update.result(30) == 1
         addition = _begin(rollout.aadd(2))
-        wait_until(lambda: is_asked("rollout/1") and is_asked("rollout/2"), "both are asked to take the weights")
+        wait_until(
+            lambda: is_asked("rollout/1") and is_asked("rollout/2"),
+            "both are asked to take the weights",
+        )
         scheduler.call_engine("rollout/1", "finish")
         wait_until(lambda: scheduler.call_engine("rollout/1", "get_version") == 1, "one has them")
         with pytest.raises(WorkerNotFoundError, match="rollout/1"):
@@ -307,7 +347,9 @@ def test_add_serves_together_or_not_at_all(scheduler: Scheduler) -> None:
 def test_add_without_supervision_waits_for_update(scheduler: Scheduler) -> None:
     with _rollout(scheduler, replicas=1, supervision=None) as rollout:
         assert rollout.add() == ["rollout/1"]
-        assert rollout.load().instances["rollout/1"].state is Health.HEALTHY, "it has the weights that all have"
+        assert rollout.load().instances["rollout/1"].state is Health.HEALTHY, (
+            "it has the weights that all have"
+        )
         assert rollout.update_weights({"weight": [1.0]}, 1) == 1
         assert rollout.add() == ["rollout/2"]
         assert rollout.load().instances["rollout/2"].state is Health.STALE
@@ -317,17 +359,27 @@ def test_add_without_supervision_waits_for_update(scheduler: Scheduler) -> None:
         assert rollout.versions() == {"rollout/1": 2, "rollout/2": 2}
         assert rollout.add() == ["rollout/3"]
         rollout.remove(["rollout/1", "rollout/2"])
-        with pytest.raises(HelmsmanError, match="rollout/3 is stale: it has not got the weights of the last update"):
+        with pytest.raises(
+            HelmsmanError, match="rollout/3 is stale: it has not got the weights of the last update"
+        ):
             rollout.generate([[1]])
         assert rollout.update_weights({"weight": [1.0]}, 3) == 3
         assert len(rollout.generate([[1]])) == 1
 
 
 @pytest.mark.parametrize("supervision", [POLICY, None])
-def test_update_weights_beside_removal(scheduler: Scheduler, supervision: SupervisionPolicy | None) -> None:
+def test_update_weights_beside_removal(
+    scheduler: Scheduler, supervision: SupervisionPolicy | None
+) -> None:
     with _rollout(scheduler, replicas=2, supervision=supervision) as rollout:
         update = _begin(rollout.aupdate_weights({"weight": "held"}, 1))
-        wait_until(lambda: {scheduler.call_engine(worker.id, "figures")[0] for worker in rollout.workers} == {1}, "it is there")
+        wait_until(
+            lambda: (
+                {scheduler.call_engine(worker.id, "figures")[0] for worker in rollout.workers}
+                == {1}
+            ),
+            "it is there",
+        )
         rollout.remove(["rollout/1"])
         assert not update.done()
         scheduler.call_engine("rollout/0", "finish")

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError, RequestsInFlightError
+from helmsman.api.errors import (
+    EngineCallError,
+    GroupCallError,
+    HelmsmanError,
+    RequestsInFlightError,
+)
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.controller._aio.event_loop import background_loop
 from helmsman.controller._generation.retries import RetryGeneration
@@ -17,7 +22,15 @@ from helmsman.controller._rollout.rollout_controller import RolloutController
 from tests.contract.helpers import wait_until
 from tests.controller.engines import CountingRollout
 from tests.controller.fakes import FakeScheduler
-from tests.controller.rollout.test_rollout_controller import LIMIT_S, Gated, engine, finish, settle, started, submit_all
+from tests.controller.rollout.test_rollout_controller import (
+    LIMIT_S,
+    Gated,
+    engine,
+    finish,
+    settle,
+    started,
+    submit_all,
+)
 
 
 class Samples(CountingRollout):
@@ -27,7 +40,9 @@ class Samples(CountingRollout):
         super().__init__(gated)
         self.together: list[list[str]] = []
 
-    async def agenerate_samples(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+    async def agenerate_samples(
+        self, requests: Sequence[GenerationRequest]
+    ) -> list[GenerationResult]:
         self.together.append([request.request_id for request in requests])
         return list(await asyncio.gather(*map(self.agenerate, requests)))
 
@@ -55,7 +70,7 @@ def is_idle(rollout: RolloutController) -> bool:
     return load.num_queued == 0 and not any(each.num_in_flight for each in load.instances.values())
 
 
-# --- samples --------------------------------------------------------------------------------------------------------------
+# --- samples --------------------------------------------------------------------------------------
 
 
 def test_generate_samples_in_a_row(scheduler: FakeScheduler) -> None:
@@ -63,9 +78,20 @@ def test_generate_samples_in_a_row(scheduler: FakeScheduler) -> None:
         named = GenerationRequest(request_id="mine", prompt_ids=[5])
         results = rollout.generate([[1], named, [9]], num_samples=3)
         assert [result.token_ids for result in results] == [[2]] * 3 + [[6]] * 3 + [[10]] * 3
-        assert [result.request_id for result in results[2:7]] == ["rollout-0#2", "mine#0", "mine#1", "mine#2", "rollout-1#0"]
-        assert sorted(len(engine(scheduler, index).served) for index in range(2)) == [4, 5], "they go where there is room"
-        assert [each.token_ids for each in asyncio.run(rollout.agenerate_samples([3], 2))] == [[4], [4]]
+        assert [result.request_id for result in results[2:7]] == [
+            "rollout-0#2",
+            "mine#0",
+            "mine#1",
+            "mine#2",
+            "rollout-1#0",
+        ]
+        assert sorted(len(engine(scheduler, index).served) for index in range(2)) == [4, 5], (
+            "they go where there is room"
+        )
+        assert [each.token_ids for each in asyncio.run(rollout.agenerate_samples([3], 2))] == [
+            [4],
+            [4],
+        ]
         with pytest.raises(ValueError, match="num_samples is 0"):
             rollout.generate([[1]], num_samples=0)
         with pytest.raises(GroupCallError, match="token 0 is no prompt"):
@@ -77,10 +103,15 @@ def test_samples_by_engine_are_one_call(scheduler: FakeScheduler) -> None:
         results = rollout.generate([[1], [2]], num_samples=3)
         assert [result.token_ids for result in results] == [[2]] * 3 + [[3]] * 3
         together = [engine(scheduler, index).together for index in range(2)]  # type: ignore[attr-defined]
-        assert together == [[[f"rollout-0#{sample}" for sample in range(3)]], [[f"rollout-1#{sample}" for sample in range(3)]]]
+        assert together == [
+            [[f"rollout-0#{sample}" for sample in range(3)]],
+            [[f"rollout-1#{sample}" for sample in range(3)]],
+        ]
         assert "agenerate" not in scheduler.methods("rollout/0")
         rollout.generate([[1]])
-        assert "agenerate" in scheduler.methods("rollout/0") + scheduler.methods("rollout/1"), "one is a request like any"
+        assert "agenerate" in scheduler.methods("rollout/0") + scheduler.methods("rollout/1"), (
+            "one is a request like any"
+        )
     with (
         started(scheduler, 1, CountingRollout, samples_by_engine=True) as rollout,
         pytest.raises(HelmsmanError, match="agenerate_samples"),
@@ -89,8 +120,12 @@ def test_samples_by_engine_are_one_call(scheduler: FakeScheduler) -> None:
 
 
 def test_samples_of_a_dead_worker(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 2, GatedSamples, samples_by_engine=True, retries=RetryGeneration()) as rollout:
-        waiting = asyncio.run_coroutine_threadsafe(rollout.agenerate_samples([1], 4), background_loop())
+    with started(
+        scheduler, 2, GatedSamples, samples_by_engine=True, retries=RetryGeneration()
+    ) as rollout:
+        waiting = asyncio.run_coroutine_threadsafe(
+            rollout.agenerate_samples([1], 4), background_loop()
+        )
         settle()
         scheduler.kill("rollout/0")
         settle()
@@ -117,7 +152,7 @@ def test_samples_fail_together(scheduler: FakeScheduler, samples_by_engine: bool
         finish(scheduler, 0)
 
 
-# --- streams --------------------------------------------------------------------------------------------------------------
+# --- streams --------------------------------------------------------------------------------------
 
 
 def test_stream_in_order_of_ends(scheduler: FakeScheduler) -> None:
@@ -133,7 +168,12 @@ def test_stream_in_order_of_ends(scheduler: FakeScheduler) -> None:
             background_loop().call_soon_threadsafe(running[request_id].set_result, "length")
             seen.append(next(stream) if seen else first.result(LIMIT_S))
             assert seen[-1][1].request_id == request_id
-        assert [(number, result.token_ids) for number, result in seen] == [(2, [3]), (1, [2]), (3, [3]), (0, [2])]
+        assert [(number, result.token_ids) for number, result in seen] == [
+            (2, [3]),
+            (1, [2]),
+            (3, [3]),
+            (0, [2]),
+        ]
         assert list(stream) == []
 
 
@@ -186,13 +226,22 @@ def test_stream_on_error(scheduler: FakeScheduler) -> None:
                 pass
         rollout.wait_idle(LIMIT_S)
         items = dict(rollout.stream(prompts, on_error="yield"))
-        assert [isinstance(items[number], EngineCallError) for number in range(4)] == [False, True, False, True]
+        assert [isinstance(items[number], EngineCallError) for number in range(4)] == [
+            False,
+            True,
+            False,
+            True,
+        ]
 
         async def read() -> dict[int, Any]:
-            return {number: item async for number, item in rollout.astream(prompts, on_error="yield")}
+            return {
+                number: item async for number, item in rollout.astream(prompts, on_error="yield")
+            }
 
         assert sorted(asyncio.run(read())) == [0, 1, 2, 3]
-        with pytest.raises(ValueError, match="on_error is 'skip'; expected one of 'raise', 'yield'"):
+        with pytest.raises(
+            ValueError, match="on_error is 'skip'; expected one of 'raise', 'yield'"
+        ):
             rollout.stream(prompts, on_error="skip")  # type: ignore[call-overload]
         with pytest.raises(ValueError, match="prompt 1 is empty"):
             rollout.stream([[1], []])
@@ -205,12 +254,13 @@ def test_stream_ends_with_the_controller(scheduler: FakeScheduler) -> None:
     first = asyncio.run_coroutine_threadsafe(asyncio.to_thread(list, stream), background_loop())
     wait_until(lambda: not is_idle(rollout), "they are sent")
     rollout.close()
-    assert [isinstance(item, HelmsmanError) for _, item in sorted(first.result(LIMIT_S), key=lambda pair: pair[0])] == [
-        True
-    ] * 2
+    assert [
+        isinstance(item, HelmsmanError)
+        for _, item in sorted(first.result(LIMIT_S), key=lambda pair: pair[0])
+    ] == [True] * 2
 
 
-# --- pause ------------------------------------------------------------------------------------------------------------------
+# --- pause ----------------------------------------------------------------------------------------
 
 
 def test_pause_finish(scheduler: FakeScheduler) -> None:
@@ -238,7 +288,10 @@ def test_pause_recall(scheduler: FakeScheduler) -> None:
         futures = submit_all(rollout, [[1, 2]] * 5, max_new_tokens=6)
         rollout.pause("recall", LIMIT_S)
         load = rollout.load()
-        assert (load.num_queued, [each.num_in_flight for each in load.instances.values()]) == (5, [0, 0])
+        assert (load.num_queued, [each.num_in_flight for each in load.instances.values()]) == (
+            5,
+            [0, 0],
+        )
         assert [engine(scheduler, index).running for index in range(2)] == [{}, {}]
         assert not any(future.done() for future in futures)
         rollout.update_weights({"weight": []}, 3)
@@ -246,7 +299,8 @@ def test_pause_recall(scheduler: FakeScheduler) -> None:
         while not all(future.done() for future in futures):
             finish(scheduler, 0)
             finish(scheduler, 1)
-        # Two tokens of the first attempt, four of the second, which begins with the prompt and these two.
+        # Two tokens of the first attempt, four of the second, which begins with the prompt and
+        # these two.
         assert [future.result().token_ids for future in futures[:4]] == [[2, 3, 2, 3, 3, 4]] * 4
         assert futures[0].result().versions == [0, 0, 3, 3, 3, 3]
         assert futures[4].result().versions == [3, 3]
@@ -255,7 +309,9 @@ def test_pause_recall(scheduler: FakeScheduler) -> None:
 def test_pause_with_hanging_requests(scheduler: FakeScheduler) -> None:
     with started(scheduler, 1, Deaf, max_in_flight_per_worker=1) as rollout:
         futures = submit_all(rollout, [[1, 2]] * 2, max_new_tokens=3)
-        with pytest.raises(RequestsInFlightError, match="rollout/0 has 1. It is paused, and 1 wait") as caught:
+        with pytest.raises(
+            RequestsInFlightError, match="rollout/0 has 1. It is paused, and 1 wait"
+        ) as caught:
             rollout.pause("recall", 0.05)
         assert (caught.value.in_flight, caught.value.num_queued) == ({"rollout/0": 1}, 1)
         with pytest.raises(RequestsInFlightError, match="wait_idle has waited 0.05 s"):
@@ -270,7 +326,9 @@ def test_pause_with_hanging_requests(scheduler: FakeScheduler) -> None:
         while not all(future.done() for future in futures):
             finish(scheduler, 0)
         assert futures[0].result().token_ids == [2, 3, 2]
-        with pytest.raises(ValueError, match="in_flight is 'stop'; expected one of 'continue', 'finish', 'recall'"):
+        with pytest.raises(
+            ValueError, match="in_flight is 'stop'; expected one of 'continue', 'finish', 'recall'"
+        ):
             rollout.pause("stop")  # type: ignore[arg-type]
         assert not rollout.load().paused
 
@@ -278,7 +336,8 @@ def test_pause_with_hanging_requests(scheduler: FakeScheduler) -> None:
 def give_back(scheduler: FakeScheduler, index: int) -> None:
     """Have a deaf engine end its one request after all."""
     answer = engine(scheduler, index).running[f"rollout-{index}"].set_result
-    background_loop().call_soon_threadsafe(answer, "abort")  # set by this thread, it would not wake the loop
+    # set by this thread, it would not wake the loop
+    background_loop().call_soon_threadsafe(answer, "abort")
 
 
 def test_pause_abort_and_wait_idle(scheduler: FakeScheduler) -> None:
@@ -297,7 +356,7 @@ def test_pause_abort_and_wait_idle(scheduler: FakeScheduler) -> None:
         assert late.result(LIMIT_S).stop_reason == "length"
 
 
-# --- going on -----------------------------------------------------------------------------------------------------------------
+# --- going on -------------------------------------------------------------------------------------
 
 
 def test_submit_resume_from(scheduler: FakeScheduler) -> None:
@@ -316,8 +375,14 @@ def test_submit_resume_from(scheduler: FakeScheduler) -> None:
         assert sent.sampling == SamplingParams(max_new_tokens=3, seed=4)
         finish(scheduler, 0)
         result = again.result(LIMIT_S)
-        assert (result.token_ids, result.versions, len(result.logprobs)) == ([2, 3, 2, 3, 3], [0, 0, 2, 2, 2], 5)
-        awaited = asyncio.run_coroutine_threadsafe(rollout.agenerate([1, 2], sampling, resume_from=partial), background_loop())
+        assert (result.token_ids, result.versions, len(result.logprobs)) == (
+            [2, 3, 2, 3, 3],
+            [0, 0, 2, 2, 2],
+            5,
+        )
+        awaited = asyncio.run_coroutine_threadsafe(
+            rollout.agenerate([1, 2], sampling, resume_from=partial), background_loop()
+        )
         settle()
         finish(scheduler, 0)
         assert awaited.result(LIMIT_S).token_ids == result.token_ids
@@ -328,11 +393,16 @@ def test_submit_resume_from(scheduler: FakeScheduler) -> None:
     [
         ({"stop_reason": "length"}, "has come to its end \\(stop_reason 'length'\\)"),
         ({"logprobs": [0.0]}, "has 3 tokens, 1 log-probabilities and 3 versions"),
-        ({"token_ids": [7] * 8, "logprobs": [0.0] * 8, "versions": [0] * 8}, "has 8 tokens already, and max_new_tokens"),
+        (
+            {"token_ids": [7] * 8, "logprobs": [0.0] * 8, "versions": [0] * 8},
+            "has 8 tokens already, and max_new_tokens",
+        ),
         ({"token_ids": [7, 7, 9]}, "ends with the stop token 9"),
     ],
 )
-def test_submit_resume_from_refuses(scheduler: FakeScheduler, change: dict[str, Any], message: str) -> None:
+def test_submit_resume_from_refuses(
+    scheduler: FakeScheduler, change: dict[str, Any], message: str
+) -> None:
     fields: dict[str, Any] = {
         "request_id": "r",
         "token_ids": [7] * 3,

@@ -1,4 +1,6 @@
-"""Real engines: what is interrupted goes on as if it had not been, and a prompt's samples compute it once."""
+"""Real engines: what is interrupted goes on as if it had not been, and a prompt's samples compute
+it once.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +66,15 @@ def _stat(scheduler: Scheduler, name: str) -> int:
 
 def test_pause_and_resume_keep_the_tokens(scheduler: Scheduler, rollout: RolloutController) -> None:
     whole = rollout.generate(PROMPTS, SAMPLING)
-    weights = build_model(QWEN2, seed=0, dtype=torch.float32).state_dict()  # those that it has, under other versions
+    # those that it has, under other versions
+    weights = build_model(QWEN2, seed=0, dtype=torch.float32).state_dict()
     futures = [rollout.submit(prompt, each) for prompt, each in zip(PROMPTS, SAMPLING, strict=True)]
     for version in (1, 2):
         before = _stat(scheduler, "num_generated_tokens")
-        wait_until(lambda before=before: _stat(scheduler, "num_generated_tokens") > before + 60, "they have tokens")  # type: ignore[misc]
+        wait_until(
+            lambda before=before: _stat(scheduler, "num_generated_tokens") > before + 60,  # type: ignore[misc]
+            "they have tokens",
+        )
         rollout.pause("recall", 30)
         assert rollout.load().num_queued == len(PROMPTS), "none has come to its end yet"
         assert _stat(scheduler, "num_running") == 0
@@ -83,7 +89,9 @@ def test_pause_and_resume_keep_the_tokens(scheduler: Scheduler, rollout: Rollout
         assert result.stop_reason == expected.stop_reason
 
 
-def test_submit_resumes_from_an_aborted_result(scheduler: Scheduler, rollout: RolloutController) -> None:
+def test_submit_resumes_from_an_aborted_result(
+    scheduler: Scheduler, rollout: RolloutController
+) -> None:
     (whole,) = rollout.generate(PROMPTS[1:2], SAMPLING[1])
     before = _stat(scheduler, "num_generated_tokens")
     future = rollout.submit(PROMPTS[1], SAMPLING[1])
@@ -97,7 +105,9 @@ def test_submit_resumes_from_an_aborted_result(scheduler: Scheduler, rollout: Ro
     assert result.stop_reason == whole.stop_reason
 
 
-def test_samples_by_engine_compute_the_prompt_once(scheduler: Scheduler, rollout: RolloutController) -> None:
+def test_samples_by_engine_compute_the_prompt_once(
+    scheduler: Scheduler, rollout: RolloutController
+) -> None:
     """They are those of requests of their own."""
     prompt, sampling = random_tokens(101, seed=1), SamplingParams(max_new_tokens=20, seed=7)
     with _started(scheduler, "expanding") as expanding:

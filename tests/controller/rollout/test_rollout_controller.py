@@ -1,4 +1,6 @@
-"""RolloutController: least loaded, bounded, in order; each request once, whatever happens to its worker."""
+"""RolloutController: least loaded, bounded, in order; each request once, whatever happens to its
+worker.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,12 @@ def scheduler() -> Iterator[FakeScheduler]:
         yield scheduler
 
 
-def started(scheduler: Scheduler, replicas: int, engine: str | type[Any] = Gated, **options: Any) -> RolloutController:
-    controller = RolloutController(scheduler, engine, Job(role="rollout", replicas=replicas), **options)
+def started(
+    scheduler: Scheduler, replicas: int, engine: str | type[Any] = Gated, **options: Any
+) -> RolloutController:
+    controller = RolloutController(
+        scheduler, engine, Job(role="rollout", replicas=replicas), **options
+    )
     controller.initialize()
     return controller
 
@@ -62,13 +68,18 @@ def finish(scheduler: FakeScheduler, index: int, num: int | None = None) -> list
     return ended
 
 
-def submit_all(controller: RolloutController, prompts: Sequence[Sequence[int]], max_new_tokens: int = 1) -> list[Any]:
-    futures = [controller.submit(prompt, SamplingParams(max_new_tokens=max_new_tokens)) for prompt in prompts]
+def submit_all(
+    controller: RolloutController, prompts: Sequence[Sequence[int]], max_new_tokens: int = 1
+) -> list[Any]:
+    futures = [
+        controller.submit(prompt, SamplingParams(max_new_tokens=max_new_tokens))
+        for prompt in prompts
+    ]
     settle()
     return futures
 
 
-# --- order, routing, bounds ---------------------------------------------------------------------------------------------
+# --- order, routing, bounds -----------------------------------------------------------------------
 
 
 def test_generate_keeps_the_order_of_prompts(scheduler: FakeScheduler) -> None:
@@ -76,17 +87,25 @@ def test_generate_keeps_the_order_of_prompts(scheduler: FakeScheduler) -> None:
         prompts = [[10 * i + 1, 10 * i + 2, 10 * i + 3] for i in range(40)]
         sampling = [SamplingParams(max_new_tokens=1 + i % 3) for i in range(40)]
         results = rollout.generate(prompts, sampling)
-        assert [r.token_ids for r in results] == [[t + 1 for t in p][: 1 + i % 3] for i, p in enumerate(prompts)]
+        assert [r.token_ids for r in results] == [
+            [t + 1 for t in p][: 1 + i % 3] for i, p in enumerate(prompts)
+        ]
         assert len({r.request_id for r in results}) == 40
         assert rollout.generate([]) == []
         assert [engine(scheduler, i).most_at_once <= 2 for i in range(3)] == [True] * 3
-        assert sorted(id_ for i in range(3) for id_ in engine(scheduler, i).served) == sorted(r.request_id for r in results)
+        assert sorted(id_ for i in range(3) for id_ in engine(scheduler, i).served) == sorted(
+            r.request_id for r in results
+        )
 
 
 def test_submit_prefers_fewest_outstanding_tokens(scheduler: FakeScheduler) -> None:
     with started(scheduler, 3) as rollout:
         submit_all(rollout, [[1] * 50, [1] * 10, [1] * 20], max_new_tokens=5)
-        assert [load.outstanding_tokens for load in rollout.load().instances.values()] == [55, 15, 25]
+        assert [load.outstanding_tokens for load in rollout.load().instances.values()] == [
+            55,
+            15,
+            25,
+        ]
         submit_all(rollout, [[1] * 10, [1] * 2], max_new_tokens=5)
         assert [engine(scheduler, i).served for i in range(3)] == [
             ["rollout-0"],
@@ -99,7 +118,7 @@ def test_submit_prefers_fewest_outstanding_tokens(scheduler: FakeScheduler) -> N
             finish(scheduler, i)
 
 
-# --- what the caller gets wrong -------------------------------------------------------------------------------------------
+# --- what the caller gets wrong -------------------------------------------------------------------
 
 
 def test_requests_refuse_invalid_arguments(scheduler: FakeScheduler) -> None:
@@ -108,11 +127,17 @@ def test_requests_refuse_invalid_arguments(scheduler: FakeScheduler) -> None:
         request = GenerationRequest(request_id="mine", prompt_ids=[1])
         with pytest.raises(ValueError, match="prompt 1 is empty; expected at least one token id"):
             rollout.generate([[1], []])
-        with pytest.raises(ValueError, match="prompt 0 is of type str; expected its token ids, or a GenerationRequest"):
+        with pytest.raises(
+            ValueError,
+            match="prompt 0 is of type str; expected its token ids, or a GenerationRequest",
+        ):
             rollout.generate(["why?"])  # type: ignore[list-item]
         with pytest.raises(ValueError, match="prompt 0 is of type int; expected its token ids"):
             rollout.generate([1, 2])  # type: ignore[list-item]
-        with pytest.raises(ValueError, match=r"request_ids is 'mine'; expected a sequence of ids, such as \['mine'\]"):
+        with pytest.raises(
+            ValueError,
+            match=r"request_ids is 'mine'; expected a sequence of ids, such as \['mine'\]",
+        ):
             rollout.abort("mine")
         with pytest.raises(ValueError, match="worker_ids is 'rollout/0'"):
             rollout.drain("rollout/0")
@@ -142,12 +167,15 @@ def test_controller_refuses_invalid_bounds_and_early_use(scheduler: FakeSchedule
         RolloutController(scheduler, Gated, Job(role="rollout")).generate([[1]])
 
 
-# --- abort, pause, cancel -------------------------------------------------------------------------------------------------
+# --- abort, pause, cancel -------------------------------------------------------------------------
 
 
 def test_agenerate_cancelled_withdraws_the_request(scheduler: FakeScheduler) -> None:
     with started(scheduler, 1, max_in_flight_per_worker=1) as rollout:
-        running, waiting = (asyncio.run_coroutine_threadsafe(rollout.agenerate([1]), background_loop()) for _ in range(2))
+        running, waiting = (
+            asyncio.run_coroutine_threadsafe(rollout.agenerate([1]), background_loop())
+            for _ in range(2)
+        )
         settle()
         for future in (waiting, running):
             future.cancel()
@@ -159,12 +187,13 @@ def test_agenerate_cancelled_withdraws_the_request(scheduler: FakeScheduler) -> 
         assert (load.num_queued, load.instances["rollout/0"].outstanding_tokens) == (0, 0)
 
 
-# --- failures -------------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def test_death_fails_its_own_requests_once(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
-        futures = submit_all(rollout, [[1]] * 6)  # 0 and 2 on the first worker, 1 and 3 on the second, 4 and 5 wait
+        # 0 and 2 on the first worker, 1 and 3 on the second, 4 and 5 wait
+        futures = submit_all(rollout, [[1]] * 6)
         scheduler.kill("rollout/0")
         for index in (0, 2):
             with pytest.raises(WorkerFailedError, match="rollout/0"):
@@ -173,7 +202,9 @@ def test_death_fails_its_own_requests_once(scheduler: FakeScheduler) -> None:
         assert rollout.load().instances["rollout/0"].state is Health.DEAD
         while not all(future.done() for future in futures):
             finish(scheduler, 1)
-        assert [futures[i].result().request_id for i in (1, 3, 4, 5)] == [f"rollout-{i}" for i in (1, 3, 4, 5)]
+        assert [futures[i].result().request_id for i in (1, 3, 4, 5)] == [
+            f"rollout-{i}" for i in (1, 3, 4, 5)
+        ]
         assert engine(scheduler, 0).served == ["rollout-0", "rollout-2"]
         assert engine(scheduler, 1).served == ["rollout-1", "rollout-3", "rollout-4", "rollout-5"]
         assert rollout.versions() == {"rollout/1": 0}
@@ -182,7 +213,9 @@ def test_death_fails_its_own_requests_once(scheduler: FakeScheduler) -> None:
 
 
 @pytest.mark.parametrize(("replicas", "failure"), [(1, WorkerFailedError), (2, GroupCallError)])
-def test_death_of_all_fails_every_request(scheduler: FakeScheduler, replicas: int, failure: type[HelmsmanError]) -> None:
+def test_death_of_all_fails_every_request(
+    scheduler: FakeScheduler, replicas: int, failure: type[HelmsmanError]
+) -> None:
     with started(scheduler, replicas, max_in_flight_per_worker=1) as rollout:
         *running, waiting = submit_all(rollout, [[1]] * (replicas + 1))
         for index in range(replicas):
@@ -191,7 +224,11 @@ def test_death_of_all_fails_every_request(scheduler: FakeScheduler, replicas: in
             with pytest.raises(WorkerFailedError):
                 future.result(LIMIT_S)
         message = "failed on 2 of 2 ranks" if replicas > 1 else "rollout/0"
-        for call in (lambda: waiting.result(LIMIT_S), lambda: rollout.submit([1]), rollout.versions):
+        for call in (
+            lambda: waiting.result(LIMIT_S),
+            lambda: rollout.submit([1]),
+            rollout.versions,
+        ):
             with pytest.raises(failure, match=message):
                 call()
         assert rollout.load().num_queued == 0
@@ -212,7 +249,7 @@ def test_generate_failure_aborts_the_rest(scheduler: FakeScheduler) -> None:
         assert {load.state for load in rollout.load().instances.values()} == {Health.HEALTHY}
 
 
-# --- weights --------------------------------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 class Sticks(CountingRollout):
@@ -228,9 +265,14 @@ class Sticks(CountingRollout):
 
 def test_update_weights_stale_worker_serves_nothing(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, Sticks) as rollout:
-        with pytest.raises(GroupCallError, match="rollout/1 serves weight version 0 after an update to 1"):
+        with pytest.raises(
+            GroupCallError, match="rollout/1 serves weight version 0 after an update to 1"
+        ):
             rollout.update_weights({"weight": []}, 1)
-        assert [i.state for i in rollout.load().instances.values()] == [Health.HEALTHY, Health.STALE]
+        assert [i.state for i in rollout.load().instances.values()] == [
+            Health.HEALTHY,
+            Health.STALE,
+        ]
         assert {v for result in rollout.generate([[1]] * 6) for v in result.versions} == {1}
         assert engine(scheduler, 1).served == []
         engine(scheduler, 1).sticks = False  # type: ignore[attr-defined]
@@ -266,7 +308,7 @@ def test_update_weights_with_a_dead_worker(scheduler: FakeScheduler) -> None:
         assert rollout.update_weights({"weight": []}, 2) == 2
 
 
-# --- life -----------------------------------------------------------------------------------------------------------------
+# --- life -----------------------------------------------------------------------------------------
 
 
 def test_close_fails_waiting_requests(scheduler: FakeScheduler) -> None:
@@ -278,9 +320,13 @@ def test_close_fails_waiting_requests(scheduler: FakeScheduler) -> None:
     rollout.close()
     with pytest.raises(WorkerFailedError):
         running.result(LIMIT_S)
-    with pytest.raises(HelmsmanError, match="'rollout-1' was not sent: the controller of role 'rollout' was closed"):
+    with pytest.raises(
+        HelmsmanError, match="'rollout-1' was not sent: the controller of role 'rollout' was closed"
+    ):
         waiting.result(LIMIT_S)
-    with pytest.raises(HelmsmanError, match="no request is taken: the controller of role 'rollout' was closed"):
+    with pytest.raises(
+        HelmsmanError, match="no request is taken: the controller of role 'rollout' was closed"
+    ):
         blocked.result(LIMIT_S)
     with pytest.raises(HelmsmanError, match="is closed; make a new one"):
         rollout.generate([[1]])
@@ -296,7 +342,9 @@ def local() -> Iterator[Scheduler]:
 
 @pytest.mark.slow
 def test_generate_on_processes(local: Scheduler) -> None:
-    with started(local, 2, "tests.controller.engines.CountingRollout", max_in_flight_per_worker=8) as rollout:
+    with started(
+        local, 2, "tests.controller.engines.CountingRollout", max_in_flight_per_worker=8
+    ) as rollout:
         prompts = [[i + 1, i + 2] for i in range(100)]
         results = rollout.generate(prompts, SamplingParams(max_new_tokens=2, seed=3))
         assert [result.token_ids for result in results] == [[i + 2, i + 3] for i in range(100)]
@@ -305,12 +353,16 @@ def test_generate_on_processes(local: Scheduler) -> None:
         figures = [local.call_engine(worker.id, "figures") for worker in rollout.workers]
         assert [num_updates for num_updates, _, _ in figures] == [1, 1]
         assert all(most_at_once <= 8 for _, most_at_once, _ in figures)
-        assert sorted(id_ for _, _, served in figures for id_ in served) == sorted(r.request_id for r in results)
+        assert sorted(id_ for _, _, served in figures for id_ in served) == sorted(
+            r.request_id for r in results
+        )
 
 
 @pytest.mark.slow
 def test_rollout_in_workers_of_another_role(local: Scheduler) -> None:
-    actor = TrainController(local, "tests.controller.engines.RecordingTrainer", Job(role="actor", replicas=2))
+    actor = TrainController(
+        local, "tests.controller.engines.RecordingTrainer", Job(role="actor", replicas=2)
+    )
     strategy = SchedulingStrategy(type="colocation", target="actor")
     job = Job(role="rollout", replicas=2, scheduling_strategy=strategy)
     rollout = RolloutController(local, "tests.controller.engines.CountingRollout", job)
@@ -323,7 +375,10 @@ def test_rollout_in_workers_of_another_role(local: Scheduler) -> None:
         local.call_engine("rollout/1", "die")
     with pytest.raises(GroupCallError, match="SIGKILL"):
         rollout.versions()
-    assert [load.state for load in rollout.load().instances.values()] == [Health.HEALTHY, Health.DEAD]
+    assert [load.state for load in rollout.load().instances.values()] == [
+        Health.HEALTHY,
+        Health.DEAD,
+    ]
     assert len(rollout.generate([[1], [2]])) == 2
     actor.close()  # takes along what shares its workers
     rollout.close()

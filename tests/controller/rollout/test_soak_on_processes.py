@@ -1,7 +1,8 @@
-"""Thousands of requests over real processes that are killed, stopped and slowed, come and go, and get new weights meanwhile.
+"""Thousands of requests over real processes that are killed, stopped and slowed, come and go, and
+get new weights meanwhile.
 
-Faults are drawn from a seed, and their moments are numbers of requests that have ended, never times: so a seed replays its
-schedule on any machine.
+Faults are drawn from a seed, and their moments are numbers of requests that have ended, never
+times: so a seed replays its schedule on any machine.
 """
 
 from __future__ import annotations
@@ -42,12 +43,27 @@ from tests.controller.generation.pure_rollout import MAX_NEW_TOKENS, make_reques
 NUM_WORKERS = 8
 MOST_WORKERS = 10
 PAUSE_S = 0.002
-MEAN_GAPS = {"kill": 300, "hang": 600, "slow": 600, "abort": 300, "pause": 600, "scale": 600, "update": 300}
-"""Requests from one event of a kind to the next. Events of one kind wait for each other; different ones happen at once."""
+MEAN_GAPS = {
+    "kill": 300,
+    "hang": 600,
+    "slow": 600,
+    "abort": 300,
+    "pause": 600,
+    "scale": 600,
+    "update": 300,
+}
+"""Requests from one event of a kind to the next. Events of one kind wait for each other; different
+ones happen at once.
+"""
 LIMIT_S = 60.0
 """How long anything may take before it counts as never."""
 POLICY = SupervisionPolicy(
-    probe_every_s=0.1, suspect_s=0.5, dead_s=1.5, max_restarts=1_000_000, restart_window_s=1.0, restart_pause_s=0.01
+    probe_every_s=0.1,
+    suspect_s=0.5,
+    dead_s=1.5,
+    max_restarts=1_000_000,
+    restart_window_s=1.0,
+    restart_pause_s=0.01,
 )
 
 
@@ -57,7 +73,9 @@ class Request(NamedTuple):
     number: int
     length: int
     oldest: int
-    """Version of the last update that was complete before it was submitted: none of its tokens may be older."""
+    """Version of the last update that was complete before it was submitted: none of its tokens may
+    be older.
+    """
 
 
 class Soak:
@@ -88,7 +106,7 @@ class Soak:
         self.sizes: list[tuple[int, int]] = []
         """Bytes in memory and objects of this process, at each quarter."""
 
-    # --- requests -----------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def submit_all(self) -> None:
         source = random.Random(f"requests/{self.seed}")
@@ -110,16 +128,22 @@ class Soak:
             future.cancel()
 
     def ended(self, request: Request, future: Future[GenerationResult]) -> None:
-        """Called in any thread, once for each time that a future ends; what is wrong is kept, since nobody hears it here."""
+        """Called in any thread, once for each time that a future ends; what is wrong is kept, since
+        nobody hears it here.
+        """
         with self.changed:
             try:
                 state = end_of(future, request.length, range(request.oldest, self.begun + 1))
                 if state in (RequestState.DONE, RequestState.PARTIAL):
                     result = future.result()
                     assert result.request_id == f"r{request.number}", result
-                    assert result.token_ids == tokens_of(request.number, result.versions), f"other tokens: {result}"
+                    assert result.token_ids == tokens_of(request.number, result.versions), (
+                        f"other tokens: {result}"
+                    )
                 elif state is RequestState.FAILED:
-                    assert isinstance(future.exception(), RequestDeadlineError), "what a worker's death costs is done again"
+                    assert isinstance(future.exception(), RequestDeadlineError), (
+                        "what a worker's death costs is done again"
+                    )
                 self.ends[state] += 1
             except AssertionError as error:
                 self.problems.append(f"request {request}: {error!r}")
@@ -132,10 +156,13 @@ class Soak:
         going_on = True
         while going_on and (before := self.num_ended) < num:
             with self.changed:
-                going_on = self.changed.wait_for(lambda before=before: self.num_ended > before, LIMIT_S)  # type: ignore[misc]
+                going_on = self.changed.wait_for(
+                    lambda before=before: self.num_ended > before,  # type: ignore[misc]
+                    LIMIT_S,
+                )
         assert going_on, f"{self.num_ended} of {num} have ended, and no more. {self.what_runs()}"
 
-    # --- what happens -------------------------------------------------------------------------------------------------
+    # --- what happens -----------------------------------------------------------------------------
 
     def live(self, kind: str) -> None:
         """Let the events of a kind happen, one after another."""
@@ -154,7 +181,9 @@ class Soak:
         except WorkerNotFoundError:
             self.outcomes[f"{type(fault).__name__} of nobody"] += 1
         else:
-            self.outcomes[f"{type(fault).__name__}{'' if injection.done else ' of a dead one'}"] += 1
+            self.outcomes[
+                f"{type(fault).__name__}{'' if injection.done else ' of a dead one'}"
+            ] += 1
 
     def worker(self, source: random.Random) -> str:
         return source.choice(self.rollout.workers).id
@@ -170,7 +199,9 @@ class Soak:
 
     def abort(self, source: random.Random, at: int) -> None:
         numbers = [source.randrange(at, at + 300) for _ in range(source.choice((1, 5, 30)))]
-        self.outcomes["requests aborted"] += self.rollout.abort([f"r{number}" for number in numbers])
+        self.outcomes["requests aborted"] += self.rollout.abort(
+            [f"r{number}" for number in numbers]
+        )
 
     def pause(self, source: random.Random, at: int) -> None:
         """Once it has returned nothing begins, whatever instances die and come back."""
@@ -191,20 +222,27 @@ class Soak:
 
     def scale(self, source: random.Random, at: int) -> None:
         try:
-            self.rollout.scale(source.randint(NUM_WORKERS // 2, MOST_WORKERS), migrate=source.random() < 0.5)
+            self.rollout.scale(
+                source.randint(NUM_WORKERS // 2, MOST_WORKERS), migrate=source.random() < 0.5
+            )
         except HelmsmanError as error:  # a new worker was killed before it served
             self.outcomes[f"scale: {type(error).__name__}"] += 1
 
     def update(self, source: random.Random, at: int) -> None:
         self.begun += 1
         weights = {"version": self.begun}
-        self.rollout.update_weights(self.scheduler.put(weights) if source.random() < 0.5 else weights, self.begun)
+        self.rollout.update_weights(
+            self.scheduler.put(weights) if source.random() < 0.5 else weights, self.begun
+        )
         self.complete = self.begun
 
-    # --- the whole ----------------------------------------------------------------------------------------------------
+    # --- the whole --------------------------------------------------------------------------------
 
     def run(self) -> None:
-        threads = [threading.Thread(target=self.live, args=(kind,), name=kind, daemon=True) for kind in MEAN_GAPS]
+        threads = [
+            threading.Thread(target=self.live, args=(kind,), name=kind, daemon=True)
+            for kind in MEAN_GAPS
+        ]
         threads.append(threading.Thread(target=self.submit_all, name="submit", daemon=True))
         for thread in threads:
             thread.start()
@@ -216,7 +254,9 @@ class Soak:
             assert not thread.is_alive(), f"{thread.name} does not end: {self.what_runs()}"
 
     def what_runs(self) -> str:
-        """For people, when something does not end: what has happened last, and the tasks that wait."""
+        """For people, when something does not end: what has happened last, and the tasks that
+        wait.
+        """
 
         async def stacks() -> list[str]:
             return [task_stack(task) for task in asyncio.all_tasks()]
@@ -253,9 +293,17 @@ def errors_logged() -> Iterator[list[str]]:
 
 
 def num_descriptors() -> int:
-    """Open ones of this process, without those of segments, of which it keeps some for a minute to use them again."""
+    """Open ones of this process, without those of segments, of which it keeps some for a minute to
+    use them again.
+    """
     paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    return len([path for path in paths if os.path.lexists(path) and "memfd:helmsman" not in os.readlink(path)])
+    return len(
+        [
+            path
+            for path in paths
+            if os.path.lexists(path) and "memfd:helmsman" not in os.readlink(path)
+        ]
+    )
 
 
 def family() -> dict[int, str]:
@@ -266,32 +314,53 @@ def family() -> dict[int, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_soak_each_request_has_one_end(tmp_path: Path, errors_logged: list[str]) -> None:
-    seed, num = int(os.environ.get("HELMSMAN_SOAK_SEED", "1")), 20_000 if "HELMSMAN_SOAK_ROUNDS" in os.environ else 6_000
+    seed, num = (
+        int(os.environ.get("HELMSMAN_SOAK_SEED", "1")),
+        20_000 if "HELMSMAN_SOAK_ROUNDS" in os.environ else 6_000,
+    )
     with make_scheduler("local", log_dir=tmp_path / "first", preload=()) as scheduler:
-        scheduler.create_workers(Job(role="a"))  # what the first run of a process opens stays open, such as its event loop
+        # what the first run of a process opens stays open, such as its event loop
+        scheduler.create_workers(Job(role="a"))
     before, descriptors_before = family(), num_descriptors()
-    with make_scheduler("local", log_dir=tmp_path, timeouts=Timeouts(health_s=2.0), preload=()) as scheduler:
+    with make_scheduler(
+        "local", log_dir=tmp_path, timeouts=Timeouts(health_s=2.0), preload=()
+    ) as scheduler:
         soak = Soak(scheduler, seed, num)
         with soak.rollout:
             soak.rollout.initialize()
             started_with, had = family(), num_descriptors()
             began = time.monotonic()
             soak.run()
-            print(f"{time.monotonic() - began:.1f} s", dict(soak.ends), dict(soak.outcomes), soak.sizes)
+            print(
+                f"{time.monotonic() - began:.1f} s",
+                dict(soak.ends),
+                dict(soak.outcomes),
+                soak.sizes,
+            )
             soak.settle()
             load = soak.rollout.load()
             versions = soak.rollout.versions()
             serves_on = soak.rollout.generate([make_request(f"last{i}", i, 5) for i in range(64)])
-            wait_until(lambda: Counter(family().values()) == Counter(started_with.values()), "no process more, no zombie")
+            wait_until(
+                lambda: Counter(family().values()) == Counter(started_with.values()),
+                "no process more, no zombie",
+            )
             has = num_descriptors()
     assert not soak.problems, "\n".join(soak.problems[:10])
     assert set(MEAN_GAPS) <= set(soak.outcomes), "each kind has happened"
     assert soak.num_ends == bytearray([1]) * num, "each has ended once"
     assert soak.ends.total() == num
-    assert set(soak.ends) == {RequestState.DONE, RequestState.PARTIAL, RequestState.ABORTED, RequestState.FAILED}
+    assert set(soak.ends) == {
+        RequestState.DONE,
+        RequestState.PARTIAL,
+        RequestState.ABORTED,
+        RequestState.FAILED,
+    }
     assert soak.ends[RequestState.DONE] > 0.9 * num
     assert (load.num_queued, load.paused) == (0, False)
-    assert {(each.num_in_flight, each.outstanding_tokens) for each in load.instances.values()} == {(0, 0)}
+    assert {(each.num_in_flight, each.outstanding_tokens) for each in load.instances.values()} == {
+        (0, 0)
+    }
     assert len(load.instances) == NUM_WORKERS
     assert versions == dict.fromkeys(load.instances, soak.begun)
     assert {version for result in serves_on for version in result.versions} == {soak.begun}

@@ -1,4 +1,6 @@
-"""What an author of a scheduler has to write: a backend for Helmsman's own flow, or the contract's abstract methods."""
+"""What an author of a scheduler has to write: a backend for Helmsman's own flow, or the contract's
+abstract methods.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from unittest import mock
 
 import pytest
 
-from helmsman import Cluster, ClusterConfig, InlineScheduler, ResourceManager, Shard, TrainController
+from helmsman import (
+    Cluster,
+    ClusterConfig,
+    InlineScheduler,
+    ResourceManager,
+    Shard,
+    TrainController,
+)
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler
 from helmsman.controller._aio.event_loop import Deadline
@@ -35,13 +44,21 @@ class OneNode(Allocator):
 
     def snapshot(self) -> ClusterSnapshot:
         cpus = {"CPU": 8.0}
-        return ClusterSnapshot(nodes=(NodeState(node_id="n", address="127.0.0.1", total=cpus, available=cpus),))
+        return ClusterSnapshot(
+            nodes=(NodeState(node_id="n", address="127.0.0.1", total=cpus, available=cpus),)
+        )
 
     async def reserve(
-        self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+        self,
+        jobs: Sequence[Job],
+        deadline: Deadline,
+        resources: Mapping[str, contextlib.AsyncExitStack],
     ) -> Mapping[str, Sequence[Placement]]:
         roles = self.plan(jobs).roles
-        return {role.role: [Placement.planned(worker, role.accelerator) for worker in role.workers] for role in roles}
+        return {
+            role.role: [Placement.planned(worker, role.accelerator) for worker in role.workers]
+            for role in roles
+        }
 
 
 class MinimalBackend(Backend):
@@ -62,7 +79,11 @@ class MinimalBackend(Backend):
             host.engine_thread.start(identity.worker_id)
             start.resources.callback(host.close)
             transport = InlineTransport(host)
-            clients.append(WorkerClient(identity.worker_id, place, os.getpid(), "", transport, self.run.timeouts))
+            clients.append(
+                WorkerClient(
+                    identity.worker_id, place, os.getpid(), "", transport, self.run.timeouts
+                )
+            )
         return clients
 
     async def close(self) -> None:
@@ -71,12 +92,20 @@ class MinimalBackend(Backend):
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[BackendScheduler]:
-    with mock.patch.dict(os.environ), BackendScheduler(MinimalBackend(), log_dir=tmp_path) as made:  # ranks set their variables
+    with (
+        mock.patch.dict(os.environ),
+        BackendScheduler(MinimalBackend(), log_dir=tmp_path) as made,
+    ):
+        # ranks set their variables
         yield made
 
 
 def test_backend_scheduler_with_a_minimal_backend(scheduler: BackendScheduler) -> None:
-    assert scheduler.create_workers([Job(role="a", replicas=2), Job(role="b")]) == ["a/0", "a/1", "b/0"]
+    assert scheduler.create_workers([Job(role="a", replicas=2), Job(role="b")]) == [
+        "a/0",
+        "a/1",
+        "b/0",
+    ]
     asyncio.run(scheduler.create_engine("a/0", Counter))
     assert scheduler.call_engine("a/0", "add", None, 2) == 2
     handle = scheduler.put([1, 2])
@@ -109,7 +138,7 @@ def test_backend_scheduler_closes_a_backend_that_fails() -> None:
     assert backend.closed
 
 
-# --- a scheduler without a backend ------------------------------------------------------------------------------------
+# --- a scheduler without a backend ----------------------------------------------------------------
 
 
 def _delegating(name: str) -> Any:
@@ -118,7 +147,9 @@ def _delegating(name: str) -> Any:
     return lambda self, *args, **kwargs: getattr(self.inner, name)(*args, **kwargs)
 
 
-Foreign: Any = type("Foreign", (Scheduler,), {name: _delegating(name) for name in Scheduler.__abstractmethods__})
+Foreign: Any = type(
+    "Foreign", (Scheduler,), {name: _delegating(name) for name in Scheduler.__abstractmethods__}
+)
 """Has the abstract methods of the contract and nothing else."""
 
 

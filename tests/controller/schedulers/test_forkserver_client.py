@@ -53,7 +53,9 @@ def test_forkserver_stopped_hides_no_cause_of_death(tmp_path: Path) -> None:
             os.kill(forkserver, signal.SIGCONT)
 
 
-def test_forkserver_lost_ends_families_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forkserver_lost_ends_families_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each may take a second, in which the event loop serves other workers."""
     together = threading.Barrier(2)
     end_family = guardian.end_family
@@ -90,8 +92,14 @@ class _Hasty:
 
 
 def test_local_process_kill_looks_again_for_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that took long to exit must not hinder every later attempt to replace its worker."""
-    stays, worker, tag = [sys.executable, "-c", "import time; time.sleep(3600)"], 4194303, "0123456789/a/0"
+    """A process that took long to exit must not hinder every later attempt to replace its
+    worker.
+    """
+    stays, worker, tag = (
+        [sys.executable, "-c", "import time; time.sleep(3600)"],
+        4194303,
+        "0123456789/a/0",
+    )
     with subprocess.Popen(stays, start_new_session=True) as stranger:
         asyncio.run(LocalProcess(_Hasty(stranger.pid), worker, tag, "", 0).kill())  # type: ignore[arg-type]
         assert stranger.poll() is None, "its number is another's by now"
@@ -102,7 +110,9 @@ def test_local_process_kill_looks_again_for_survivors(monkeypatch: pytest.Monkey
         assert member.wait(30.0) == -signal.SIGKILL
 
 
-async def test_forkserver_spawn_cancelled_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_forkserver_spawn_cancelled_ends_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = tmp_path / "run"
     make_log_dir(tmp_path, "0123456789")
     run_dir.mkdir(mode=0o700)
@@ -116,8 +126,12 @@ async def test_forkserver_spawn_cancelled_ends_the_worker(tmp_path: Path, monkey
         start.cancel()
 
     monkeypatch.setattr(ForkServer, "_begun", begin_and_give_up)
-    identity = WorkerIdentity(run_id="0123456789", worker_id="a/0", role="a", rank=0, log_path=str(tmp_path / "a-0.log"))
-    start = asyncio.ensure_future(server.spawn(Spawn(identity, str(run_dir / "a.sock"), b"key", dict(os.environ))))
+    identity = WorkerIdentity(
+        run_id="0123456789", worker_id="a/0", role="a", rank=0, log_path=str(tmp_path / "a-0.log")
+    )
+    start = asyncio.ensure_future(
+        server.spawn(Spawn(identity, str(run_dir / "a.sock"), b"key", dict(os.environ)))
+    )
     with pytest.raises(asyncio.CancelledError):
         await start
     await server.wait_exit(pids[0])

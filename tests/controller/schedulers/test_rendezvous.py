@@ -1,4 +1,6 @@
-"""Where ranks meet is tried before they wait there: each fault is caused, and told with its reason."""
+"""Where ranks meet is tried before they wait there: each fault is caused, and told with its
+reason.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ class LocalAtAnotherAddress(LocalScheduler):
     """Tells a wrong address of its nodes, as one does whose name resolves to another network."""
 
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
-        return [msgspec.structs.replace(worker, ip=TEST_NET) for worker in super().get_workers(role, timeout)]
+        return [
+            msgspec.structs.replace(worker, ip=TEST_NET)
+            for worker in super().get_workers(role, timeout)
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +54,9 @@ def scheduler(local: LocalScheduler) -> Iterator[LocalScheduler]:
 
 def start(scheduler: LocalScheduler, replicas: int = 3) -> tuple[str, int]:
     """Address and port of a role's rank 0."""
-    scheduler.create_workers(Job(role="train", replicas=replicas, tasks=[SchedulingSpec(port_count=1)]))
+    scheduler.create_workers(
+        Job(role="train", replicas=replicas, tasks=[SchedulingSpec(port_count=1)])
+    )
     master = scheduler.get_workers("train")[0]
     return master.ip, int(master.engine_ports[0])
 
@@ -82,7 +89,9 @@ def test_probe_rendezvous_port_that_is_taken(scheduler: LocalScheduler) -> None:
 
 
 @pytest.mark.slow
-def test_probe_rendezvous_address_that_no_rank_reaches(scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_rendezvous_address_that_no_rank_reaches(
+    scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rendezvous, "LIMIT_S", 2.5)
     _, port = start(scheduler)
     with pytest.raises(errors.RendezvousError) as caught:
@@ -109,16 +118,20 @@ def test_probe_rendezvous_names_a_dead_rank(scheduler: LocalScheduler) -> None:
 
 
 @pytest.mark.slow
-def test_train_controller_on_a_wrong_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_controller_on_a_wrong_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rendezvous, "LIMIT_S", 2.5)
     with LocalAtAnotherAddress(log_dir=tmp_path, preload=()) as scheduler:
         actor = TrainController(scheduler, RecordingTrainer, Job(role="actor", replicas=2))
-        with pytest.raises(errors.RendezvousError, match=rf"cannot meet at {TEST_NET}:.*2 of 2 ranks"):
+        with pytest.raises(
+            errors.RendezvousError, match=rf"cannot meet at {TEST_NET}:.*2 of 2 ranks"
+        ):
             actor.initialize()
         assert scheduler.status() == []
 
 
-# --- the two ends -------------------------------------------------------------------------------------------------------
+# --- the two ends ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -135,9 +148,15 @@ def free_port() -> int:
 
 @pytest.mark.parametrize(
     ("address", "proof", "outcome"),
-    [("127.0.0.1", b"proof", ""), ("::1", b"proof", ""), ("127.0.0.1", b"wrong", "something else answers there")],
+    [
+        ("127.0.0.1", b"proof", ""),
+        ("::1", b"proof", ""),
+        ("127.0.0.1", b"wrong", "something else answers there"),
+    ],
 )
-def test_reach_while_a_listener_listens(listener: Listener, address: str, proof: bytes, outcome: str) -> None:
+def test_reach_while_a_listener_listens(
+    listener: Listener, address: str, proof: bytes, outcome: str
+) -> None:
     port = free_port()
     assert listener.listen(port, b"proof", 30.0) == ""
     assert reach(address, port, proof, 30.0) == outcome
@@ -147,7 +166,9 @@ def test_reach_while_a_listener_listens(listener: Listener, address: str, proof:
 
 def test_reach_silent_listener() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert reach("127.0.0.1", silent.getsockname()[1], b"proof", 0.2) == "no answer within 0.2 s"
+        assert (
+            reach("127.0.0.1", silent.getsockname()[1], b"proof", 0.2) == "no answer within 0.2 s"
+        )
 
 
 def test_reach_beside_silent_peers(listener: Listener) -> None:
@@ -163,12 +184,16 @@ def test_reach_by_many_at_once_leaves_the_port_free(listener: Listener) -> None:
     port = free_port()
     assert listener.listen(port, b"proof", 30.0) == ""
     outcomes: list[Any] = []
-    threads = [threading.Thread(target=lambda: outcomes.append(reach("127.0.0.1", port, b"proof", 30.0))) for _ in range(200)]
+    threads = [
+        threading.Thread(target=lambda: outcomes.append(reach("127.0.0.1", port, b"proof", 30.0)))
+        for _ in range(200)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert outcomes == [""] * 200
     listener.close()
-    with socket.socket() as plain:  # without SO_REUSEADDR, so a connection that lingers would be in the way
+    with socket.socket() as plain:
+        # without SO_REUSEADDR, so a connection that lingers would be in the way
         plain.bind(("127.0.0.1", port))

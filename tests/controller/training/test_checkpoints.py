@@ -24,7 +24,11 @@ def test_checkpoints_keep_the_newest(tmp_path: Path) -> None:
         checkpoints.save(step, fill)
 
     assert checkpoints.latest() == (100, (tmp_path / "checkpoints" / "step-000100").resolve())
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-000010", "step-000100"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "latest",
+        "step-000010",
+        "step-000100",
+    ]
 
 
 def test_checkpoints_ignore_an_unfinished_one(tmp_path: Path) -> None:
@@ -39,10 +43,15 @@ def test_checkpoints_ignore_an_unfinished_one(tmp_path: Path) -> None:
         checkpoints.save(2, fail)
 
     assert checkpoints.latest() == (1, (tmp_path / "step-000001").resolve())
-    (tmp_path / "..step-000002.a1b2").mkdir()  # as an engine leaves it that was killed while it wrote
+    # as an engine leaves it that was killed while it wrote
+    (tmp_path / "..step-000002.a1b2").mkdir()
     checkpoints.save(2, fill)
     assert checkpoints.latest() == (2, (tmp_path / "step-000002").resolve())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001", "step-000002"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "step-000001",
+        "step-000002",
+    ]
 
 
 def test_checkpoints_replace_one_of_the_same_step(tmp_path: Path) -> None:
@@ -58,7 +67,9 @@ def interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_checkpoints_ignore_one_removed_by_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_ignore_one_removed_by_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoints = Checkpoints(tmp_path, num_kept=1)
 
     def fill_both(folder: Path) -> None:
@@ -110,7 +121,9 @@ def test_checkpoints_in_the_background(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, num_kept=2)
     begun: list[Path] = []
     assert checkpoints.finish() is None
-    checkpoints.begin(5, begun.append, lambda folder: (folder / "added").write_text("by the script"))
+    checkpoints.begin(
+        5, begun.append, lambda folder: (folder / "added").write_text("by the script")
+    )
     assert checkpoints.is_writing
     assert checkpoints.finish() is None
     assert checkpoints.latest() is None
@@ -126,4 +139,8 @@ def test_checkpoints_in_the_background(tmp_path: Path) -> None:
     assert checkpoints.finish() is None
     assert checkpoints.latest() == (5, (tmp_path / "step-000005").resolve())
     checkpoints.save(15, fill)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000005", "step-000015"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "step-000005",
+        "step-000015",
+    ]

@@ -1,4 +1,6 @@
-"""A training job on real processes loses ranks at every kind of moment, and goes on as if it had not."""
+"""A training job on real processes loses ranks at every kind of moment, and goes on as if it had
+not.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +54,20 @@ def scheduler(engines_scheduler: LocalScheduler) -> Iterator[LocalScheduler]:
 class Training:
     """A job of two ranks that fits a few tokens, and what becomes of it."""
 
-    def __init__(self, scheduler: Scheduler, folder: Path, job: Job | None = None, **policy: Any) -> None:
+    def __init__(
+        self, scheduler: Scheduler, folder: Path, job: Job | None = None, **policy: Any
+    ) -> None:
         self.folder = folder
         self.faults = folder / "faults"
         self.faults.mkdir(exist_ok=True)
         self.policy = RecoveryPolicy(
-            **{"checkpoints": folder / "checkpoints", "save_every": 2, "pause_s": 0.01, "probe_every_s": 0.1, **policy}
+            **{
+                "checkpoints": folder / "checkpoints",
+                "save_every": 2,
+                "pause_s": 0.01,
+                "probe_every_s": 0.1,
+                **policy,
+            }
         )
         self.trainer = TrainController(
             scheduler,
@@ -75,8 +85,12 @@ class Training:
 
     def step(self, number: int) -> None:
         self.before.pop(number, lambda: None)()
-        samples = [{"input_ids": random_tokens(4 + each, seed=100 * number + each)} for each in range(6)]
-        self.losses[number] = self.trainer.train_batch(samples, LOSS, {"faults": str(self.faults)})["loss"]
+        samples = [
+            {"input_ids": random_tokens(4 + each, seed=100 * number + each)} for each in range(6)
+        ]
+        self.losses[number] = self.trainer.train_batch(samples, LOSS, {"faults": str(self.faults)})[
+            "loss"
+        ]
         self.versions.append(self.trainer.get_version())
         self.done.append(number)
 
@@ -85,13 +99,17 @@ class Training:
         self.versions.append(self.trainer.get_version())
 
     def run(self, first_step: int = 1, last_step: int = LAST_STEP) -> None:
-        RecoverableTraining(self.trainer, self.policy, self.step, on_begin=self.on_begin).run(first_step, last_step)
+        RecoverableTraining(self.trainer, self.policy, self.step, on_begin=self.on_begin).run(
+            first_step, last_step
+        )
 
     def fault(self, moment: str, rank: int, kind: str = "kill") -> Callable[[], None]:
         return lambda: plan_fault(self.faults, moment, rank, kind)
 
     def pids(self) -> list[int]:
-        return [self.trainer.scheduler.call_engine(worker.id, "pid") for worker in self.trainer.workers]
+        return [
+            self.trainer.scheduler.call_engine(worker.id, "pid") for worker in self.trainer.workers
+        ]
 
 
 Start = Callable[..., Training]
@@ -116,9 +134,13 @@ def training(start: Start) -> Training:
 
 
 @pytest.fixture(scope="module")
-def unbroken(scheduler: LocalScheduler, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def unbroken(
+    scheduler: LocalScheduler, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, float]:
     """The loss of each step of a run without faults."""
-    made = Training(scheduler, tmp_path_factory.mktemp("unbroken"), Job(role="unbroken", replicas=2))
+    made = Training(
+        scheduler, tmp_path_factory.mktemp("unbroken"), Job(role="unbroken", replicas=2)
+    )
     with made.trainer:
         made.trainer.initialize()
         made.run()
@@ -127,7 +149,9 @@ def unbroken(scheduler: LocalScheduler, tmp_path_factory: pytest.TempPathFactory
     return made.losses
 
 
-def test_recovery_of_a_rank_killed_in_a_step(training: Training, unbroken: dict[int, float]) -> None:
+def test_recovery_of_a_rank_killed_in_a_step(
+    training: Training, unbroken: dict[int, float]
+) -> None:
     before = training.pids()
     training.before[4] = training.fault("loss", rank=1)
     training.run()
@@ -135,19 +159,29 @@ def test_recovery_of_a_rank_killed_in_a_step(training: Training, unbroken: dict[
     assert training.done == [1, 2, 3, 3, 4, 5, 6]
     assert training.losses == unbroken, "each step does what it does in a run without a loss"
     assert not set(before) & set(training.pids()), "all ranks were built anew"
-    assert training.versions == [0, 1, 2, 3, 4, 5, 6, 7, 8], "no version is told of two states of the weights"
+    assert training.versions == [0, 1, 2, 3, 4, 5, 6, 7, 8], (
+        "no version is told of two states of the weights"
+    )
 
 
 def test_recovery_of_silent_ranks(
-    start: Start, scheduler: LocalScheduler, unbroken: dict[int, float], caplog: pytest.LogCaptureFixture
+    start: Start,
+    scheduler: LocalScheduler,
+    unbroken: dict[int, float],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One, and then both at once; a rank whose interpreter is held by C code for as long is not ended."""
+    """One, and then both at once; a rank whose interpreter is held by C code for as long is not
+    ended.
+    """
     training = start(dead_s=1.5)
     held, pids = training.faults / HELD, training.pids()
 
     def end_it_late() -> None:
         wait_until(held.exists, "the rank holds its interpreter")
-        wait_until(lambda: (asyncio.run(scheduler.check_health("train/0")).stuck_s or 0.0) > 4.0, "for longer than dead_s")
+        wait_until(
+            lambda: (asyncio.run(scheduler.check_health("train/0")).stuck_s or 0.0) > 4.0,
+            "for longer than dead_s",
+        )
         release_interpreter(str(held))
 
     def stop_one() -> None:
@@ -159,7 +193,10 @@ def test_recovery_of_silent_ranks(
             training.fault("loss", rank, "stop")()
 
     training.before = {2: training.fault("loss", 0, HOLD), 3: stop_one, 5: stop_both}
-    with concurrent.futures.ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING, "helmsman"):
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+        caplog.at_level(logging.WARNING, "helmsman"),
+    ):
         ending = pool.submit(end_it_late)
         training.run()
         ending.result()
@@ -167,10 +204,15 @@ def test_recovery_of_silent_ranks(
     assert training.trainer.num_recoveries == 2
     assert training.losses == unbroken
     assert not Path(f"/proc/{pids[0]}").exists()
-    assert "train/0 was lost (was ended because it has not answered for 1.5 s (RecoveryPolicy.dead_s))" in caplog.text
+    assert (
+        "train/0 was lost (was ended because it has not answered for 1.5 s (RecoveryPolicy.dead_s))"
+        in caplog.text
+    )
 
 
-def test_recovery_of_a_rank_killed_during_recovery(training: Training, unbroken: dict[int, float]) -> None:
+def test_recovery_of_a_rank_killed_during_recovery(
+    training: Training, unbroken: dict[int, float]
+) -> None:
     def plan() -> None:
         for moment, rank in (("loss", 1), ("initialize", 0), ("load", 1)):
             training.fault(moment, rank)()
@@ -184,7 +226,9 @@ def test_recovery_of_a_rank_killed_during_recovery(training: Training, unbroken:
 
 
 def fail_to_recover(training: Training) -> None:
-    """Plan a loss, and an error of the recovery, as where a device is not free yet or a rendezvous has failed."""
+    """Plan a loss, and an error of the recovery, as where a device is not free yet or a rendezvous
+    has failed.
+    """
     training.fault("loss", 1)()
     for rank in range(2):
         training.fault("initialize", rank, "raise")()
@@ -194,7 +238,8 @@ def test_recovery_that_always_fails(start: Start) -> None:
     training = start(max_recoveries=1)
     training.before[3] = lambda: fail_to_recover(training)
     with pytest.raises(
-        RecoveryExhaustedError, match="(?s)The last of them failed: GroupCallError.*the device is busy"
+        RecoveryExhaustedError,
+        match="(?s)The last of them failed: GroupCallError.*the device is busy",
     ) as caught:
         training.run()
     assert caught.value.loss.exit_signal == signal.SIGKILL
@@ -225,7 +270,10 @@ def test_recovery_without_checkpoints(start: Start, tmp_path: Path) -> None:
         checkpoints.rename(elsewhere)
 
     training.before[4] = lose_both
-    with pytest.raises(RecoveryExhaustedError, match="failed: FileNotFoundError: .*checkpoints has no checkpoint any more"):
+    with pytest.raises(
+        RecoveryExhaustedError,
+        match="failed: FileNotFoundError: .*checkpoints has no checkpoint any more",
+    ):
         training.run()
     assert training.begun == [1]
     elsewhere.rename(checkpoints)
@@ -234,7 +282,9 @@ def test_recovery_without_checkpoints(start: Start, tmp_path: Path) -> None:
     assert training.done == [1, 2, 3, 3, 4, 5, 6]
 
 
-def test_recovery_of_a_rank_killed_while_it_saves(training: Training, unbroken: dict[int, float]) -> None:
+def test_recovery_of_a_rank_killed_while_it_saves(
+    training: Training, unbroken: dict[int, float]
+) -> None:
     training.before = {4: training.fault("save", 1), 6: training.fault("saved", 0)}
     training.run()
     assert training.begun == [1, 3, 5], "what was not saved to its end does not count"
@@ -245,7 +295,9 @@ def test_recovery_of_a_rank_killed_while_it_saves(training: Training, unbroken: 
 
 
 @pytest.mark.parametrize(("moment", "rank"), [("save", 1), ("begun", 0), ("loss", 0)])
-def test_recovery_with_background_saves(start: Start, unbroken: dict[int, float], moment: str, rank: int) -> None:
+def test_recovery_with_background_saves(
+    start: Start, unbroken: dict[int, float], moment: str, rank: int
+) -> None:
     """A checkpoint counts when it is complete."""
     training = start(save_in_background=True)
 
@@ -253,15 +305,20 @@ def test_recovery_with_background_saves(start: Start, unbroken: dict[int, float]
         (folder / "of-the-script").write_text(str(max(training.done, default=0)))
 
     training.before[5 if moment == "loss" else 4] = training.fault(moment, rank)
-    RecoverableTraining(training.trainer, training.policy, training.step, on_begin=training.on_begin, add_files=add).run(
-        1, LAST_STEP
-    )
+    RecoverableTraining(
+        training.trainer, training.policy, training.step, on_begin=training.on_begin, add_files=add
+    ).run(1, LAST_STEP)
     assert training.begun in ([1, 3], [1, 5]), "as far as the one of step 4 was complete, or not"
     assert moment != "save" or training.begun == [1, 3]
     assert training.losses == unbroken
     folders = [training.folder / "checkpoints" / f"step-{step:06d}" for step in (2, 4, 6)]
-    assert sorted((training.folder / "checkpoints").iterdir()) == [training.folder / "checkpoints" / "latest", *folders]
-    assert [(folder / "of-the-script").read_text() for folder in folders] == ["2", "4", "6"], "as it was at that step"
+    assert sorted((training.folder / "checkpoints").iterdir()) == [
+        training.folder / "checkpoints" / "latest",
+        *folders,
+    ]
+    assert [(folder / "of-the-script").read_text() for folder in folders] == ["2", "4", "6"], (
+        "as it was at that step"
+    )
 
 
 def test_recovery_of_ranks_killed_between_steps(training: Training) -> None:
@@ -277,8 +334,12 @@ class UnsuitedError(Exception):
     """Of the script."""
 
 
-def test_recovery_leaves_errors_that_are_no_loss(training: Training, scheduler: LocalScheduler) -> None:
-    """They are the caller's. A role that is gone, as an attempt leaves it that found no other place, is created again."""
+def test_recovery_leaves_errors_that_are_no_loss(
+    training: Training, scheduler: LocalScheduler
+) -> None:
+    """They are the caller's. A role that is gone, as an attempt leaves it that found no other
+    place, is created again.
+    """
     pids = training.pids()
 
     def raise_own() -> None:
@@ -305,7 +366,9 @@ def test_recovery_leaves_errors_that_are_no_loss(training: Training, scheduler: 
 
 
 def test_recovery_versions_only_grow(training: Training, unbroken: dict[int, float]) -> None:
-    """An error of any kind is a loss when a rank has died. Without one, the script may run the steps again."""
+    """An error of any kind is a loss when a rank has died. Without one, the script may run the
+    steps again.
+    """
 
     def fail() -> None:
         os.kill(training.pids()[1], signal.SIGKILL)
@@ -324,7 +387,9 @@ def test_recovery_versions_only_grow(training: Training, unbroken: dict[int, flo
     assert training.versions == list(range(10))
 
 
-def test_run_of_a_script_that_is_started_again(scheduler: LocalScheduler, tmp_path: Path, unbroken: dict[int, float]) -> None:
+def test_run_of_a_script_that_is_started_again(
+    scheduler: LocalScheduler, tmp_path: Path, unbroken: dict[int, float]
+) -> None:
     first = Training(scheduler, tmp_path)
     with first.trainer:
         first.trainer.initialize()
@@ -335,17 +400,21 @@ def test_run_of_a_script_that_is_started_again(scheduler: LocalScheduler, tmp_pa
         second.run()
         second.run()
         assert second.begun == [4, 7], "all is done"
-        with pytest.raises(ValueError, match="is of step 6, and first_step is 9; expected at most 7"):
+        with pytest.raises(
+            ValueError, match="is of step 6, and first_step is 9; expected at most 7"
+        ):
             second.run(first_step=9, last_step=12)
         (tmp_path / "checkpoints" / "step-000006" / "helmsman.json").unlink()
         with pytest.raises(
-            CheckpointError, match=r"step-000006: '\S*' is not a checkpoint of this engine: it has no helmsman.json. Remove it"
+            CheckpointError,
+            match=r"step-000006: '\S*' is not a checkpoint of this engine: it has no "
+            r"helmsman.json. Remove it",
         ):
             second.run()
     assert second.losses == {step: loss for step, loss in unbroken.items() if step > 3}
 
 
-# --- beside other roles ---------------------------------------------------------------------------------------------------
+# --- beside other roles ---------------------------------------------------------------------------
 
 
 def test_recovery_leaves_requests_running(training: Training, scheduler: LocalScheduler) -> None:
@@ -360,7 +429,10 @@ def test_recovery_leaves_requests_running(training: Training, scheduler: LocalSc
         rollout.initialize()
         pids = {status.worker_id: status.pid for status in scheduler.status()}
         held = [rollout.submit([number]) for number in (1, 2)]
-        wait_until(lambda: sum(each.num_in_flight for each in rollout.load().instances.values()) == 2, "both are in flight")
+        wait_until(
+            lambda: sum(each.num_in_flight for each in rollout.load().instances.values()) == 2,
+            "both are in flight",
+        )
 
         def tell(step: int) -> None:
             training.on_begin(step)
@@ -388,8 +460,15 @@ def test_rebuilt_instance_waits_for_the_trainers_recovery(scheduler: LocalSchedu
     """The weights that are served lie with the trainer, and are lost with it."""
     policy = SupervisionPolicy(probe_every_s=0.05, suspect_s=5.0, dead_s=30.0, restart_pause_s=0.01)
     engine = "tests.controller.engines.CountingRollout"
-    trainer = TrainController(scheduler, "tests.controller.engines.RecordingTrainer", Job(role="train", replicas=2))
-    with trainer, RolloutController(scheduler, engine, Job(role="rollout", replicas=2), supervision=policy) as rollout:
+    trainer = TrainController(
+        scheduler, "tests.controller.engines.RecordingTrainer", Job(role="train", replicas=2)
+    )
+    with (
+        trainer,
+        RolloutController(
+            scheduler, engine, Job(role="rollout", replicas=2), supervision=policy
+        ) as rollout,
+    ):
         trainer.initialize()
         rollout.initialize()
         assert trainer.update_rollout(rollout) == 0
@@ -398,7 +477,11 @@ def test_rebuilt_instance_waits_for_the_trainers_recovery(scheduler: LocalSchedu
             pid = pids[worker_id]
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: rollout.load().instances["rollout/0"].state is Health.STALE, "it is rebuilt", limit_s=60.0)
+        wait_until(
+            lambda: rollout.load().instances["rollout/0"].state is Health.STALE,
+            "it is rebuilt",
+            limit_s=60.0,
+        )
         assert rollout.generate([[4]])[0].token_ids == [5], "the other one serves"
         with pytest.raises((GroupCallError, WorkerFailedError)):
             trainer.update_rollout(rollout)
@@ -412,7 +495,10 @@ def test_weight_sync_after_recovery(training: Training, scheduler: LocalSchedule
     """By broadcasts, whose group the lost process was in."""
     model = {"model": QWEN2, "max_concurrency": 4, "max_model_len": 40}
     rollout = RolloutController(
-        scheduler, "helmsman.engines.rollout.HFRolloutEngine", Job(role="rollout", replicas=2), engine_kwargs=model
+        scheduler,
+        "helmsman.engines.rollout.HFRolloutEngine",
+        Job(role="rollout", replicas=2),
+        engine_kwargs=model,
     )
     with rollout:
         rollout.initialize()
@@ -425,7 +511,10 @@ def test_weight_sync_after_recovery(training: Training, scheduler: LocalSchedule
 
         training.before[3] = training.fault("loss", 0)
         RecoverableTraining(
-            training.trainer, training.policy, step, on_begin=lambda number: versions.append(sync.push().version)
+            training.trainer,
+            training.policy,
+            step,
+            on_begin=lambda number: versions.append(sync.push().version),
         ).run(1, 3)
         assert training.done == [1, 2, 3]
         assert versions == [0, 1, 2, 3, 4]
@@ -440,12 +529,19 @@ def test_recovery_leaves_siblings_running(training: Training, scheduler: LocalSc
     training.run(last_step=2)
     after = {status.worker_id: status.pid for status in scheduler.status()}
     assert training.done == [1, 2]
-    assert [after[f"reference/{rank}"] for rank in range(2)] == [before[f"reference/{rank}"] for rank in range(2)]
-    with pytest.raises(InvalidSpecError, match="a role whose workers no other stands on; reference would go with them"):
+    assert [after[f"reference/{rank}"] for rank in range(2)] == [
+        before[f"reference/{rank}"] for rank in range(2)
+    ]
+    with pytest.raises(
+        InvalidSpecError,
+        match="a role whose workers no other stands on; reference would go with them",
+    ):
         scheduler.restart_workers("train", elsewhere=True)
 
 
-def test_recovery_names_roles_in_the_same_workers(training: Training, scheduler: LocalScheduler) -> None:
+def test_recovery_names_roles_in_the_same_workers(
+    training: Training, scheduler: LocalScheduler
+) -> None:
     inside = SchedulingStrategy(type="colocation", target="train")
     scheduler.create_workers(Job(role="guest", replicas=2, scheduling_strategy=inside))
     training.before[1] = training.fault("loss", 0)
@@ -456,8 +552,14 @@ def test_recovery_names_roles_in_the_same_workers(training: Training, scheduler:
     assert cause.worker_id == "train/0"
 
 
-def test_recovery_refuses_a_trainer_in_other_workers(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_recovery_refuses_a_trainer_in_other_workers(
+    scheduler: LocalScheduler, tmp_path: Path
+) -> None:
     inside = SchedulingStrategy(type="colocation", target="rollout")
-    training = Training(scheduler, tmp_path, Job(role="train", replicas=2, scheduling_strategy=inside))
-    with pytest.raises(InvalidSpecError, match="fork is False; expected True, since workers that are 'rollout''s"):
+    training = Training(
+        scheduler, tmp_path, Job(role="train", replicas=2, scheduling_strategy=inside)
+    )
+    with pytest.raises(
+        InvalidSpecError, match="fork is False; expected True, since workers that are 'rollout''s"
+    ):
         RecoverableTraining(training.trainer, training.policy, training.step)

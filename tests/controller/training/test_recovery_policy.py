@@ -17,8 +17,14 @@ from helmsman.controller._training.recovery import RecoveryPolicy
         ({"max_recoveries": -1}, "max_recoveries is -1; expected 0 or more"),
         ({"pause_s": float("nan")}, "pause_s is nan; expected 0 or more"),
         ({"window_s": 0.0}, "window_s is 0; expected more than 0"),
-        ({"probe_every_s": 5.0, "dead_s": 4.0}, "probe_every_s 5 and dead_s 4 must be in this order"),
-        ({"probe_every_s": 0.0}, "probe_every_s 0 and dead_s 60 must be in this order, and above 0"),
+        (
+            {"probe_every_s": 5.0, "dead_s": 4.0},
+            "probe_every_s 5 and dead_s 4 must be in this order",
+        ),
+        (
+            {"probe_every_s": 0.0},
+            "probe_every_s 0 and dead_s 60 must be in this order, and above 0",
+        ),
     ],
 )
 def test_recovery_policy_refuses_invalid_values(fields: dict[str, Any], message: str) -> None:

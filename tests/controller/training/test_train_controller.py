@@ -1,4 +1,6 @@
-"""TrainController: starts are atomic, a batch is cut by tokens and comes back in order, weights pass the controller by."""
+"""TrainController: starts are atomic, a batch is cut by tokens and comes back in order, weights
+pass the controller by.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ from helmsman.controller._training.train_controller import TrainController, rank
 from tests.controller.engines import CountingRollout, RecordingTrainer
 from tests.controller.fakes import FakeScheduler
 
-# --- cutting a batch ----------------------------------------------------------------------------------------------------
+# --- cutting a batch ------------------------------------------------------------------------------
 
 
 @given(lengths=st.lists(st.integers(0, 5000), max_size=60), num_parts=st.integers(1, 9))
@@ -44,7 +46,10 @@ def test_split_by_tokens_is_complete_and_even(lengths: list[int], num_parts: int
     assert all(share == sorted(share) for share in shares)
     tokens = [sum(lengths[index] for index in share) for share in shares]
     assert max(tokens) - min(tokens) <= max(lengths, default=0)
-    assert max(tokens) <= sum(lengths) / num_parts + max(lengths, default=0) * (1 - 1 / num_parts) + 1e-9
+    assert (
+        max(tokens)
+        <= sum(lengths) / num_parts + max(lengths, default=0) * (1 - 1 / num_parts) + 1e-9
+    )
     assert shares == split_by_tokens(list(lengths), num_parts)
 
 
@@ -54,11 +59,19 @@ def test_split_by_tokens_within_grahams_bound(lengths: list[int], num_parts: int
         if not remaining:
             return max(loads)
         head, *rest = remaining
-        options = {tuple(sorted((*loads[:i], loads[i] + head, *loads[i + 1 :]))) for i in range(num_parts)}
+        options = {
+            tuple(sorted((*loads[:i], loads[i] + head, *loads[i + 1 :]))) for i in range(num_parts)
+        }
         return min(best(rest, option) for option in options)
 
-    largest = max(sum(lengths[index] for index in share) for share in split_by_tokens(lengths, num_parts))
-    assert largest <= best(sorted(lengths, reverse=True), (0,) * num_parts) * (4 / 3 - 1 / (3 * num_parts)) + 1e-9
+    largest = max(
+        sum(lengths[index] for index in share) for share in split_by_tokens(lengths, num_parts)
+    )
+    assert (
+        largest
+        <= best(sorted(lengths, reverse=True), (0,) * num_parts) * (4 / 3 - 1 / (3 * num_parts))
+        + 1e-9
+    )
 
 
 def test_split_by_tokens_of_fewer_samples_than_parts() -> None:
@@ -77,24 +90,41 @@ def test_split_by_tokens_of_fewer_samples_than_parts() -> None:
         ([{"input_ids": 3}], "sample 0: column 'input_ids' is a scalar"),
         ([{"input_ids": np.zeros((2, 3))}], r"sample 0: column 'input_ids' has shape \(2, 3\)"),
         (
-            [{"input_ids": [1, 2], "loss_mask": [0, 1]}, {"input_ids": [1, 2, 3], "loss_mask": [0, 1]}],
+            [
+                {"input_ids": [1, 2], "loss_mask": [0, 1]},
+                {"input_ids": [1, 2, 3], "loss_mask": [0, 1]},
+            ],
             "sample 1: column 'loss_mask' has 2 entries, but 'input_ids' has 3",
         ),
-        ([{"input_ids": [1], "reward": 1.0}, {"input_ids": [1]}], "sample 1 has no column 'reward', but sample 0 has"),
-        ([{"input_ids": [1]}, {"input_ids": [1], "reward": 1.0}], "sample 0 has no column 'reward', but sample 1 has"),
+        (
+            [{"input_ids": [1], "reward": 1.0}, {"input_ids": [1]}],
+            "sample 1 has no column 'reward', but sample 0 has",
+        ),
+        (
+            [{"input_ids": [1]}, {"input_ids": [1], "reward": 1.0}],
+            "sample 0 has no column 'reward', but sample 1 has",
+        ),
     ],
 )
-def test_sample_lengths_refuses_invalid_samples(samples: list[dict[str, Any]], message: str) -> None:
+def test_sample_lengths_refuses_invalid_samples(
+    samples: list[dict[str, Any]], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         sample_lengths(samples)
 
 
 def test_sample_lengths_of_lists_arrays_and_scalars() -> None:
-    sample = {"input_ids": np.arange(3), "loss_mask": [0, 1, 1], "reward": 1.0, "task": "sums", "group": np.int64(4)}
+    sample = {
+        "input_ids": np.arange(3),
+        "loss_mask": [0, 1, 1],
+        "reward": 1.0,
+        "task": "sums",
+        "group": np.int64(4),
+    }
     assert sample_lengths([sample, {**sample, "input_ids": (1, 2, 3)}]) == [3, 3]
 
 
-# --- the start ----------------------------------------------------------------------------------------------------------
+# --- the start ------------------------------------------------------------------------------------
 
 
 def worker(index: int, ip: str, ports: list[str]) -> Worker:
@@ -102,7 +132,11 @@ def worker(index: int, ip: str, ports: list[str]) -> Worker:
 
 
 def test_rank_environment() -> None:
-    workers = [worker(0, "10.0.0.7", ["20001", "20002"]), worker(1, "10.0.0.9", ["30001"]), worker(2, "10.0.0.7", ["20003"])]
+    workers = [
+        worker(0, "10.0.0.7", ["20001", "20002"]),
+        worker(1, "10.0.0.9", ["30001"]),
+        worker(2, "10.0.0.7", ["20003"]),
+    ]
     environment = rank_environment("actor", workers)
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "20001"}
     assert environment == {
@@ -130,7 +164,11 @@ def test_initialize_order_on_each_rank(scheduler: FakeScheduler) -> None:
     with controller(scheduler, engine_args=("critic",)) as actor:
         actor.initialize()
         for rank in range(2):
-            assert scheduler.methods(f"actor/{rank}") == ["__init__", "create_process_group", "initialize"]
+            assert scheduler.methods(f"actor/{rank}") == [
+                "__init__",
+                "create_process_group",
+                "initialize",
+            ]
             assert scheduler.set_variables[f"actor/{rank}"]["RANK"] == str(rank)
             assert scheduler.set_variables[f"actor/{rank}"]["MASTER_PORT"] == "20000"
             assert scheduler.engines[f"actor/{rank}"].name == "critic"
@@ -141,7 +179,9 @@ def test_initialize_order_on_each_rank(scheduler: FakeScheduler) -> None:
 
 
 def test_initialize_asks_for_a_port_where_there_is_none(scheduler: FakeScheduler) -> None:
-    job = Job(role="actor", replicas=2, tasks=[SchedulingSpec(port_count=3, cpu=2), SchedulingSpec()])
+    job = Job(
+        role="actor", replicas=2, tasks=[SchedulingSpec(port_count=3, cpu=2), SchedulingSpec()]
+    )
     with TrainController(scheduler, RecordingTrainer, job) as actor:
         actor.initialize()
         assert [spec.port_count for spec in scheduler.jobs["actor"].tasks] == [3, 1]
@@ -204,7 +244,9 @@ def test_initialize_of_a_running_role(scheduler: FakeScheduler) -> None:
         assert actor.get_version() == 0
 
 
-def test_initialize_adds_a_failed_clean_up_to_the_cause(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initialize_adds_a_failed_clean_up_to_the_cause(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuses(role: str | None = None, reverse_order: bool = False) -> None:
         raise HelmsmanError("pid 7 would not end")
 
@@ -218,7 +260,9 @@ def test_initialize_adds_a_failed_clean_up_to_the_cause(scheduler: FakeScheduler
 def test_controller_refuses_invalid_jobs(scheduler: FakeScheduler) -> None:
     with pytest.raises(InvalidSpecError, match="replicas is "):
         controller(scheduler, replicas=0)
-    with pytest.raises(ValueError, match="does not divide the 6 replicas of job 'actor'; valid sizes: 1, 2, 3, 6"):
+    with pytest.raises(
+        ValueError, match="does not divide the 6 replicas of job 'actor'; valid sizes: 1, 2, 3, 6"
+    ):
         controller(scheduler, replicas=6, model_parallel_size=4)
 
 
@@ -239,10 +283,11 @@ def test_controller_before_initialize_and_after_close(scheduler: FakeScheduler) 
     other.close()  # there is nothing left to close
 
 
-# --- batches ------------------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 SAMPLES: list[dict[str, Any]] = [
-    {"input_ids": list(range(1, length + 1)), "index": i} for i, length in enumerate([3, 9, 1, 4, 7, 2])
+    {"input_ids": list(range(1, length + 1)), "index": i}
+    for i, length in enumerate([3, 9, 1, 4, 7, 2])
 ]
 
 
@@ -252,7 +297,11 @@ def count_loss(num_samples: int, scale: float = 1.0) -> Any:
 
 
 def shares_of(scheduler: FakeScheduler, method: str) -> list[list[int]]:
-    return [[sample["index"] for sample in call.args[0]] for call in scheduler.sent if call.method == method and call.args]
+    return [
+        [sample["index"] for sample in call.args[0]]
+        for call in scheduler.sent
+        if call.method == method and call.args
+    ]
 
 
 def test_train_batch_gives_each_rank_its_share(scheduler: FakeScheduler) -> None:
@@ -265,28 +314,40 @@ def test_train_batch_gives_each_rank_its_share(scheduler: FakeScheduler) -> None
         assert actor.get_version() == 1
         scheduler.sent.clear()
         actor.train_batch(SAMPLES[:1], count_loss)
-        assert shares_of(scheduler, "train_batch") == [[0], []], "a rank without samples takes part, too"
+        assert shares_of(scheduler, "train_batch") == [[0], []], (
+            "a rank without samples takes part, too"
+        )
 
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20), replicas=st.integers(1, 4))
 def test_forward_keeps_the_order_of_samples(lengths: list[int], replicas: int) -> None:
-    samples = [{"input_ids": [100 * i + t for t in range(length)]} for i, length in enumerate(lengths)]
+    samples = [
+        {"input_ids": [100 * i + t for t in range(length)]} for i, length in enumerate(lengths)
+    ]
     with FakeScheduler() as scheduler, controller(scheduler, replicas=replicas) as actor:
         actor.initialize()
-        assert actor.forward(samples) == [[-token for token in sample["input_ids"]] for sample in samples]
+        assert actor.forward(samples) == [
+            [-token for token in sample["input_ids"]] for sample in samples
+        ]
 
 
 def test_controller_sends_no_invalid_batch(scheduler: FakeScheduler) -> None:
     with controller(scheduler) as actor:
         actor.initialize()
         num_sent = len(scheduler.sent)
-        wrong = [{"input_ids": [1, 2], "loss_mask": [1, 1]}, {"input_ids": [1], "loss_mask": [1, 1]}]
+        wrong = [
+            {"input_ids": [1, 2], "loss_mask": [1, 1]},
+            {"input_ids": [1], "loss_mask": [1, 1]},
+        ]
         for call in (
             lambda: actor.train_batch([], count_loss),
             lambda: actor.eval_batch(wrong, count_loss),
             lambda: actor.forward(wrong),
         ):
-            with pytest.raises(ValueError, match="the batch has no samples|sample 1: column 'loss_mask' has 2 entries"):
+            with pytest.raises(
+                ValueError,
+                match="the batch has no samples|sample 1: column 'loss_mask' has 2 entries",
+            ):
                 call()
         assert len(scheduler.sent) == num_sent
 
@@ -301,7 +362,10 @@ class Forgetful(RecordingTrainer):
 def test_forward_refuses_too_few_results(scheduler: FakeScheduler) -> None:
     with controller(scheduler, engine=Forgetful) as actor:
         actor.initialize()
-        with pytest.raises(HelmsmanError, match="actor/0: forward returned 2 results for the 3 samples it was given"):
+        with pytest.raises(
+            HelmsmanError,
+            match="actor/0: forward returned 2 results for the 3 samples it was given",
+        ):
             actor.forward(SAMPLES)
 
 
@@ -315,18 +379,28 @@ class FollowsHead(RecordingTrainer):
 def test_forward_gives_the_share_to_group_heads_alone(scheduler: FakeScheduler) -> None:
     with controller(scheduler, replicas=4, engine=FollowsHead, model_parallel_size=2) as actor:
         actor.initialize()
-        assert actor.forward(SAMPLES) == [[-token for token in sample["input_ids"]] for sample in SAMPLES]
+        assert actor.forward(SAMPLES) == [
+            [-token for token in sample["input_ids"]] for sample in SAMPLES
+        ]
         calls = {call.worker_id: call for call in scheduler.sent if call.method == "forward"}
-        assert [bool(calls[f"actor/{rank}"].args) for rank in range(4)] == [True, False, True, False]
+        assert [bool(calls[f"actor/{rank}"].args) for rank in range(4)] == [
+            True,
+            False,
+            True,
+            False,
+        ]
         assert all(call.rpc_meta == {"broadcast": True} for call in calls.values())
         for method, value in (("set_version", 5), ("set_lr", 1e-4)):
             getattr(actor, method)(value)
             calls = {call.worker_id: call for call in scheduler.sent if call.method == method}
             assert set(calls) == {f"actor/{rank}" for rank in range(4)}
-            assert all(call.args == (value,) and call.rpc_meta == {"broadcast": False} for call in calls.values())
+            assert all(
+                call.args == (value,) and call.rpc_meta == {"broadcast": False}
+                for call in calls.values()
+            )
 
 
-# --- weights ------------------------------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 def test_save_load_and_versions_on_every_rank(scheduler: FakeScheduler) -> None:
@@ -337,9 +411,14 @@ def test_save_load_and_versions_on_every_rank(scheduler: FakeScheduler) -> None:
         actor.set_version(7)
         assert actor.get_version() == 7
         for rank in range(2):
-            assert scheduler.engines[f"actor/{rank}"].log[-2:] == ["save /checkpoints/1", "load /checkpoints/1"]
+            assert scheduler.engines[f"actor/{rank}"].log[-2:] == [
+                "save /checkpoints/1",
+                "load /checkpoints/1",
+            ]
         scheduler.engines["actor/1"].version = 6
-        with pytest.raises(HelmsmanError, match="hold different weight versions: {'actor/0': 7, 'actor/1': 6}"):
+        with pytest.raises(
+            HelmsmanError, match="hold different weight versions: {'actor/0': 7, 'actor/1': 6}"
+        ):
             actor.get_version()
 
 
@@ -351,7 +430,11 @@ def test_update_rollout_is_one_call_per_worker(scheduler: FakeScheduler) -> None
         actor.train_batch(SAMPLES, count_loss)
         assert actor.update_rollout(rollout) == 1
         assert rollout.versions() == {"rollout/0": 1, "rollout/1": 1, "rollout/2": 1}
-        exports = {call.worker_id: call.rpc_meta for call in scheduler.sent if call.method == "export_weights"}
+        exports = {
+            call.worker_id: call.rpc_meta
+            for call in scheduler.sent
+            if call.method == "export_weights"
+        }
         assert exports == {"actor/0": {"keep": True}, "actor/1": {}}
         updates = [call.worker_id for call in scheduler.sent if call.method == "update_weights"]
         assert sorted(updates) == ["rollout/0", "rollout/1", "rollout/2"]
@@ -376,7 +459,7 @@ def test_update_rollout_that_fails_releases_the_weights(scheduler: FakeScheduler
         assert scheduler.released == list(scheduler.kept)
 
 
-# --- recovery -----------------------------------------------------------------------------------------------------------
+# --- recovery -------------------------------------------------------------------------------------
 
 
 class Scarce(FakeScheduler):
@@ -394,18 +477,32 @@ class Scarce(FakeScheduler):
         return [Node(node_id=node_id, address="127.0.0.1") for node_id in self.living]
 
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
-        return [msgspec.structs.replace(worker, node_id=self.node_id) for worker in super().get_workers(role, timeout)]
+        return [
+            msgspec.structs.replace(worker, node_id=self.node_id)
+            for worker in super().get_workers(role, timeout)
+        ]
 
     def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
         self.restarts.append("elsewhere" if elsewhere else "in place")
         if elsewhere and self.has_siblings:
-            raise InvalidSpecError(role=role, field="role", value=role, expected="a role on which no other stands")
+            raise InvalidSpecError(
+                role=role, field="role", value=role, expected="a role on which no other stands"
+            )
         if not (elsewhere or self.starts_in_place):
-            raise WorkerStartError(role=role, worker_id=f"{role}/0", node="a", reason="taken", log_path="", log_tail="")
+            raise WorkerStartError(
+                role=role, worker_id=f"{role}/0", node="a", reason="taken", log_path="", log_tail=""
+            )
         if elsewhere:
             self.delete_workers(role)
             if not self.living:
-                raise WorkerStartError(role=role, worker_id=f"{role}/0", node="a", reason="none", log_path="", log_tail="")
+                raise WorkerStartError(
+                    role=role,
+                    worker_id=f"{role}/0",
+                    node="a",
+                    reason="none",
+                    log_path="",
+                    log_tail="",
+                )
             self.create_workers(Job(role=role, replicas=2, tasks=[SchedulingSpec(port_count=1)]))
             self.node_id = self.living[-1]
         super().restart_workers(role)
@@ -418,7 +515,14 @@ def test_recover_loads_before_the_version_is_raised() -> None:
         scheduler.sent.clear()
         assert actor.recover("/checkpoints/5") == 8
         assert scheduler.restarts == ["in place"]
-        expected = ["__init__", "create_process_group", "initialize", "load", "get_version", "set_version"]
+        expected = [
+            "__init__",
+            "create_process_group",
+            "initialize",
+            "load",
+            "get_version",
+            "set_version",
+        ]
         assert [scheduler.methods(f"actor/{rank}") for rank in range(2)] == [expected] * 2
         scheduler.engines["actor/0"].version = scheduler.engines["actor/1"].version = 3
         assert actor.recover() == 9, "also when it was told in a recovery"
@@ -476,12 +580,14 @@ class CannotLoad(RecordingTrainer):
 def test_load_names_the_checkpoint_that_failed(scheduler: FakeScheduler) -> None:
     with controller(scheduler, engine=CannotLoad) as actor:
         actor.initialize()
-        with pytest.raises(CheckpointError, match="cannot load the checkpoint /checkpoints/1: nothing is in") as caught:
+        with pytest.raises(
+            CheckpointError, match="cannot load the checkpoint /checkpoints/1: nothing is in"
+        ) as caught:
             actor.load(Path("/checkpoints/1"))
         assert isinstance(caught.value.__cause__, GroupCallError)
 
 
-# --- the schedulers that exist --------------------------------------------------------------------------------------------
+# --- the schedulers that exist --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -492,9 +598,16 @@ def local() -> Iterator[Scheduler]:
 
 @pytest.mark.slow
 def test_controller_on_processes(local: Scheduler) -> None:
-    rollout = RolloutController(local, "tests.controller.engines.CountingRollout", Job(role="rollout", replicas=2))
+    rollout = RolloutController(
+        local, "tests.controller.engines.CountingRollout", Job(role="rollout", replicas=2)
+    )
     job = Job(role="actor", replicas=2)
-    with TrainController(local, "tests.controller.engines.RecordingTrainer", job, ("critic",)) as actor, rollout:
+    with (
+        TrainController(
+            local, "tests.controller.engines.RecordingTrainer", job, ("critic",)
+        ) as actor,
+        rollout,
+    ):
         actor.initialize()
         rollout.initialize()
         for rank, who in enumerate(actor.workers):
@@ -503,8 +616,12 @@ def test_controller_on_processes(local: Scheduler) -> None:
             assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
             assert environment["MASTER_PORT"] == actor.workers[0].engine_ports[0]
         shares = split_by_tokens(sample_lengths(SAMPLES), 2)
-        assert actor.train_batch(SAMPLES, count_loss, {"scale": 2.0})["loss"] == 2.0 * len(shares[0])
-        assert actor.forward(SAMPLES) == [[-token for token in sample["input_ids"]] for sample in SAMPLES]
+        assert actor.train_batch(SAMPLES, count_loss, {"scale": 2.0})["loss"] == 2.0 * len(
+            shares[0]
+        )
+        assert actor.forward(SAMPLES) == [
+            [-token for token in sample["input_ids"]] for sample in SAMPLES
+        ]
         assert actor.update_rollout(rollout) == 1
         assert set(rollout.versions().values()) == {1}
     assert local.status() == []
@@ -513,13 +630,18 @@ def test_controller_on_processes(local: Scheduler) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "cause", "message"),
-    [("dies", WorkerFailedError, "was ended by SIGKILL"), ("leaves", EngineCallError, "ValueError: loss is nan")],
+    [
+        ("dies", WorkerFailedError, "was ended by SIGKILL"),
+        ("leaves", EngineCallError, "ValueError: loss is nan"),
+    ],
 )
 def test_train_batch_names_the_rank_that_failed_first(
     local: Scheduler, fault: str, cause: type[HelmsmanError], message: str
 ) -> None:
     """And not the peer that lost its connection to it."""
-    with TrainController(local, "tests.controller.engines.CollectiveTrainer", Job(role="actor", replicas=2)) as actor:
+    with TrainController(
+        local, "tests.controller.engines.CollectiveTrainer", Job(role="actor", replicas=2)
+    ) as actor:
         actor.initialize()
         assert actor.train_batch(SAMPLES, count_loss) == {"sum": 6.0}
         with pytest.raises(GroupCallError, match=message) as caught:
@@ -535,7 +657,9 @@ def test_train_batch_names_the_rank_that_failed_first(
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
 def test_split_samples_keeps_pairs_together(num_parts: int) -> None:
     order = [0, 3, 1, 2, 3, 0, 2, 1]
-    samples = [{"input_ids": [1] * (index + 1), "pair": number} for index, number in enumerate(order)]
+    samples = [
+        {"input_ids": [1] * (index + 1), "pair": number} for index, number in enumerate(order)
+    ]
     shares = split_samples(samples, num_parts)
     assert sorted(index for share in shares for index in share) == list(range(8))
     for share in shares:

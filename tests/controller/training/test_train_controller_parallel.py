@@ -1,4 +1,6 @@
-"""TrainController with ranks that share samples: a real engine of two data-parallel and two tensor-parallel ranks."""
+"""TrainController with ranks that share samples: a real engine of two data-parallel and two
+tensor-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9
 ENGINE = "helmsman.engines.train.FSDPTrainEngine"
 
 
-def controller(scheduler: Any, role: str, replicas: int, model_parallel_size: int = 1, **fields: Any) -> TrainController:
+def controller(
+    scheduler: Any, role: str, replicas: int, model_parallel_size: int = 1, **fields: Any
+) -> TrainController:
     return TrainController(
         scheduler,
         ENGINE,
@@ -43,8 +47,11 @@ def test_train_batch_of_model_parallel_groups(engines_scheduler: Scheduler, tmp_
             torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
         train.save(str(tmp_path / "checkpoint"))
         more = train.train_batch(SAMPLES, "sft")
-        # A batch of one sample leaves a data-parallel rank, and both ranks of its group, without any.
-        assert train.eval_batch(SAMPLES[:1], "sft")["num_tokens"] == len(SAMPLES[0]["input_ids"]) - 1
+        # A batch of one sample leaves a data-parallel rank, and both ranks of its group, without
+        # any.
+        assert (
+            train.eval_batch(SAMPLES[:1], "sft")["num_tokens"] == len(SAMPLES[0]["input_ids"]) - 1
+        )
         with pytest.raises(GroupCallError, match="outside the vocabulary"):
             train.train_batch([{"input_ids": [1, 99]}, *SAMPLES], "sft")
         train.load(str(tmp_path / "checkpoint"))

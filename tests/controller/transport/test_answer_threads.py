@@ -53,12 +53,16 @@ def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
 
 
 def test_call_all_unpickles_off_the_event_loop(scheduler: Scheduler) -> None:
-    names = run_sync(call_all(scheduler, "giving", "give", {f"giving/{index}": Call() for index in range(2)}))
+    names = run_sync(
+        call_all(scheduler, "giving", "give", {f"giving/{index}": Call() for index in range(2)})
+    )
     assert len(names) == 2
     assert LOOP_THREAD not in names
 
 
-def test_call_engine_maps_large_results_off_the_event_loop(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_engine_maps_large_results_off_the_event_loop(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names: list[str] = []
 
     def mapped(views: Sequence[Any]) -> None:
@@ -93,7 +97,9 @@ def test_call_engine_refuses_calls_in_signal_handlers(scheduler: Scheduler) -> N
     signal.signal(signal.SIGUSR1, lambda *_: scheduler.status())
     with pytest.raises(RuntimeError, match="by a signal handler that has interrupted another one"):
         scheduler.call_engine("giving/0", "add")
-    assert scheduler.call_engine("giving/0", "add") == 2, "the request that was interrupted is sent, once"
+    assert scheduler.call_engine("giving/0", "add") == 2, (
+        "the request that was interrupted is sent, once"
+    )
 
 
 @pytest.mark.usefixtures("signal_while_writing")
@@ -125,4 +131,6 @@ def test_call_engine_passes_on_signal_handler_errors(scheduler: Scheduler) -> No
     signal.signal(signal.SIGUSR1, give_up)
     with pytest.raises(TimeoutError, match="it is time"):
         scheduler.call_engine("giving/1", "add")
-    assert scheduler.call_engine("giving/1", "add") == 2, "the request that was interrupted is sent, once"
+    assert scheduler.call_engine("giving/1", "add") == 2, (
+        "the request that was interrupted is sent, once"
+    )

@@ -24,8 +24,12 @@ def test_describe_exit(returncode: int | None, expected: str) -> None:
     assert describe_exit(*split_returncode(returncode)) == expected
 
 
-def test_error_in_a_module_that_exits_on_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cause_script.py").write_text("import argparse; argparse.ArgumentParser().parse_args(['--unknown'])")
+def test_error_in_a_module_that_exits_on_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cause_script.py").write_text(
+        "import argparse; argparse.ArgumentParser().parse_args(['--unknown'])"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     answer = EngineCallError(
         worker_id="a/0",

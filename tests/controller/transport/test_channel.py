@@ -1,4 +1,6 @@
-"""The controller's end of a channel, against a worker's end of a few bytes, and against a worker whose connection is lost."""
+"""The controller's end of a channel, against a worker's end of a few bytes, and against a worker
+whose connection is lost.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,16 @@ from helmsman.rpc_server._wire.auth import connect
 from helmsman.rpc_server._wire.codec import Payload, ResultHandle, decode, encode
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb
 from helmsman.rpc_server._wire.stream import Stream
-from helmsman.rpc_server._wire.wire import HELLO, WELCOME, Outgoing, ReplyFrame, Session, encode_frame, pack_length, to_wire
+from helmsman.rpc_server._wire.wire import (
+    HELLO,
+    WELCOME,
+    Outgoing,
+    ReplyFrame,
+    Session,
+    encode_frame,
+    pack_length,
+    to_wire,
+)
 from tests.contract.helpers import stop
 from tests.hostile.conftest import MakeWorker
 from tests.hostile.proxy import Proxy
@@ -118,7 +129,8 @@ def answer(request_id: int, value: object) -> ReplyFrame:
 async def test_channel_closed_before_a_fetch(ends: Ends) -> None:
     outcomes = Outcomes()
     ends.channel.post(asked(1), outcomes)
-    ends.send(ReplyFrame(Reply(1, True)), after=pack_length(0))  # the reply, and nonsense for which the channel closes
+    # the reply, and nonsense for which the channel closes
+    ends.send(ReplyFrame(Reply(1, True)), after=pack_length(0))
     await outcomes.one()
     assert [type(each) for each in outcomes.seen] == [TransportLostError]
 
@@ -146,7 +158,7 @@ async def test_channel_request_that_cannot_be_encoded(ends: Ends) -> None:
     assert not ends.side_path.brought
 
 
-# --- connections that are lost ------------------------------------------------------------------------------------------
+# --- connections that are lost --------------------------------------------------------------------
 
 
 class Observed:
@@ -181,13 +193,17 @@ class Connections:
 
     async def __call__(self) -> socket.socket:
         self.num_begun += 1
-        made = await connect(self._address, self._worker.key, LIMIT_S, tls=self._worker.mode == "tls")
+        made = await connect(
+            self._address, self._worker.key, LIMIT_S, tls=self._worker.mode == "tls"
+        )
         self.num_made += 1
         return made
 
     async def channel(self) -> Channel:
         """An open channel."""
-        made = Channel("target/0", self, Observed(self._worker), shares_memory=self._worker.mode == "unix")
+        made = Channel(
+            "target/0", self, Observed(self._worker), shares_memory=self._worker.mode == "unix"
+        )
         await made.open()
         return made
 
@@ -263,7 +279,9 @@ async def test_channel_replaces_a_silent_connection(
 
     async def call_through_silence() -> None:
         channel = await connections.channel()
-        client = WorkerClient("target/0", Placement(node="127.0.0.1"), worker.process.pid, "", channel, Timeouts())
+        client = WorkerClient(
+            "target/0", Placement(node="127.0.0.1"), worker.process.pid, "", channel, Timeouts()
+        )
         proxy.silence()
         outcomes = Outcomes()
         channel.post(request(1 << 40, tmp_path / "target"), outcomes)
@@ -289,7 +307,9 @@ async def test_channel_limits_requests_to_a_stopped_worker(
     stop(worker.process.pid)
     outcomes = [Outcomes() for _ in range(3)]
     for number, each in enumerate(outcomes):
-        channel.post(Outgoing(Request(number + 1, Verb.CALL, "a", "take"), encode((bytes(4 << 20),))), each)
+        channel.post(
+            Outgoing(Request(number + 1, Verb.CALL, "a", "take"), encode((bytes(4 << 20),))), each
+        )
     for each in outcomes[1:]:
         error = await each.one()
         assert isinstance(error, WorkerBacklogError)

@@ -67,11 +67,16 @@ def test_client_looks_up_an_end_once(look_up: Callable[[], Awaitable[Ending]], c
 
     async def fail_all() -> tuple[WorkerClient, list[BaseException | object]]:
         client = WorkerClient("a/0", Placement(node="n"), 1, "", transport, Timeouts())
-        outgoing = [Outgoing(Request(next(request_ids), Verb.CALL, None, "f"), encode(())) for _ in range(NUM_CALLS)]
+        outgoing = [
+            Outgoing(Request(next(request_ids), Verb.CALL, None, "f"), encode(()))
+            for _ in range(NUM_CALLS)
+        ]
         calls = (await_reply(client, each, 60.0, "the test") for each in outgoing)
         return client, await asyncio.gather(*calls, return_exceptions=True)
 
     client, failures = run_sync(fail_all())
     assert transport.num_look_ups == 1
     assert client.state is WorkerState.FAILED
-    assert all(isinstance(failure, WorkerFailedError) and cause in failure.cause for failure in failures)
+    assert all(
+        isinstance(failure, WorkerFailedError) and cause in failure.cause for failure in failures
+    )

@@ -17,7 +17,10 @@ from helmsman.api.scheduler import Job
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.controller._training.train_controller import TrainController
-from helmsman.controller._validation.argument_names import require_engine_arguments, require_loss_settings
+from helmsman.controller._validation.argument_names import (
+    require_engine_arguments,
+    require_loss_settings,
+)
 from tests.controller.engines import RecordingTrainer
 from tests.controller.fakes import FakeScheduler
 
@@ -25,9 +28,21 @@ from tests.controller.fakes import FakeScheduler
 @pytest.mark.parametrize(
     ("engine", "arguments", "expected"),
     [
-        ("helmsman.engines.train.FSDPTrainEngine", {"model": "m", "learning_rate": 1.0}, "FSDPTrainEngine: did you mean 'lr'?"),
-        ("helmsman.engines.rollout.HFRolloutEngine", {"max_len": 1}, "did you mean 'max_model_len'?"),
-        ("helmsman.engines.vllm_engine.VLLMEngine", {"tensor_parallel": 2}, "did you mean 'tensor_parallel_size'?"),
+        (
+            "helmsman.engines.train.FSDPTrainEngine",
+            {"model": "m", "learning_rate": 1.0},
+            "FSDPTrainEngine: did you mean 'lr'?",
+        ),
+        (
+            "helmsman.engines.rollout.HFRolloutEngine",
+            {"max_len": 1},
+            "did you mean 'max_model_len'?",
+        ),
+        (
+            "helmsman.engines.vllm_engine.VLLMEngine",
+            {"tensor_parallel": 2},
+            "did you mean 'tensor_parallel_size'?",
+        ),
         ("helmsman.engines.server_engine.ServerEngine", {"modle": "m"}, "did you mean 'model'?"),
         (RecordingTrainer, {"nam": "n"}, "did you mean 'name'?"),
         ("tests.controller.engines.RecordingTrainer", {"nam": "n"}, "did you mean 'name'?"),
@@ -75,7 +90,9 @@ def anything(outputs, batch, **settings): ...
 
 
 @pytest.mark.parametrize("name", ["Passing", "Inheriting", "Wrapped", "NotThere", "Decorated"])
-def test_engine_arguments_that_the_source_does_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_engine_arguments_that_the_source_does_not_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     (tmp_path / "own_engines.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
     require_engine_arguments("actor", f"own_engines.{name}", {"whatever_it_is": 1})
@@ -87,7 +104,9 @@ def test_engine_arguments_that_the_source_does_not_show(tmp_path: Path, monkeypa
 def test_engine_of_another_type(engine: Any) -> None:
     with FakeScheduler() as scheduler:
         for controller in (TrainController, RolloutController):
-            with pytest.raises(TypeError, match=f"{controller.__name__}: the argument engine is .*, expected str"):
+            with pytest.raises(
+                TypeError, match=f"{controller.__name__}: the argument engine is .*, expected str"
+            ):
                 controller(scheduler, engine, Job(role="actor"), engine_kwargs={"name": "n"})
 
 
@@ -102,23 +121,36 @@ def test_loss_setting_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return local(*args, **kwargs)
 
     for loss, settings, expected in (
-        ("grpo", {"cliphigh": 0.3}, "loss 'grpo' has no setting 'cliphigh'; did you mean 'clip_high'?"),
+        (
+            "grpo",
+            {"cliphigh": 0.3},
+            "loss 'grpo' has no setting 'cliphigh'; did you mean 'clip_high'?",
+        ),
         ("dpo", {"bta": 0.3}, "did you mean 'beta'?"),
         ("own_losses.loss", {"strenght": 1}, "did you mean 'strength'?"),
-        (local, {"strenght": 1}, "loss 'local' has no setting 'strenght'; did you mean 'strength'?"),
+        (
+            local,
+            {"strenght": 1},
+            "loss 'local' has no setting 'strenght'; did you mean 'strength'?",
+        ),
     ):
         with pytest.raises(ValueError, match=re.escape(expected)):
             require_loss_settings(loss, settings)
     require_loss_settings("own_losses.anything", {"strenght": 1})
-    require_loss_settings(lambda num_samples, scale: None, {"scale": 1})  # type: ignore[arg-type, return-value]  # of an engine that gives only one by position
+    # Of an engine that gives only one by position
+    require_loss_settings(lambda num_samples, scale: None, {"scale": 1})  # type: ignore[arg-type, return-value]
     require_loss_settings("own_losses.decorated", {"whatever_it_is": 1})
     require_loss_settings("no.such.loss", {"strenght": 1})
     require_loss_settings("grpo", None)
-    require_loss_settings(wrapped, {"strength": 1.0, "scale": 2.0})  # what the wrapper itself takes counts
+    # what the wrapper itself takes counts
+    require_loss_settings(wrapped, {"strength": 1.0, "scale": 2.0})
 
 
 def test_train_batch_unknown_loss_setting_is_not_sent() -> None:
-    with FakeScheduler() as scheduler, TrainController(scheduler, RecordingTrainer, Job(role="actor")) as actor:
+    with (
+        FakeScheduler() as scheduler,
+        TrainController(scheduler, RecordingTrainer, Job(role="actor")) as actor,
+    ):
         actor.initialize()
         num_sent = len(scheduler.sent)
         with pytest.raises(ValueError, match="did you mean 'clip_high'"):
@@ -129,9 +161,12 @@ def test_train_batch_unknown_loss_setting_is_not_sent() -> None:
 def test_argument_names_import_no_torch() -> None:
     program = """
 import sys
-from helmsman.controller._validation.argument_names import require_engine_arguments, require_loss_settings
+from helmsman.controller._validation.argument_names import (
+    require_engine_arguments, require_loss_settings
+)
+engine = "helmsman.engines.train.FSDPTrainEngine"
 for check in (
-    lambda: require_engine_arguments("r", "helmsman.engines.train.FSDPTrainEngine", {"learning_rate": 1}),
+    lambda: require_engine_arguments("r", engine, {"learning_rate": 1}),
     lambda: require_loss_settings("grpo", {"cliphigh": 1}),
 ):
     try:
@@ -152,7 +187,8 @@ class Finder:
     def find_spec(name, path=None, target=None):
         if name == "helmsman":
             return importlib.util.spec_from_file_location(name, {helmsman.__file__!r})
-sys.path[:] = [each for each in sys.path if not importlib.machinery.PathFinder.find_spec("helmsman", [each])]
+find = importlib.machinery.PathFinder.find_spec
+sys.path[:] = [each for each in sys.path if not find("helmsman", [each])]
 sys.meta_path.insert(0, Finder)
 from helmsman.controller._validation.argument_names import require_engine_arguments
 try:
@@ -164,7 +200,11 @@ sys.exit("it was accepted")
     subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=60)
 
 
-@pytest.mark.parametrize(("name", "option", "expected"), [("local", "num_gpu", "num_gpus"), ("inline", "sed", "seed")])
+@pytest.mark.parametrize(
+    ("name", "option", "expected"), [("local", "num_gpu", "num_gpus"), ("inline", "sed", "seed")]
+)
 def test_make_scheduler_unknown_option(name: str, option: str, expected: str) -> None:
-    with pytest.raises(TypeError, match=f"scheduler {name!r} has no option {option!r}; did you mean {expected!r}"):
+    with pytest.raises(
+        TypeError, match=f"scheduler {name!r} has no option {option!r}; did you mean {expected!r}"
+    ):
         make_scheduler(name, **{option: 1})

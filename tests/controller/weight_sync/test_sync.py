@@ -50,7 +50,9 @@ def supervised(scheduler: Scheduler) -> Iterator[World]:
 
 @pytest.mark.parametrize("world", ["pair", "supervised"])
 @pytest.mark.parametrize("way", ["memory", "disk", "collective"])
-def test_push_updates_every_instance(way: str, world: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_push_updates_every_instance(
+    way: str, world: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """From two ranks that have a half of each parameter, and from one."""
     it: World = request.getfixturevalue(world)
     form = WeightFormat(bucket_bytes=4000, checksum=True)
@@ -72,7 +74,10 @@ def test_push_updates_every_instance(way: str, world: str, request: pytest.Fixtu
 
 
 def test_push_on_ray() -> None:
-    with make_scheduler("ray", address="local", num_cpus=4) as cluster, World(cluster, 1, 2) as world:
+    with (
+        make_scheduler("ray", address="local", num_cpus=4) as cluster,
+        World(cluster, 1, 2) as world,
+    ):
         for way in (ViaMemory(), ViaCollective()):
             world.step()
             assert world.sync(way, form=WeightFormat(checksum=True)).push().updated == world.ids
@@ -85,13 +90,19 @@ def test_push_on_ray() -> None:
     ("way", "form", "message"),
     [
         *(
-            (way, WeightFormat(names=((r"^.*$", "same"),)), "are both called 'same' by WeightFormat.names")
+            (
+                way,
+                WeightFormat(names=((r"^.*$", "same"),)),
+                "are both called 'same' by WeightFormat.names",
+            )
             for way in ("memory", "disk", "collective")
         ),
         ("memory", WeightFormat(dtype="float99"), "there is no floating-point type 'float99'"),
     ],
 )
-def test_push_refuses_an_invalid_format(way: str, form: WeightFormat, message: str, pair: World, tmp_path: Path) -> None:
+def test_push_refuses_an_invalid_format(
+    way: str, form: WeightFormat, message: str, pair: World, tmp_path: Path
+) -> None:
     pair.step()
     with pytest.raises(HelmsmanError, match=message):
         pair.sync(way_of(way, tmp_path), form=form).push()
@@ -104,7 +115,9 @@ def test_push_of_another_models_weights(way: str, pair: World, tmp_path: Path) -
     pair.step()
     wrong = WeightFormat(names=(("embed_tokens", "embedding"),))
     carrier = way_of(way, tmp_path)
-    with pytest.raises(HelmsmanError, match="left as it is. 1 missing: model.embed_tokens.weight; 1 unexpected"):
+    with pytest.raises(
+        HelmsmanError, match="left as it is. 1 missing: model.embed_tokens.weight; 1 unexpected"
+    ):
         pair.sync(carrier, form=wrong).push()
     assert all(pair.differing().values())
     assert pair.health() == [Health.STALE, Health.STALE]
@@ -120,7 +133,8 @@ def test_weight_format_maps_names_and_casts(pair: World, tmp_path: Path) -> None
         pair.sync(ViaDisk(str(tmp_path)), form=form).push()
     (file,) = tmp_path.glob(f"version-{version:010d}/*.safetensors")
     with safe_open(file, framework="pt") as written:
-        found = {name: written.get_tensor(name) for name in written.keys()}  # noqa: SIM118 - it is no mapping
+        # It is no mapping
+        found = {name: written.get_tensor(name) for name in written.keys()}  # noqa: SIM118
     expected = pair.expected()
     assert found.keys() == {"policy." + re.sub(r"\.weight$", ".w", name) for name in expected}
     for name, tensor in expected.items():
@@ -129,7 +143,9 @@ def test_weight_format_maps_names_and_casts(pair: World, tmp_path: Path) -> None
     report = pair.sync(form=cast).push()
     assert 2 * report.num_bytes < 1.5 * sum(tensor.nbytes for tensor in expected.values())
     served = pair.scheduler.call_engine(pair.ids[1], "parameters")
-    assert all(torch.equal(served[name], tensor.bfloat16().float()) for name, tensor in expected.items())
+    assert all(
+        torch.equal(served[name], tensor.bfloat16().float()) for name, tensor in expected.items()
+    )
 
 
 def test_via_disk_keeps_the_last_versions(pair: World, tmp_path: Path) -> None:
@@ -138,8 +154,12 @@ def test_via_disk_keeps_the_last_versions(pair: World, tmp_path: Path) -> None:
         version = pair.step()
         sync.push()
     sync.push()  # the same version once more
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"version-{v:010d}" for v in (version - 1, version)]
-    index = json.loads((tmp_path / f"version-{version:010d}" / "model.safetensors.index.json").read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"version-{v:010d}" for v in (version - 1, version)
+    ]
+    index = json.loads(
+        (tmp_path / f"version-{version:010d}" / "model.safetensors.index.json").read_text()
+    )
     assert set(index["weight_map"]) == set(pair.expected())
 
 
@@ -172,14 +192,18 @@ def test_push_refuses_a_lower_version(pair: World) -> None:
     sync = pair.sync()
     last = sync.push().version
     pair.trainer.set_version(last - 1)
-    with pytest.raises(ValueError, match=f"weight version {last - 1} after {last}: versions only grow"):
+    with pytest.raises(
+        ValueError, match=f"weight version {last - 1} after {last}: versions only grow"
+    ):
         sync.push()
     pair.trainer.set_version(last + 1)
     assert sync.push().version == last + 1
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "finish", "recall"])
-def test_via_disk_damaged_file_makes_readers_stale(in_flight: Any, supervised: World, tmp_path: Path) -> None:
+def test_via_disk_damaged_file_makes_readers_stale(
+    in_flight: Any, supervised: World, tmp_path: Path
+) -> None:
     """What it has waits meanwhile, and goes on by whole weights."""
     form = WeightFormat(bucket_bytes=4000, checksum=True)
     sync = supervised.sync(ViaDisk(str(tmp_path)), form=form, in_flight=in_flight)
@@ -191,8 +215,14 @@ def test_via_disk_damaged_file_makes_readers_stale(in_flight: Any, supervised: W
     data = bytearray(written[-1].read_bytes())
     data[-3] ^= 1
     written[-1].write_bytes(data)
-    futures = [supervised.rollout.submit(PROMPT, SamplingParams(max_new_tokens=110)) for _ in supervised.ids]
-    with pytest.raises(HelmsmanError, match=r"exchanged in part: ValueError: \d of \d+ parameters did not arrive as they were"):
+    futures = [
+        supervised.rollout.submit(PROMPT, SamplingParams(max_new_tokens=110))
+        for _ in supervised.ids
+    ]
+    with pytest.raises(
+        HelmsmanError,
+        match=r"exchanged in part: ValueError: \d of \d+ parameters did not arrive as they were",
+    ):
         supervised.rollout.update_weights(WeightsOnDisk(str(folder)), version + 1)
     assert set(supervised.health()) == {Health.STALE}
     supervised.trainer.set_version(version + 2)
@@ -248,11 +278,19 @@ def test_weight_sync_refuses_invalid_arguments(pair: World) -> None:
 
 
 def test_push_names_an_engine_that_cannot_publish(scheduler: Scheduler) -> None:
-    jobs = {role: Job(role=role, replicas=1, tasks=[SPEC]) for role in ("other-train", "other-rollout")}
-    trainer = TrainController(scheduler, "tests.controller.engines.RecordingTrainer", jobs["other-train"], ("critic",))
-    rollout = RolloutController(scheduler, "tests.controller.engines.CountingRollout", jobs["other-rollout"])
+    jobs = {
+        role: Job(role=role, replicas=1, tasks=[SPEC]) for role in ("other-train", "other-rollout")
+    }
+    trainer = TrainController(
+        scheduler, "tests.controller.engines.RecordingTrainer", jobs["other-train"], ("critic",)
+    )
+    rollout = RolloutController(
+        scheduler, "tests.controller.engines.CountingRollout", jobs["other-rollout"]
+    )
     with trainer, rollout:
         trainer.initialize()
         rollout.initialize()
-        with pytest.raises(MethodNotFoundError, match="RecordingTrainer\\) has no public method 'publish_weights'"):
+        with pytest.raises(
+            MethodNotFoundError, match="RecordingTrainer\\) has no public method 'publish_weights'"
+        ):
             WeightSync(trainer, rollout).push()

@@ -1,4 +1,6 @@
-"""What goes wrong in the middle of a sync, and what is so afterwards; with real engines in real processes."""
+"""What goes wrong in the middle of a sync, and what is so afterwards; with real engines in real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,12 @@ def is_stopped(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_push_with_a_failing_cast_releases_all_ranks(way: str, world: World, tmp_path: Path) -> None:
-    """Its peers are in the collectives of the other parameters by then, and the instances wait for the first bucket."""
+def test_push_with_a_failing_cast_releases_all_ranks(
+    way: str, world: World, tmp_path: Path
+) -> None:
+    """Its peers are in the collectives of the other parameters by then, and the instances wait for
+    the first bucket.
+    """
     world.step()
     form = WeightFormat(dtype="float4_e2m1fn_x2")  # a type of torch that nothing is cast to
     with pytest.raises(HelmsmanError, match="(?i)float4"):
@@ -64,14 +70,18 @@ def test_push_with_a_failing_cast_releases_all_ranks(way: str, world: World, tmp
 
 
 @pytest.mark.parametrize("way", [*WAYS, "update_rollout"])
-def test_push_refuses_weights_that_changed_meanwhile(way: str, world: World, tmp_path: Path) -> None:
+def test_push_refuses_weights_that_changed_meanwhile(
+    way: str, world: World, tmp_path: Path
+) -> None:
     """A step of another thread comes between the two."""
     before = world.sync().push().version
     version = world.step()
     for worker in world.trainer.workers:
         world.scheduler.call_engine(worker.id, "step_after_next_version")
     sync = world.sync(way_of(way, tmp_path)) if way in WAYS else None
-    push: Callable[[], Any] = sync.push if sync is not None else lambda: world.trainer.update_rollout(world.rollout)
+    push: Callable[[], Any] = (
+        sync.push if sync is not None else lambda: world.trainer.update_rollout(world.rollout)
+    )
     with pytest.raises(HelmsmanError, match=f"weight version {version + 1}.*{version}"):
         push()
     assert all(world.differing().values())
@@ -122,15 +132,21 @@ def test_via_collective_of_several_groups_in_turn(world: World) -> None:
         syncs.append(WeightSync(world.trainer, other.rollout, ViaCollective(timeout_s=10.0)))
         syncs.append(other.sync(ViaCollective(timeout_s=10.0)))
         for _ in range(3):
-            for sync, (rollout, trainer) in zip(syncs, [(world, world)] * 2 + [(other, world), (other, other)], strict=True):
-                trainer.trainer.set_version(1 + max(world.trainer.get_version(), other.trainer.get_version()))
+            for sync, (rollout, trainer) in zip(
+                syncs, [(world, world)] * 2 + [(other, world), (other, other)], strict=True
+            ):
+                trainer.trainer.set_version(
+                    1 + max(world.trainer.get_version(), other.trainer.get_version())
+                )
                 num_updates = rollout.updates()
                 assert sync.push().updated == rollout.ids
                 assert rollout.updates() == [num + 1 for num in num_updates]
 
 
 def test_push_cancelled_leaves_no_memory(world: World) -> None:
-    """Whatever became of it: the copies are those of the version that is served, and of none before."""
+    """Whatever became of it: the copies are those of the version that is served, and of none
+    before.
+    """
     sync = world.sync()
     world.step()
     sync.push()
@@ -153,7 +169,9 @@ def test_push_cancelled_leaves_no_memory(world: World) -> None:
 
 
 async def _cancelled_push(world: World, sync: WeightSync) -> None:
-    """Interrupt a push when the first instance has the weights and the last is in the middle of them."""
+    """Interrupt a push when the first instance has the weights and the last is in the middle of
+    them.
+    """
     first, last = world.ids
     pid = world.pid(last)
     version = world.step()
@@ -161,11 +179,14 @@ async def _cancelled_push(world: World, sync: WeightSync) -> None:
     pushing = asyncio.ensure_future(sync.apush())
     with going_on(pid):
         await asyncio.to_thread(until, lambda: is_stopped(pid))
-        await asyncio.to_thread(until, lambda: world.scheduler.call_engine(first, "get_version") == version)
+        await asyncio.to_thread(
+            until, lambda: world.scheduler.call_engine(first, "get_version") == version
+        )
         pushing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pushing
-    await asyncio.to_thread(world.rollout.versions)  # it has answered: what it had to do with that update is over
+    # it has answered: what it had to do with that update is over
+    await asyncio.to_thread(world.rollout.versions)
 
 
 def test_push_cancelled_moves_requests_elsewhere(world: World) -> None:
@@ -187,12 +208,17 @@ def test_push_reports_requests_that_do_not_end(world: World) -> None:
     pid = world.pid(last)
     stop(pid)
     with going_on(pid):
-        futures = [world.rollout.submit(PROMPT, SamplingParams(max_new_tokens=LONG)) for _ in range(8)]
+        futures = [
+            world.rollout.submit(PROMPT, SamplingParams(max_new_tokens=LONG)) for _ in range(8)
+        ]
         assert set(world.sync().push(timeout=1.0).failed) == {last}
         until(lambda: not world.rollout.load().instances[world.ids[0]].num_in_flight)
         for in_flight in ("finish", "recall"):
             sync = world.sync(in_flight=in_flight)  # type: ignore[arg-type]
-            told = rf"an update of the weights with in_flight='{in_flight}' has waited 0.5 s .*: {last} has \d. \d wait"
+            told = (
+                rf"an update of the weights with in_flight='{in_flight}' has waited 0.5 s .*: "
+                rf"{last} has \d. \d wait"
+            )
             with pytest.raises(RequestsInFlightError, match=told):
                 sync.push(timeout=0.5)
             assert not world.rollout.load().paused
@@ -219,9 +245,13 @@ def test_push_from_several_threads(way: str, world: World, tmp_path: Path) -> No
             assert not any(world.differing().values())
 
 
-def test_rebuilt_instance_without_files_waits_for_update(scheduler: Scheduler, tmp_path: Path) -> None:
+def test_rebuilt_instance_without_files_waits_for_update(
+    scheduler: Scheduler, tmp_path: Path
+) -> None:
     """It is built anew once, not until its budget is spent."""
-    policy = SupervisionPolicy(probe_every_s=0.2, suspect_s=10.0, dead_s=60.0, max_restarts=1, restart_pause_s=0.1)
+    policy = SupervisionPolicy(
+        probe_every_s=0.2, suspect_s=10.0, dead_s=60.0, max_restarts=1, restart_pause_s=0.1
+    )
     with World(scheduler, 1, 2, "-folder", supervision=policy) as world:
         sync = world.sync(ViaDisk(str(tmp_path / "weights")))
         world.step()
@@ -242,7 +272,9 @@ def test_rollout_close_beside_a_hanging_trainer(scheduler: Scheduler) -> None:
         stop(pid)
         with going_on(pid):
             world.rollout.close()
-            assert world.rollout.role not in {status.worker_id.partition("/")[0] for status in scheduler.status()}
+            assert world.rollout.role not in {
+                status.worker_id.partition("/")[0] for status in scheduler.status()
+            }
 
 
 def test_via_collective_with_a_dead_trainer_rank(scheduler: Scheduler) -> None:

@@ -1,4 +1,6 @@
-"""Which weights made a token, by weights that can be told from it; with real engines in real processes."""
+"""Which weights made a token, by weights that can be told from it; with real engines in real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ import pytest
 from helmsman import HelmsmanError, RetryGeneration, SamplingParams, Scheduler, SupervisionPolicy
 from helmsman.api.generation import GenerationResult
 from helmsman.api.weights import WeightFormat
-from helmsman.controller._weight_sync.sync import SyncReport, ViaCollective, ViaDisk, ViaMemory, WeightSync
+from helmsman.controller._weight_sync.sync import (
+    SyncReport,
+    ViaCollective,
+    ViaDisk,
+    ViaMemory,
+    WeightSync,
+)
 from tests.controller.sync_engines import KILL
 from tests.controller.sync_world import PROMPT, World
 from tests.engines.small_models import LLAMA, VOCAB
@@ -27,10 +35,19 @@ NUM_PUSHES = 12
 
 @pytest.mark.slow
 def test_push_versions_of_tokens_among_faults(engines_scheduler: Scheduler, tmp_path: Path) -> None:
-    """While instances are killed and built anew, come and go, and weights are brought in all ways."""
-    policy = SupervisionPolicy(probe_every_s=0.2, suspect_s=10.0, dead_s=60.0, max_restarts=99, restart_pause_s=0.1)
+    """While instances are killed and built anew, come and go, and weights are brought in all
+    ways.
+    """
+    policy = SupervisionPolicy(
+        probe_every_s=0.2, suspect_s=10.0, dead_s=60.0, max_restarts=99, restart_pause_s=0.1
+    )
     draw = random.Random(8)
-    options: dict[str, Any] = {"model": LLAMA, "trainer": "Marked", "retries": RetryGeneration(), "supervision": policy}
+    options: dict[str, Any] = {
+        "model": LLAMA,
+        "trainer": "Marked",
+        "retries": RetryGeneration(),
+        "supervision": policy,
+    }
     with (
         concurrent.futures.ThreadPoolExecutor(2) as threads,
         World(engines_scheduler, 2, 3, **options) as world,
@@ -41,15 +58,25 @@ def test_push_versions_of_tokens_among_faults(engines_scheduler: Scheduler, tmp_
         for version in range(1, NUM_PUSHES + 1):
             mark(threads, world, version)
             way, in_flight = draw.choice(ways), draw.choice(["continue", "finish", "recall"])
-            form = WeightFormat(bucket_bytes=draw.choice([1, 5000, 1 << 30]), checksum=draw.random() < 0.5)
+            form = WeightFormat(
+                bucket_bytes=draw.choice([1, 5000, 1 << 30]), checksum=draw.random() < 0.5
+            )
             sync = world.sync(way, form=form, in_flight=in_flight)  # type: ignore[arg-type]
             if version > 1:
                 results += [world.rollout.submit(PROMPT, SAMPLING) for _ in range(8)]
                 fault = draw.choice(["none", "none", "kill", "scale", "interrupt"])
                 if fault == "kill":
-                    faults.append(threads.submit(kill, world, draw.choice([i.id for i in world.rollout.workers])))
+                    faults.append(
+                        threads.submit(
+                            kill, world, draw.choice([i.id for i in world.rollout.workers])
+                        )
+                    )
                 elif fault == "scale":
-                    faults.append(threads.submit(world.rollout.scale, draw.choice([2, 3, 4]), migrate=draw.random() < 0.5))
+                    faults.append(
+                        threads.submit(
+                            world.rollout.scale, draw.choice([2, 3, 4]), migrate=draw.random() < 0.5
+                        )
+                    )
                 elif fault == "interrupt":
                     with contextlib.suppress(HelmsmanError):  # or it was quick enough
                         sync.push(timeout=draw.choice([0.001, 0.01, 0.03]))
@@ -67,7 +94,12 @@ def test_push_versions_of_tokens_among_faults(engines_scheduler: Scheduler, tmp_
 
 def mark(threads: concurrent.futures.Executor, world: World, version: int) -> None:
     """A collective of both ranks."""
-    list(threads.map(lambda w: world.scheduler.call_engine(w.id, "mark", None, version), world.trainer.workers))
+    list(
+        threads.map(
+            lambda w: world.scheduler.call_engine(w.id, "mark", None, version),
+            world.trainer.workers,
+        )
+    )
 
 
 def kill(world: World, worker_id: str) -> None:

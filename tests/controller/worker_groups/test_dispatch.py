@@ -1,4 +1,6 @@
-"""What each rank of a group call gets, and what becomes of the results: the algebra, without any worker."""
+"""What each rank of a group call gets, and what becomes of the results: the algebra, without any
+worker.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,33 @@ from hypothesis import strategies as st
 
 from helmsman.api.batch import Batch
 from helmsman.api.columns import Ragged, same
-from helmsman.api.dispatch import AxisSharding, Collect, CustomDispatch, Dispatch, Execute, MethodSpec, Replicate, Shard
+from helmsman.api.dispatch import (
+    AxisSharding,
+    Collect,
+    CustomDispatch,
+    Dispatch,
+    Execute,
+    MethodSpec,
+    Replicate,
+    Shard,
+)
 from helmsman.api.errors import DispatchError, UnevenBatchError
 from helmsman.api.register import register
 from helmsman.api.topology import AXES, Axis, RankInfo, Topology
-from helmsman.controller._worker_groups.dispatch import answering_ranks, collect, collecting_ranks, dispatch, dispatch_ad_hoc
+from helmsman.controller._worker_groups.dispatch import (
+    answering_ranks,
+    collect,
+    collecting_ranks,
+    dispatch,
+    dispatch_ad_hoc,
+)
 
 Work = Callable[..., Any]
 
 
-def declared(mode: Any, function: Work | None = None, execute: Any = Execute.ALL, **options: Any) -> MethodSpec:
+def declared(
+    mode: Any, function: Work | None = None, execute: Any = Execute.ALL, **options: Any
+) -> MethodSpec:
     """The declaration of a method that takes ``x`` and, as declared elsewhere, more."""
 
     def method(self: object, x: Any, y: Any = None, *rest: Any, z: Any = None, **more: Any) -> Any:
@@ -50,7 +69,12 @@ def run(
         )
         for rank in sent.ranks
     }
-    return collect(topology, spec, sent.cut, [results[rank] for rank in answering_ranks(topology, spec, sent.ranks)])
+    return collect(
+        topology,
+        spec,
+        sent.cut,
+        [results[rank] for rank in answering_ranks(topology, spec, sent.ranks)],
+    )
 
 
 def first(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,19 +92,26 @@ TOPOLOGIES = [
 ]
 SUBSETS = [subset for size in range(len(AXES) + 1) for subset in itertools.permutations(AXES, size)]
 KINDS: dict[str, Callable[[int], Any]] = {
-    "batch": lambda size: Batch({"x": torch.arange(size), "name": [f"row {row}" for row in range(size)]}, {"lr": 0.1}),
+    "batch": lambda size: Batch(
+        {"x": torch.arange(size), "name": [f"row {row}" for row in range(size)]}, {"lr": 0.1}
+    ),
     "tensor": lambda size: torch.arange(size * 2).view(size, 2),
     "array": lambda size: np.arange(size),
     "list": lambda size: [f"row {row}" for row in range(size)],
     "ragged": lambda size: (
-        Ragged(torch.arange(size * (size - 1) // 2), [row * (row - 1) // 2 for row in range(1, size + 1)])
+        Ragged(
+            torch.arange(size * (size - 1) // 2),
+            [row * (row - 1) // 2 for row in range(1, size + 1)],
+        )
         if size
         else Ragged(torch.arange(0), [0])
     ),
 }
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda topology: "x".join(map(str, topology.sizes.values())))
+@pytest.mark.parametrize(
+    "topology", TOPOLOGIES, ids=lambda topology: "x".join(map(str, topology.sizes.values()))
+)
 def test_axis_sharding_gives_each_rank_its_share(topology: Topology) -> None:
     for shard in SUBSETS:
         rest = [axis for axis in AXES if axis not in shard]
@@ -90,7 +121,9 @@ def test_axis_sharding_gives_each_rank_its_share(topology: Topology) -> None:
             check_shares(topology, shard, replicate, size)
 
 
-def check_shares(topology: Topology, shard: tuple[Axis, ...], replicate: tuple[Axis, ...], size: int) -> None:
+def check_shares(
+    topology: Topology, shard: tuple[Axis, ...], replicate: tuple[Axis, ...], size: int
+) -> None:
     """As numpy cuts, over the coordinates in the order in which the axes are named."""
     given_to: dict[int, Any] = {}
 
@@ -99,7 +132,10 @@ def check_shares(topology: Topology, shard: tuple[Axis, ...], replicate: tuple[A
         return args[0]
 
     rows = list(range(size))
-    assert run(topology, declared(AxisSharding(shard, replicate), remainder="uneven"), work, rows) == rows
+    assert (
+        run(topology, declared(AxisSharding(shard, replicate), remainder="uneven"), work, rows)
+        == rows
+    )
     shares = np.array_split(np.arange(size), topology.num_parts(shard))
     for info in topology.ranks:
         number = 0
@@ -115,7 +151,9 @@ def check_shares(topology: Topology, shard: tuple[Axis, ...], replicate: tuple[A
     st.data(),
     st.sampled_from([Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST]),
 )
-def test_sharding_of_every_kind(kind: str, topology: Topology, data: st.DataObject, mode: Dispatch) -> None:
+def test_sharding_of_every_kind(
+    kind: str, topology: Topology, data: st.DataObject, mode: Dispatch
+) -> None:
     size = data.draw(st.integers(0, 3 * topology.world_size))
     rows = KINDS[kind](size)
     remainder = data.draw(st.sampled_from(["uneven", "pad"] if kind == "batch" else ["uneven"]))
@@ -137,7 +175,10 @@ def test_dispatch_packs_one_object_for_many_ranks() -> None:
     topology = Topology(dp=2, tp=2)
     value = object()
     sent = dispatch(topology, declared(Dispatch.ONE_TO_ALL), (value,), {"z": value})
-    assert [list(argument.parts) for argument in (*sent.args, sent.kwargs["z"])] == [[value], [value]]
+    assert [list(argument.parts) for argument in (*sent.args, sent.kwargs["z"])] == [
+        [value],
+        [value],
+    ]
     rows = dispatch(topology, declared(Dispatch.DP_MP_COMPUTE), ([1, 2, 3, 4],), {}).args[0]
     assert rows.parts == [[1, 2], [3, 4]]
     assert list(rows.of_rank) == [0, 0, 1, 1]
@@ -150,16 +191,31 @@ def test_dispatch_of_a_list_as_long_as_the_world(size: int) -> None:
     assert run(topology, declared(Dispatch.ONE_TO_ALL), first, rows) == [rows] * 4
     assert run(topology, declared(Dispatch.ONE_TO_ALL_ONE), first, rows) == rows
     assert run(topology, declared(Dispatch.DP_MP_COMPUTE, remainder="uneven"), first, rows) == rows
-    sent = dispatch_ad_hoc(topology, "m", [rows, Replicate(rows), Shard(rows, remainder="uneven")], {}, range(4))
-    assert [sent.args[index].for_rank(3) for index in range(3)] == [rows, rows, rows[(size + 1) // 2 :]]
+    sent = dispatch_ad_hoc(
+        topology, "m", [rows, Replicate(rows), Shard(rows, remainder="uneven")], {}, range(4)
+    )
+    assert [sent.args[index].for_rank(3) for index in range(3)] == [
+        rows,
+        rows,
+        rows[(size + 1) // 2 :],
+    ]
 
 
 def test_dispatch_pipeline_ranks_that_return_nothing() -> None:
     def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return Batch({"x": args[0]["x"] * 2, "rank": [info.rank] * len(args[0])}) if info.is_pipeline_last_stage else None
+        return (
+            Batch({"x": args[0]["x"] * 2, "rank": [info.rank] * len(args[0])})
+            if info.is_pipeline_last_stage
+            else None
+        )
 
     for size in (0, 5, 10):
-        joined = run(Topology(dp=5, tp=2, pp=2), declared(Dispatch.DP_MP_COMPUTE), work, Batch({"x": torch.arange(size)}))
+        joined = run(
+            Topology(dp=5, tp=2, pp=2),
+            declared(Dispatch.DP_MP_COMPUTE),
+            work,
+            Batch({"x": torch.arange(size)}),
+        )
         assert joined["x"].tolist() == [2 * row for row in range(size)]
         assert joined["rank"] == [rank for rank in (10, 12, 14, 16, 18) for _ in range(size // 5)]
 
@@ -175,17 +231,30 @@ def test_execute_rank_zero() -> None:
     for mode in (Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE):
         spec = declared(mode, execute=Execute.RANK_ZERO)
         assert list(dispatch(topology, spec, (1,), {}).ranks) == [0]
-        assert run(topology, spec, lambda info, args, kwargs: (info.rank, args, kwargs), [1], z=2) == (0, ([1],), {"z": 2})
+        assert run(
+            topology, spec, lambda info, args, kwargs: (info.rank, args, kwargs), [1], z=2
+        ) == (0, ([1],), {"z": 2})
 
 
 def test_dispatch_all_to_all() -> None:
     topology = Topology(dp=2, tp=2)
     spec = declared(Dispatch.ALL_TO_ALL)
-    assert run(topology, spec, lambda info, args, kwargs: (args, kwargs), [1, 2, 3, 4], z=("a", "b", "c", "d")) == [
-        ((number,), {"z": name}) for number, name in zip([1, 2, 3, 4], "abcd", strict=True)
-    ]
-    for wrong, said in (([1, 2, 3], "got 3 of them"), ("abcd", "got a str"), (torch.arange(4), "got a Tensor")):
-        with pytest.raises(DispatchError, match=rf"method: argument 0 of an ALL_TO_ALL call .* each of 4 ranks; {said}"):
+    assert run(
+        topology,
+        spec,
+        lambda info, args, kwargs: (args, kwargs),
+        [1, 2, 3, 4],
+        z=("a", "b", "c", "d"),
+    ) == [((number,), {"z": name}) for number, name in zip([1, 2, 3, 4], "abcd", strict=True)]
+    for wrong, said in (
+        ([1, 2, 3], "got 3 of them"),
+        ("abcd", "got a str"),
+        (torch.arange(4), "got a Tensor"),
+    ):
+        with pytest.raises(
+            DispatchError,
+            match=rf"method: argument 0 of an ALL_TO_ALL call .* each of 4 ranks; {said}",
+        ):
             dispatch(topology, spec, (wrong,), {})
 
 
@@ -199,15 +268,26 @@ def test_custom_dispatch() -> None:
         return len(results), results[-1]
 
     for mode in ({"dispatch_fn": spread, "collect_fn": last}, CustomDispatch(spread, last)):
-        assert run(topology, declared(mode), lambda info, args, kwargs: (args, kwargs), 10) == (4, ((13,), {"z": 10}))
+        assert run(topology, declared(mode), lambda info, args, kwargs: (args, kwargs), 10) == (
+            4,
+            ((13,), {"z": 10}),
+        )
         zero = declared(mode, execute=Execute.RANK_ZERO)
-        assert run(topology, zero, lambda info, args, kwargs: (args, kwargs), 10) == (1, ((10,), {"z": 10}))
+        assert run(topology, zero, lambda info, args, kwargs: (args, kwargs), 10) == (
+            1,
+            ((10,), {"z": 10}),
+        )
 
 
-@pytest.mark.parametrize("made", [None, [], ([],), ([[1]], {}), ([], {"z": [1, 2, 3]}), ([1], {}), (["abcd"], {})])
+@pytest.mark.parametrize(
+    "made", [None, [], ([],), ([[1]], {}), ([], {"z": [1, 2, 3]}), ([1], {}), (["abcd"], {})]
+)
 def test_custom_dispatch_refuses_invalid_results(made: Any) -> None:
     mode = CustomDispatch(lambda topology, value: made, lambda topology, results: results)
-    with pytest.raises(DispatchError, match=r"its dispatch_fn returned .*it returns \(args, kwargs\).*each of the 4 ranks"):
+    with pytest.raises(
+        DispatchError,
+        match=r"its dispatch_fn returned .*it returns \(args, kwargs\).*each of the 4 ranks",
+    ):
         dispatch(Topology(dp=4), declared(mode), (1,), {})
 
 
@@ -215,7 +295,10 @@ def test_dispatch_refuses_marks() -> None:
     for mark in (Shard([1, 2]), Replicate([1, 2])):
         for args, kwargs in (((mark,), {}), ((), {"x": mark})):
             for mode in (Dispatch.ONE_TO_ALL, Dispatch.DP_MP_COMPUTE):
-                with pytest.raises(DispatchError, match=f"is a {type(mark).__name__}, and .* is declared: {mode.name}"):
+                with pytest.raises(
+                    DispatchError,
+                    match=f"is a {type(mark).__name__}, and .* is declared: {mode.name}",
+                ):
                     dispatch(Topology(dp=2), declared(mode), args, kwargs)
 
 
@@ -224,8 +307,13 @@ def test_dispatch_cuts_the_named_parameters() -> None:
     spec = declared(Dispatch.DP_MP_COMPUTE, shard=("x", "z"))
     sent = dispatch(topology, spec, ([1, 2], [3, 4], [5, 6]), {"z": (7, 8), "w": [9, 10]})
     assert [argument.for_rank(1) for argument in sent.args] == [[2], [3, 4], [5, 6]]
-    assert {name: argument.for_rank(1) for name, argument in sent.kwargs.items()} == {"z": [8], "w": [9, 10]}
-    everything = dispatch(topology, declared(Dispatch.DP_MP_COMPUTE), ([1, 2], None, [5, 6]), {"w": [9, 10]})
+    assert {name: argument.for_rank(1) for name, argument in sent.kwargs.items()} == {
+        "z": [8],
+        "w": [9, 10],
+    }
+    everything = dispatch(
+        topology, declared(Dispatch.DP_MP_COMPUTE), ([1, 2], None, [5, 6]), {"w": [9, 10]}
+    )
     assert [argument.for_rank(0) for argument in everything.args] == [[1], None, [5]]
     assert everything.kwargs["w"].for_rank(1) == [10]
 
@@ -246,11 +334,16 @@ def test_dispatch_refuses_arguments() -> None:
         (Topology(dp=4), 3, "dp = 4 ranks / (tp 1 x pp 1 x cp 1) = 4", "4"),
     ],
 )
-def test_dispatch_of_rows_that_do_not_divide(topology: Topology, rows: int, derivation: str, nearest: str) -> None:
+def test_dispatch_of_rows_that_do_not_divide(
+    topology: Topology, rows: int, derivation: str, nearest: str
+) -> None:
     with pytest.raises(UnevenBatchError) as caught:
         dispatch(topology, declared(Dispatch.DP_MP_COMPUTE), (list(range(rows)),), {})
     text = str(caught.value)
-    assert f"argument 'x' of {rows} rows does not divide over {topology.dp_size} parts: {derivation}; nearest" in text
+    assert (
+        f"argument 'x' of {rows} rows does not divide over {topology.dp_size} parts: "
+        f"{derivation}; nearest" in text
+    )
     assert f"nearest valid sizes: {nearest}." in text
     assert "remainder='pad'" in text and "remainder='uneven'" in text
 
@@ -261,7 +354,10 @@ def test_dispatch_of_rows_that_do_not_divide(topology: Topology, rows: int, deri
         ((0.5,), r"argument 'x' is cut over dp, and a float has no rows"),
         (({"a": [1, 2]},), r"a dict has no rows"),
         ((torch.tensor(1.0),), r"a Tensor has no rows"),
-        (([1, 2], [1, 2, 3, 4]), r"arguments that are cut together have as many rows; got x: 2, y: 4"),
+        (
+            ([1, 2], [1, 2, 3, 4]),
+            r"arguments that are cut together have as many rows; got x: 2, y: 4",
+        ),
     ],
 )
 def test_dispatch_of_values_without_rows(args: Sequence[Any], said: str) -> None:
@@ -277,7 +373,9 @@ def test_padding_does_not_come_back(leaves_out: bool) -> None:
         share = args[0].unpad() if leaves_out else args[0]
         return share["x"] + 100
 
-    joined = run(Topology(dp=4, tp=2), declared(Dispatch.DP_MP_COMPUTE, remainder="pad"), work, rows)
+    joined = run(
+        Topology(dp=4, tp=2), declared(Dispatch.DP_MP_COMPUTE, remainder="pad"), work, rows
+    )
     assert joined.tolist() == [100, 101, 102, 103, 104]
 
 
@@ -286,9 +384,16 @@ def test_padding_of_the_caller_stays() -> None:
     joined = run(Topology(dp=2), declared(Dispatch.DP_MP_COMPUTE), first, rows)
     assert joined.equals(rows) and joined.num_padding == 1
     spec = declared(Dispatch.DP_MP_COMPUTE, remainder="pad")
-    with pytest.raises(DispatchError, match="a part of 2 rows, 1 of them padding, returned 4 rows, so nobody can tell"):
-        run(Topology(dp=2), spec, lambda info, args, kwargs: [*args[0], *args[0]], KINDS["batch"](3))
-    with pytest.raises(DispatchError, match=r"has 3 rows for 2 parts and is a list, which cannot carry the mask"):
+    with pytest.raises(
+        DispatchError,
+        match="a part of 2 rows, 1 of them padding, returned 4 rows, so nobody can tell",
+    ):
+        run(
+            Topology(dp=2), spec, lambda info, args, kwargs: [*args[0], *args[0]], KINDS["batch"](3)
+        )
+    with pytest.raises(
+        DispatchError, match=r"has 3 rows for 2 parts and is a list, which cannot carry the mask"
+    ):
         dispatch(Topology(dp=2), spec, ([1, 2, 3],), {})
     assert run(Topology(dp=2), spec, first, [1, 2]) == [1, 2]
 
@@ -296,11 +401,17 @@ def test_padding_of_the_caller_stays() -> None:
 @pytest.mark.parametrize(
     ("results", "said"),
     [
-        ([{"loss": 1.0}, {"loss": 2.0}], r"its parts returned dict, which cannot be joined. .*collect=Collect.LIST"),
+        (
+            [{"loss": 1.0}, {"loss": 2.0}],
+            r"its parts returned dict, which cannot be joined. .*collect=Collect.LIST",
+        ),
         ([[1], None], r"its parts returned list and NoneType"),
         ([torch.zeros(1), [1]], r"its parts returned tensor and list"),
         ([torch.zeros(1, 2), torch.zeros(1, 3)], r"what its parts returned cannot be joined"),
-        ([Batch({"x": [1]}), Batch({"y": [1]})], r"cannot be joined: batch 1 has the columns y; the first has x"),
+        (
+            [Batch({"x": [1]}), Batch({"y": [1]})],
+            r"cannot be joined: batch 1 has the columns y; the first has x",
+        ),
     ],
 )
 def test_collect_refuses(results: list[Any], said: str) -> None:
@@ -313,7 +424,10 @@ def test_collecting_ranks() -> None:
     assert collecting_ranks(topology, AxisSharding(("dp",), (), {"tp": -1, "pp": 1})) == [
         topology.rank_at(dp=dp, tp=2, pp=1) for dp in range(2)
     ]
-    with pytest.raises(DispatchError, match="rows are taken from coordinate 3 of tp, which has 3 here. Name one from 0 to 2"):
+    with pytest.raises(
+        DispatchError,
+        match="rows are taken from coordinate 3 of tp, which has 3 here. Name one from 0 to 2",
+    ):
         collecting_ranks(topology, AxisSharding(("dp",), (), {"tp": 3}))
 
 
@@ -325,7 +439,9 @@ def test_sharding_gives_to_another_coordinate() -> None:
         [info.dp_rank + 1] if info.is_pipeline_last_stage else None for info in topology.ranks
     ]
     assert run(topology, spec, first, [1, 2]) == [1, 2]
-    with pytest.raises(DispatchError, match="rows are given to coordinate 3 of pp, which has 3 here"):
+    with pytest.raises(
+        DispatchError, match="rows are given to coordinate 3 of pp, which has 3 here"
+    ):
         dispatch(topology, declared(AxisSharding(("dp",), (), {}, {"pp": 3})), ([1, 2],), {})
 
 
@@ -342,16 +458,28 @@ def test_collect(collect: Any, expected: Any) -> None:
 
 
 def test_ad_hoc_shard_for_one_rank() -> None:
-    with pytest.raises(DispatchError, match="argument 0 is a Shard, and the call goes to rank 2 alone"):
+    with pytest.raises(
+        DispatchError, match="argument 0 is a Shard, and the call goes to rank 2 alone"
+    ):
         dispatch_ad_hoc(Topology(dp=4), "c.m", [Shard([1, 2, 3, 4])], {}, [2])
     for topology in (Topology(), Topology(tp=2)):  # whose only share is all of it
-        assert dispatch_ad_hoc(topology, "c.m", [Shard([1, 2])], {}, [0]).args[0].for_rank(0) == [1, 2]
+        assert dispatch_ad_hoc(topology, "c.m", [Shard([1, 2])], {}, [0]).args[0].for_rank(0) == [
+            1,
+            2,
+        ]
 
 
 @pytest.mark.parametrize("execute", list(Execute))
-@pytest.mark.parametrize("mode", [*Dispatch, AxisSharding(), AxisSharding(()), {"dispatch_fn": print, "collect_fn": print}])
+@pytest.mark.parametrize(
+    "mode",
+    [*Dispatch, AxisSharding(), AxisSharding(()), {"dispatch_fn": print, "collect_fn": print}],
+)
 def test_register_modes_that_go_together(mode: Any, execute: Execute) -> None:
-    goes = execute is Execute.ALL or mode in (Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE) or isinstance(mode, dict)
+    goes = (
+        execute is Execute.ALL
+        or mode in (Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE)
+        or isinstance(mode, dict)
+    )
     if goes:
         assert declared(mode, execute=execute).execute_mode is execute
     else:
@@ -363,22 +491,49 @@ def test_register_modes_that_go_together(mode: Any, execute: Execute) -> None:
     ("options", "said"),
     [
         ({"dispatch_mode": "dp"}, "'dp' is no dispatch mode"),
-        ({"dispatch_mode": {"dispatch_fn": print}}, r"has the functions 'dispatch_fn' and 'collect_fn'; got \['dispatch_fn'\]"),
-        ({"dispatch_mode": Dispatch.DP_MP_COMPUTE, "execute_mode": "all"}, "'all' is no execute mode"),
-        ({"dispatch_mode": Dispatch.DP_MP_COMPUTE, "shard": "x"}, r"Give the names of parameters: shard=\('x',\)"),
-        ({"dispatch_mode": Dispatch.DP_MP_COMPUTE, "shard": ("w",)}, "shard names 'w'; its parameters are 'more', 'rest', 'x'"),
-        ({"dispatch_mode": Dispatch.DP_MP_COMPUTE, "remainder": "drop"}, "remainder='drop'. Give 'error', 'pad' or 'uneven'"),
+        (
+            {"dispatch_mode": {"dispatch_fn": print}},
+            r"has the functions 'dispatch_fn' and 'collect_fn'; got \['dispatch_fn'\]",
+        ),
+        (
+            {"dispatch_mode": Dispatch.DP_MP_COMPUTE, "execute_mode": "all"},
+            "'all' is no execute mode",
+        ),
+        (
+            {"dispatch_mode": Dispatch.DP_MP_COMPUTE, "shard": "x"},
+            r"Give the names of parameters: shard=\('x',\)",
+        ),
+        (
+            {"dispatch_mode": Dispatch.DP_MP_COMPUTE, "shard": ("w",)},
+            "shard names 'w'; its parameters are 'more', 'rest', 'x'",
+        ),
+        (
+            {"dispatch_mode": Dispatch.DP_MP_COMPUTE, "remainder": "drop"},
+            "remainder='drop'. Give 'error', 'pad' or 'uneven'",
+        ),
         ({"dispatch_mode": Dispatch.ONE_TO_ALL, "shard": ("x",)}, "ONE_TO_ALL cuts nothing"),
         ({"dispatch_mode": Dispatch.ONE_TO_ALL, "remainder": "pad"}, "ONE_TO_ALL cuts nothing"),
-        ({"dispatch_mode": Dispatch.ONE_TO_ALL, "collect": Collect.LIST}, "does not go with ONE_TO_ALL"),
-        ({"dispatch_mode": Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL, "collect": Collect.JOIN}, "does not go with"),
+        (
+            {"dispatch_mode": Dispatch.ONE_TO_ALL, "collect": Collect.LIST},
+            "does not go with ONE_TO_ALL",
+        ),
+        (
+            {"dispatch_mode": Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL, "collect": Collect.JOIN},
+            "does not go with",
+        ),
     ],
 )
 def test_register_refuses(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(DispatchError, match="Use it as a decorator with arguments on a plain method"):
+    with pytest.raises(
+        DispatchError, match="Use it as a decorator with arguments on a plain method"
+    ):
         register(Dispatch.ONE_TO_ALL)(staticmethod(print))  # type: ignore[arg-type]
     with pytest.raises(DispatchError, match=said):
-        declared(options.pop("dispatch_mode"), execute=options.pop("execute_mode", Execute.ALL), **options)
+        declared(
+            options.pop("dispatch_mode"),
+            execute=options.pop("execute_mode", Execute.ALL),
+            **options,
+        )
 
 
 @pytest.mark.parametrize(
@@ -387,8 +542,14 @@ def test_register_refuses(options: dict[str, Any], said: str) -> None:
         ((("ep",),), "there is no axis 'ep'"),
         ((("dp",), ("dp",)), "an axis is either cut or replicated, once"),
         ((("dp", "dp"),), "once"),
-        ((("dp",), (), {"dp": 0}), "results come from every coordinate of an axis that is cut; take names dp"),
-        ((("dp",), None, {}, {"tp": 1}), "give is for axes that are neither cut nor replicated; it names tp"),
+        (
+            (("dp",), (), {"dp": 0}),
+            "results come from every coordinate of an axis that is cut; take names dp",
+        ),
+        (
+            (("dp",), None, {}, {"tp": 1}),
+            "give is for axes that are neither cut nor replicated; it names tp",
+        ),
     ],
 )
 def test_axis_sharding_refuses(arguments: tuple[Any, ...], said: str) -> None:

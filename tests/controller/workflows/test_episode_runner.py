@@ -1,4 +1,6 @@
-"""EpisodeRunner on a virtual clock: episodes that take too long, swallow their cancellation, or fail in odd ways."""
+"""EpisodeRunner on a virtual clock: episodes that take too long, swallow their cancellation, or
+fail in odd ways.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def now() -> float:
 
 
 class Stubborn:
-    """Item 0 waits for ever and swallows its cancellation, until the test ends it; the others take a second each."""
+    """Item 0 waits for ever and swallows its cancellation, until the test ends it; the others take
+    a second each.
+    """
 
     def __init__(self) -> None:
         self.was_cancelled = 0
@@ -63,7 +67,10 @@ async def test_episode_timeout() -> None:
     assert now() == pytest.approx(11.0, abs=1e-3), "its place was taken at the limit"
     assert (cancelled, runner.figures().num_failed) == ([1], 1)
     runner.set_version(1)
-    with pytest.raises(WorkflowFailuresError, match=r"the episode of 1 did not end within 10 s .WorkflowExecutor.episode_time"):
+    with pytest.raises(
+        WorkflowFailuresError,
+        match=r"the episode of 1 did not end within 10 s .WorkflowExecutor.episode_time",
+    ):
         await runner.prepare_batch(iter([1, 1, 1]), 3)
 
 
@@ -75,7 +82,9 @@ async def test_episode_timeout_of_a_stubborn_episode() -> None:
         assert [episode.item for episode in batch] == [1, 2, 3]
     await settle()
     figures = runner.figures()
-    assert (workflow.was_cancelled, figures.num_failed, figures.num_waiting) == (1, 1, 0), "what it returns then is dropped"
+    assert (workflow.was_cancelled, figures.num_failed, figures.num_waiting) == (1, 1, 0), (
+        "what it returns then is dropped"
+    )
 
 
 @virtually
@@ -101,7 +110,9 @@ async def test_rollout_batch_timeout() -> None:
         return item
 
     runner = EpisodeRunner(workflow, episode_timeout_s=5.0)
-    with pytest.raises(EpisodeTimeoutError, match="the episode of 50 did not end within 5 s") as caught:
+    with pytest.raises(
+        EpisodeTimeoutError, match="the episode of 50 did not end within 5 s"
+    ) as caught:
         await runner.rollout_batch([1, 50, 4])
     assert (caught.value.limit_s, ended) == (5.0, [1, 4])
     with Stubborn() as stubborn, pytest.raises(EpisodeTimeoutError):
@@ -110,7 +121,9 @@ async def test_rollout_batch_timeout() -> None:
 
 @virtually
 async def test_prepare_batch_errors_of_episode_and_filter() -> None:
-    """One that is cancelled from inside has failed, and so has one in whose filter an error is raised."""
+    """One that is cancelled from inside has failed, and so has one in whose filter an error is
+    raised.
+    """
 
     def keep(episode: Episode) -> bool:
         return 1 // episode.value > -1
@@ -121,7 +134,11 @@ async def test_prepare_batch_errors_of_episode_and_filter() -> None:
         return item
 
     runner = EpisodeRunner(workflow, sampler=BoundedStaleness(keep=keep))
-    assert [episode.item for episode in await runner.prepare_batch(itertools.count(), 3)] == [2, 3, 4]
+    assert [episode.item for episode in await runner.prepare_batch(itertools.count(), 3)] == [
+        2,
+        3,
+        4,
+    ]
     assert runner.figures().num_failed == 2
     with pytest.raises(HelmsmanError, match="cancelled by something that it awaited"):
         await runner.rollout_batch([1])
@@ -175,13 +192,27 @@ def episode_of(number: int) -> Episode:
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        ({"stop": [77]}, r"the sampler's stop returned episodes \[77\]; expected each once, and only those that run: \[\]"),
+        (
+            {"stop": [77]},
+            (
+                r"the sampler's stop returned episodes \[77\]; expected each once, and only those "
+                r"that run: \[\]"
+            ),
+        ),
         ({"evict": [77]}, r"the sampler's evict returned episodes \[77\]; .*only those that wait"),
-        ({"select": [0]}, r"the sampler's select returned episodes \[0, 0, 1\]; expected each once"),
-        ({"select": [77]}, r"the sampler's select returned episodes \[0, 1, 77\]; .*those that wait: \[0, 1"),
+        (
+            {"select": [0]},
+            r"the sampler's select returned episodes \[0, 0, 1\]; expected each once",
+        ),
+        (
+            {"select": [77]},
+            r"the sampler's select returned episodes \[0, 1, 77\]; .*those that wait: \[0, 1",
+        ),
     ],
 )
-async def test_prepare_batch_refuses_invalid_sampler_answers(answers: dict[str, list[int]], message: str) -> None:
+async def test_prepare_batch_refuses_invalid_sampler_answers(
+    answers: dict[str, list[int]], message: str
+) -> None:
     async def workflow(item: int) -> int:
         return item
 
@@ -189,7 +220,9 @@ async def test_prepare_batch_refuses_invalid_sampler_answers(answers: dict[str, 
     with pytest.raises(ValueError, match=message):
         await runner.prepare_batch(itertools.count(), 2)
     figures = runner.figures()
-    assert figures.num_started == figures.num_running + figures.num_waiting, "nothing was used, stopped or evicted"
+    assert figures.num_started == figures.num_running + figures.num_waiting, (
+        "nothing was used, stopped or evicted"
+    )
 
 
 @virtually
@@ -204,7 +237,10 @@ async def test_close_ends_callers_and_episodes() -> None:
         return item
 
     runner = EpisodeRunner(workflow)
-    asked = [await waits(runner.prepare_batch(itertools.count(), 2)), await waits(runner.rollout_batch([1]))]
+    asked = [
+        await waits(runner.prepare_batch(itertools.count(), 2)),
+        await waits(runner.rollout_batch([1])),
+    ]
     with Stubborn() as stubborn:
         other = EpisodeRunner(stubborn)
         asked.append(await waits(other.rollout_batch([0])))
@@ -224,7 +260,7 @@ def test_episode_runner_refuses_invalid_limits() -> None:
             EpisodeRunner(Stubborn, episode_timeout_s=limit_s)  # type: ignore[arg-type]
 
 
-# --- mistakes that are named ----------------------------------------------------------------------------------------------
+# --- mistakes that are named ----------------------------------------------------------------------
 
 
 @virtually
@@ -237,7 +273,10 @@ async def test_episode_failure_log_names_file_and_line(caplog: pytest.LogCapture
     await EpisodeRunner(workflow).prepare_batch(itertools.count(), 2)
     (record,) = [each for each in caplog.records if "an episode failed" in each.getMessage()]
     line = workflow.__code__.co_firstlineno + 2
-    assert record.getMessage() == f"an episode failed ({__file__}:{line} in workflow): KeyError: 'answer'"
+    assert (
+        record.getMessage()
+        == f"an episode failed ({__file__}:{line} in workflow): KeyError: 'answer'"
+    )
 
 
 @virtually
@@ -251,9 +290,16 @@ async def test_prepare_batch_exhausted_source(caplog: pytest.LogCaptureFixture) 
         runner.set_version(version)
         sizes.append(len(await runner.prepare_batch(source, 2)))
     assert sizes == [2, 1, 0, 0]
-    ended = [each.getMessage() for each in caplog.records if "the source of items has ended" in each.getMessage()]
+    ended = [
+        each.getMessage()
+        for each in caplog.records
+        if "the source of items has ended" in each.getMessage()
+    ]
     assert len(ended) == 1, "it is logged once"
-    assert "this batch has 1 of 2 episodes, and later ones are empty. End the loop at an empty batch" in ended[0]
+    assert (
+        "this batch has 1 of 2 episodes, and later ones are empty. End the loop at an empty batch"
+        in ended[0]
+    )
     runner.set_version(4)
     assert await runner.prepare_batch(iter(()), 2) == []
     assert "this batch has 0 of 2 episodes" in caplog.records[-1].getMessage()
@@ -271,7 +317,9 @@ def test_episode_runner_workflow_without_async() -> None:
             return item
 
     for workflow in (plain, generator, functools.partial(plain, 1), NotAsync(), 7):
-        with pytest.raises(TypeError, match=r"the workflow .* is no async function; .* Define it with `async def`"):
+        with pytest.raises(
+            TypeError, match=r"the workflow .* is no async function; .* Define it with `async def`"
+        ):
             EpisodeRunner(workflow)  # type: ignore[arg-type]
 
 
@@ -290,5 +338,7 @@ async def test_episode_runner_workflows_that_return_awaitables() -> None:
         functools.wraps(workflow)(annotated),
     ):
         assert await EpisodeRunner(each).rollout_batch([1, 2]) == [1, 2]
-    with pytest.raises(TypeError, match=r"<lambda> returned 1; expected a coroutine. Define it with `async def`"):
+    with pytest.raises(
+        TypeError, match=r"<lambda> returned 1; expected a coroutine. Define it with `async def`"
+    ):
         await EpisodeRunner(lambda item: item).rollout_batch([1])

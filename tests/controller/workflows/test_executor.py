@@ -1,4 +1,6 @@
-"""WorkflowExecutor: batches of episodes, as fresh as was asked for, and what becomes of slow, useless and failing ones."""
+"""WorkflowExecutor: batches of episodes, as fresh as was asked for, and what becomes of slow,
+useless and failing ones.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ def test_episode_that_raises_system_exit() -> None:
     with WorkflowExecutor(workflow) as executor:
         assert _items(executor.prepare_batch(itertools.count(), 3)) == [0, 4, 5]
         assert executor.figures().num_failed == 3
-        with pytest.raises(HelmsmanError, match="the episode raised SystemExit.*cannot end the script from here") as caught:
+        with pytest.raises(
+            HelmsmanError, match="the episode raised SystemExit.*cannot end the script from here"
+        ) as caught:
             executor.rollout_batch([0, 1])
         assert isinstance(caught.value.__cause__, SystemExit)
 
@@ -127,7 +131,9 @@ def test_source_or_filter_that_raises_system_exit() -> None:
         sys.exit("no more")
 
     with WorkflowExecutor(_ten_times, sampler=BoundedStaleness(keep=keep)) as executor:
-        with pytest.raises(HelmsmanError, match=r"the source of items raised SystemExit\('no more'\)"):
+        with pytest.raises(
+            HelmsmanError, match=r"the source of items raised SystemExit\('no more'\)"
+        ):
             executor.prepare_batch(source(), 4)
         wait_until(lambda: executor.figures().num_failed == 1, "the filter has failed for one")
         assert _items(executor.prepare_batch(itertools.count(3), 2)) == [1, 2]
@@ -153,7 +159,9 @@ def test_close_in_many_threads() -> None:
         executor = WorkflowExecutor(_ten_times, sampler=BoundedStaleness(1))
         barrier = threading.Barrier(6)
 
-        def ask(executor: WorkflowExecutor = executor, barrier: threading.Barrier = barrier) -> None:
+        def ask(
+            executor: WorkflowExecutor = executor, barrier: threading.Barrier = barrier
+        ) -> None:
             barrier.wait(10)
 
             def ask_on() -> None:
@@ -163,7 +171,9 @@ def test_close_in_many_threads() -> None:
             with pytest.raises(HelmsmanError, match="closed; make a new one"):
                 ask_on()
 
-        def close(executor: WorkflowExecutor = executor, barrier: threading.Barrier = barrier) -> None:
+        def close(
+            executor: WorkflowExecutor = executor, barrier: threading.Barrier = barrier
+        ) -> None:
             barrier.wait(10)
             executor.close()
 
@@ -174,7 +184,9 @@ def test_close_in_many_threads() -> None:
 
 def test_episode_timeout_aborts_its_requests() -> None:
     with FakeScheduler() as scheduler:
-        rollout = RolloutController(scheduler, CountingRollout, Job(role="rollout", replicas=1), engine_args=(True,))
+        rollout = RolloutController(
+            scheduler, CountingRollout, Job(role="rollout", replicas=1), engine_args=(True,)
+        )
 
         async def workflow(item: int) -> int:
             return len((await rollout.agenerate([item, item])).token_ids)
@@ -184,5 +196,8 @@ def test_episode_timeout_aborts_its_requests() -> None:
             with WorkflowExecutor(workflow, episode_timeout_s=0.5) as executor:
                 with pytest.raises(EpisodeTimeoutError):
                     executor.rollout_batch([1])
-                wait_until(lambda: not scheduler.engines["rollout/0"].running, "its instance has it no more")
+                wait_until(
+                    lambda: not scheduler.engines["rollout/0"].running,
+                    "its instance has it no more",
+                )
         assert "abort" in scheduler.methods("rollout/0")

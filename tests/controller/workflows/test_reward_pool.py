@@ -1,4 +1,6 @@
-"""A RewardPool of processes of this machine, used by episodes; what it is on every scheduler is in tests/contract."""
+"""A RewardPool of processes of this machine, used by episodes; what it is on every scheduler is in
+tests/contract.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def test_reward_pool_in_episodes() -> None:
     with RewardPool.on_this_machine(ACT, num_processes=2, timeout_s=3.0) as pool:
 
         async def workflow(item: int) -> int:
-            return int(await (pool("wait", os.devnull, "/no/such/file") if item == 3 else pool(item)))
+            return int(
+                await (pool("wait", os.devnull, "/no/such/file") if item == 3 else pool(item))
+            )
 
         with WorkflowExecutor(workflow) as executor:
             batch = executor.prepare_batch(iter(range(10)), 8)

@@ -12,7 +12,9 @@ from tests.controller.generation.backends import virtually
 @virtually
 @pytest.mark.parametrize("max_restarts", [0, 3, 64])
 async def test_reward_workers_that_do_not_come_back(max_restarts: int) -> None:
-    """Also where pauses that double would have spread the restarts over more than the hour that they are counted in."""
+    """Also where pauses that double would have spread the restarts over more than the hour that
+    they are counted in.
+    """
     num_tried = 0
 
     async def rebuild(worker_id: str) -> None:
@@ -23,6 +25,8 @@ async def test_reward_workers_that_do_not_come_back(max_restarts: int) -> None:
     workers = RewardWorkers("reward", ["reward/0"], 1, max_restarts, rebuild)
     process = await workers.acquire(is_again=False)
     workers.lose(process, "it was killed")
-    with pytest.raises(RewardWorkersSpentError, match="no room for reward/0" if max_restarts else "it was killed"):
+    with pytest.raises(
+        RewardWorkersSpentError, match="no room for reward/0" if max_restarts else "it was killed"
+    ):
         await workers.acquire(is_again=False)
     assert num_tried == max_restarts

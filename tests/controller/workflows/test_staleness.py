@@ -1,4 +1,6 @@
-"""BoundedStaleness on a virtual clock: what a batch is made of, what each rule favours, and that nothing is too old."""
+"""BoundedStaleness on a virtual clock: what a batch is made of, what each rule favours, and that
+nothing is too old.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from hypothesis import strategies as st
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._workflows.episode_runner import EpisodeRunner
 from helmsman.controller._workflows.staleness import BoundedStaleness, Episode
-from helmsman.testing import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths, run_virtually
+from helmsman.testing import (
+    EngineModel,
+    SimulatedBackend,
+    SimulatedInstance,
+    log_normal_lengths,
+    run_virtually,
+)
 from tests.controller.generation.backends import make_request, settle, virtually
 
 
@@ -29,7 +37,9 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def lasting(*seconds: float, useless: tuple[int, ...] = (), failing: tuple[int, ...] = ()) -> Callable[[int], Any]:
+def lasting(
+    *seconds: float, useless: tuple[int, ...] = (), failing: tuple[int, ...] = ()
+) -> Callable[[int], Any]:
     """A workflow whose item n takes so many seconds; those beyond take one."""
 
     async def workflow(item: int) -> int | None:
@@ -41,7 +51,7 @@ def lasting(*seconds: float, useless: tuple[int, ...] = (), failing: tuple[int, 
     return workflow
 
 
-# --- over-sampling ------------------------------------------------------------------------------------------------------
+# --- over-sampling --------------------------------------------------------------------------------
 
 
 @virtually
@@ -49,7 +59,9 @@ async def test_oversample_takes_the_order_of_starts() -> None:
     runner = EpisodeRunner(lasting(5, 1, 9, 1, 1, 1), sampler=BoundedStaleness(oversample=1.5))
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 1, 2, 3]
     assert now() == pytest.approx(9.0, abs=1e-3)
-    assert runner.figures().num_waiting == 2, "the spare ones have ended early, which does not help them"
+    assert runner.figures().num_waiting == 2, (
+        "the spare ones have ended early, which does not help them"
+    )
 
 
 @virtually
@@ -68,12 +80,16 @@ async def test_oversample_replaces_rejected_and_failed_ones() -> None:
 async def test_no_oversample_replaces_by_fresh_starts() -> None:
     runner = EpisodeRunner(lasting(5, 1, 5, 5, 3, useless=(1,)), sampler=BoundedStaleness())
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 2, 3, 4]
-    assert now() == pytest.approx(5.0, abs=1e-3), "it was begun after 1 s, and not when the others had ended"
+    assert now() == pytest.approx(5.0, abs=1e-3), (
+        "it was begun after 1 s, and not when the others had ended"
+    )
 
 
 @virtually
 async def test_takes_first() -> None:
-    runner = EpisodeRunner(lasting(5, 1, 9, 2, 3, 4), sampler=BoundedStaleness(oversample=1.5, takes_first=True))
+    runner = EpisodeRunner(
+        lasting(5, 1, 9, 2, 3, 4), sampler=BoundedStaleness(oversample=1.5, takes_first=True)
+    )
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [1, 3, 4, 5]
     assert now() == pytest.approx(4.0, abs=1e-3)
     assert runner.figures().num_running == 2, "the rest goes on"
@@ -94,7 +110,9 @@ async def test_stops_rest_at_once() -> None:
             raise
         return item
 
-    runner = EpisodeRunner(workflow, sampler=BoundedStaleness(oversample=1.5, takes_first=True, stops_rest=True))
+    runner = EpisodeRunner(
+        workflow, sampler=BoundedStaleness(oversample=1.5, takes_first=True, stops_rest=True)
+    )
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 1, 2, 3]
     await settle()
     assert (ended, runner.figures().num_stopped, runner.figures().num_running) == ([4, 5], 2, 0)
@@ -102,25 +120,34 @@ async def test_stops_rest_at_once() -> None:
 
 @virtually
 async def test_stops_rest_but_for_early_starts() -> None:
-    runner = EpisodeRunner(lasting(*[1.0] * 4, *[50.0] * 6), sampler=BoundedStaleness(1, oversample=1.5, stops_rest=True))
+    runner = EpisodeRunner(
+        lasting(*[1.0] * 4, *[50.0] * 6),
+        sampler=BoundedStaleness(1, oversample=1.5, stops_rest=True),
+    )
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 1, 2, 3]
     await settle()
     figures = runner.figures()
-    assert (figures.num_started, figures.num_running, figures.num_stopped) == (10, 4, 2), "of the last in order of start"
+    assert (figures.num_started, figures.num_running, figures.num_stopped) == (10, 4, 2), (
+        "of the last in order of start"
+    )
     runner.set_version(1)
     assert numbers(await runner.prepare_batch(itertools.count(20), 4)) == [4, 5, 6, 7]
 
 
 @virtually
 async def test_stops_rest_that_would_be_too_old() -> None:
-    runner = EpisodeRunner(lasting(100, 100), sampler=BoundedStaleness(1, takes_first=True, stops_rest=True))
+    runner = EpisodeRunner(
+        lasting(100, 100), sampler=BoundedStaleness(1, takes_first=True, stops_rest=True)
+    )
     source = itertools.count()
     assert numbers(await runner.prepare_batch(source, 2)) == [2, 3]
     assert runner.figures().num_stopped == 0, "0 and 1 may be in the next batch"
     runner.set_version(1)
     assert numbers(await runner.prepare_batch(source, 2)) == [4, 5]
     figures = runner.figures()
-    assert (figures.num_stopped, figures.num_started, figures.num_running) == (2, 8, 2), "and not in the one after it"
+    assert (figures.num_stopped, figures.num_started, figures.num_running) == (2, 8, 2), (
+        "and not in the one after it"
+    )
 
 
 @virtually
@@ -135,12 +162,18 @@ async def test_oversample_spares_serve_later_batches() -> None:
     assert {episode.version for episode in batch} == {0}
 
 
-def mean_lengths(sampler: BoundedStaleness, num_batches: int = 12, batch_size: int = 64) -> tuple[float, float, float]:
-    """Mean length of what was handed over, of all that was begun, and seconds for each batch; on simulated engines."""
+def mean_lengths(
+    sampler: BoundedStaleness, num_batches: int = 12, batch_size: int = 64
+) -> tuple[float, float, float]:
+    """Mean length of what was handed over, of all that was begun, and seconds for each batch; on
+    simulated engines.
+    """
     lengths = log_normal_lengths(seed=5, mean=200.0, sigma=1.0)
 
     async def run() -> tuple[float, float, float]:
-        instances = {id_: SimulatedInstance(id_, EngineModel(), lengths) for id_ in ("i0", "i1", "i2", "i3")}
+        instances = {
+            id_: SimulatedInstance(id_, EngineModel(), lengths) for id_ in ("i0", "i1", "i2", "i3")
+        }
         requests = GenerateScheduler(SimulatedBackend(instances))
         for id_ in instances:
             requests.add(id_, 64)
@@ -168,19 +201,27 @@ def mean_lengths(sampler: BoundedStaleness, num_batches: int = 12, batch_size: i
 @pytest.mark.slow
 @pytest.mark.parametrize(("staleness", "stops_rest"), [(0, False), (1, True)])
 def test_takes_first_favours_short_episodes(staleness: int, stops_rest: bool) -> None:
-    first, all_, first_s = mean_lengths(BoundedStaleness(staleness, oversample=1.5, takes_first=True, stops_rest=stops_rest))
-    unbiased, everything, unbiased_s = mean_lengths(BoundedStaleness(staleness, oversample=1.5, stops_rest=stops_rest))
-    print(f"by ends {first / all_:.2f} of the mean, {first_s:.0f} s; by starts {unbiased / everything:.2f}, {unbiased_s:.0f} s")
+    first, all_, first_s = mean_lengths(
+        BoundedStaleness(staleness, oversample=1.5, takes_first=True, stops_rest=stops_rest)
+    )
+    unbiased, everything, unbiased_s = mean_lengths(
+        BoundedStaleness(staleness, oversample=1.5, stops_rest=stops_rest)
+    )
+    print(
+        f"by ends {first / all_:.2f} of the mean, {first_s:.0f} s; by starts "
+        f"{unbiased / everything:.2f}, {unbiased_s:.0f} s"
+    )
     assert first < 0.85 * all_
     assert unbiased == pytest.approx(everything, rel=0.1)
     assert first_s < unbiased_s, "which is what it is bought for"
 
 
-# --- age ----------------------------------------------------------------------------------------------------------------
+# --- age ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("staleness", "version", "num_begun"), [(0.0, 0, 4), (0.5, 0, 6), (1.0, 0, 8), (1.0, 100, 8), (2.25, 0, 13)]
+    ("staleness", "version", "num_begun"),
+    [(0.0, 0, 4), (0.5, 0, 6), (1.0, 0, 8), (1.0, 100, 8), (2.25, 0, 13)],
 )
 @virtually
 async def test_max_staleness_early_starts(staleness: float, version: int, num_begun: int) -> None:
@@ -193,7 +234,9 @@ async def test_max_staleness_early_starts(staleness: float, version: int, num_be
 @virtually
 async def test_max_staleness_slow_episode() -> None:
     runner, source = EpisodeRunner(lasting(100.0), sampler=BoundedStaleness(1)), itertools.count()
-    assert numbers(await runner.prepare_batch(source, 2)) == [1, 2], "item 0 may come a version later"
+    assert numbers(await runner.prepare_batch(source, 2)) == [1, 2], (
+        "item 0 may come a version later"
+    )
     runner.set_version(1)
     assert numbers(await runner.prepare_batch(source, 2)) == [0, 3], "and now is the last time"
     assert now() == pytest.approx(100.0, abs=1e-3)
@@ -279,7 +322,9 @@ def test_bounded_staleness_holds_its_bounds(
             yield item
 
     async def run() -> None:
-        sampler = BoundedStaleness(staleness, oversample=oversample, takes_first=takes_first, stops_rest=stops_rest)
+        sampler = BoundedStaleness(
+            staleness, oversample=oversample, takes_first=takes_first, stops_rest=stops_rest
+        )
         runner = EpisodeRunner(workflow, sampler=sampler, max_failures=10**6)
         items, used = source(), list[int]()
         for version in range(8):
@@ -291,14 +336,25 @@ def test_bounded_staleness_holds_its_bounds(
             left = figures.num_running + figures.num_waiting
             spare = 0.0 if stops_rest else oversample - 1.0
             assert left <= (staleness + spare) * size + 1e-6
-            assert figures.num_started == left + figures.num_used + figures.num_rejected + figures.num_failed + (
-                figures.num_stopped + figures.num_evicted
+            assert (
+                figures.num_started
+                == left
+                + figures.num_used
+                + figures.num_rejected
+                + figures.num_failed
+                + (figures.num_stopped + figures.num_evicted)
             )
             if not takes_first and staleness == 0.0:
-                mine = [item for item in range(min(numbers(batch)), drawn_from[-1] + 1) if workflow.is_of_use(item)]
+                mine = [
+                    item
+                    for item in range(min(numbers(batch)), drawn_from[-1] + 1)
+                    if workflow.is_of_use(item)
+                ]
                 assert numbers(batch) == mine[:size], "the first of use in the order of starts"
             if not takes_first and oversample == 1.0 and not stops_rest:
-                assert figures.num_stopped == figures.num_evicted == 0, "none is thrown away for being long"
+                assert figures.num_stopped == figures.num_evicted == 0, (
+                    "none is thrown away for being long"
+                )
             await asyncio.sleep(step_s)
             runner.set_version(version + 1)
         assert len(set(used)) == len(used)
@@ -308,6 +364,11 @@ def test_bounded_staleness_holds_its_bounds(
 
 
 def test_bounded_staleness_refuses_invalid_values() -> None:
-    for options in ({"max_staleness": -1.0}, {"max_staleness": math.inf}, {"oversample": 0.9}, {"oversample": math.nan}):
+    for options in (
+        {"max_staleness": -1.0},
+        {"max_staleness": math.inf},
+        {"oversample": 0.9},
+        {"oversample": math.nan},
+    ):
         with pytest.raises(ValueError, match=next(iter(options))):
             BoundedStaleness(**options)  # type: ignore[arg-type]

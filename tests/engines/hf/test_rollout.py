@@ -1,4 +1,6 @@
-"""The rollout engine: right tokens in whatever company, weights that change on the way, nothing that hangs."""
+"""The rollout engine: right tokens in whatever company, weights that change on the way, nothing
+that hangs.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def make(on_the_host: None) -> Iterator[Make]:
     made: list[HFRolloutEngine] = []
 
     def build(**fields: Any) -> HFRolloutEngine:
-        engine = HFRolloutEngine(**{"model": QWEN2, "max_model_len": 64, "max_concurrency": 4, **fields})
+        engine = HFRolloutEngine(
+            **{"model": QWEN2, "max_model_len": 64, "max_concurrency": 4, **fields}
+        )
         made.append(engine)
         engine.initialize()
         return engine
@@ -64,7 +68,9 @@ def request(name: str, prompt: list[int], sampling: SamplingParams = GREEDY) -> 
     return GenerationRequest(request_id=name, prompt_ids=prompt, sampling=sampling)
 
 
-async def generate(engine: HFRolloutEngine, prompts: list[list[int]], sampling: SamplingParams) -> list[GenerationResult]:
+async def generate(
+    engine: HFRolloutEngine, prompts: list[list[int]], sampling: SamplingParams
+) -> list[GenerationResult]:
     requests = [request(str(index), prompt, sampling) for index, prompt in enumerate(prompts)]
     return await asyncio.gather(*map(engine.agenerate, requests))
 
@@ -85,36 +91,60 @@ def reference_tokens(config: dict[str, Any], prompt: list[int], num_tokens: int)
     tokens = list(prompt)
     with torch.no_grad():
         for _ in range(num_tokens):
-            tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+            tokens.append(
+                int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax())
+            )
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("config", [QWEN2, LLAMA, GPT2, MISTRAL_SLIDING, GEMMA3_MIXED], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize(
+    "config",
+    [QWEN2, LLAMA, GPT2, MISTRAL_SLIDING, GEMMA3_MIXED],
+    ids=lambda config: config["model_type"],
+)
 async def test_agenerate_greedy_equals_forward_passes(make: Make, config: dict[str, Any]) -> None:
     # Six requests on four slots: some wait, and rows move when others end.
     results = await generate(make(model=config), PROMPTS, GREEDY)
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert result.token_ids == reference_tokens(config, prompt, 12)
         assert result.stop_reason == "length"
-    assert len({token for result in results for token in result.token_ids}) > 10, "the model only repeats itself"
+    assert len({token for result in results for token in result.token_ids}) > 10, (
+        "the model only repeats itself"
+    )
 
 
-@pytest.mark.parametrize("config", [{**QWEN2, "max_position_embeddings": 20}, {**GPT2, "n_positions": 20}])
+@pytest.mark.parametrize(
+    "config", [{**QWEN2, "max_position_embeddings": 20}, {**GPT2, "n_positions": 20}]
+)
 async def test_agenerate_max_positions_of_model(make: Make, config: dict[str, Any]) -> None:
-    """The model's own limit counts where it is below max_model_len, also for learned positions, which end there."""
+    """The model's own limit counts where it is below max_model_len, also for learned positions,
+    which end there.
+    """
     engine = make(model=config)
-    results = await generate(engine, [random_tokens(length, seed=length) for length in (1, 12, 19)], ENDLESS)
-    assert [(len(result.token_ids), result.stop_reason) for result in results] == [(19, "length"), (8, "length"), (1, "length")]
-    message = "a prompt of 20 tokens, which leaves no room for a continuation within max_position_embeddings of the model=20"
+    results = await generate(
+        engine, [random_tokens(length, seed=length) for length in (1, 12, 19)], ENDLESS
+    )
+    assert [(len(result.token_ids), result.stop_reason) for result in results] == [
+        (19, "length"),
+        (8, "length"),
+        (1, "length"),
+    ]
+    message = (
+        "a prompt of 20 tokens, which leaves no room for a continuation within "
+        "max_position_embeddings of the model=20"
+    )
     with pytest.raises(ValueError, match=message):
         await engine.agenerate(request("long", random_tokens(20, seed=0)))
 
 
 async def test_agenerate_seed_decides_tokens(make: Make) -> None:
     engine = make(max_concurrency=3)
-    params = [SamplingParams(max_new_tokens=5 + 4 * seed, top_p=0.9, seed=seed) for seed in range(6)]
+    params = [
+        SamplingParams(max_new_tokens=5 + 4 * seed, top_p=0.9, seed=seed) for seed in range(6)
+    ]
     requests = [
-        request(str(index), prompt, sampling) for index, (prompt, sampling) in enumerate(zip(PROMPTS, params, strict=True))
+        request(str(index), prompt, sampling)
+        for index, (prompt, sampling) in enumerate(zip(PROMPTS, params, strict=True))
     ]
     alone = [await engine.agenerate(each) for each in requests]
 
@@ -122,44 +152,73 @@ async def test_agenerate_seed_decides_tokens(make: Make) -> None:
         await asyncio.sleep(0.003 * index)
         return await engine.agenerate(each)
 
-    staggered = await asyncio.gather(*(later(index, each) for index, each in enumerate(reversed(requests))))
-    assert [result.token_ids for result in reversed(staggered)] == [result.token_ids for result in alone]
+    staggered = await asyncio.gather(
+        *(later(index, each) for index, each in enumerate(reversed(requests)))
+    )
+    assert [result.token_ids for result in reversed(staggered)] == [
+        result.token_ids for result in alone
+    ]
 
 
 async def test_agenerate_continuation_with_seed(engine: HFRolloutEngine) -> None:
-    whole = await engine.agenerate(request("a", PROMPTS[2], SamplingParams(max_new_tokens=20, seed=5)))
-    first = await engine.agenerate(request("a", PROMPTS[2], SamplingParams(max_new_tokens=8, seed=5)))
-    rest = await engine.agenerate(request("a", PROMPTS[2] + first.token_ids, SamplingParams(max_new_tokens=12, seed=5)))
+    whole = await engine.agenerate(
+        request("a", PROMPTS[2], SamplingParams(max_new_tokens=20, seed=5))
+    )
+    first = await engine.agenerate(
+        request("a", PROMPTS[2], SamplingParams(max_new_tokens=8, seed=5))
+    )
+    rest = await engine.agenerate(
+        request("a", PROMPTS[2] + first.token_ids, SamplingParams(max_new_tokens=12, seed=5))
+    )
     assert first.token_ids + rest.token_ids == whole.token_ids
 
 
 async def test_agenerate_without_seed(make: Make) -> None:
-    results = await generate(make(max_concurrency=16), [PROMPTS[0]] * 16, SamplingParams(max_new_tokens=10))
+    results = await generate(
+        make(max_concurrency=16), [PROMPTS[0]] * 16, SamplingParams(max_new_tokens=10)
+    )
     assert len({tuple(result.token_ids) for result in results}) > 8
 
 
 async def test_agenerate_distribution_of_first_tokens(make: Make) -> None:
     config = {**QWEN2, "initializer_range": 0.1}
     num, prompt = 4000, PROMPTS[2]
-    logits = build_model(config, seed=0, dtype=torch.float32)(input_ids=torch.tensor([prompt])).logits[0, -1].detach()
+    logits = (
+        build_model(config, seed=0, dtype=torch.float32)(input_ids=torch.tensor([prompt]))
+        .logits[0, -1]
+        .detach()
+    )
     expected = (logits / 0.7).softmax(-1)
     expected[expected.argsort()[:-5]] = 0
     expected /= expected.sum()
     engine = make(model=config, max_concurrency=256)
-    params = [SamplingParams(max_new_tokens=1, temperature=0.7, top_k=5, seed=seed) for seed in range(num)]
-    results = await asyncio.gather(*(engine.agenerate(request(str(each.seed), prompt, each)) for each in params))
+    params = [
+        SamplingParams(max_new_tokens=1, temperature=0.7, top_k=5, seed=seed) for seed in range(num)
+    ]
+    results = await asyncio.gather(
+        *(engine.agenerate(request(str(each.seed), prompt, each)) for each in params)
+    )
     counts = torch.tensor([result.token_ids[0] for result in results]).bincount(minlength=VOCAB)
     # Five standard deviations of a binomial count; the seeds are fixed, so this does not flake.
-    assert ((counts - num * expected).abs() <= 5 * (num * expected * (1 - expected)).sqrt() + 1e-3).all()
+    assert (
+        (counts - num * expected).abs() <= 5 * (num * expected * (1 - expected)).sqrt() + 1e-3
+    ).all()
 
 
 async def test_agenerate_logprobs_equal_train_engine(engine: HFRolloutEngine) -> None:
-    results = await generate(engine, PROMPTS, SamplingParams(max_new_tokens=20, temperature=0.8, top_k=10, seed=1))
+    results = await generate(
+        engine, PROMPTS, SamplingParams(max_new_tokens=20, temperature=0.8, top_k=10, seed=1)
+    )
     trainer = FSDPTrainEngine(model=QWEN2)
     trainer.initialize()
-    samples = [{"input_ids": prompt + result.token_ids} for prompt, result in zip(PROMPTS, results, strict=True)]
+    samples = [
+        {"input_ids": prompt + result.token_ids}
+        for prompt, result in zip(PROMPTS, results, strict=True)
+    ]
     for prompt, result, logprobs in zip(PROMPTS, results, trainer.forward(samples), strict=True):
-        torch.testing.assert_close(torch.tensor(result.logprobs), logprobs[len(prompt) :], atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(result.logprobs), logprobs[len(prompt) :], atol=1e-4, rtol=0
+        )
     trainer.destroy()
 
 
@@ -167,7 +226,11 @@ async def test_agenerate_bfloat16(make: Make) -> None:
     model = {**QWEN2, "initializer_range": 0.1}
     exact, rounded = make(model=model), make(model=model, dtype="bfloat16")
     sampling = SamplingParams(max_new_tokens=1, temperature=0)
-    for one, two in zip(await generate(exact, PROMPTS, sampling), await generate(rounded, PROMPTS, sampling), strict=True):
+    for one, two in zip(
+        await generate(exact, PROMPTS, sampling),
+        await generate(rounded, PROMPTS, sampling),
+        strict=True,
+    ):
         assert one.token_ids == two.token_ids
         assert one.logprobs == pytest.approx(two.logprobs, abs=0.05)
 
@@ -205,7 +268,9 @@ async def test_agenerate_max_prefill_tokens(make: Make) -> None:
         ([1, -1], "the token -1"),
     ],
 )
-async def test_agenerate_invalid_prompts(engine: HFRolloutEngine, prompt: list[int], message: str) -> None:
+async def test_agenerate_invalid_prompts(
+    engine: HFRolloutEngine, prompt: list[int], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         await engine.agenerate(request("a", prompt))
 
@@ -227,7 +292,10 @@ async def test_agenerate_id_in_flight_once(engine: HFRolloutEngine) -> None:
 
 
 async def test_agenerate_cancelled(long_engine: HFRolloutEngine) -> None:
-    tasks = [asyncio.create_task(long_engine.agenerate(request(name, PROMPTS[2], ENDLESS))) for name in "abc"]
+    tasks = [
+        asyncio.create_task(long_engine.agenerate(request(name, PROMPTS[2], ENDLESS)))
+        for name in "abc"
+    ]
     await until_running(long_engine, 2)
     tasks[0].cancel()
     tasks[2].cancel()
@@ -238,7 +306,9 @@ async def test_agenerate_cancelled(long_engine: HFRolloutEngine) -> None:
     await tasks[1]
 
 
-def samples(name: str, prompt: list[int], num: int, sampling: SamplingParams = GREEDY) -> list[GenerationRequest]:
+def samples(
+    name: str, prompt: list[int], num: int, sampling: SamplingParams = GREEDY
+) -> list[GenerationRequest]:
     return samples_of(request(name, prompt, sampling), num)
 
 
@@ -257,7 +327,9 @@ async def test_agenerate_samples_equal_single_requests(engine: HFRolloutEngine) 
 
 
 async def test_agenerate_samples_wait_for_slots(engine: HFRolloutEngine) -> None:
-    first = [asyncio.create_task(engine.agenerate(request(str(i), PROMPTS[i], ENDLESS))) for i in (2, 3)]
+    first = [
+        asyncio.create_task(engine.agenerate(request(str(i), PROMPTS[i], ENDLESS))) for i in (2, 3)
+    ]
     await until_running(engine, 2)
     assert len(await engine.agenerate_samples(samples("a", PROMPTS[4], 3))) == 3
     assert any(task.done() for task in first), "until then there were two slots"
@@ -302,11 +374,15 @@ async def test_agenerate_samples_invalid(engine: HFRolloutEngine) -> None:
 async def test_update_weights_during_request(long_engine: HFRolloutEngine) -> None:
     task = asyncio.create_task(long_engine.agenerate(request("a", PROMPTS[2], ENDLESS)))
     for version in (3, 4):
-        await until_running(long_engine, 1, num_generated=long_engine.stats()["num_generated_tokens"] + 5)
+        await until_running(
+            long_engine, 1, num_generated=long_engine.stats()["num_generated_tokens"] + 5
+        )
         weights = build_model(QWEN2, seed=version, dtype=torch.bfloat16).state_dict()
         assert await long_engine.update_weights(weights, version) == version
         assert long_engine.get_version() == long_engine.stats()["version"] == version
-    await until_running(long_engine, 1, num_generated=long_engine.stats()["num_generated_tokens"] + 5)
+    await until_running(
+        long_engine, 1, num_generated=long_engine.stats()["num_generated_tokens"] + 5
+    )
     await long_engine.abort()
     versions = (await task).versions
     assert versions == sorted(versions)
@@ -324,21 +400,32 @@ async def test_update_weights_that_do_not_fit(engine: HFRolloutEngine) -> None:
 async def test_agenerate_step_fails(engine: HFRolloutEngine) -> None:
     assert engine._loop is not None
     model = engine._loop._model
-    broken = model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(ZeroDivisionError("broken")))
+    broken = model.register_forward_pre_hook(
+        lambda *_: (_ for _ in ()).throw(ZeroDivisionError("broken"))
+    )
     # More than there are slots: those that wait fail too.
     results = await asyncio.wait_for(
-        asyncio.gather(*(engine.agenerate(request(str(i), PROMPTS[2])) for i in range(6)), return_exceptions=True), timeout=10
+        asyncio.gather(
+            *(engine.agenerate(request(str(i), PROMPTS[2])) for i in range(6)),
+            return_exceptions=True,
+        ),
+        timeout=10,
     )
     for error in results:
         assert isinstance(error, RuntimeError)
         assert "ZeroDivisionError: broken" in str(error)
         assert isinstance(error.__cause__, ZeroDivisionError)
     broken.remove()
-    assert (await engine.agenerate(request("0", PROMPTS[2]))).token_ids == reference_tokens(QWEN2, PROMPTS[2], 12)
+    assert (await engine.agenerate(request("0", PROMPTS[2]))).token_ids == reference_tokens(
+        QWEN2, PROMPTS[2], 12
+    )
 
 
 async def test_destroy_during_requests(long_engine: HFRolloutEngine) -> None:
-    tasks = [asyncio.create_task(long_engine.agenerate(request(name, PROMPTS[2], ENDLESS))) for name in "abc"]
+    tasks = [
+        asyncio.create_task(long_engine.agenerate(request(name, PROMPTS[2], ENDLESS)))
+        for name in "abc"
+    ]
     await until_running(long_engine, 2)
     await asyncio.to_thread(long_engine.destroy)
     long_engine.destroy()
@@ -372,13 +459,16 @@ def test_rollout_config_invalid_fields() -> None:
         HFRolloutEngine(config).get_version()
 
 
-# --- sleep ------------------------------------------------------------------------------------------------------------
+# --- sleep ----------------------------------------------------------------------------------------
 
 
 def memory_of(engine: HFRolloutEngine) -> tuple[int, int]:
     """Bytes of its weights, and of its keys and values."""
     loop = engine._running()
-    weights = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in loop._model.parameters()}
+    weights = {
+        each.untyped_storage()._cdata: each.untyped_storage().nbytes()
+        for each in loop._model.parameters()
+    }
     cache = [pool for layer in loop._batch.cache.layers for pool in (layer.keys, layer.values)]
     return sum(weights.values()), sum(pool.nbytes for pool in cache)
 
@@ -405,9 +495,13 @@ async def test_sleep_and_wake(engine: HFRolloutEngine) -> None:
 
 
 @pytest.mark.parametrize("levels", [(2,), (1, 2)])
-async def test_wake_without_weights_holds_requests(engine: HFRolloutEngine, levels: tuple[int, ...]) -> None:
+async def test_wake_without_weights_holds_requests(
+    engine: HFRolloutEngine, levels: tuple[int, ...]
+) -> None:
     expected = await engine.agenerate(request("a", PROMPTS[2]))
-    weights = {name: each.detach().clone() for name, each in engine._running()._model.named_parameters()}
+    weights = {
+        name: each.detach().clone() for name, each in engine._running()._model.named_parameters()
+    }
     for level in levels:
         await engine.sleep(level)
     assert memory_of(engine) == (0, 0)

@@ -43,9 +43,13 @@ def test_sample_tokens_frequencies(params: SamplingParams, expected: list[float]
     # Evenly spaced numbers instead of random ones: the frequencies are exact up to the spacing.
     num_draws = 10_000
     uniforms = (torch.arange(num_draws) + 0.5) / num_draws
-    tokens, logprobs = sample_tokens(LOGITS.expand(num_draws, -1), uniforms, rows(*[params] * num_draws))
+    tokens, logprobs = sample_tokens(
+        LOGITS.expand(num_draws, -1), uniforms, rows(*[params] * num_draws)
+    )
     frequencies = tokens.bincount(minlength=4) / num_draws
-    torch.testing.assert_close(frequencies, torch.tensor(expected, dtype=torch.float32), atol=2e-4, rtol=0)
+    torch.testing.assert_close(
+        frequencies, torch.tensor(expected, dtype=torch.float32), atol=2e-4, rtol=0
+    )
     # Always those of the plain model, whatever the parameters.
     torch.testing.assert_close(logprobs, LOGITS[tokens])
 
@@ -73,7 +77,9 @@ def test_sample_tokens_extreme_uniforms(uniform: float) -> None:
 
 
 def test_sample_tokens_tiny_temperature() -> None:
-    tokens, _ = sample_tokens(LOGITS[None] * 1e4, torch.tensor([0.999]), rows(SamplingParams(temperature=1e-6)))
+    tokens, _ = sample_tokens(
+        LOGITS[None] * 1e4, torch.tensor([0.999]), rows(SamplingParams(temperature=1e-6))
+    )
     assert tokens.tolist() == [0]
 
 
@@ -84,5 +90,6 @@ def test_draw_uniforms_by_seed_and_position() -> None:
     numbers = draw_uniforms(3, 100_000)
     assert numbers.min() >= 0
     assert numbers.max() < 1
-    # Six standard deviations of the mean of as many uniform numbers; the seed is fixed, so this does not flake.
+    # Six standard deviations of the mean of as many uniform numbers; the seed is fixed, so this
+    # does not flake.
     assert abs(numbers.mean() - 0.5) < 6 * (1 / 12 / 100_000) ** 0.5

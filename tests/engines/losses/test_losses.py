@@ -56,17 +56,27 @@ def test_sft_loss_sums_masked_tokens() -> None:
         (1.25, 1.0, {"clip_high": 0.28}, -1.25, 0, -1.25),
         (1.5, 1.0, {"clip_high": 0.28}, -1.28, 1, 0.0),
         (0.85, -1.0, {"clip_low": 0.1, "clip_high": 0.28}, 0.9, 1, 0.0),
-        # Above the third clip, c = 3, a token of negative advantage counts c * A and has no gradient.
+        # Above the third clip, c = 3, a token of negative advantage counts c * A and has no
+        # gradient.
         (4.0, -1.0, {"dual_clip": 3.0}, 3.0, 1, 0.0),
         (2.5, -1.0, {"dual_clip": 3.0}, 2.5, 0, 2.5),
         (4.0, 1.0, {"dual_clip": 3.0}, -1.2, 1, 0.0),
     ],
 )
 def test_grpo_loss_clips(
-    ratio: float, advantage: float, kwargs: dict[str, float], loss: float, is_clipped: int, gradient: float
+    ratio: float,
+    advantage: float,
+    kwargs: dict[str, float],
+    loss: float,
+    is_clipped: int,
+    gradient: float,
 ) -> None:
     logprobs = column(-1.0 + math.log(ratio)).requires_grad_()
-    batch = {"loss_mask": mask(1), "logprobs": column(-1.0), "advantages": torch.tensor([advantage])}
+    batch = {
+        "loss_mask": mask(1),
+        "logprobs": column(-1.0),
+        "advantages": torch.tensor([advantage]),
+    }
     result, stats = grpo_loss(logprobs, batch, **kwargs)  # type: ignore[arg-type]
     result.backward()
     assert result.item() == pytest.approx(loss, abs=1e-5)
@@ -100,7 +110,9 @@ def test_resolve_loss() -> None:
         with pytest.raises(ValueError, match="there is no loss"):
             resolve_loss(unknown)
     for nothing, kind in ((None, "NoneType"), ("os.path", "module"), ("math.pi", "float")):
-        with pytest.raises(ValueError, match=f"the loss {nothing!r} is a {kind}; expected a function"):
+        with pytest.raises(
+            ValueError, match=f"the loss {nothing!r} is a {kind}; expected a function"
+        ):
             resolve_loss(nothing)  # type: ignore[arg-type]
 
 
@@ -109,7 +121,9 @@ TOKENS, PAIRS = ("grpo", "ppo", "decoupled_ppo", "gspo", "cispo"), ("dpo", "rewa
 
 
 def full_batch(num_rows: int = 4, length: int = 6) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Outputs and every column that a loss reads; outside of the mask of these there is nothing but NaN and infinities."""
+    """Outputs and every column that a loss reads; outside of the mask of these there is nothing but
+    NaN and infinities.
+    """
     random = torch.Generator().manual_seed(3)
     mask = torch.arange(length) < torch.tensor([[6], [4], [3], [5]])[:num_rows]
     mask[:, 0] = False
@@ -118,10 +132,17 @@ def full_batch(num_rows: int = 4, length: int = 6) -> tuple[torch.Tensor, dict[s
     def tokens(scale: float = 0.4) -> torch.Tensor:
         return torch.randn(num_rows, length, generator=random) * scale - 1.0
 
-    batch = {name: tokens() for name in ("logprobs", "prox_logprobs", "ref_logprobs", "returns", "values", "entropy")}
+    batch = {
+        name: tokens()
+        for name in ("logprobs", "prox_logprobs", "ref_logprobs", "returns", "values", "entropy")
+    }
     batch["advantages"] = tokens(1.0) + 1.0
     batch["loss_weights"] = tokens(0.1) + 2.0
-    batch |= {"loss_mask": mask, "pair": torch.arange(num_rows) // 2, "margin": torch.ones(num_rows)}
+    batch |= {
+        "loss_mask": mask,
+        "pair": torch.arange(num_rows) // 2,
+        "margin": torch.ones(num_rows),
+    }
     return tokens(), batch
 
 
@@ -148,7 +169,9 @@ def test_losses_ignore_values_outside_mask(name: str) -> None:
 
     def run(filling: float) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
         columns = {
-            key: column.masked_fill(~mask, filling) if column.shape == mask.shape and column.is_floating_point() else column
+            key: column.masked_fill(~mask, filling)
+            if column.shape == mask.shape and column.is_floating_point()
+            else column
             for key, column in batch.items()
         }
         if name == READS_BEFORE:
@@ -177,12 +200,16 @@ def test_losses_of_parts_sum_to_whole(name: str) -> None:
     outputs, batch = full_batch()
     whole, stats = LOSSES[name](outputs, batch, **ARGUMENTS[name])
     parts = [
-        LOSSES[name](outputs[rows], {key: column[rows] for key, column in batch.items()}, **ARGUMENTS[name])
+        LOSSES[name](
+            outputs[rows], {key: column[rows] for key, column in batch.items()}, **ARGUMENTS[name]
+        )
         for rows in (slice(0, 1), slice(1, 4))
     ]
     assert sum(part.item() for part, _ in parts) == pytest.approx(whole.item(), rel=1e-5)
     for key, value in stats.items():
-        assert sum(part[key].item() for _, part in parts) == pytest.approx(value.item(), rel=1e-5, abs=1e-6)
+        assert sum(part[key].item() for _, part in parts) == pytest.approx(
+            value.item(), rel=1e-5, abs=1e-6
+        )
 
 
 @pytest.mark.parametrize(
@@ -203,10 +230,14 @@ def test_losses_missing_columns(name: str, kwargs: dict[str, object], needed: li
     outputs, batch = full_batch()
     for missing in needed:
         given = {key: column for key, column in batch.items() if key != missing}
-        with pytest.raises(ValueError, match=f"_loss needs the column\\(s\\) {missing} in every sample") as raised:
+        with pytest.raises(
+            ValueError, match=f"_loss needs the column\\(s\\) {missing} in every sample"
+        ) as raised:
             LOSSES[name](outputs, given, **kwargs)
         assert LOSSES[name].__name__ in str(raised.value)
-        assert f"it reads {', '.join(needed)}, and the batch has {', '.join(sorted(given))}" in str(raised.value)
+        assert f"it reads {', '.join(needed)}, and the batch has {', '.join(sorted(given))}" in str(
+            raised.value
+        )
 
 
 def one_token(**columns: float) -> dict[str, torch.Tensor]:
@@ -227,7 +258,9 @@ def test_losses_infinite_ratio_clipped(
     name: str, kwargs: dict[str, float], advantage: float, loss: float, behaviour: float
 ) -> None:
     logprobs = column(-0.1).requires_grad_()
-    result, stats = LOSSES[name](logprobs, one_token(logprobs=behaviour, advantages=advantage), **kwargs)
+    result, stats = LOSSES[name](
+        logprobs, one_token(logprobs=behaviour, advantages=advantage), **kwargs
+    )
     result.backward()
     assert result.item() == pytest.approx(loss, abs=1e-5)
     assert logprobs.grad is not None
@@ -238,7 +271,8 @@ def test_losses_infinite_ratio_clipped(
 @pytest.mark.parametrize(
     ("behaviour", "proximal", "current", "kwargs", "loss", "gradient", "weight", "capped"),
     [
-        # Probabilities. Weight 0.4 / 0.2 = 2; ratio 0.44 / 0.4 = 1.1 within the clip: -2 * 1.1 * A with A = 1.
+        # Probabilities. Weight 0.4 / 0.2 = 2; ratio 0.44 / 0.4 = 1.1 within the clip: -2 * 1.1 * A
+        # with A = 1.
         (0.2, 0.4, 0.44, {}, -2.2, -2.2, 2.0, 0),
         # Ratio 0.6 / 0.4 = 1.5 is clipped to 1.2: -2 * 1.2.
         (0.2, 0.4, 0.6, {}, -2.4, 0.0, 2.0, 0),
@@ -259,7 +293,9 @@ def test_decoupled_ppo_loss_clip_and_weight(
     capped: int | None,
 ) -> None:
     logprobs = column(math.log(current)).requires_grad_()
-    batch = one_token(logprobs=math.log(behaviour), prox_logprobs=math.log(proximal), advantages=1.0)
+    batch = one_token(
+        logprobs=math.log(behaviour), prox_logprobs=math.log(proximal), advantages=1.0
+    )
     result, stats = decoupled_ppo_loss(logprobs, batch, **kwargs)  # type: ignore[arg-type]
     result.backward()
     assert result.item() == pytest.approx(loss, abs=1e-5)
@@ -279,12 +315,18 @@ def test_decoupled_ppo_loss_one_old_policy() -> None:
 
 
 def test_gspo_loss_sequence_ratio() -> None:
-    # Ratios 2 and 0.5 of the tokens: their geometric mean is 1, so nothing is clipped however narrow the clip is.
+    # Ratios 2 and 0.5 of the tokens: their geometric mean is 1, so nothing is clipped however
+    # narrow the clip is.
     logprobs = column(-1.0 + math.log(2), -1.0 - math.log(2)).requires_grad_()
-    batch = {"loss_mask": mask(2), "logprobs": column(-1.0, -1.0), "advantages": torch.tensor([3.0])}
+    batch = {
+        "loss_mask": mask(2),
+        "logprobs": column(-1.0, -1.0),
+        "advantages": torch.tensor([3.0]),
+    }
     loss, stats = gspo_loss(logprobs, batch)
     loss.backward()
-    # Two tokens of the ratio 1 and the advantage 3; each token's log-probability moves both by half.
+    # Two tokens of the ratio 1 and the advantage 3; each token's log-probability moves both by
+    # half.
     assert loss.item() == pytest.approx(-6.0, abs=1e-5)
     assert logprobs.grad is not None
     assert logprobs.grad[0].tolist() == pytest.approx([0.0, -3.0, -3.0], abs=1e-5)
@@ -314,7 +356,9 @@ def test_kl_estimate_mean() -> None:
     assert (p * kl_estimate(log_ratio, "k3")).sum().item() == pytest.approx(divergence.item())
     assert (kl_estimate(log_ratio, "k3") >= 0).all()
     # k2 has half the second moment: 0.5 * (0.5 + 0.2) * log(2.5)^2
-    assert (p * kl_estimate(log_ratio, "k2")).sum().item() == pytest.approx(0.35 * math.log(2.5) ** 2)
+    assert (p * kl_estimate(log_ratio, "k2")).sum().item() == pytest.approx(
+        0.35 * math.log(2.5) ** 2
+    )
     with pytest.raises(ValueError, match="'k1', 'k2' or 'k3'"):
         kl_estimate(log_ratio, "k4")  # type: ignore[arg-type]
 
@@ -323,7 +367,9 @@ def test_kl_estimate_gradients() -> None:
     reference = torch.tensor([0.2, 0.3, 0.5]).log()
     logits = torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
     current = logits.log_softmax(-1)
-    (expected,) = torch.autograd.grad((current.exp() * (current - reference)).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(
+        (current.exp() * (current - reference)).sum(), logits, retain_graph=True
+    )
     for estimator, gradient in (("k2", expected), ("k1", torch.zeros(3))):
         # The mean over tokens that the policy draws: their probabilities are not differentiated.
         mean = (current.detach().exp() * kl_estimate(current - reference, estimator)).sum()  # type: ignore[arg-type]
@@ -347,11 +393,14 @@ def test_grpo_loss_entropy_bonus() -> None:
         (1.1, 0.2, 0.405, -0.9, 0),
         # Moved by 0.5 towards the return: counts as 1.2, 0.5 * 0.8 ^ 2, without a gradient.
         (1.5, 0.2, 0.32, 0.0, 1),
-        # Moved away from the return: the larger of the two losses is that of the value itself, 0.5 * 1.5 ^ 2.
+        # Moved away from the return: the larger of the two losses is that of the value itself, 0.5
+        # * 1.5 ^ 2.
         (0.5, 0.2, 1.125, -1.5, 0),
     ],
 )
-def test_value_loss_clip(value: float, clip: float | None, loss: float, gradient: float, is_clipped: int | None) -> None:
+def test_value_loss_clip(
+    value: float, clip: float | None, loss: float, gradient: float, is_clipped: int | None
+) -> None:
     # The value of token 1 is that of token 0, before it; those of the last token are of no use.
     values = torch.tensor([[value, 99.0]], requires_grad=True)
     batch = {"loss_mask": mask(1), "returns": column(2.0), "values": torch.tensor([[1.0, -99.0]])}
@@ -365,16 +414,23 @@ def test_value_loss_clip(value: float, clip: float | None, loss: float, gradient
     assert stats["return"].item() == 2.0
 
 
-def pair(first: list[float], second: list[float], **others: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def pair(
+    first: list[float], second: list[float], **others: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     outputs = torch.tensor([first, second], requires_grad=True)
-    return outputs, {"loss_mask": torch.tensor([[False, True, True]] * 2), "pair": torch.tensor([4, 4]), **others}
+    return outputs, {
+        "loss_mask": torch.tensor([[False, True, True]] * 2),
+        "pair": torch.tensor([4, 4]),
+        **others,
+    }
 
 
 @pytest.mark.parametrize(
     ("loss_type", "loss", "gradient"),
     [
-        # Log-ratios: 0.5 + 0.5 = 1 of the preferred answer and 0 - 1 = -1 of the other; their difference is 2, beta is 0.5.
-        # -log sigmoid(1) = log(1 + 1/e); its derivative is beta * (sigmoid(1) - 1).
+        # Log-ratios: 0.5 + 0.5 = 1 of the preferred answer and 0 - 1 = -1 of the other; their
+        # difference is 2, beta is 0.5. -log sigmoid(1) = log(1 + 1/e); its derivative is beta *
+        # (sigmoid(1) - 1).
         ("sigmoid", math.log(1 + math.exp(-1)), 0.5 * (1 / (1 + math.exp(-1)) - 1)),
         # 1 - 0.5 * 2 = 0: at the hinge.
         ("hinge", 0.0, 0.0),
@@ -392,7 +448,12 @@ def test_dpo_loss_one_pair(loss_type: str, loss: float, gradient: float) -> None
     assert logprobs.grad[0].tolist() == pytest.approx([0.0, gradient, gradient], abs=1e-6)
     assert logprobs.grad[1].tolist() == pytest.approx([0.0, -gradient, -gradient], abs=1e-6)
     numbers = {name: value.item() for name, value in stats.items()}
-    assert numbers == {"chosen_reward": 0.5, "rejected_reward": -0.5, "reward_margin": 1.0, "accuracy": 1.0}
+    assert numbers == {
+        "chosen_reward": 0.5,
+        "rejected_reward": -0.5,
+        "reward_margin": 1.0,
+        "accuracy": 1.0,
+    }
     with pytest.raises(ValueError, match="'sigmoid', 'ipo' or 'hinge'"):
         dpo_loss(logprobs, batch, loss_type="square")  # type: ignore[arg-type]
 
@@ -409,7 +470,12 @@ def test_reward_model_loss_last_token() -> None:
     assert values.grad[0].tolist() == pytest.approx([0.0, 0.0, slope + 0.6], abs=1e-6)
     assert values.grad[1].tolist() == pytest.approx([0.0, -slope + 0.6, 0.0], abs=1e-6)
     numbers = {name: value.item() for name, value in stats.items()}
-    assert numbers == {"chosen_reward": 2.0, "rejected_reward": 1.0, "reward_margin": 1.0, "accuracy": 1.0}
+    assert numbers == {
+        "chosen_reward": 2.0,
+        "rejected_reward": 1.0,
+        "reward_margin": 1.0,
+        "accuracy": 1.0,
+    }
     batch["loss_mask"][1] = False
     with pytest.raises(ValueError, match="pair\\(s\\) \\[4\\] has no token in its loss_mask"):
         reward_model_loss(values, batch)
@@ -434,15 +500,21 @@ def test_pair_losses_incomplete_pairs(name: str) -> None:
 def test_prepare_loss_unsuitable_losses() -> None:
     sample = {"input_ids": [1, 2]}
     with pytest.raises(
-        ValueError, match=r"'value' is for a model with the head 'value'; this engine's TrainConfig.head is 'lm'"
+        ValueError,
+        match=r"'value' is for a model with the head 'value'; this engine's TrainConfig.head is "
+        r"'lm'",
     ):
         prepare_loss("value", None, [sample], "lm")
-    with pytest.raises(ValueError, match="compares pairs and needs the column 'pair'.*the samples have input_ids"):
+    with pytest.raises(
+        ValueError, match="compares pairs and needs the column 'pair'.*the samples have input_ids"
+    ):
         prepare_loss("dpo", None, [sample], "lm")
     assert prepare_loss("dpo", None, [], "lm").traits.paired
 
     @loss_traits(needs_entropy=True)
-    def greedy(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def greedy(
+        outputs: torch.Tensor, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return outputs.sum(), {}
 
     assert prepare_loss(greedy, None, [sample], "lm").needs_entropy
@@ -463,12 +535,16 @@ def test_prepare_loss_needs_entropy() -> None:
 
 def test_prepare_loss_traits_pickled() -> None:
     @loss_traits(paired=True)
-    def mine(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def mine(
+        outputs: torch.Tensor, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return outputs.sum(), {}
 
     assert prepare_loss(cloudpickle.loads(cloudpickle.dumps(mine)), None, [], "value").traits.paired
 
 
 def test_prepare_loss_unknown_setting() -> None:
-    with pytest.raises(ValueError, match="loss 'grpo' has no setting 'cliphigh'; did you mean 'clip_high'"):
+    with pytest.raises(
+        ValueError, match="loss 'grpo' has no setting 'cliphigh'; did you mean 'clip_high'"
+    ):
         prepare_loss("grpo", {"cliphigh": 0.3}, [], "lm")

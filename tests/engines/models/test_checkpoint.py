@@ -28,7 +28,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def make(**fields: Any) -> FSDPTrainEngine:
-    engine = FSDPTrainEngine(**{"model": QWEN2, "lr": 1e-2, "num_warmup_steps": 4, "rendezvous_timeout_s": 60, **fields})
+    engine = FSDPTrainEngine(
+        **{"model": QWEN2, "lr": 1e-2, "num_warmup_steps": 4, "rendezvous_timeout_s": 60, **fields}
+    )
     engine.create_process_group()
     engine.initialize()
     return engine
@@ -39,7 +41,7 @@ def train(engine: FSDPTrainEngine, num_steps: int) -> list[dict[str, float]]:
     return [engine.train_batch(SAMPLES[rank::size], "sft") for _ in range(num_steps)]
 
 
-# --- resharding -------------------------------------------------------------------------------------------------------
+# --- resharding -----------------------------------------------------------------------------------
 
 
 def save_and_go_on(folder: str) -> list[dict[str, float]]:
@@ -54,9 +56,12 @@ def save_and_go_on(folder: str) -> list[dict[str, float]]:
     return steps
 
 
-def load_and_go_on(folder: str, choices: list[tuple[str, dict[str, Any]]]) -> list[list[dict[str, float]]]:
+def load_and_go_on(
+    folder: str, choices: list[tuple[str, dict[str, Any]]]
+) -> list[list[dict[str, float]]]:
     found = []
-    join_process_group(rendezvous_timeout_s=60, collective_timeout_s=60)  # of all engines, one after the other
+    # of all engines, one after the other
+    join_process_group(rendezvous_timeout_s=60, collective_timeout_s=60)
     for name, fields in choices:
         engine = make(seed=1, **fields)
         engine.load(f"{folder}/{name}")
@@ -80,16 +85,21 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "choices"), [(2, CHOICES), (1, CHOICES[:1])], ids=["two", "one"])
+@pytest.mark.parametrize(
+    ("num_ranks", "choices"), [(2, CHOICES), (1, CHOICES[:1])], ids=["two", "one"]
+)
 def test_load_on_fewer_ranks(
-    saved: tuple[Path, list[dict[str, float]]], num_ranks: int, choices: list[tuple[str, dict[str, Any]]]
+    saved: tuple[Path, list[dict[str, float]]],
+    num_ranks: int,
+    choices: list[tuple[str, dict[str, Any]]],
 ) -> None:
     folder, expected = saved
     for ways in run_ranks(load_and_go_on, num_ranks, str(folder), choices):
         assert len(ways) == len(choices)
         for steps in ways:
             for step, unbroken in zip(steps, expected, strict=True):
-                assert step == pytest.approx(unbroken, abs=1e-5, rel=1e-4)  # other meshes add in another order
+                # other meshes add in another order
+                assert step == pytest.approx(unbroken, abs=1e-5, rel=1e-4)
 
 
 def test_save_part_of_each_rank(saved: tuple[Path, list[dict[str, float]]]) -> None:
@@ -100,7 +110,7 @@ def test_save_part_of_each_rank(saved: tuple[Path, list[dict[str, float]]]) -> N
     assert max(sizes) < 2 * min(sizes)
 
 
-# --- faults -----------------------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 def fail_in_the_background(folder: str) -> dict[str, Any]:
@@ -114,7 +124,11 @@ def fail_in_the_background(folder: str) -> dict[str, Any]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     found: dict[str, Any] = {"errors": []}
     engine.save_in_background(f"{folder}/bad")
-    for attempt in (engine.wait_for_save, engine.wait_for_save, lambda: engine.save(f"{folder}/bad")):
+    for attempt in (
+        engine.wait_for_save,
+        engine.wait_for_save,
+        lambda: engine.save(f"{folder}/bad"),
+    ):
         try:
             attempt()
         except (OSError, RuntimeError) as error:
@@ -163,7 +177,9 @@ def write_too_much(folder: str) -> tuple[list[tuple[type, str]], list[str]]:
     attempts: tuple[Callable[[], object], ...] = (
         lambda: engine.save(f"{folder}/checkpoint"),
         lambda: engine.export_hf(f"{folder}/model"),
-        lambda: engine.publish_weights(OntoDisk(version=0, folder=f"{folder}/weights", num_kept=1), WeightFormat()),
+        lambda: engine.publish_weights(
+            OntoDisk(version=0, folder=f"{folder}/weights", num_kept=1), WeightFormat()
+        ),
         lambda: write_folder([{"weight": torch.zeros(10_000)}], folder),
     )
     for attempt in attempts:
@@ -178,7 +194,9 @@ def write_too_much(folder: str) -> tuple[list[tuple[type, str]], list[str]]:
 
 
 def test_write_errors_are_of_the_system(tmp_path: Path) -> None:
-    """As of a disk that is full: torch's archives and safetensors have errors of their own for it."""
+    """As of a disk that is full: torch's archives and safetensors have errors of their own for
+    it.
+    """
     ((found, left),) = run_ranks(write_too_much, 1, str(tmp_path))
     assert [kind for kind, _ in found] == [OSError] * 4
     assert all(os.strerror(errno.EFBIG) in text and str(tmp_path) in text for _, text in found)
@@ -188,7 +206,12 @@ def test_write_errors_are_of_the_system(tmp_path: Path) -> None:
 
 def die_in_a_save(folder: str, rank: int, world_size: int, port: int) -> None:
     os.environ.update(
-        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "RANK": str(rank)},
+        {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(world_size),
+            "RANK": str(rank),
+        },
         LOCAL_RANK=str(rank),
         OMP_NUM_THREADS="1",
         HELMSMAN_PLATFORM="cpu",
@@ -196,8 +219,11 @@ def die_in_a_save(folder: str, rank: int, world_size: int, port: int) -> None:
     engine = make()
     train(engine, STEPS_BEFORE)
     engine.save(f"{folder}/checkpoint")
-    if rank == 1:  # a file that is larger than this ends the process, as a kill in the middle of its writing
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    if rank == 1:
+        # a file that is larger than this ends the process, as a kill in the middle of its writing
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+        )
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     engine.save_in_background(f"{folder}/checkpoint")
     try:
@@ -209,7 +235,10 @@ def die_in_a_save(folder: str, rank: int, world_size: int, port: int) -> None:
 
 def test_save_in_background_rank_dies(tmp_path: Path) -> None:
     context, port = processes(), free_port()
-    ranks = [context.Process(target=die_in_a_save, args=(str(tmp_path), rank, 2, port)) for rank in range(2)]
+    ranks = [
+        context.Process(target=die_in_a_save, args=(str(tmp_path), rank, 2, port))
+        for rank in range(2)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -229,7 +258,7 @@ def go_on_alone(path: str) -> int:
     return version
 
 
-# --- random numbers ---------------------------------------------------------------------------------------------------
+# --- random numbers -------------------------------------------------------------------------------
 
 
 def drop_and_go_on(folder: str) -> tuple[Any, Any]:
@@ -248,7 +277,7 @@ def test_load_restores_random_state(tmp_path: Path) -> None:
         assert again == expected
 
 
-# --- export -----------------------------------------------------------------------------------------------------------
+# --- export ---------------------------------------------------------------------------------------
 
 
 def export(folder: str, model: Any) -> dict[str, Any]:
@@ -284,12 +313,15 @@ MIXTRAL: dict[str, Any] = {**LLAMA, "model_type": "mixtral", "num_local_experts"
 def test_export_hf_read_by_transformers(tmp_path: Path, model: dict[str, Any]) -> None:
     first, second = run_ranks(export, 2, str(tmp_path), model)
     assert first["errors"][2:] == ["ValueError"] * 2
-    assert second["errors"] == ["RuntimeError"] * 2 + ["ValueError"] * 2  # where to write is rank 0 alone to find out
+    # where to write is rank 0 alone to find out
+    assert second["errors"] == ["RuntimeError"] * 2 + ["ValueError"] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sharded", "whole"]
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype="auto")
     for name, tensor in first["weights"].items():
         assert torch.equal(whole.state_dict()[name], tensor), name
-    sharded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "sharded", dtype="auto", output_loading_info=True)
+    sharded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "sharded", dtype="auto", output_loading_info=True
+    )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert sharded.dtype == torch.bfloat16

@@ -12,7 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from helmsman.engines._models.model import build_model
 from tests.engines.conftest import Make
-from tests.engines.small_models import GEMMA3_MIXED, GPT2, LLAMA, MISTRAL_SLIDING, QWEN2, random_tokens
+from tests.engines.small_models import (
+    GEMMA3_MIXED,
+    GPT2,
+    LLAMA,
+    MISTRAL_SLIDING,
+    QWEN2,
+    random_tokens,
+)
 
 MODELS = [QWEN2, LLAMA, GPT2, MISTRAL_SLIDING, GEMMA3_MIXED]
 SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20)]
@@ -23,7 +30,10 @@ def scores(folder: Path, tokens: list[int]) -> torch.Tensor:
     """What transformers says of each prefix of some tokens, one call for each."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.no_grad():
-        rows = [model(input_ids=torch.tensor([tokens[: end + 1]])).logits[0, 0] for end in range(len(tokens))]
+        rows = [
+            model(input_ids=torch.tensor([tokens[: end + 1]])).logits[0, 0]
+            for end in range(len(tokens))
+        ]
     return torch.stack(rows)
 
 
@@ -33,8 +43,12 @@ def test_value_head_equals_transformers(model: dict[str, Any], make: Make, tmp_p
     engine.train_batch(CRITIC_SAMPLES, "value")
     engine.export_hf(str(tmp_path / "critic"))
     values = engine.forward(SAMPLES)
-    assert [(row.dtype, len(row)) for row in values] == [(torch.float32, len(sample["input_ids"])) for sample in SAMPLES]
-    torch.testing.assert_close(values[1], scores(tmp_path / "critic", SAMPLES[1]["input_ids"]), atol=1e-4, rtol=1e-4)
+    assert [(row.dtype, len(row)) for row in values] == [
+        (torch.float32, len(sample["input_ids"])) for sample in SAMPLES
+    ]
+    torch.testing.assert_close(
+        values[1], scores(tmp_path / "critic", SAMPLES[1]["input_ids"]), atol=1e-4, rtol=1e-4
+    )
     (architecture,) = json.loads((tmp_path / "critic" / "config.json").read_text())["architectures"]
     assert architecture.endswith("ForSequenceClassification")
 
@@ -51,7 +65,10 @@ def test_value_head_from_policy_folder(make: Make, tmp_path: Path) -> None:
     assert own.keys() - weights.keys() == {"lm_head.weight"}
     assert all(torch.equal(tensor, own[name]) for name, tensor in weights.items())
     assert head.shape == (1, 32)
-    same, other = (build_model(str(tmp_path / "policy"), seed=seed, dtype=torch.float32, head="value") for seed in (1, 2))
+    same, other = (
+        build_model(str(tmp_path / "policy"), seed=seed, dtype=torch.float32, head="value")
+        for seed in (1, 2)
+    )
     assert torch.equal(same.state_dict()["score.weight"], head)
     assert not torch.equal(other.state_dict()["score.weight"], head)
 
@@ -74,14 +91,22 @@ def test_load_other_head(make: Make, tmp_path: Path) -> None:
     critic, policy = make(head="value"), make()
     critic.save(str(tmp_path / "critic"))
     policy.save(str(tmp_path / "policy"))
-    with pytest.raises(ValueError, match="holds a Qwen2ForSequenceClassification; expected one with the head 'lm'"):
+    with pytest.raises(
+        ValueError, match="holds a Qwen2ForSequenceClassification; expected one with the head 'lm'"
+    ):
         build_model(str(tmp_path / "critic"), seed=0, dtype=torch.float32)
-    with pytest.raises(ValueError, match="holds a Qwen2ForSequenceClassification; expected one with the head 'lm'"):
+    with pytest.raises(
+        ValueError, match="holds a Qwen2ForSequenceClassification; expected one with the head 'lm'"
+    ):
         policy.load(str(tmp_path / "critic"))
-    with pytest.raises(ValueError, match="holds a Qwen2ForCausalLM; expected one with the head 'value'"):
+    with pytest.raises(
+        ValueError, match="holds a Qwen2ForCausalLM; expected one with the head 'value'"
+    ):
         critic.load(str(tmp_path / "policy"))
     with pytest.raises(
-        ValueError, match="loss 'sft' is for a model with the head 'lm'; this engine's TrainConfig.head is 'value'"
+        ValueError,
+        match="loss 'sft' is for a model with the head 'lm'; this engine's TrainConfig.head is "
+        "'value'",
     ):
         critic.train_batch(SAMPLES, "sft")
     assert critic.get_version() == 0
@@ -106,7 +131,9 @@ def test_frozen_forwards_and_refuses_steps(make: Make, tmp_path: Path) -> None:
 def test_frozen_parameter_dtype(make: Make) -> None:
     reference = make(frozen=True, compute_dtype="bfloat16")
     trained = make(compute_dtype="bfloat16")
-    assert {parameter.dtype for parameter in reference._built_model().parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in reference._built_model().parameters()} == {
+        torch.bfloat16
+    }
     for mine, theirs in zip(reference.forward(SAMPLES), trained.forward(SAMPLES), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -126,7 +153,8 @@ def test_train_batch_entropy_bonus(make: Make) -> None:
     (-0.5 * total / count).backward()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in reference.parameters()])  # type: ignore[misc]
     batch = [
-        {**sample, "logprobs": row, "advantages": 0.0} for sample, row in zip(SAMPLES, engine.forward(SAMPLES), strict=True)
+        {**sample, "logprobs": row, "advantages": 0.0}
+        for sample, row in zip(SAMPLES, engine.forward(SAMPLES), strict=True)
     ]
     stats = engine.train_batch(batch, "grpo", {"entropy_coef": 0.5})
     assert stats["entropy"] == pytest.approx(total.item() / count, rel=1e-5)

@@ -33,7 +33,11 @@ def test_build_model_seed_decides_weights() -> None:
 
 def test_build_model_seed_in_threads() -> None:
     with ThreadPoolExecutor(8) as threads:
-        made = list(threads.map(lambda _: build_model(QWEN2, seed=3, dtype=torch.float32).state_dict(), range(16)))
+        made = list(
+            threads.map(
+                lambda _: build_model(QWEN2, seed=3, dtype=torch.float32).state_dict(), range(16)
+            )
+        )
     for weights in made[1:]:
         assert all(torch.equal(weight, made[0][name]) for name, weight in weights.items())
 
@@ -88,7 +92,9 @@ def test_apply_weights_tied_names(name: str) -> None:
     with torch.inference_mode():  # as in the decoding thread
         apply(target, {**source, name: embedding.bfloat16()})
     assert torch.equal(target.get_parameter("lm_head.weight"), embedding.bfloat16().float())
-    assert target.get_parameter("lm_head.weight") is target.get_parameter("model.embed_tokens.weight")
+    assert target.get_parameter("lm_head.weight") is target.get_parameter(
+        "model.embed_tokens.weight"
+    )
 
 
 def test_apply_weights_that_do_not_fit() -> None:
@@ -99,7 +105,9 @@ def test_apply_weights_that_do_not_fit() -> None:
     weights["extra"] = torch.zeros(1)
     weights["model.norm.weight"] = torch.zeros(3)
     with pytest.raises(
-        ValueError, match="1 missing: lm_head.weight; 1 unexpected: extra; 1 of another shape: model.norm.weight"
+        ValueError,
+        match="1 missing: lm_head.weight; 1 unexpected: extra; 1 of another shape: "
+        "model.norm.weight",
     ):
         apply(target, weights)
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())

@@ -110,7 +110,9 @@ def test_initialize_server_hangs(model: str) -> None:
 
 
 def test_wait_ready_nonsense_answers(model: str, port: int, started: Start) -> None:
-    process = started(str(PROGRAM), "vllm", "babble", "--model", model, "--host", "127.0.0.1", "--port", str(port))
+    process = started(
+        str(PROGRAM), "vllm", "babble", "--model", model, "--host", "127.0.0.1", "--port", str(port)
+    )
     until(lambda: "it babbles" in process.log_tail())
     with pytest.raises(ServerStartError, match="BadStatusLine"):
         process.wait_ready(f"127.0.0.1:{port}", "/health", {}, 0.5)
@@ -126,7 +128,9 @@ def test_initialize_program_missing(model: str) -> None:
 def test_destroy_ends_server_family(model: str, tmp_path: Path) -> None:
     others = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     try:
-        with engine_of("vllm", model, "--family", str(tmp_path / "family"), "--stubborn", stop_timeout_s=0.5) as engine:
+        with engine_of(
+            "vllm", model, "--family", str(tmp_path / "family"), "--stubborn", stop_timeout_s=0.5
+        ) as engine:
             engine.initialize()
             pids = [engine.server_pid(), *pids_in(tmp_path / "family")]
             assert len(pids) == 3
@@ -171,7 +175,10 @@ def test_guard_ignores_group_signals(started: Start) -> None:
 
 
 def test_server_default_signal_handlers(started: Start) -> None:
-    code = "import signal; print(*[int(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGHUP)], flush=True)"
+    code = (
+        "import signal; print(*[int(signal.getsignal(n)) for n in (signal.SIGTERM, "
+        "signal.SIGHUP)], flush=True)"
+    )
     process = started("-c", code)
     assert process.wait(LIMIT_S)
     assert process.log_tail().strip() == "0 0"
@@ -195,7 +202,16 @@ def test_worker_killed_leaves_no_server(model: str, port: int, tmp_path: Path) -
     folder.mkdir()
     serve = ["vllm", "serve", "--model", model, "--host", "127.0.0.1", "--port", str(port)]
     serve += ["--family", str(tmp_path / "family"), "--stubborn"]
-    command = [sys.executable, "-c", WORKER, f"127.0.0.1:{port}", str(folder), sys.executable, str(PROGRAM), *serve]
+    command = [
+        sys.executable,
+        "-c",
+        WORKER,
+        f"127.0.0.1:{port}",
+        str(folder),
+        sys.executable,
+        str(PROGRAM),
+        *serve,
+    ]
     worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert worker.stdout is not None
@@ -211,7 +227,8 @@ def test_worker_killed_leaves_no_server(model: str, port: int, tmp_path: Path) -
 
 def test_initialize_removes_abandoned_folders(model: str, tmp_path: Path) -> None:
     with (
-        engine_of("sglang", model, "--busy", "3", exchange_folder=str(tmp_path)) as engine,  # not ready at first
+        # not ready at first
+        engine_of("sglang", model, "--busy", "3", exchange_folder=str(tmp_path)) as engine,
         engine_of("vllm", model, exchange_folder=str(tmp_path)) as other,
     ):
         abandoned = tmp_path / "helmsman-weights.abandoned"
@@ -242,14 +259,21 @@ def test_make_exchange_concurrently(tmp_path: Path) -> None:
 
 
 def test_initialize_exchange_folder_missing(model: str) -> None:
-    said = pytest.raises(ValueError, match=r"'/no/such/folder' on this worker; set ServerConfig\.exchange_folder")
+    said = pytest.raises(
+        ValueError, match=r"'/no/such/folder' on this worker; set ServerConfig\.exchange_folder"
+    )
     with engine_of("vllm", model, exchange_folder="/no/such/folder") as engine, said:
         engine.initialize()
 
 
 @pytest.mark.parametrize(
     ("arg", "instead"),
-    [("--port=1", "leased"), ("--host", r"ServerConfig\.host"), ("--api_key", "its own"), ("--model", "model")],
+    [
+        ("--port=1", "leased"),
+        ("--host", r"ServerConfig\.host"),
+        ("--api_key", "its own"),
+        ("--model", "model"),
+    ],
 )
 def test_server_config_reserved_args(arg: str, instead: str) -> None:
     with pytest.raises(ValueError, match=f"args has --.*{instead}"):
@@ -257,7 +281,14 @@ def test_server_config_reserved_args(arg: str, instead: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"dialect": "tgi"}, {"tensor_parallel_size": 0}, {"start_timeout_s": 0.0}, {"models": "x"}, {"model": 1}]
+    "wrong",
+    [
+        {"dialect": "tgi"},
+        {"tensor_parallel_size": 0},
+        {"start_timeout_s": 0.0},
+        {"models": "x"},
+        {"model": 1},
+    ],
 )
 def test_server_config_invalid_fields(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

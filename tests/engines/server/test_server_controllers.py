@@ -50,7 +50,9 @@ class World:
         self.rollout.initialize()
 
     def pid(self, worker_id: str) -> int:
-        return next(each.pid for each in self.scheduler.status() if each.worker_id == worker_id) or 0
+        return (
+            next(each.pid for each in self.scheduler.status() if each.worker_id == worker_id) or 0
+        )
 
     def server(self, worker_id: str) -> psutil.Process:
         return psutil.Process(self.scheduler.call_engine(worker_id, "server_pid"))
@@ -75,7 +77,11 @@ def require(result: GenerationResult, prompt: list[int], weight: float = 0.0) ->
 
 def servers() -> set[int]:
     """Pids of little servers that are children of this process's family, or of nobody."""
-    return {each.pid for each in psutil.process_iter(["cmdline"]) if str(PROGRAM) in (each.info["cmdline"] or [])}
+    return {
+        each.pid
+        for each in psutil.process_iter(["cmdline"])
+        if str(PROGRAM) in (each.info["cmdline"] or [])
+    }
 
 
 def is_replaced(world: World, old: psutil.Process) -> bool:
@@ -95,7 +101,10 @@ def test_server_killed_in_flight(world: World) -> None:
     long = SamplingParams(temperature=0.0, max_new_tokens=2000)
     futures = [world.rollout.submit(prompt, long) for prompt in PROMPTS]
     for worker in world.rollout.workers:
-        wait_until(lambda id_=worker.id: world.scheduler.call_engine(id_, "stats")["num_running"] > 0, "it generates")  # type: ignore[misc]
+        wait_until(
+            lambda id_=worker.id: world.scheduler.call_engine(id_, "stats")["num_running"] > 0,  # type: ignore[misc]
+            "it generates",
+        )
     old = world.server("rollout/0")
     old.kill()
     for future, prompt in zip(futures, PROMPTS, strict=True):
@@ -104,8 +113,14 @@ def test_server_killed_in_flight(world: World) -> None:
         require(result, prompt, 1.0)
     assert world.state("rollout/1") is Health.HEALTHY
     wait_until(lambda: is_replaced(world, old), "it is rebuilt", limit_s=60.0)
-    assert world.rollout.versions() == {"rollout/0": 1, "rollout/1": 1}  # it serves with the weights of the last update
-    for prompt, result in zip(PROMPTS, world.rollout.generate(PROMPTS, SamplingParams(max_new_tokens=8)), strict=True):
+    # it serves with the weights of the last update
+    assert world.rollout.versions() == {
+        "rollout/0": 1,
+        "rollout/1": 1,
+    }
+    for prompt, result in zip(
+        PROMPTS, world.rollout.generate(PROMPTS, SamplingParams(max_new_tokens=8)), strict=True
+    ):
         require(result, prompt, 1.0)
 
 
@@ -119,5 +134,7 @@ def test_server_killed_idle(world: World) -> None:
 def test_worker_killed_with_its_server(world: World) -> None:
     old = world.server("rollout/0")
     os.kill(world.pid("rollout/0"), signal.SIGKILL)
-    wait_until(lambda: old.pid not in servers(), "the killed worker's server has ended", limit_s=30.0)
+    wait_until(
+        lambda: old.pid not in servers(), "the killed worker's server has ended", limit_s=30.0
+    )
     wait_until(lambda: is_replaced(world, old), "it is rebuilt", limit_s=60.0)

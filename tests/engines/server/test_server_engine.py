@@ -40,7 +40,9 @@ def dialect(request: pytest.FixtureRequest) -> str:
 
 
 @asynccontextmanager
-async def running(dialect: str, folder: Path, *args: str, **others: Any) -> AsyncIterator[ServerEngine]:
+async def running(
+    dialect: str, folder: Path, *args: str, **others: Any
+) -> AsyncIterator[ServerEngine]:
     """An engine whose model has the weight 0."""
     with engine_of(dialect, write_model(folder / "model-0", 0.0), *args, **others) as engine:
         await asyncio.to_thread(engine.initialize)
@@ -51,7 +53,9 @@ async def running(dialect: str, folder: Path, *args: str, **others: Any) -> Asyn
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(dialect: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ServerEngine]:
+async def shared(
+    dialect: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[ServerEngine]:
     """An engine for tests that leave it as it was."""
     async with running(dialect, tmp_path_factory.mktemp("shared")) as engine:
         yield engine
@@ -71,13 +75,16 @@ vllm_alone = pytest.mark.parametrize("dialect", ["vllm"], indirect=True, scope="
 
 def asked(name: str, prompt: list[int], count: int = ENDLESS, **sampling: Any) -> GenerationRequest:
     return GenerationRequest(
-        request_id=name, prompt_ids=prompt, sampling=SamplingParams(max_new_tokens=count, temperature=0.0, **sampling)
+        request_id=name,
+        prompt_ids=prompt,
+        sampling=SamplingParams(max_new_tokens=count, temperature=0.0, **sampling),
     )
 
 
 async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while not (await found if inspect.isawaitable(found := condition()) else found):  # noqa: ASYNC110 - no event tells of it
+        # No event tells of it
+        while not (await found if inspect.isawaitable(found := condition()) else found):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 
@@ -91,8 +98,16 @@ def num_tokens(engine: ServerEngine) -> dict[str, int]:
 
 async def begun(engine: ServerEngine, *names: str) -> list[asyncio.Task[GenerationResult]]:
     """Endless requests that have some tokens each."""
-    tasks = [asyncio.create_task(engine.agenerate(asked(name, PROMPTS.get(name, [1, 2])))) for name in names]
-    await until(lambda: len(num_tokens(engine)) >= len(names) and min(num_tokens(engine)[name] for name in names) > 5)
+    tasks = [
+        asyncio.create_task(engine.agenerate(asked(name, PROMPTS.get(name, [1, 2]))))
+        for name in names
+    ]
+    await until(
+        lambda: (
+            len(num_tokens(engine)) >= len(names)
+            and min(num_tokens(engine)[name] for name in names) > 5
+        )
+    )
     return tasks
 
 
@@ -114,12 +129,21 @@ def require(result: GenerationResult, prompt: list[int], weight: float = 0.0) ->
 
 
 async def test_agenerate_many_requests_few_connections(engine: ServerEngine) -> None:
-    prompts, before = {f"r{i}": [i, i + 1] for i in range(12)}, (await engine.stats())["num_generated_tokens"]
+    prompts, before = (
+        {f"r{i}": [i, i + 1] for i in range(12)},
+        (await engine.stats())["num_generated_tokens"],
+    )
     for _ in range(3):
-        results = await asyncio.gather(*(engine.agenerate(asked(name, prompt, 10)) for name, prompt in prompts.items()))
+        results = await asyncio.gather(
+            *(engine.agenerate(asked(name, prompt, 10)) for name, prompt in prompts.items())
+        )
         for result in results:
             require(result, prompts[result.request_id])
-            assert (result.stop_reason, len(result.token_ids), set(result.versions)) == ("length", 10, {0})
+            assert (result.stop_reason, len(result.token_ids), set(result.versions)) == (
+                "length",
+                10,
+                {0},
+            )
     idle = {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.25, "version": 0}
     assert await engine.stats() == {**idle, "num_generated_tokens": before + 360}
     assert len(generations(engine)) == 36
@@ -143,21 +167,38 @@ async def test_agenerate_max_model_len(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, max_model_len=20) as engine:
         result = await engine.agenerate(asked("a", [1, 2, 3], 500))
         assert (len(result.token_ids), result.stop_reason) == (17, "length")
-        for wrong, reason in (([1] * 20, "leaves no room"), ([], "empty"), ([3, 50], "token 50"), ([-1], "token -1")):
+        for wrong, reason in (
+            ([1] * 20, "leaves no room"),
+            ([], "empty"),
+            ([3, 50], "token 50"),
+            ([-1], "token -1"),
+        ):
             with pytest.raises(ValueError, match=reason):
                 await engine.agenerate(asked("b", wrong))
 
 
 async def test_agenerate_sampling_parameters(engine: ServerEngine, dialect: str) -> None:
-    sampling = SamplingParams(max_new_tokens=3, temperature=0.5, top_k=7, top_p=0.9, seed=11, stop_token_ids=(4,))
+    sampling = SamplingParams(
+        max_new_tokens=3, temperature=0.5, top_k=7, top_p=0.9, seed=11, stop_token_ids=(4,)
+    )
     for begun in (0, 1):
-        request = GenerationRequest(request_id="a", prompt_ids=[1, 2], sampling=sampling, num_generated=begun)
+        request = GenerationRequest(
+            request_id="a", prompt_ids=[1, 2], sampling=sampling, num_generated=begun
+        )
         await engine.agenerate(request)
     first, second = (each["body"] for each in generations(engine))
     params = first if dialect == "vllm" else first["sampling_params"]
-    assert (params["temperature"], params["top_k"], params["top_p"], params["ignore_eos"]) == (0.5, 7, 0.9, True)
+    assert (params["temperature"], params["top_k"], params["top_p"], params["ignore_eos"]) == (
+        0.5,
+        7,
+        0.9,
+        True,
+    )
     assert params["stop_token_ids"] == [4]
-    seeds = [each["seed"] if dialect == "vllm" else each["sampling_params"]["sampling_seed"] for each in (first, second)]
+    seeds = [
+        each["seed"] if dialect == "vllm" else each["sampling_params"]["sampling_seed"]
+        for each in (first, second)
+    ]
     assert seeds[0] == 11
     assert seeds[1] != 11  # the numbers that it drew its first token by are not drawn again
     assert 0 <= seeds[1] < 2**63
@@ -165,7 +206,9 @@ async def test_agenerate_sampling_parameters(engine: ServerEngine, dialect: str)
 
 @vllm_alone
 @pytest.mark.parametrize(("seeds", "num_requests"), [((None, None, None), 1), ((5, 6, 7), 3)])
-async def test_agenerate_samples_num_requests(seeds: tuple[int | None, ...], num_requests: int, engine: ServerEngine) -> None:
+async def test_agenerate_samples_num_requests(
+    seeds: tuple[int | None, ...], num_requests: int, engine: ServerEngine
+) -> None:
     requests = [asked(f"a#{index}", [1, 2], 6, seed=seed) for index, seed in enumerate(seeds)]
     results = await engine.agenerate_samples(requests)
     assert [result.request_id for result in results] == ["a#0", "a#1", "a#2"]
@@ -215,7 +258,7 @@ async def test_destroy_during_hanging_update(dialect: str, tmp_path: Path) -> No
             await engine.agenerate(asked("b", [1, 2]))
 
 
-# --- what may be sent again ---------------------------------------------------------------------------------------------------
+# --- what may be sent again -----------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -311,7 +354,7 @@ async def test_agenerate_id_in_flight_once(engine: ServerEngine) -> None:
     await task
 
 
-# --- weights ------------------------------------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 def weights_of(form: str, folder: Path, weight: float) -> Any:
@@ -345,7 +388,9 @@ async def test_update_weights_during_requests(dialect: str, form: str, tmp_path:
             assert num_old > 5
             assert len(result.versions) - num_old > 5
             old_tokens, old_logprobs = continuation(prompt, num_old, 0.0)
-            new_tokens, new_logprobs = continuation([*prompt, *old_tokens], len(result.token_ids) - num_old, 1.0)
+            new_tokens, new_logprobs = continuation(
+                [*prompt, *old_tokens], len(result.token_ids) - num_old, 1.0
+            )
             assert result.token_ids == [*old_tokens, *new_tokens]
             assert result.logprobs == pytest.approx([*old_logprobs, *new_logprobs])
         require(await engine.agenerate(asked("c", [3, 4], 5)), [3, 4], 1.0)
@@ -366,7 +411,9 @@ async def test_update_weights_before_first_token(dialect: str, tmp_path: Path) -
 @pytest.mark.slow
 async def test_update_weights_during_samples(tmp_path: Path) -> None:
     async with running("vllm", tmp_path) as engine:
-        task = asyncio.create_task(engine.agenerate_samples([asked("a#0", [1, 2]), asked("a#1", [1, 2])]))
+        task = asyncio.create_task(
+            engine.agenerate_samples([asked("a#0", [1, 2]), asked("a#1", [1, 2])])
+        )
         await until(lambda: num_tokens(engine).get("a#0", 0) > 5)
         await engine.update_weights(weights_of("mapping", tmp_path, 1.0), 1)
         before = num_tokens(engine)
@@ -382,10 +429,14 @@ async def test_update_weights_during_samples(tmp_path: Path) -> None:
 async def test_update_weights_that_do_not_fit(engine: ServerEngine) -> None:
     (task,) = await begun(engine, "a")
     right, name = tensors_of(1.0), "model.norm.weight"
-    with pytest.raises(ValueError, match=r"1 of another shape: model.norm.weight \(5,\) for \(4,\)"):
+    with pytest.raises(
+        ValueError, match=r"1 of another shape: model.norm.weight \(5,\) for \(4,\)"
+    ):
         await engine.update_weights({**right, name: torch.zeros(5)}, 1)
     with pytest.raises(ValueError, match="1 missing: model.norm.weight; 1 unexpected: other"):
-        await engine.update_weights({"other" if key == name else key: tensor for key, tensor in right.items()}, 1)
+        await engine.update_weights(
+            {"other" if key == name else key: tensor for key, tensor in right.items()}, 1
+        )
     with pytest.raises(ValueError, match="CRC-32"):
         await engine.update_weights(WeightsInMemory(right, {name: 1}), 1)
     assert not task.done()
@@ -412,7 +463,9 @@ async def test_update_weights_torn_holds_requests(dialect: str, tmp_path: Path) 
         assert (await tasks[0]).stop_reason == "abort"
         num_sent = len(generations(engine))
         assert await engine.update_weights(weights_of("disk", tmp_path, 2.0), 2) == 2
-        await until(lambda: num_tokens(engine)["b"] > before["b"] + 5 and num_tokens(engine)["late"] > 5)
+        await until(
+            lambda: num_tokens(engine)["b"] > before["b"] + 5 and num_tokens(engine)["late"] > 5
+        )
         assert num_sent == 2  # nothing was sent in between
         await engine.abort()
         result = await late
@@ -435,7 +488,7 @@ async def test_update_weights_torn_then_server_dies(dialect: str, tmp_path: Path
             await asyncio.wait_for(task, LIMIT_S)
 
 
-# --- sleep --------------------------------------------------------------------------------------------------------------------
+# --- sleep ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -464,7 +517,9 @@ async def test_sleep_and_wake(dialect: str, tmp_path: Path) -> None:
         await engine.wake()
         require(await engine.agenerate(asked("b", [1, 2], 5)), [1, 2], 1.0)
         asleep, awake = (
-            ("/sleep", "/wake_up") if dialect == "vllm" else ("/release_memory_occupation", "/resume_memory_occupation")
+            ("/sleep", "/wake_up")
+            if dialect == "vllm"
+            else ("/release_memory_occupation", "/resume_memory_occupation")
         )
         assert len(seen(engine, asleep)) == 2
         told = [each["params"] or each["body"] for each in seen(engine, awake)]
@@ -472,7 +527,11 @@ async def test_sleep_and_wake(dialect: str, tmp_path: Path) -> None:
             assert [each["params"]["level"] for each in seen(engine, asleep)] == ["1", "2"]
             assert told == [{"tags": tag} for tag in ("weights", "kv_cache", "weights", "kv_cache")]
         else:
-            assert told == [{"tags": ["weights", "kv_cache"]}, {"tags": ["weights"]}, {"tags": ["kv_cache"]}]
+            assert told == [
+                {"tags": ["weights", "kv_cache"]},
+                {"tags": ["weights"]},
+                {"tags": ["kv_cache"]},
+            ]
 
 
 @pytest.mark.slow

@@ -12,13 +12,23 @@ from hypothesis import strategies as st
 
 from helmsman.api.engines import SampleShare
 from helmsman.api.pairs import sample_units
-from helmsman.engines._train.batching import Batching, MicroBatch, check_samples, group_samples, make_micro_batch
+from helmsman.engines._train.batching import (
+    Batching,
+    MicroBatch,
+    check_samples,
+    group_samples,
+    make_micro_batch,
+)
 
 
-def make_micro_batches(samples: list[dict[str, Any]], *, max_tokens: int, vocab_size: int) -> list[MicroBatch]:
+def make_micro_batches(
+    samples: list[dict[str, Any]], *, max_tokens: int, vocab_size: int
+) -> list[MicroBatch]:
     batching = Batching(max_tokens=max_tokens, vocab_size=vocab_size)
     checked = check_samples(samples, vocab_size)
-    return [make_micro_batch(group, checked, batching) for group in group_samples(checked, batching)]
+    return [
+        make_micro_batch(group, checked, batching) for group in group_samples(checked, batching)
+    ]
 
 
 def num_loss_tokens(batch: MicroBatch) -> int:
@@ -29,7 +39,9 @@ def num_loss_tokens(batch: MicroBatch) -> int:
 def test_group_samples_within_budget(lengths: list[int], max_tokens: int) -> None:
     samples = [{"input_ids": [index + 1] * length} for index, length in enumerate(lengths)]
     batches = make_micro_batches(samples, max_tokens=max_tokens, vocab_size=50)
-    assert sorted(index for batch in batches for index in batch.indices) == list(range(len(lengths)))
+    assert sorted(index for batch in batches for index in batch.indices) == list(
+        range(len(lengths))
+    )
     for batch in batches:
         input_ids = batch.columns["input_ids"]
         assert input_ids.numel() <= max_tokens or len(batch.indices) == 1
@@ -40,8 +52,18 @@ def test_group_samples_within_budget(lengths: list[int], max_tokens: int) -> Non
 
 def test_make_micro_batch_column_kinds() -> None:
     samples: list[dict[str, Any]] = [
-        {"input_ids": [1, 2, 3], "loss_mask": [1, 0, 1], "logprobs": np.array([0.0, -1.0, -2.0]), "advantages": 0.5},
-        {"input_ids": torch.tensor([4, 5]), "loss_mask": [True, True], "logprobs": [0.0, -3.0], "advantages": np.float32(-1)},
+        {
+            "input_ids": [1, 2, 3],
+            "loss_mask": [1, 0, 1],
+            "logprobs": np.array([0.0, -1.0, -2.0]),
+            "advantages": 0.5,
+        },
+        {
+            "input_ids": torch.tensor([4, 5]),
+            "loss_mask": [True, True],
+            "logprobs": [0.0, -3.0],
+            "advantages": np.float32(-1),
+        },
     ]
     (batch,) = make_micro_batches(samples, max_tokens=100, vocab_size=50)
     assert batch.columns["input_ids"].tolist() == [[1, 2, 3], [4, 5, 0]]
@@ -55,7 +77,10 @@ def test_make_micro_batch_column_kinds() -> None:
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32, np.uint64, np.int16])
 def test_make_micro_batch_integer_types(kind: type[np.integer[Any]]) -> None:
-    samples = [{"input_ids": np.array(ids, dtype=kind), "loss_mask": np.array([0, 1], dtype=kind)} for ids in ([1, 2], [3, 4])]
+    samples = [
+        {"input_ids": np.array(ids, dtype=kind), "loss_mask": np.array([0, 1], dtype=kind)}
+        for ids in ([1, 2], [3, 4])
+    ]
     (batch,) = make_micro_batches(samples, max_tokens=100, vocab_size=5)
     assert batch.columns["input_ids"].tolist() == [[1, 2], [3, 4]]
     assert num_loss_tokens(batch) == 2
@@ -67,10 +92,16 @@ def test_make_micro_batch_integer_types(kind: type[np.integer[Any]]) -> None:
         ({"tokens": [1]}, "sample 1 has no 'input_ids'"),
         ({"input_ids": []}, "sample 1: 'input_ids' is"),
         ({"input_ids": [[1, 2]]}, "sample 1: 'input_ids' is"),
-        ({"input_ids": [1, 50]}, "sample 1: 'input_ids' has ids outside the vocabulary, which has 50"),
+        (
+            {"input_ids": [1, 50]},
+            "sample 1: 'input_ids' has ids outside the vocabulary, which has 50",
+        ),
         ({"input_ids": [-1, 1]}, "outside the vocabulary"),
         ({"input_ids": [1.5]}, "sample 1: 'input_ids' is"),
-        ({"input_ids": [1, 2, 3], "logprobs": [0.0, 1.0]}, r"'logprobs' has the shape \(2,\); expected \(3,\)"),
+        (
+            {"input_ids": [1, 2, 3], "logprobs": [0.0, 1.0]},
+            r"'logprobs' has the shape \(2,\); expected \(3,\)",
+        ),
         ({"input_ids": [1, 2], "answer": "four"}, "'answer' .a str. is not numeric"),
         ({"input_ids": [1, 2], "loss_mask": 1}, "'loss_mask' is a scalar"),
         ({"input_ids": [1, 2], "advantages": 1.0}, "sample 1 has the entries"),
@@ -82,7 +113,10 @@ def test_check_samples_malformed(sample: dict[str, Any], message: str) -> None:
 
 
 def test_check_samples_of_a_share() -> None:
-    good, scalar = {"input_ids": [1, 2], "advantages": [0.0, 1.0]}, {"input_ids": [1, 2], "advantages": 1.0}
+    good, scalar = (
+        {"input_ids": [1, 2], "advantages": [0.0, 1.0]},
+        {"input_ids": [1, 2], "advantages": 1.0},
+    )
     for bad, message in (
         ({"input_ids": [1, 50]}, "sample 7: 'input_ids' has ids outside"),
         ({"input_ids": [1]}, "sample 7 has the entries .*, but sample 3 has"),
@@ -107,8 +141,14 @@ def test_make_micro_batch_mixed_numbers() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_check_samples_mixed_column_shapes(order: tuple[int, int]) -> None:
-    samples = [{"input_ids": [1, 2], "advantages": 1.0}, {"input_ids": [1, 2], "advantages": [0.0, 1.0]}]
-    message = f"'advantages' is a scalar in sample {order[0]}, and has one entry per token in sample {order[1]}"
+    samples = [
+        {"input_ids": [1, 2], "advantages": 1.0},
+        {"input_ids": [1, 2], "advantages": [0.0, 1.0]},
+    ]
+    message = (
+        f"'advantages' is a scalar in sample {order[0]}, and has one entry per token in "
+        f"sample {order[1]}"
+    )
     with pytest.raises(ValueError, match=message):
         make_micro_batches([samples[index] for index in order], max_tokens=100, vocab_size=50)
 
@@ -116,7 +156,10 @@ def test_check_samples_mixed_column_shapes(order: tuple[int, int]) -> None:
 @pytest.mark.parametrize("max_tokens", [1, 12, 30, 1000])
 def test_group_samples_keeps_pairs(max_tokens: int) -> None:
     order, lengths = [5, 8, 5, 2, 8, 2], [3, 9, 4, 2, 1, 6]
-    samples = [{"input_ids": [1] * length, "pair": number} for length, number in zip(lengths, order, strict=True)]
+    samples = [
+        {"input_ids": [1] * length, "pair": number}
+        for length, number in zip(lengths, order, strict=True)
+    ]
     batches = make_micro_batches(samples, max_tokens=max_tokens, vocab_size=2)
     assert sorted(index for batch in batches for index in batch.indices) == list(range(6))
     for batch in batches:

@@ -15,7 +15,9 @@ from tests.engines.ranks import run_ranks
 
 @pytest.mark.parametrize("chunk_numel", [1, 22, 1 << 24])
 def test_distribution_entropies_equal_torch(chunk_numel: int) -> None:
-    logits = (torch.randn(3, 5, 11, generator=torch.Generator().manual_seed(0)) * 3).requires_grad_()
+    logits = (
+        torch.randn(3, 5, 11, generator=torch.Generator().manual_seed(0)) * 3
+    ).requires_grad_()
     weights = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
     found = distribution_entropies(logits, chunk_numel=chunk_numel)
     expected = torch.distributions.Categorical(logits=logits).entropy()
@@ -35,13 +37,19 @@ def test_distribution_entropies_impossible_tokens() -> None:
 
 
 def test_distribution_entropies_half_precision() -> None:
-    logits = torch.randn(2, 4, 1000, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    logits = (
+        torch.randn(2, 4, 1000, generator=torch.Generator().manual_seed(0))
+        .bfloat16()
+        .requires_grad_()
+    )
     entropies = distribution_entropies(logits)
     entropies.sum().backward()
     assert entropies.dtype == torch.float32
     assert logits.grad is not None
     assert logits.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(entropies.detach(), distribution_entropies(logits.detach().float()), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        entropies.detach(), distribution_entropies(logits.detach().float()), atol=1e-6, rtol=1e-6
+    )
 
 
 def drawn() -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,4 +76,6 @@ def test_distribution_entropies_vocabulary_parallel() -> None:
     parts = run_ranks(of_a_part, 2)
     for entropies, _ in parts:
         torch.testing.assert_close(entropies, expected.detach(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(torch.cat([part for _, part in parts], dim=-1), grad, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        torch.cat([part for _, part in parts], dim=-1), grad, atol=1e-5, rtol=1e-5
+    )

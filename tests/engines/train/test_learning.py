@@ -58,7 +58,10 @@ def preference_pairs(num: int, seed: int) -> list[dict[str, Any]]:
         answers = [draw.choices(range(VOCAB), k=draw.randint(4, 8)) for _ in range(2)]
         chosen, rejected = sorted(answers, key=share_of_good, reverse=True)
         if share_of_good(chosen) - share_of_good(rejected) > 0.3:
-            pair = [{"input_ids": [*prompt, *a], "loss_mask": [False] * 3 + [True] * len(a)} for a in (chosen, rejected)]
+            pair = [
+                {"input_ids": [*prompt, *a], "loss_mask": [False] * 3 + [True] * len(a)}
+                for a in (chosen, rejected)
+            ]
             pairs.append((pair[0], pair[1]))
     return pair_samples(pairs)
 
@@ -71,7 +74,9 @@ def test_reward_model_ranks_unseen_pairs(make: Make) -> None:
     assert model.eval_batch(held_out, "reward_model")["accuracy"] > 0.9
     # What a script does with it: the reward of a sample is the value of its last token.
     rewards = [values[-1].item() for values in model.forward(held_out)]
-    assert sum(first > second for first, second in zip(rewards[::2], rewards[1::2], strict=True)) > 54
+    assert (
+        sum(first > second for first, second in zip(rewards[::2], rewards[1::2], strict=True)) > 54
+    )
 
 
 def test_dpo_raises_margin(make: Make) -> None:
@@ -79,7 +84,10 @@ def test_dpo_raises_margin(make: Make) -> None:
 
     def batch(num: int, seed: int) -> list[dict[str, Any]]:
         samples = preference_pairs(num, seed)
-        return [{**one, "ref_logprobs": row} for one, row in zip(samples, reference.forward(samples), strict=True)]
+        return [
+            {**one, "ref_logprobs": row}
+            for one, row in zip(samples, reference.forward(samples), strict=True)
+        ]
 
     kwargs = {"beta": 0.1}
     held_out = batch(40, seed=99)
@@ -94,13 +102,17 @@ def test_dpo_raises_margin(make: Make) -> None:
 
 
 @torch.no_grad()
-def generate(policy: FSDPTrainEngine, num: int, length: int, generator: torch.Generator) -> list[list[int]]:
+def generate(
+    policy: FSDPTrainEngine, num: int, length: int, generator: torch.Generator
+) -> list[list[int]]:
     """Tokens that the policy draws after the token 0."""
     tokens = torch.zeros(num, 1, dtype=torch.int64)
     model: Any = policy._built_model().eval()
     for _ in range(length):
         probabilities = model(input_ids=tokens, use_cache=False).logits[:, -1].softmax(-1)
-        tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator)], dim=1)
+        tokens = torch.cat(
+            [tokens, torch.multinomial(probabilities, 1, generator=generator)], dim=1
+        )
     rows: list[list[int]] = tokens.tolist()
     return rows
 
@@ -112,10 +124,14 @@ def test_decoupled_ppo_raises_reward(make: Make) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = []
     for _ in range(30):
-        samples: list[dict[str, Any]] = [{"input_ids": tokens} for tokens in generate(policy, 24, 8, generator)]
+        samples: list[dict[str, Any]] = [
+            {"input_ids": tokens} for tokens in generate(policy, 24, 8, generator)
+        ]
         rewards = [share_of_good(sample["input_ids"][1:]) for sample in samples]
         masks = [[False] + [True] * 8] * len(samples)
-        logprobs, ref_logprobs, values = (engine.forward(samples) for engine in (policy, reference, critic))
+        logprobs, ref_logprobs, values = (
+            engine.forward(samples) for engine in (policy, reference, critic)
+        )
         per_token, _ = token_rewards(rewards, masks, logprobs, ref_logprobs, kl_coef=0.01)  # type: ignore[arg-type]
         advantages, returns = gae(per_token, values, masks)  # type: ignore[arg-type]
         columns = zip(samples, logprobs, whiten(advantages, masks), returns, values, strict=True)

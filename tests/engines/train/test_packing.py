@@ -55,7 +55,10 @@ def test_group_samples_packed_budget(lengths: list[int], max_tokens: int, at_lea
     groups = group_samples(samples, batching, at_least=at_least)
     for found in (fewest, groups):
         assert sorted(itertools.chain(*found)) == list(range(len(lengths)))
-        assert all(sum(lengths[index] for index in group) <= max_tokens or len(group) == 1 for group in found)
+        assert all(
+            sum(lengths[index] for index in group) <= max_tokens or len(group) == 1
+            for group in found
+        )
         assert all(found)
     assert len(fewest) <= len(groups) <= max(len(fewest), min(at_least, len(lengths)))
     assert group_samples(list(samples), batching, at_least=at_least) == groups
@@ -79,18 +82,24 @@ def test_empty_micro_batch_counts_nothing(packing: bool) -> None:
 
 @settings(max_examples=30)
 @given(lengths=LENGTHS, window=st.none() | st.integers(1, 12), num_groups=st.sampled_from([1, 2]))
-def test_row_attention_within_samples(lengths: list[int], window: int | None, num_groups: int) -> None:
+def test_row_attention_within_samples(
+    lengths: list[int], window: int | None, num_groups: int
+) -> None:
     generator = torch.Generator().manual_seed(len(lengths))
     num_tokens = sum(lengths)
     query = torch.randn(1, 4, num_tokens, 8, generator=generator)
     key, value = torch.randn(2, 1, 4 // num_groups, num_tokens, 8, generator=generator).unbind()
     shape = RowShape(tuple(lengths), None, torch.device("cpu"))
-    mixed, _ = row_attention(torch.nn.Module(), query, key, value, None, sliding_window=window, helmsman_rows=shape)
+    mixed, _ = row_attention(
+        torch.nn.Module(), query, key, value, None, sliding_window=window, helmsman_rows=shape
+    )
     sample = torch.tensor([number for number, length in enumerate(lengths) for _ in range(length)])
     distance = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)[None]
     seen = (sample[:, None] == sample[None]) & (distance >= 0) & (distance < (window or num_tokens))
     scores = query @ key.repeat_interleave(num_groups, 1).transpose(-1, -2) / 8**0.5
-    expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(num_groups, 1)
+    expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(
+        num_groups, 1
+    )
     torch.testing.assert_close(mixed, expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
 
 
@@ -100,6 +109,15 @@ def test_row_attention_unsupported_models() -> None:
         row_attention(torch.nn.Linear(1, 1), states, states, states, None)
     rows = RowShape((4,), None, torch.device("cpu"))
     with pytest.raises(ValueError, match="asks its attention for softcap"):
-        row_attention(torch.nn.Linear(1, 1), states, states, states, None, softcap=30.0, helmsman_rows=rows)
+        row_attention(
+            torch.nn.Linear(1, 1), states, states, states, None, softcap=30.0, helmsman_rows=rows
+        )
     with pytest.raises(ValueError, match="asks its attention for a mask of its own"):
-        row_attention(torch.nn.Linear(1, 1), states, states, states, torch.zeros(1, 1, 4, 4), helmsman_rows=rows)
+        row_attention(
+            torch.nn.Linear(1, 1),
+            states,
+            states,
+            states,
+            torch.zeros(1, 1, 4, 4),
+            helmsman_rows=rows,
+        )

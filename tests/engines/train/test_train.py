@@ -36,7 +36,9 @@ def test_train_batch_lowers_loss_counts_versions(make: Make) -> None:
     assert engine.get_version() == 5
     engine.set_version(11)
     assert engine.get_version() == 11
-    with pytest.raises(RuntimeError, match=r"initialize\(\) was called on a train engine that has a model"):
+    with pytest.raises(
+        RuntimeError, match=r"initialize\(\) was called on a train engine that has a model"
+    ):
         engine.initialize()
 
 
@@ -44,9 +46,13 @@ def test_train_batch_equals_plain_torch(make: Make) -> None:
     engine = make(model=LLAMA, max_tokens_per_micro_batch=20, max_grad_norm=0.5, weight_decay=0.1)
     weights = engine.export_weights()
     assert weights is not None
-    reference = AutoModelForCausalLM.from_config(engine._built_model().config, attn_implementation="sdpa")
+    reference = AutoModelForCausalLM.from_config(
+        engine._built_model().config, attn_implementation="sdpa"
+    )
     reference.load_state_dict(weights)
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        reference.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1
+    )
     for _ in range(3):
         losses = []
         for sample in SAMPLES:
@@ -68,11 +74,18 @@ def test_forward_logprobs_in_order(make: Make, model: dict[str, Any]) -> None:
     engine = make(model=model, max_tokens_per_micro_batch=24)
     weights = engine.export_weights()
     assert weights is not None
-    reference = AutoModelForCausalLM.from_config(engine._built_model().config, attn_implementation="sdpa").eval()
+    reference = AutoModelForCausalLM.from_config(
+        engine._built_model().config, attn_implementation="sdpa"
+    ).eval()
     reference.load_state_dict(weights, strict=False)
     for sample, logprobs in zip(SAMPLES, engine.forward(SAMPLES), strict=True):
         tokens = torch.tensor(sample["input_ids"])
-        expected = reference(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        expected = (
+            reference(input_ids=tokens[None])
+            .logits[0, :-1]
+            .log_softmax(-1)
+            .gather(-1, tokens[1:, None])[:, 0]
+        )
         assert logprobs[0] == 0
         torch.testing.assert_close(logprobs[1:], expected.detach(), atol=1e-4, rtol=1e-5)
 
@@ -122,7 +135,9 @@ def test_load_continues_exactly(make: Make, tmp_path: Path, num_steps_before: in
 
 
 def test_load_without_random_state(make: Make, tmp_path: Path) -> None:
-    """As one of ranks on the host by as many on devices, which draw from the devices' state, too."""
+    """As one of ranks on the host by as many on devices, which draw from the devices' state,
+    too.
+    """
     engine = make()
     engine.train_batch(SAMPLES, "sft")
     engine.save(str(tmp_path / "checkpoint"))
@@ -153,7 +168,10 @@ def test_save_replaces_checkpoint(make: Make, tmp_path: Path) -> None:
     engine.save(str(path))
     engine.train_batch(SAMPLES, "sft")
     engine.save(str(path))
-    assert json.loads((path / "helmsman.json").read_text()) == {"progress": {"version": 1, "num_steps": 1}, "num_ranks": 1}
+    assert json.loads((path / "helmsman.json").read_text()) == {
+        "progress": {"version": 1, "num_steps": 1},
+        "num_ranks": 1,
+    }
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
 
 
@@ -165,7 +183,9 @@ def test_a_save_that_fails_leaves_what_was_there(make: Make, tmp_path: Path) -> 
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_save_refuses_other_folders(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_refuses_other_folders(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A parent that is given by mistake, or an empty path, would cost all that is in it."""
     engine = make()
     (tmp_path / "runs" / "first").mkdir(parents=True)
@@ -173,7 +193,10 @@ def test_save_refuses_other_folders(make: Make, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path / "runs")
     for write in (engine.save, engine.export_hf):
         for path in ("", ".", str(tmp_path), str(tmp_path / "runs")):
-            with pytest.raises(FileExistsError, match="is a folder with other files and no .*, and would be replaced"):
+            with pytest.raises(
+                FileExistsError,
+                match="is a folder with other files and no .*, and would be replaced",
+            ):
                 write(path)
         with pytest.raises(FileExistsError, match="file is no folder"):
             write(str(tmp_path / "file"))
@@ -197,28 +220,43 @@ def test_load_invalid_checkpoints(make: Make, tmp_path: Path) -> None:
     engine.save(str(tmp_path / "own"))
     for file in (tmp_path / "own" / "helmsman.json", tmp_path / "own" / "state" / ".metadata"):
         content = file.read_bytes()
-        for left in (b"", content[: len(content) // 2]):  # as a crash of its host leaves a file that was written last
+        for left in (
+            b"",
+            content[: len(content) // 2],
+        ):
+            # as a crash of its host leaves a file that was written last
             file.write_bytes(left)
-            with pytest.raises(ValueError, match=f"'{file}' cannot be read, as after a crash of its host"):
+            with pytest.raises(
+                ValueError, match=f"'{file}' cannot be read, as after a crash of its host"
+            ):
                 engine.load(str(tmp_path / "own"))
         file.write_bytes(content)
     part = tmp_path / "own" / "state" / "__0_0.distcp"
     content = part.read_bytes()
     part.write_bytes(content[:-1])
-    with pytest.raises(ValueError, match=rf"is a part of a checkpoint: .* has {len(content) - 1} of {len(content)} bytes"):
+    with pytest.raises(
+        ValueError,
+        match=rf"is a part of a checkpoint: .* has {len(content) - 1} of {len(content)} bytes",
+    ):
         engine.load(str(tmp_path / "own"))
     with pytest.raises(ValueError, match=r"is a part of a checkpoint: .* has \d+ of \d+ bytes"):
         make(model=str(tmp_path / "own"))
     part.unlink()
-    with pytest.raises(ValueError, match=r"is a part of a checkpoint: it has no state/__0_0.distcp"):
+    with pytest.raises(
+        ValueError, match=r"is a part of a checkpoint: it has no state/__0_0.distcp"
+    ):
         engine.load(str(tmp_path / "own"))
     shutil.rmtree(part.parent)
     with pytest.raises(ValueError, match="it has no state/.metadata"):
         engine.load(str(tmp_path / "own"))
-    assert [engine.train_batch(SAMPLES, "sft") for _ in range(2)] == [undisturbed.train_batch(SAMPLES, "sft") for _ in range(2)]
+    assert [engine.train_batch(SAMPLES, "sft") for _ in range(2)] == [
+        undisturbed.train_batch(SAMPLES, "sft") for _ in range(2)
+    ]
 
 
-def infinite_loss(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def infinite_loss(
+    logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return logprobs.sum() * math.inf, {}
 
 
@@ -255,15 +293,21 @@ def test_train_batch_error_inside_pass(make: Make, place: str) -> None:
         assert engine.train_batch(SAMPLES, "sft") == undisturbed.train_batch(SAMPLES, "sft")
 
 
-def without_gradient(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def without_gradient(
+    logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return torch.tensor(logprobs.sum().item()), {}
 
 
-def with_a_number(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+def with_a_number(
+    logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, Any]]:
     return logprobs.sum(), {"share": 0.5}
 
 
-def per_row(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def per_row(
+    logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return logprobs.sum(-1), {}
 
 
@@ -274,14 +318,19 @@ def alone(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tenso
 def constant_where_nothing_counts(
     logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return (-logprobs * batch["loss_mask"]).sum() if batch["loss_mask"].any() else torch.zeros(()), {}
+    return (-logprobs * batch["loss_mask"]).sum() if batch["loss_mask"].any() else torch.zeros(
+        ()
+    ), {}
 
 
 def test_train_batch_invalid_losses(make: Make) -> None:
     engine, undisturbed = make(), make()
     for loss, message in (
         (without_gradient, "'without_gradient' returned a sum that has no gradient"),
-        (with_a_number, "'with_a_number' returned share as a float; expected a tensor of one number"),
+        (
+            with_a_number,
+            "'with_a_number' returned share as a float; expected a tensor of one number",
+        ),
         (per_row, r"'per_row' returned loss_sum as \(4,\)"),
         (alone, "'alone' returned a Tensor; expected"),
     ):
@@ -295,7 +344,9 @@ def test_train_batch_micro_batch_without_tokens(make: Make) -> None:
     batch = [*SAMPLES, {"input_ids": [1, 2, 3], "loss_mask": [False] * 3}]
     batch = [{"loss_mask": [True] * len(sample["input_ids"]), **sample} for sample in batch]  # type: ignore[dict-item, index]
     expected = other.train_batch(batch, "sft")  # type: ignore[arg-type]
-    assert engine.train_batch(batch, constant_where_nothing_counts) == pytest.approx(expected, rel=1e-5)  # type: ignore[arg-type]
+    assert engine.train_batch(batch, constant_where_nothing_counts) == pytest.approx(  # type: ignore[arg-type]
+        expected, rel=1e-5
+    )
 
 
 def test_train_batch_without_tokens(make: Make) -> None:
@@ -344,7 +395,10 @@ def test_create_process_group_ranks_missing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     for rank, hint in (("0", "is the port taken"), ("1", "is rank 0 alive")):
         monkeypatch.setenv("RANK", rank)
-        with pytest.raises(ConnectionError, match=f"rank {rank} of 2 did not meet the other ranks .* within 1 s; {hint}"):
+        with pytest.raises(
+            ConnectionError,
+            match=f"rank {rank} of 2 did not meet the other ranks .* within 1 s; {hint}",
+        ):
             engine.create_process_group()
     engine.destroy()
 

@@ -1,4 +1,6 @@
-"""However the ranks divide the work, the losses are those of one rank: FSDP, tensor and context parallelism, packing."""
+"""However the ranks divide the work, the losses are those of one rank: FSDP, tensor and context
+parallelism, packing.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,26 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 VOCAB = {"vocab_size": 52}
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {**LLAMA, **VOCAB, "attention_bias": True, "mlp_bias": True, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "llama": {
+        **LLAMA,
+        **VOCAB,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    },
     # Tied; its padding token is also a token of the samples.
     "qwen2": {**QWEN2, **VOCAB, "pad_token_id": 3},
     "qwen3": {**QWEN2, **VOCAB, "model_type": "qwen3", "head_dim": 8},
     "gemma3": {**GEMMA3_MIXED, **VOCAB, "tie_word_embeddings": True},
 }
-SIX_HEADS = {**LLAMA, **VOCAB, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+SIX_HEADS = {
+    **LLAMA,
+    **VOCAB,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
 SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20, 7, 3, 15)]
 NUM_STEPS = {"llama": 3}
 """Of some models more than of others, whose layouts are what matters."""
@@ -60,7 +75,9 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
 
 
 def share(step: int, rank: int, num_ranks: int) -> list[dict[str, Any]]:
-    """What a data-parallel rank gets of the batch, which is the same in every step; at times one of them gets nothing."""
+    """What a data-parallel rank gets of the batch, which is the same in every step; at times one of
+    them gets nothing.
+    """
     if step % 3 == 1:
         return SAMPLES if rank == num_ranks - 1 else []
     return SAMPLES[rank::num_ranks]
@@ -87,8 +104,17 @@ def build(model: str | dict[str, Any], **fields: Any) -> FSDPTrainEngine:
 def limits_s(engine: FSDPTrainEngine) -> set[float]:
     """How long collectives of an engine's groups wait."""
     mesh = engine._built_mesh()
-    groups = [*mesh.data.get_all_groups(), mesh.tensor and mesh.tensor.get_group(), mesh.model_group, mesh.context_group]
-    return {each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in groups if each is not None}
+    groups = [
+        *mesh.data.get_all_groups(),
+        mesh.tensor and mesh.tensor.get_group(),
+        mesh.model_group,
+        mesh.context_group,
+    ]
+    return {
+        each._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for each in groups
+        if each is not None
+    }
 
 
 def train(engine: FSDPTrainEngine, num_steps: int) -> list[dict[str, float]]:
@@ -147,7 +173,9 @@ def published(folder: str) -> dict[str, Any]:
     train(engine, 1)
     version = engine.get_version()
     in_memory = engine.publish_weights(IntoMemory(version=version), WeightFormat())
-    on_disk = engine.publish_weights(OntoDisk(version=version, folder=f"{folder}/published", num_kept=1), WeightFormat())
+    on_disk = engine.publish_weights(
+        OntoDisk(version=version, folder=f"{folder}/published", num_kept=1), WeightFormat()
+    )
     exported = engine.export_weights()
     engine.destroy()
     if dist.get_rank():
@@ -168,10 +196,16 @@ def num_sums() -> int:
     with CommDebugMode() as collectives:
         engine.train_batch(SAMPLES[:2], "sft")
     engine.destroy()
-    return sum(num for kind, num in collectives.get_comm_counts().items() if "c10d_functional.all_reduce" in str(kind))
+    return sum(
+        num
+        for kind, num in collectives.get_comm_counts().items()
+        if "c10d_functional.all_reduce" in str(kind)
+    )
 
 
-def fails_on_rank_three(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def fails_on_rank_three(
+    logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if dist.get_rank() == 3:
         raise ArithmeticError("rank 3 has had enough")
     return sft_loss(logprobs, batch)
@@ -189,8 +223,13 @@ def errors() -> dict[str, Any]:
             found[name] = (type(error).__name__, str(error))
 
     attempt("loss", lambda: engine.train_batch(SAMPLES, fails_on_rank_three))
-    attempt("malformed", lambda: engine.train_batch([{"input_ids": [99]}] if rank == 3 else SAMPLES, "sft"))
-    attempt("other samples", lambda: engine.train_batch(SAMPLES[:2] if rank == 1 else SAMPLES, "sft"))
+    attempt(
+        "malformed",
+        lambda: engine.train_batch([{"input_ids": [99]}] if rank == 3 else SAMPLES, "sft"),
+    )
+    attempt(
+        "other samples", lambda: engine.train_batch(SAMPLES[:2] if rank == 1 else SAMPLES, "sft")
+    )
     found["version"] = engine.get_version()
     found["after"] = train(engine, 2)
     engine.destroy()
@@ -202,7 +241,7 @@ def errors() -> dict[str, Any]:
     return found
 
 
-# --- on one rank --------------------------------------------------------------------------------------------------------------
+# --- on one rank ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +256,11 @@ def four_ranks(folder: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def worlds(folder: str, four_ranks: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    return {4: four_ranks, 2: run_ranks(all_cases, 2, 2, folder), 1: run_ranks(all_cases, 1, 1, folder)}
+    return {
+        4: four_ranks,
+        2: run_ranks(all_cases, 2, 2, folder),
+        1: run_ranks(all_cases, 1, 1, folder),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +280,10 @@ def undivided() -> dict[str, dict[str, Any]]:
     ids=lambda value: str(value),
 )
 def test_train_batch_equals_one_rank(
-    worlds: dict[int, list[dict[str, Any]]], alone: dict[str, dict[str, Any]], world_size: int, number: int
+    worlds: dict[int, list[dict[str, Any]]],
+    alone: dict[str, dict[str, Any]],
+    world_size: int,
+    number: int,
 ) -> None:
     model, fields = CASES[world_size][number]
     expected = alone[model]
@@ -283,7 +329,9 @@ def test_publish_weights_whole_with_names(four_ranks: list[dict[str, Any]]) -> N
             assert torch.equal(published[way][name], each), name
 
 
-def test_train_batch_failure_of_one_rank(four_ranks: list[dict[str, Any]], alone: dict[str, dict[str, Any]]) -> None:
+def test_train_batch_failure_of_one_rank(
+    four_ranks: list[dict[str, Any]], alone: dict[str, dict[str, Any]]
+) -> None:
     found = [rank["errors"] for rank in four_ranks]
     assert found[3]["loss"] == ("ArithmeticError", "rank 3 has had enough")
     assert found[3]["malformed"][0] == "ValueError"
@@ -308,18 +356,29 @@ def test_initialize_indivisible_layouts(four_ranks: list[dict[str, Any]]) -> Non
         assert found["no plan"][0] == "ValueError"
         assert "GPT2LMHeadModel (gpt2) declares no plan" in found["no plan"][1]
         assert found["vocabulary"][0] == ParallelLayoutError.__name__
-        assert "a vocabulary of 51, which it does not divide. Set tensor_parallel_size to 1" in found["vocabulary"][1]
+        assert (
+            "a vocabulary of 51, which it does not divide. Set tensor_parallel_size to 1"
+            in found["vocabulary"][1]
+        )
         assert found["heads"][0] == ParallelLayoutError.__name__
-        assert "num_key_value_heads 2, which it does not divide. Set tensor_parallel_size to 1 or 2" in found["heads"][1]
+        assert (
+            "num_key_value_heads 2, which it does not divide. Set tensor_parallel_size to 1 or 2"
+            in found["heads"][1]
+        )
         assert found["context heads"][0] == ParallelLayoutError.__name__
-        assert "num_attention_heads 6, 3 on each tensor-parallel rank, which it does not divide" in found["context heads"][1]
+        assert (
+            "num_attention_heads 6, 3 on each tensor-parallel rank, which it does not divide"
+            in found["context heads"][1]
+        )
         assert found["world"][0] == ParallelLayoutError.__name__
         assert "and there is a world of 4 ranks" in found["world"][1]
 
 
 def test_packing_unsupported_model(make: Make) -> None:
     hybrid = {**QWEN2, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
-    with pytest.raises(ValueError, match="packing cannot be had with Lfm2ForCausalLM: it has layers of other kinds"):
+    with pytest.raises(
+        ValueError, match="packing cannot be had with Lfm2ForCausalLM: it has layers of other kinds"
+    ):
         make(model=hybrid, packing=True)
     counted = make(model=hybrid).eval_batch(SAMPLES, "sft")["num_tokens"]
     assert counted == sum(len(sample["input_ids"]) - 1 for sample in SAMPLES)

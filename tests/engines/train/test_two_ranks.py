@@ -1,4 +1,6 @@
-"""Two ranks give the results of one for losses of pairs, critics and policies, however the batch is cut into micro-batches."""
+"""Two ranks give the results of one for losses of pairs, critics and policies, however the batch is
+cut into micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,12 @@ def scenario(budget: int, **fields: Any) -> list[list[dict[str, float]]]:
     results, engines = [], []
     for head, loss, kwargs in RUNS:
         engine = FSDPTrainEngine(
-            model=QWEN2, head=head, lr=1e-2, max_tokens_per_micro_batch=budget, rendezvous_timeout_s=60, **fields
+            model=QWEN2,
+            head=head,
+            lr=1e-2,
+            max_tokens_per_micro_batch=budget,
+            rendezvous_timeout_s=60,
+            **fields,
         )
         engines.append(engine)
         engine.initialize()  # the first one joins the process group for all
@@ -55,7 +62,9 @@ def scenario(budget: int, **fields: Any) -> list[list[dict[str, float]]]:
         mine = [SCATTERED[index] for index in shares[engine.data_parallel_rank]]
         steps = [engine.train_batch(mine, loss, kwargs)]
         # One rank has nothing at all.
-        steps.append(engine.train_batch(SCATTERED if engine.data_parallel_rank == 0 else [], loss, kwargs))
+        steps.append(
+            engine.train_batch(SCATTERED if engine.data_parallel_rank == 0 else [], loss, kwargs)
+        )
         results.append([*steps, engine.eval_batch(mine, loss, kwargs)])
     for engine in reversed(engines):
         engine.destroy()
@@ -76,7 +85,9 @@ def same(results: list[list[dict[str, float]]], expected: list[list[dict[str, fl
 
 def test_train_batch_averages_over_pairs(alone: list[list[dict[str, float]]]) -> None:
     for (_, loss, _), (step, *_) in zip(RUNS, alone, strict=True):
-        assert step.get("num_pairs") == (len(PAIRS) // 2 if loss in ("dpo", "reward_model") else None)
+        assert step.get("num_pairs") == (
+            len(PAIRS) // 2 if loss in ("dpo", "reward_model") else None
+        )
         assert step["num_tokens"] == sum(sum(sample["loss_mask"][1:]) for sample in PAIRS)
     assert 0 <= alone[0][0]["accuracy"] <= 1
 
@@ -92,7 +103,9 @@ def model_parallel(field: str) -> list[list[dict[str, float]]]:
 
 
 @pytest.mark.parametrize("field", ["tensor_parallel_size", "context_parallel_size"])
-def test_train_batch_two_model_parallel_ranks(field: str, alone: list[list[dict[str, float]]]) -> None:
+def test_train_batch_two_model_parallel_ranks(
+    field: str, alone: list[list[dict[str, float]]]
+) -> None:
     first, second = run_ranks(model_parallel, 2, field)
     assert first == second
     same(first, alone)

@@ -1,4 +1,6 @@
-"""What VLLMEngine is made of, as far as it needs no vLLM: its configuration, what is said without one, buckets and fit."""
+"""What VLLMEngine is made of, as far as it needs no vLLM: its configuration, what is said without
+one, buckets and fit.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,22 @@ def test_vllm_engine_names_install_command(monkeypatch: pytest.MonkeyPatch) -> N
         VLLMEngine(model="anywhere")
 
 
-@pytest.mark.parametrize(("version", "fits"), [("0.31.2", False), ("0.32.0+cpu", True), ("1.0", True), ("dev", True)])
-def test_vllm_engine_version_of_vllm(monkeypatch: pytest.MonkeyPatch, version: str, fits: bool) -> None:
+@pytest.mark.parametrize(
+    ("version", "fits"), [("0.31.2", False), ("0.32.0+cpu", True), ("1.0", True), ("dev", True)]
+)
+def test_vllm_engine_version_of_vllm(
+    monkeypatch: pytest.MonkeyPatch, version: str, fits: bool
+) -> None:
     installed = types.ModuleType("vllm")
     installed.__version__ = version  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", installed)
     if fits:
         VLLMEngine(model="anywhere")
     else:
-        with pytest.raises(UnsupportedVLLMError, match="the installed vLLM is 0.31.2; VLLMEngine supports 0.32 and later"):
+        with pytest.raises(
+            UnsupportedVLLMError,
+            match="the installed vLLM is 0.31.2; VLLMEngine supports 0.32 and later",
+        ):
             VLLMEngine(model="anywhere")
 
 
@@ -54,10 +63,19 @@ def test_vllm_engine_version_of_vllm(monkeypatch: pytest.MonkeyPatch, version: s
     [
         ({"max_concurrency": 0}, "max_concurrency is 0; expected 1 or more"),
         ({"close_timeout_s": 0.0}, "close_timeout_s is 0.0; expected more than 0"),
-        ({"engine_args": {"max_num_seqs": 512}}, "engine_args has 'max_num_seqs', .* set VLLMConfig.max_concurrency"),
-        ({"engine_args": {"worker_extension_cls": "mine"}}, "engine_args has 'worker_extension_cls', .* leave it out"),
+        (
+            {"engine_args": {"max_num_seqs": 512}},
+            "engine_args has 'max_num_seqs', .* set VLLMConfig.max_concurrency",
+        ),
+        (
+            {"engine_args": {"worker_extension_cls": "mine"}},
+            "engine_args has 'worker_extension_cls', .* leave it out",
+        ),
         ({"adapters": {"a": "there"}}, "max_lora_rank is 0"),
-        ({"max_lora_rank": 8, "adapters": {"a": "there"}, "adapter": "b"}, "adapter is 'b'; expected one of adapters: a"),
+        (
+            {"max_lora_rank": 8, "adapters": {"a": "there"}, "adapter": "b"},
+            "adapter is 'b'; expected one of adapters: a",
+        ),
     ],
 )
 def test_vllm_config_invalid_fields(fields: dict[str, Any], message: str) -> None:
@@ -66,7 +84,12 @@ def test_vllm_config_invalid_fields(fields: dict[str, Any], message: str) -> Non
 
 
 def _read(message: dict[str, Any], results: Any) -> None:
-    results.put({name: (str(each.dtype), each.tolist(), list(each.shape)) for name, each in read_shared(message).items()})
+    results.put(
+        {
+            name: (str(each.dtype), each.tolist(), list(each.shape))
+            for name, each in read_shared(message).items()
+        }
+    )
 
 
 def test_read_shared_in_another_process() -> None:
@@ -78,13 +101,18 @@ def test_read_shared_in_another_process() -> None:
         found = results.get(timeout=60)
         reader.join()
         kept = read_shared(message)
-    assert found == {name: (str(each.dtype), each.tolist(), list(each.shape)) for name, each in TENSORS.items()}
+    assert found == {
+        name: (str(each.dtype), each.tolist(), list(each.shape)) for name, each in TENSORS.items()
+    }
     assert torch.equal(kept["turned"], TENSORS["turned"]), "mapped memory stays with who has it"
     assert not os.path.exists(message["path"])
 
 
 def test_split_max_bytes() -> None:
-    tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in {"a": 3, "b": 5, "c": 4, "d": 9, "e": 1}.items()}
+    tensors = {
+        name: torch.zeros(size, dtype=torch.uint8)
+        for name, size in {"a": 3, "b": 5, "c": 4, "d": 9, "e": 1}.items()
+    }
     assert [list(part) for part in split(tensors, 8)] == [["a", "b"], ["c"], ["d"], ["e"]]
     assert list(split({}, 8)) == []
 
@@ -110,7 +138,10 @@ def test_require_fit_names_of_model(config: dict[str, Any], tmp_path: Path) -> N
     else:
         with pytest.raises(ValueError, match="1 missing: lm_head.weight"):
             require_fit(forms, without_head)
-    with pytest.raises(ValueError, match=r"1 unexpected: more; 1 of another shape: model.norm.weight \(3,\) for \(32,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"1 unexpected: more; 1 of another shape: model.norm.weight \(3,\) for \(32,\)",
+    ):
         require_fit(forms, {**shapes, "more": [1], "model.norm.weight": [3]})
 
 

@@ -1,4 +1,6 @@
-"""Tensors give their memory back and get their contents again; an engine that sleeps goes on as if it had not."""
+"""Tensors give their memory back and get their contents again; an engine that sleeps goes on as if
+it had not.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def test_host_swap_restore_without_room() -> None:
     assert small.tolist() == [0, 1, 2, 3]
 
 
-# --- the train engine -------------------------------------------------------------------------------------------------
+# --- the train engine -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -147,7 +149,8 @@ def train_and_sleep(offload: str, *, sleeps: bool) -> list[dict[str, float]]:
 
 
 def train_in_all_ways() -> dict[str, list[dict[str, float]]]:
-    join_process_group(rendezvous_timeout_s=60, collective_timeout_s=60)  # of all engines, one after the other
+    # of all engines, one after the other
+    join_process_group(rendezvous_timeout_s=60, collective_timeout_s=60)
     found = {"plain": train_and_sleep("none", sleeps=False)}
     for offload in ("none", "all"):
         found[offload] = train_and_sleep(offload, sleeps=True)
@@ -167,6 +170,8 @@ def test_train_batch_offloads_optimizer(engine: FSDPTrainEngine, make: Make) -> 
     for expected in plain:
         assert offloading.train_batch(SAMPLES, "sft") == expected
         assert offloading._optimizer is not None
-        states = [value for state in offloading._optimizer.state.values() for value in state.values()]
+        states = [
+            value for state in offloading._optimizer.state.values() for value in state.values()
+        ]
         assert states
         assert memory_of(states) == 0

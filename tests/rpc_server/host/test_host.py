@@ -23,7 +23,9 @@ LIMIT_S = 30.0
 
 
 class CountingStore(SegmentStore):
-    """Counts what it keeps; a full one has no room left, which it says as Ray does: with an error of its own."""
+    """Counts what it keeps; a full one has no room left, which it says as Ray does: with an error
+    of its own.
+    """
 
     num_kept = 0
     is_full = False
@@ -84,12 +86,23 @@ class Asked:
         self.answers: dict[int, queue.SimpleQueue[tuple[bool, Any]]] = {}
 
     def begin(
-        self, request_id: int, verb: Verb, arguments: Any, method: str = "", *, engine: str = "engine", keep: bool = False
+        self,
+        request_id: int,
+        verb: Verb,
+        arguments: Any,
+        method: str = "",
+        *,
+        engine: str = "engine",
+        keep: bool = False,
     ) -> None:
         """Send a request."""
         answer = self.answers[request_id] = queue.SimpleQueue()
         request = Request(request_id, verb, engine, method, keep)
-        self.host.handle(request, encode(arguments), lambda reply, payload: answer.put((reply.ok, decode(payload))))
+        self.host.handle(
+            request,
+            encode(arguments),
+            lambda reply, payload: answer.put((reply.ok, decode(payload))),
+        )
 
     def answer(self, request_id: int) -> tuple[bool, Any]:
         """Wait for the answer to a request."""
@@ -106,7 +119,9 @@ class Asked:
 @pytest.fixture
 def asked() -> Iterator[Asked]:
     """A host with an engine of class Blocking."""
-    identity = WorkerIdentity(run_id="run", worker_id="a/0", role="a", rank=0, node="127.0.0.1", log_path="")
+    identity = WorkerIdentity(
+        run_id="run", worker_id="a/0", role="a", rank=0, node="127.0.0.1", log_path=""
+    )
     store = CountingStore()
     host = EngineHost(identity, store, seeding=False)
     host.engine_thread.start("engine")
@@ -158,7 +173,9 @@ def test_close_begins_no_queued_call(asked: Asked, prefix: str) -> None:
 def test_health_engine_failure_raises(asked: Asked) -> None:
     asked.begin(2, Verb.CREATE_ENGINE, (Unsure, (), {}), engine="unsure")
     assert asked.answer(2) == (True, None)
-    assert asked.host.health().failed_engines == {"unsure": "unsure.failure raised LookupError: who knows?"}
+    assert asked.host.health().failed_engines == {
+        "unsure": "unsure.failure raised LookupError: who knows?"
+    }
 
 
 def test_destroy_async_hangs(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +186,9 @@ def test_destroy_async_hangs(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(host_module, "DESTROY_S", 0.05)
     asked.begin(2, Verb.CREATE_ENGINE, (Hanging, (), {}), engine="hanging")
     assert asked.answer(2) == (True, None)
-    assert asked.ask(3, Verb.DESTROY, (["hanging"],)) == ["hanging.destroy has not ended within 0.05 s and is left to itself"]
+    assert asked.ask(3, Verb.DESTROY, (["hanging"],)) == [
+        "hanging.destroy has not ended within 0.05 s and is left to itself"
+    ]
     assert asked.ask(4, Verb.CALL, (("later",), {}), "note") == ["later"]
 
 
@@ -182,7 +201,9 @@ def test_handle_unsendable_drops_kept_value(asked: Asked, method: str) -> None:
             raise OSError("no file descriptor is left")
         replies.put(reply)
 
-    asked.host.handle(Request(2, Verb.CALL, "engine", method, True), encode((("kept",), {})), refuse_results)
+    asked.host.handle(
+        Request(2, Verb.CALL, "engine", method, True), encode((("kept",), {})), refuse_results
+    )
     assert not replies.get(timeout=LIMIT_S).ok
     assert not asked.store.num_kept
 

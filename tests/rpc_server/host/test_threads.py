@@ -36,7 +36,9 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(threading, "_start_new_thread", refuse)
 
 
-def test_engine_loop_after_failed_start(refuse_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_loop_after_failed_start(
+    refuse_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop, ran = EngineLoop("a/0 async"), threading.Event()
 
     async def run() -> None:
@@ -45,7 +47,10 @@ def test_engine_loop_after_failed_start(refuse_threads: Callable[[], None], monk
     gc.collect()
     refuse_threads()
     num_open = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(RuntimeError, match="no thread for async methods can be started .a/0 async.: can't start new thread"):
+    with pytest.raises(
+        RuntimeError,
+        match="no thread for async methods can be started .a/0 async.: can't start new thread",
+    ):
         loop.submit(1, "engine.method", run)
     assert loop.failure is not None
     assert len(os.listdir("/proc/self/fd")) == num_open, "the loop that nothing runs is closed"
@@ -59,7 +64,9 @@ def test_engine_loop_after_failed_start(refuse_threads: Callable[[], None], monk
         loop.join()
 
 
-def test_listener_after_failed_start(refuse_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listener_after_failed_start(
+    refuse_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     listener = connectivity.Listener()
@@ -74,10 +81,17 @@ def test_listener_after_failed_start(refuse_threads: Callable[[], None], monkeyp
 
 
 def test_server_after_failed_start(
-    tmp_path: Path, refuse_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    refuse_threads: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     path = str(tmp_path / "worker.sock")
-    host = EngineHost(WorkerIdentity(run_id="run", worker_id="a/0", role="a", rank=0), SegmentStore(), seeding=False)
+    host = EngineHost(
+        WorkerIdentity(run_id="run", worker_id="a/0", role="a", rank=0),
+        SegmentStore(),
+        seeding=False,
+    )
     server = ChannelServer(listen(path), KEY, host, shares_memory=True)
     server.start()
     try:

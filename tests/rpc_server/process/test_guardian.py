@@ -1,4 +1,6 @@
-"""The guardian: it finds a family by its marks, records how a process ended that is not its child, and ends what is left."""
+"""The guardian: it finds a family by its marks, records how a process ended that is not its child,
+and ends what is left.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ import pytest
 from helmsman.controller._node.cleanup import leftovers
 from helmsman.rpc_server._process import guardian
 
-pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="families are found through /proc")
+pytestmark = pytest.mark.skipif(
+    not os.path.isdir("/proc/self"), reason="families are found through /proc"
+)
 
 STAY = "import signal; print('up', flush=True); signal.pause()"
 
@@ -25,7 +29,9 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(script: str = STAY, **options: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload]
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, **options
+        )  # type: ignore[call-overload]
         started.append(process)
         assert process.stdout is not None
         process.stdout.readline()
@@ -46,7 +52,8 @@ def test_family_by_each_mark(start: Callable[..., subprocess.Popen[str]]) -> Non
     tag = f"0123456789/{os.urandom(4).hex()}"
     marked = {**os.environ, guardian.TAG_VARIABLE: tag}
     worker = start(
-        f"import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', {STAY!r}]); print(c.pid, flush=True); c.wait()",
+        f"import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', {STAY!r}]); "
+        "print(c.pid, flush=True); c.wait()",
         start_new_session=True,
     )
     (child,) = guardian.descendants(worker.pid, guardian.process_table())
@@ -57,7 +64,9 @@ def test_family_by_each_mark(start: Callable[..., subprocess.Popen[str]]) -> Non
     assert guardian.family(worker.pid, tag) == {child, tagged.pid, hidden.pid}
     worker.kill()
     worker.wait()
-    assert guardian.family(worker.pid, tag) == {child, tagged.pid, hidden.pid}, "also when their parent has exited"
+    assert guardian.family(worker.pid, tag) == {child, tagged.pid, hidden.pid}, (
+        "also when their parent has exited"
+    )
     assert guardian.end_family(worker.pid, tag) == set()
     assert not any(map(_is_running, (child, tagged.pid, hidden.pid)))
     assert _is_running(other.pid), "a tag that only begins alike is another's"
@@ -67,12 +76,24 @@ def test_family_by_each_mark(start: Callable[..., subprocess.Popen[str]]) -> Non
 def _bearing(run_id: str, worker_pid: int, *, uid: int | None = None) -> str:
     """A script that bears a mark, as another user where one is given, and stays."""
     # The owner of its entry in /proc is root then: PR_SET_DUMPABLE.
-    become = "" if uid is None else f"import ctypes, os; os.setuid({uid}); ctypes.CDLL(None).prctl(4, 0, 0, 0, 0); "
-    return f"from helmsman.rpc_server._process.guardian import *; bear_mark(Mark({run_id!r}, {worker_pid})); {become}{STAY}"
+    become = (
+        ""
+        if uid is None
+        else f"import ctypes, os; os.setuid({uid}); ctypes.CDLL(None).prctl(4, 0, 0, 0, 0); "
+    )
+    return (
+        f"from helmsman.rpc_server._process.guardian import *; bear_mark(Mark({run_id!r}, "
+        f"{worker_pid})); {become}{STAY}"
+    )
 
 
-def test_mark_survives_new_session_and_environment(start: Callable[..., subprocess.Popen[str]]) -> None:
-    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', %r], env={}, start_new_session=True)"
+def test_mark_survives_new_session_and_environment(
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
+    child = (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', %r], env={}, "
+        "start_new_session=True)"
+    )
     marked = start(_bearing("00ff00ff00", 4194303).replace(STAY, child % STAY))
     marked.wait()
     (hidden,) = guardian.run_members("00ff00ff00")
@@ -86,11 +107,14 @@ def test_mark_of_unmarked_process() -> None:
     assert guardian.mark_of(2**22) is None
 
 
-def _guarded(start: Callable[..., subprocess.Popen[str]], log_path: str, end: str = "") -> subprocess.Popen[str]:
+def _guarded(
+    start: Callable[..., subprocess.Popen[str]], log_path: str, end: str = ""
+) -> subprocess.Popen[str]:
     """A process with a guardian, which ends at a line from its standard input."""
     script = (
         "import os, sys; from helmsman.rpc_server._process.guardian import spawn_guardian; "
-        f"spawn_guardian('0123456789/x', {log_path!r}); print('up', flush=True); sys.stdin.readline(); {end}"
+        f"spawn_guardian('0123456789/x', {log_path!r}); print('up', flush=True); "
+        f"sys.stdin.readline(); {end}"
     )
     return start(script, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -105,10 +129,16 @@ def _guarded(start: Callable[..., subprocess.Popen[str]], log_path: str, end: st
 )
 @pytest.mark.parametrize("is_reaped", [True, False])
 def test_guardian_records_exit(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, end: str, expected: dict[str, int | None], is_reaped: bool
+    start: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+    end: str,
+    expected: dict[str, int | None],
+    is_reaped: bool,
 ) -> None:
     if is_reaped and tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 15):
-        pytest.skip("the kernel is older than 6.15, which tells it only until the process is reaped")
+        pytest.skip(
+            "the kernel is older than 6.15, which tells it only until the process is reaped"
+        )
     log_path = str(tmp_path / "worker.log")
     process = _guarded(start, log_path, end)
     assert guardian.read_record(log_path, process.pid) is None
@@ -118,13 +148,19 @@ def test_guardian_records_exit(
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    assert guardian.wait_until(lambda: guardian.read_record(log_path, process.pid) is not None, 10.0)
+    assert guardian.wait_until(
+        lambda: guardian.read_record(log_path, process.pid) is not None, 10.0
+    )
     assert guardian.read_record(log_path, process.pid) == expected
-    assert guardian.read_record(log_path, process.pid + 1) is None, "a successor with the same log has not ended yet"
+    assert guardian.read_record(log_path, process.pid + 1) is None, (
+        "a successor with the same log has not ended yet"
+    )
     process.communicate()
 
 
-def test_guardian_record_in_directory_of_log(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_guardian_record_in_directory_of_log(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
     """A link takes the directory's place while the worker runs."""
     logs, victim = tmp_path / "logs", tmp_path / "victim"
     logs.mkdir()
@@ -145,17 +181,23 @@ def test_read_record_follows_no_link(tmp_path: Path) -> None:
 
 
 def test_process_table_strange_names(start: Callable[..., subprocess.Popen[str]]) -> None:
-    strange = start("open('/proc/self/comm', 'w').write(') R 1 (x'); print('up', flush=True); import signal; signal.pause()")
+    strange = start(
+        "open('/proc/self/comm', 'w').write(') R 1 (x'); print('up', flush=True); import signal; "
+        "signal.pause()"
+    )
     row = guardian.process_table()[strange.pid]
     assert (row.pid, row.parent) == (strange.pid, os.getpid())
     assert row.state in "SR"
 
 
-def test_end_family_removes_shared_memory(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_end_family_removes_shared_memory(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
     made = tmp_path / "name"
     child = (
         "import signal\nfrom multiprocessing import shared_memory\n"
-        f"memory = shared_memory.SharedMemory(create=True, size=1)\nopen({str(made)!r}, 'w').write(memory.name)\n"
+        f"memory = shared_memory.SharedMemory(create=True, size=1)\nopen({str(made)!r}, "
+        "'w').write(memory.name)\n"
         "print('up', flush=True)\nsignal.pause()"
     )
     worker = start(child, start_new_session=True)
@@ -182,26 +224,43 @@ class TestOtherUsers:
         worker, attacker = OTHER_USERS
         copied = start(_bearing("0123456789", 4194303, uid=attacker), start_new_session=True)
         hidden = start(_bearing("0123456789", 4194303, uid=worker), start_new_session=True)
-        found = _as_user(worker, lambda: guardian.family(4194303, "0123456789/a") | guardian.run_members("0123456789"))
+        found = _as_user(
+            worker,
+            lambda: guardian.family(4194303, "0123456789/a") | guardian.run_members("0123456789"),
+        )
         assert found == str({hidden.pid})
-        assert _as_user(worker, lambda: guardian.end_family(4194303, "0123456789/a", limit_s=1.0)) == "set()"
+        assert (
+            _as_user(worker, lambda: guardian.end_family(4194303, "0123456789/a", limit_s=1.0))
+            == "set()"
+        )
         assert _is_running(copied.pid)
         assert not _is_running(hidden.pid)
 
-    def test_leftovers_exclude_other_users(self, start: Callable[..., subprocess.Popen[str]]) -> None:
-        stay = "os.execve('/bin/sh', ['sh', '-c', 'echo up; exec sleep 600'], {b'HELMSMAN_WORKER_TAG': b'\\xff'})"
+    def test_leftovers_exclude_other_users(
+        self, start: Callable[..., subprocess.Popen[str]]
+    ) -> None:
+        stay = (
+            "os.execve('/bin/sh', ['sh', '-c', 'echo up; exec sleep 600'], "
+            "{b'HELMSMAN_WORKER_TAG': b'\\xff'})"
+        )
         start(f"import os; os.setuid({OTHER_USERS[1]}); {stay}")
         start(_bearing("0123456789", 0, uid=OTHER_USERS[1]))
         assert [left for left in leftovers() if left.run_id in ("0123456789", "\ufffd")] == []
 
-    def test_leftovers_unreadable_environment(self, start: Callable[..., subprocess.Popen[str]]) -> None:
+    def test_leftovers_unreadable_environment(
+        self, start: Callable[..., subprocess.Popen[str]]
+    ) -> None:
         hidden = start(_bearing("0123456789", 0, uid=OTHER_USERS[0]))
-        found = _as_user(OTHER_USERS[0], lambda: [each.pid for left in leftovers(["0123456789"]) for each in left.processes])
+        found = _as_user(
+            OTHER_USERS[0],
+            lambda: [each.pid for left in leftovers(["0123456789"]) for each in left.processes],
+        )
         assert found == str([hidden.pid])
 
 
 @pytest.mark.parametrize(
-    "content", ["[7]", "7", '{"pid": 7}', "[" * 100_000, '{"pid": 8, "exit_code": 0, "exit_signal": null}']
+    "content",
+    ["[7]", "7", '{"pid": 7}', "[" * 100_000, '{"pid": 8, "exit_code": 0, "exit_signal": null}'],
 )
 def test_read_record_invalid_content(content: str, tmp_path: Path) -> None:
     Path(guardian.record_path(str(tmp_path / "a.log"))).write_text(content)

@@ -33,7 +33,11 @@ def small_group() -> Iterator[Path]:
     own = oom_count()
     parent = Path("/") if own is None else Path(own.path).parent
     group = parent / f"helmsman-test-{os.getpid()}"
-    limit = "memory.max" if own is not None and own.path.endswith("memory.events") else "memory.limit_in_bytes"
+    limit = (
+        "memory.max"
+        if own is not None and own.path.endswith("memory.events")
+        else "memory.limit_in_bytes"
+    )
     try:
         group.mkdir()
         (group / limit).write_text(str(300 << 20))
@@ -55,10 +59,17 @@ def small_group() -> Iterator[Path]:
 def test_oom_kill_named_in_worker_failure(small_group: Path) -> None:
     join = f"import os; open({str(small_group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run([sys.executable, "-c", join + SCRIPT], capture_output=True, text=True, timeout=120, env=environ)
+    ended = subprocess.run(
+        [sys.executable, "-c", join + SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environ,
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == (
-        "was ended by SIGKILL (most likely by the kernel's OOM killer, which has ended 1 process of its memory cgroup since it "
+        "was ended by SIGKILL (most likely by the kernel's OOM killer, which has ended 1 process "
+        "of its memory cgroup since it "
         "started)"
     )
 

@@ -20,7 +20,10 @@ from helmsman.rpc_server._process.safe_files import (
 
 OTHER = 65_534
 RUN_ID = "0123456789"
-pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user"),
+]
 
 
 @pytest.fixture
@@ -58,11 +61,16 @@ def test_open_directory_creates_private_parents(tmp_path: Path) -> None:
             assert os.fstat(folder).st_ino == (tmp_path / "a" / "b").stat().st_ino
     finally:
         os.umask(previous)
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "a", tmp_path / "a" / "b")} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "a", tmp_path / "a" / "b")} == {
+        0o700
+    }
 
 
 def test_open_directory_missing_part(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/a'"), open_directory(tmp_path / "a" / "b"):
+    with (
+        pytest.raises(FileNotFoundError, match=f"{tmp_path}/a'"),
+        open_directory(tmp_path / "a" / "b"),
+    ):
         pass
 
 
@@ -86,7 +94,10 @@ def test_open_directory_foreign_link_in_shared_folder(tmp_path: Path, mode: int)
     everyones = made(tmp_path / "everyones", mode)
     (everyones / "link").symlink_to(tmp_path)
     anothers(everyones / "link")
-    with pytest.raises(UntrustedPathError, match="it is a symbolic link of nobody"), open_directory(everyones / "link" / "x"):
+    with (
+        pytest.raises(UntrustedPathError, match="it is a symbolic link of nobody"),
+        open_directory(everyones / "link" / "x"),
+    ):
         pass
 
 
@@ -111,7 +122,10 @@ def test_open_directory_foreign_volume(tmp_path: Path, mode: int) -> None:
 
 def test_private_directory_refuses_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
-    with pytest.raises(UntrustedPathError, match="it is a file with mode"), private_directory(tmp_path, "mine"):
+    with (
+        pytest.raises(UntrustedPathError, match="it is a file with mode"),
+        private_directory(tmp_path, "mine"),
+    ):
         pass
 
 

@@ -1,4 +1,6 @@
-"""On an embedded cluster Ray's Python workers are forks, whatever runs in them, and are like those that Ray starts itself."""
+"""On an embedded cluster Ray's Python workers are forks, whatever runs in them, and are like those
+that Ray starts itself.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,15 @@ from tests.processes import command_of
 ray = pytest.importorskip("ray")
 pytest.importorskip("torch")
 
-from helmsman.rpc_server._ray_forks import ray_patches  # noqa: E402 - imports of Ray come after the check for it
+# Imports of Ray come after the check for it
+from helmsman.rpc_server._ray_forks import ray_patches  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 PLAIN = {"runtime_env": {"env_vars": {"TORCH_OF_ITS_OWN": "1"}}}
-"""Options of an actor or task whose worker is not forked: a library that is loaded already may have wanted this variable."""
+"""Options of an actor or task whose worker is not forked: a library that is loaded already may have
+wanted this variable.
+"""
 
 OF_A_SHELL = ("_", "PWD", "OLDPWD", "SHLVL")
 """Variables that differ since Ray starts its workers through a shell."""
@@ -42,7 +47,9 @@ OF_A_SHELL = ("_", "PWD", "OLDPWD", "SHLVL")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A scheduler with an embedded cluster, of a script that ignores SIGHUP, as nohup has it."""
     disposition = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with make_scheduler("ray", address="local", num_cpus=32, log_dir=tmp_path_factory.mktemp("logs")) as scheduler:
+    with make_scheduler(
+        "ray", address="local", num_cpus=32, log_dir=tmp_path_factory.mktemp("logs")
+    ) as scheduler:
         signal.signal(signal.SIGHUP, disposition)
         yield scheduler
 
@@ -50,7 +57,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def forkserver(cluster: Any) -> psutil.Process:
     """The parent of its workers."""
-    found = [child for child in psutil.Process().children() if "_ray_forks.forkserver" in command_of(child)]
+    found = [
+        child
+        for child in psutil.Process().children()
+        if "_ray_forks.forkserver" in command_of(child)
+    ]
     assert len(found) == 1
     return found[0]
 
@@ -80,7 +91,11 @@ class Actor:
         import numpy as np
         import torch
 
-        return float(torch.from_numpy(np.ones((300, 300))).matmul(torch.ones(300, 300, dtype=torch.float64)).sum())
+        return float(
+            torch.from_numpy(np.ones((300, 300)))
+            .matmul(torch.ones(300, 300, dtype=torch.float64))
+            .sum()
+        )
 
     def end(self, how: str) -> None:
         if how == "exit":
@@ -98,7 +113,9 @@ def _facts() -> dict[str, Any]:
     return {
         "parent": os.getppid(),
         "argv": [
-            each for each in sys.argv if not each.startswith(("--worker-id=", "--worker-launch-time-ms=", "--runtime-env"))
+            each
+            for each in sys.argv
+            if not each.startswith(("--worker-id=", "--worker-launch-time-ms=", "--runtime-env"))
         ],
         "path": sys.path,
         "folder": os.getcwd(),
@@ -108,9 +125,14 @@ def _facts() -> dict[str, Any]:
         "nice": os.nice(0),
         "memory killer": Path("/proc/self/oom_score_adj").read_text(),
         "signals": [line for line in status if line.startswith(("SigBlk", "SigIgn", "SigCgt"))],
-        "limits": [resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_AS)],
+        "limits": [
+            resource.getrlimit(kind)
+            for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_AS)
+        ],
         "variables": dict(os.environ),
-        "standard streams": [os.readlink(f"/proc/self/fd/{fd}").rpartition(".")[2] for fd in range(3)],
+        "standard streams": [
+            os.readlink(f"/proc/self/fd/{fd}").rpartition(".")[2] for fd in range(3)
+        ],
     }
 
 
@@ -198,7 +220,11 @@ def test_fork_ends_with_its_client(cluster: Any) -> None:
 
 
 def _clients() -> set[psutil.Process]:
-    return {each for each in psutil.Process().children(recursive=True) if "_ray_forks/client.py" in command_of(each)}
+    return {
+        each
+        for each in psutil.Process().children(recursive=True)
+        if "_ray_forks/client.py" in command_of(each)
+    }
 
 
 def test_forkserver_wrong_key(cluster: Any, forkserver: psutil.Process) -> None:
@@ -207,7 +233,11 @@ def test_forkserver_wrong_key(cluster: Any, forkserver: psutil.Process) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect(address.replace("@", "\0", 1))
         assert stranger.recv(1) == GREETING
-        socket.send_fds(stranger, [request(b"guessed", "/", ["setup_worker.py", "default_worker.py"], {})], [0, 1, 2])
+        socket.send_fds(
+            stranger,
+            [request(b"guessed", "/", ["setup_worker.py", "default_worker.py"], {})],
+            [0, 1, 2],
+        )
         assert stranger.recv(1) == b""
     assert len(forkserver.children()) == before
 
@@ -222,20 +252,26 @@ def test_forkserver_killed(cluster: Any, forkserver: psutil.Process) -> None:
     assert cluster.get_workers("before"), "those that it had forked go on"
 
 
-# --- what is asked for, as far as no cluster is needed -------------------------------------------------------------------
+# --- what is asked for, as far as no cluster is needed --------------------------------------------
 
 ENVIRONMENT = {"PATH": "/bin", "RAY_RAYLET_PID": "7"}
 ARGUMENTS = ["/ray/setup_worker.py", "/ray/default_worker.py", "--node-id=1", "--language=PYTHON"]
 
 
 def _read(*more: str, arguments: list[str] = ARGUMENTS, **environment: str) -> Any:
-    variables = {os.fsencode(name): os.fsencode(value) for name, value in (ENVIRONMENT | environment).items()}
+    variables = {
+        os.fsencode(name): os.fsencode(value) for name, value in (ENVIRONMENT | environment).items()
+    }
     message = request(b"key", "/folder", [*arguments, *more], variables)
     return read_order(message.removeprefix(b"key\0"), 5, [10, 11, 12], ENVIRONMENT)
 
 
 def test_read_order_plain_worker() -> None:
-    order = _read('--serialized-runtime-env-context={"env_vars": {"A": "b"}, "command_prefix": []}', "-x\n=é", MY="a\nb=c")
+    order = _read(
+        '--serialized-runtime-env-context={"env_vars": {"A": "b"}, "command_prefix": []}',
+        "-x\n=é",
+        MY="a\nb=c",
+    )
     assert (order.client, order.folder, order.script, order.descriptors) == (
         5,
         "/folder",
@@ -251,16 +287,30 @@ def test_read_order_plain_worker() -> None:
     "asked",
     [
         pytest.param(
-            {"more": ['--serialized-runtime-env-context={"command_prefix": ["cd", "x", "&&"]}']}, id="a command before it"
+            {"more": ['--serialized-runtime-env-context={"command_prefix": ["cd", "x", "&&"]}']},
+            id="a command before it",
         ),
         pytest.param(
-            {"more": ['--serialized-runtime-env-context={"py_executable": "/other/python"}']}, id="another interpreter"
+            {"more": ['--serialized-runtime-env-context={"py_executable": "/other/python"}']},
+            id="another interpreter",
         ),
-        pytest.param({"more": ['--serialized-runtime-env-context={"unheard_of": 1}']}, id="what a later Ray may want"),
-        pytest.param({"more": ['--serialized-runtime-env-context={"env_vars": {"PYTHONPATH": "x"}}']}, id="PYTHONPATH"),
+        pytest.param(
+            {"more": ['--serialized-runtime-env-context={"unheard_of": 1}']},
+            id="what a later Ray may want",
+        ),
+        pytest.param(
+            {"more": ['--serialized-runtime-env-context={"env_vars": {"PYTHONPATH": "x"}}']},
+            id="PYTHONPATH",
+        ),
         pytest.param({"more": ["--worker-type=SPILL_WORKER"]}, id="a worker for spilling"),
-        pytest.param({"arguments": ["/ray/setup_worker.py", "-S", *ARGUMENTS[1:]]}, id="a flag of the interpreter"),
-        pytest.param({"arguments": ["/ray/setup_worker.py", "/ray/java", "--language=JAVA"]}, id="another language"),
+        pytest.param(
+            {"arguments": ["/ray/setup_worker.py", "-S", *ARGUMENTS[1:]]},
+            id="a flag of the interpreter",
+        ),
+        pytest.param(
+            {"arguments": ["/ray/setup_worker.py", "/ray/java", "--language=JAVA"]},
+            id="another language",
+        ),
         pytest.param({"RAY_RAYLET_PID": "8"}, id="another raylet"),
         pytest.param({"LD_PRELOAD": "x.so"}, id="a variable of the loader"),
     ],
@@ -269,14 +319,24 @@ def test_read_order_other_workers(asked: dict[str, Any]) -> None:
     assert _read(*asked.pop("more", ()), **asked) is None
 
 
-@pytest.mark.parametrize("option", ["--other=", "--python_worker_command=/usr/bin/env python /x/setup_worker.py "])
+@pytest.mark.parametrize(
+    "option", ["--other=", "--python_worker_command=/usr/bin/env python /x/setup_worker.py "]
+)
 def test_through_client_unknown_command(option: str) -> None:
     assert ray_patches.through_client(["raylet", option], Path("/x")) is None
 
 
 def test_through_client_changes_python_command() -> None:
     words = [sys.executable, "/a folder/setup_worker.py", "/a folder/default_worker.py", "--webui="]
-    command = ["raylet", f"--python_worker_command={subprocess.list2cmdline(words)}", "--java_worker_command="]
+    command = [
+        "raylet",
+        f"--python_worker_command={subprocess.list2cmdline(words)}",
+        "--java_worker_command=",
+    ]
     changed = ray_patches.through_client(command, Path("/a folder"))
     words[1:1] = ["-I", "-S", ray_fork_client.__file__]
-    assert changed == [command[0], f"--python_worker_command={subprocess.list2cmdline(words)}", command[2]]
+    assert changed == [
+        command[0],
+        f"--python_worker_command={subprocess.list2cmdline(words)}",
+        command[2],
+    ]

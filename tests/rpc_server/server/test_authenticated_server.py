@@ -13,7 +13,10 @@ from helmsman.rpc_server._server.authenticated_server import RefusalLog
 from helmsman.rpc_server._wire.auth import authenticate_connector
 from helmsman.rpc_server._wire.stream import Stream
 
-TOKEN, PROOF = "is not taken: it has another token", "is not taken: it did not prove that it belongs to this run"
+TOKEN, PROOF = (
+    "is not taken: it has another token",
+    "is not taken: it did not prove that it belongs to this run",
+)
 
 
 async def test_refusal_log_counts_after_first() -> None:
@@ -27,7 +30,10 @@ async def test_refusal_log_counts_after_first() -> None:
     log.close()
     log.close()
     assert lines[1:] == [
-        f"1001 more connections were refused in 3600 s at most, the latest from 10.0.0.2: 1000 x '{PROOF}'; 1 x '{TOKEN}'"
+        (
+            "1001 more connections were refused in 3600 s at most, the latest from 10.0.0.2: "
+            f"1000 x '{PROOF}'; 1 x '{TOKEN}'"
+        )
     ]
 
 
@@ -38,7 +44,8 @@ async def test_refusal_log_interval() -> None:
     log.note(TOKEN, "10.0.0.2")
     assert await lines.get() == f"a process on 10.0.0.1 {TOKEN}"
     assert await asyncio.wait_for(lines.get(), 30.0) == (
-        f"1 more connections were refused in 0.01 s at most, the latest from 10.0.0.2: 1 x '{TOKEN}'"
+        "1 more connections were refused in 0.01 s at most, the latest from 10.0.0.2: 1 x "
+        f"'{TOKEN}'"
     )
     log.close()
 

@@ -67,11 +67,22 @@ def _frames(target: str) -> list[bytes]:
     """Genuine messages as they would follow a proof, some with a bomb inside."""
     payload = to_wire(encode(((Bomb(target),), {})))[0]
     handles = WirePayload(pickle.dumps(()), [], [], pickle.dumps([Bomb(target)]), None)
-    requests = [Request(1, Verb.CALL, "target/0", "add"), Request(2, Verb.SHUTDOWN), Request(3, Verb.HEALTH)]
-    asked = [wire.RequestFrame(request, each) for request in requests for each in (payload, handles)]
+    requests = [
+        Request(1, Verb.CALL, "target/0", "add"),
+        Request(2, Verb.SHUTDOWN),
+        Request(3, Verb.HEALTH),
+    ]
+    asked = [
+        wire.RequestFrame(request, each) for request in requests for each in (payload, handles)
+    ]
     messages = [struct.pack("!q", 0) + wire.encode_frame(frame) for frame in asked]
     welcome = b"#WELCOME#"
-    digests = [os.urandom(64), b"helmsman plain\n" + os.urandom(64), pickle.dumps(Bomb(target)), welcome]
+    digests = [
+        os.urandom(64),
+        b"helmsman plain\n" + os.urandom(64),
+        pickle.dumps(Bomb(target)),
+        welcome,
+    ]
     return [struct.pack("!i", len(each)) + each for each in messages + digests]
 
 
@@ -107,7 +118,9 @@ def test_local_server_foreign_bytes(engine: Engine, path: str, tmp_path: Path) -
     target = tmp_path / "executed"
     frames = _frames(str(target))
     rng = random.Random(7)
-    messages = [_mutated(rng.choice(frames), rng) for _ in range(NUM_MESSAGES - 10 * len(frames))] + 10 * frames
+    messages = [
+        _mutated(rng.choice(frames), rng) for _ in range(NUM_MESSAGES - 10 * len(frames))
+    ] + 10 * frames
     rng.shuffle(messages)
     batches = [messages[start : start + 4] for start in range(0, len(messages), 4)]
     with held(engine, Gate(tmp_path), timeout=100) as running, ThreadPoolExecutor(4) as pool:
@@ -138,7 +151,9 @@ def test_connect_full_backlog(tmp_path: Path) -> None:
         listener = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(str(tmp_path / "s"))
         listener.listen(0)
-        sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)).connect(str(tmp_path / "s"))
+        sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)).connect(
+            str(tmp_path / "s")
+        )
         with pytest.raises(BlockingIOError):
             connect(str(tmp_path / "s"), b"x" * 32, 0.01)
         connecting = pool.submit(connect, str(tmp_path / "s"), b"x" * 32, LIMIT_S)
@@ -148,8 +163,12 @@ def test_connect_full_backlog(tmp_path: Path) -> None:
             connecting.result(LIMIT_S)
 
 
-def test_local_server_nonsense_of_own_peer(scheduler: LocalScheduler, engine: Engine, path: str) -> None:
-    """It proved itself, so it could do anything; an accident of its own still costs only its connection."""
+def test_local_server_nonsense_of_own_peer(
+    scheduler: LocalScheduler, engine: Engine, path: str
+) -> None:
+    """It proved itself, so it could do anything; an accident of its own still costs only its
+    connection.
+    """
     proved = connect(path, scheduler._backend._key, 5.0)  # type: ignore[attr-defined]
     with proved:
         proved.sendall(struct.pack("!i", 5) + b"\xc1\xc1\xc1\xc1\xc1")
@@ -173,7 +192,9 @@ def test_local_server_other_user(engine: Engine, path: str) -> None:
         "try: socket.socket(socket.AF_UNIX).connect(sys.argv[1])\n"
         "except PermissionError: print('refused')\n"
     )
-    done = subprocess.run([sys.executable, "-I", "-c", script, path], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", script, path], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "refused"
     assert engine.call("add", 0) >= 0
 
@@ -188,8 +209,12 @@ class Liar(Counter):
         peer.send(wire.encode_frame(wire.ReplyFrame(Reply(request_id, False), payload)), None)
 
 
-@pytest.mark.parametrize("payload", [WirePayload(b"nonsense"), WirePayload(b"nonsense", handles=b"nonsense")])
-def test_transport_nonsense_reply(scheduler: LocalScheduler, payload: WirePayload, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "payload", [WirePayload(b"nonsense"), WirePayload(b"nonsense", handles=b"nonsense")]
+)
+def test_transport_nonsense_reply(
+    scheduler: LocalScheduler, payload: WirePayload, tmp_path: Path
+) -> None:
     (worker,) = scheduler.create_workers(Job(role="liar"))
     try:
         engine = Engine.create(scheduler, worker, Liar)

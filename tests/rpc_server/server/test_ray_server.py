@@ -33,7 +33,9 @@ ray: Any = importlib.import_module("ray")
 def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayScheduler]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HELMSMAN_PORT_RANGE", f"{FIRST_PORT}-{LAST_PORT}")
-        with RayScheduler(address="local", num_cpus=4, log_dir=tmp_path_factory.mktemp("logs"), preload=None) as made:
+        with RayScheduler(
+            address="local", num_cpus=4, log_dir=tmp_path_factory.mktemp("logs"), preload=None
+        ) as made:
             yield made
 
 
@@ -54,7 +56,11 @@ def engine(scheduler: RayScheduler) -> Engine:
 @pytest.fixture
 def actor(engine: Engine) -> Any:
     """The worker's actor, as a tool finds it."""
-    found = [each for each in ray.util.list_named_actors(all_namespaces=True) if each["name"].startswith("target/")]
+    found = [
+        each
+        for each in ray.util.list_named_actors(all_namespaces=True)
+        if each["name"].startswith("target/")
+    ]
     assert len(found) == 1, found
     return ray.get_actor(found[0]["name"], found[0]["namespace"])
 
@@ -71,7 +77,9 @@ def test_actor_health_during_call(actor: Any, engine: Engine, tmp_path: Path) ->
 
 def test_actor_configure(actor: Any, engine: Engine) -> None:
     environment = [EnvironmentVariable("OF_A_TOOL", "configured", "a tool")]
-    get(actor.configure.remote(WorkerConfig(role="target", rank=0, seed=5, environment=environment)))
+    get(
+        actor.configure.remote(WorkerConfig(role="target", rank=0, seed=5, environment=environment))
+    )
     assert engine.call("environ", "OF_A_TOOL") == {"OF_A_TOOL": "configured"}
 
 
@@ -133,12 +141,17 @@ def test_listen_tcp_free_port_of_range(busy_port: int) -> None:
 
 
 def test_listen_tcp_without_free_port(busy_port: int) -> None:
-    expected = f"none of the ports {busy_port}-{busy_port} of 127.0.0.1 is free .* set HELMSMAN_PORT_RANGE to a wider range"
+    expected = (
+        f"none of the ports {busy_port}-{busy_port} of 127.0.0.1 is free .* set "
+        "HELMSMAN_PORT_RANGE to a wider range"
+    )
     with pytest.raises(OSError, match=expected):
         listen_tcp("127.0.0.1", range(busy_port, busy_port + 1))
 
 
-def test_remote_worker_listens_on_port_range(scheduler: RayScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_worker_listens_on_port_range(
+    scheduler: RayScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
     (worker,) = scheduler.create_workers(Job(role="far"))
     transport: Any = scheduler._roles.client(worker).transport

@@ -65,11 +65,19 @@ def round_trip(value: Any, **options: Any) -> Any:
 def raw(tensor: torch.Tensor) -> bytes:
     """The elements as bytes, for dtypes that cannot be compared."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    as_integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[tensor.element_size()]
+    as_integer = {
+        1: torch.uint8,
+        2: torch.int16,
+        4: torch.int32,
+        8: torch.int64,
+        16: torch.complex128,
+    }[tensor.element_size()]
     return tensor.view(as_integer).numpy().tobytes()
 
 
-def random_tensor(dtype: torch.dtype, seed: int = 0, shape: tuple[int, ...] = (4, 5, 6)) -> torch.Tensor:
+def random_tensor(
+    dtype: torch.dtype, seed: int = 0, shape: tuple[int, ...] = (4, 5, 6)
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     high = 2 if dtype is torch.bool else 256
     size = (*shape[:-1], shape[-1] * dtype.itemsize)
@@ -83,7 +91,7 @@ def assert_same(got: torch.Tensor, sent: torch.Tensor) -> None:
     assert raw(got) == raw(sent)
 
 
-# --- tensors ----------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inband_below", [0, 4096])
@@ -123,7 +131,13 @@ def test_encode_views_send_their_elements_alone(sent: torch.Tensor, inband_below
 
 
 @pytest.mark.parametrize(
-    "make", [lambda t: t.conj(), lambda t: t.conj().imag, lambda t: t.t().conj(), lambda t: t.conj().imag[:, ::2]]
+    "make",
+    [
+        lambda t: t.conj(),
+        lambda t: t.conj().imag,
+        lambda t: t.t().conj(),
+        lambda t: t.conj().imag[:, ::2],
+    ],
 )
 def test_decode_lazy_conjugation_and_negation(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     sent = make(torch.randn(20, 30, dtype=torch.complex64))
@@ -154,7 +168,11 @@ def test_encode_dense_tensors_without_copy(make: Callable[[torch.Tensor], torch.
 
 def test_encode_slices_send_own_bytes() -> None:
     storage = torch.zeros(1000, 1000)
-    for view, num_elements in ((storage[5:7], 2000), (storage[:, 3:5], 2000), (storage[:1].expand(1000, 1000), 1000)):
+    for view, num_elements in (
+        (storage[5:7], 2000),
+        (storage[:, 3:5], 2000),
+        (storage[:1].expand(1000, 1000), 1000),
+    ):
         payload = encode(view, inband_below=0)
         assert [each.nbytes for each in payload.buffers] == [4 * num_elements]
         assert payload.nbytes < 4 * num_elements + 300
@@ -182,7 +200,12 @@ def test_payload_frees_memory() -> None:
 
 
 def test_decode_values_private_and_writable() -> None:
-    sent = {"big": torch.zeros(5000), "small": torch.zeros(3), "array": np.zeros(5000), "bytes": bytearray(9000)}
+    sent = {
+        "big": torch.zeros(5000),
+        "small": torch.zeros(3),
+        "array": np.zeros(5000),
+        "bytes": bytearray(9000),
+    }
     got = round_trip(sent)
     got["big"].add_(1)
     got["small"].add_(1)
@@ -263,14 +286,21 @@ class Tagged(torch.Tensor):
     pass
 
 
-# --- arrays and containers --------------------------------------------------------------------------------------------
+# --- arrays and containers ------------------------------------------------------------------------
 
 
 @settings(max_examples=60)
 @given(
     st.one_of(
-        st_numpy.scalar_dtypes(), st_numpy.byte_string_dtypes(), st_numpy.unicode_string_dtypes(), st_numpy.array_dtypes()
-    ).flatmap(lambda dtype: st_numpy.arrays(dtype, st_numpy.array_shapes(min_dims=0, min_side=0, max_side=6))),
+        st_numpy.scalar_dtypes(),
+        st_numpy.byte_string_dtypes(),
+        st_numpy.unicode_string_dtypes(),
+        st_numpy.array_dtypes(),
+    ).flatmap(
+        lambda dtype: st_numpy.arrays(
+            dtype, st_numpy.array_shapes(min_dims=0, min_side=0, max_side=6)
+        )
+    ),
     st.sampled_from([0, 4096]),
     st.booleans(),
 )
@@ -429,7 +459,8 @@ assert config.color is red and function() is red and config.double() == (type(co
 base = type(derived).__bases__[0]
 assert derived.double == 6 and derived.next() == base(steps=4) and base.__doc__ == "of the script"
 assert derived.extra == {"one": 1} and derived.names == [] and derived.last is red and box.item == 5
-assert msgspec.json.decode(msgspec.json.encode(base(steps=1))) == {"type": "base", "steps": 1, "names": [], "EXTRA": {"one": 1}}
+fields = {"type": "base", "steps": 1, "names": [], "EXTRA": {"one": 1}}
+assert msgspec.json.decode(msgspec.json.encode(base(steps=1))) == fields
 assert b'"LAST"' in msgspec.json.encode(derived)
 for make in (base, type(derived)):
     try: make(steps=-1)
@@ -451,15 +482,23 @@ def test_decode_classes_of_a_script(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     sent = subprocess.run([sys.executable, str(script)], capture_output=True, env=env, check=False)
     assert sent.returncode == 0, sent.stderr.decode()
-    received = subprocess.run([sys.executable, "-c", RECEIVER], input=sent.stdout, capture_output=True, env=env, check=False)
+    received = subprocess.run(
+        [sys.executable, "-c", RECEIVER],
+        input=sent.stdout,
+        capture_output=True,
+        env=env,
+        check=False,
+    )
     assert received.returncode == 0, received.stderr.decode()
 
 
-# --- handles ----------------------------------------------------------------------------------------------------------
+# --- handles --------------------------------------------------------------------------------------
 
 
 def handle(number: int) -> ResultHandle:
-    return ResultHandle(id=f"h{number}", worker_id="actor/0", location=("socket", number), nbytes=8, summary="int")
+    return ResultHandle(
+        id=f"h{number}", worker_id="actor/0", location=("socket", number), nbytes=8, summary="int"
+    )
 
 
 def test_decode_resolves_handles_once() -> None:
@@ -497,7 +536,7 @@ def test_payload_pickles_buffers_out_of_band() -> None:
     assert got[2] == handle(1)
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 class Holder:
@@ -599,7 +638,9 @@ def test_decode_unloadable_values() -> None:
 
 
 def test_decode_module_that_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "codec_script.py").write_text("import argparse; argparse.ArgumentParser().parse_args(['--unknown'])")
+    (tmp_path / "codec_script.py").write_text(
+        "import argparse; argparse.ArgumentParser().parse_args(['--unknown'])"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(NotLoadableError, match="SystemExit: 2"):
         decode(Payload(b"ccodec_script\nThing\n.", [], []))

@@ -15,7 +15,9 @@ from helmsman.rpc_server._wire import memory
 from helmsman.rpc_server._wire.memory import Span, address_of, copy, own_copy
 
 
-@pytest.mark.parametrize("size", [0, 1, 4096, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, (9 << 20) + 12345])
+@pytest.mark.parametrize(
+    "size", [0, 1, 4096, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, (9 << 20) + 12345]
+)
 def test_own_copy_sizes(size: int) -> None:
     data = random.Random(size).randbytes(size)
     made = own_copy(memoryview(data))
@@ -44,7 +46,10 @@ def test_own_copy_memory_freed() -> None:
 def test_copy_spans_of_all_sizes(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
     monkeypatch.setattr(memory, "_num_threads", lambda num_bytes: num_threads)
     rng = random.Random(num_threads)
-    sources = [rng.randbytes(rng.choice([1, 64, 4096, (1 << 20) - 1, 1 << 20, (3 << 20) + 7])) for _ in range(20)]
+    sources = [
+        rng.randbytes(rng.choice([1, 64, 4096, (1 << 20) - 1, 1 << 20, (3 << 20) + 7]))
+        for _ in range(20)
+    ]
     targets = [bytearray(len(source)) for source in sources]
     spans = [
         Span(address_of(memoryview(target)), address_of(memoryview(source)), len(source))

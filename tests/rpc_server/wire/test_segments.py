@@ -26,7 +26,14 @@ from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server._wire import segments
 from helmsman.rpc_server._wire import wire as wire_module
 from helmsman.rpc_server._wire.codec import Payload, ResultHandle, decode, encode
-from helmsman.rpc_server._wire.segments import SegmentLocation, ShmSegment, attach, can_reuse, pack, spares
+from helmsman.rpc_server._wire.segments import (
+    SegmentLocation,
+    ShmSegment,
+    attach,
+    can_reuse,
+    pack,
+    spares,
+)
 from helmsman.rpc_server._wire.wire import WirePayload, from_wire, to_wire
 
 pytestmark = pytest.mark.skipif(not segments.HAS_SEGMENTS, reason="no memfd on this system")
@@ -79,7 +86,11 @@ def mapped_segments() -> int:
 
 def shm_files() -> set[str]:
     """Names in /dev/shm, without those of inference servers, which other tests run beside these."""
-    return {name for name in os.listdir("/dev/shm") if "helmsman" in name and not name.startswith("helmsman-weights.")}
+    return {
+        name
+        for name in os.listdir("/dev/shm")
+        if "helmsman" in name and not name.startswith("helmsman-weights.")
+    }
 
 
 def over_the_wire(value: Any, **options: Any) -> Any:
@@ -98,7 +109,7 @@ def segment_of(wire_and_segment: tuple[WirePayload, ShmSegment | None]) -> ShmSe
     return segment
 
 
-# --- segments ---------------------------------------------------------------------------------------------------------
+# --- segments -------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60)
@@ -165,7 +176,7 @@ def test_segment_sealed() -> None:
             mmap.mmap(fd, 4096, access=mmap.ACCESS_WRITE)
 
 
-# --- segments that are used again ----------------------------------------------------------------------------
+# --- segments that are used again -----------------------------------------------------------------
 
 
 def test_segment_reused_after_close() -> None:
@@ -184,7 +195,9 @@ def test_segment_mapped_by_another_process_is_not_reused() -> None:
     wire, segment = to_wire(encode(np.ones(1_000_000)))
     location = segment_of((wire, segment)).location
     command = [sys.executable, "-c", RECEIVER, msgspec.msgpack.encode(wire).hex()]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"2000000\n"
         assert decode(from_wire(wire)).sum() == 1_000_000, "what it has written is its own"
@@ -216,7 +229,8 @@ def test_segment_close_in_forked_child() -> None:
     segment = pack([bytes(1 << 24)])
     pid = os.fork()
     if pid == 0:
-        mine = [mmap.mmap(-1, 1 << 20) for _ in range(64)]  # some lie where its parent has the segment
+        # some lie where its parent has the segment
+        mine = [mmap.mmap(-1, 1 << 20) for _ in range(64)]
         segment.close()
         os._exit(sum(each[0] for each in mine))
     segment.close()
@@ -250,7 +264,7 @@ def test_can_reuse_without_leases(monkeypatch: pytest.MonkeyPatch, granted: bool
         segments._leases_tell.cache_clear()
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def changed(location: SegmentLocation, **fields: Any) -> SegmentLocation:
@@ -322,7 +336,7 @@ def test_from_wire_buffer_missing() -> None:
         from_wire(wire)
 
 
-# --- payloads ---------------------------------------------------------------------------------------------------------
+# --- payloads -------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60)
@@ -332,13 +346,23 @@ def test_from_wire_buffer_missing() -> None:
     st.sampled_from([0, 1024]),
     st.booleans(),
 )
-def test_from_wire_any_spread_of_buffers(lengths: list[int], threshold: int, inband_below: int, long: bool) -> None:
-    value = [torch.arange(length) for length in lengths], list(range(3000 if long else 3)), np.arange(sum(lengths))
+def test_from_wire_any_spread_of_buffers(
+    lengths: list[int], threshold: int, inband_below: int, long: bool
+) -> None:
+    value = (
+        [torch.arange(length) for length in lengths],
+        list(range(3000 if long else 3)),
+        np.arange(sum(lengths)),
+    )
     wire, segment = to_wire(encode(value, inband_below=inband_below), threshold=threshold)
-    tensors, numbers, array = decode(from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=WirePayload)))
+    tensors, numbers, array = decode(
+        from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=WirePayload))
+    )
     if segment is not None:
         segment.close()
-    assert all(torch.equal(got, torch.arange(length)) for got, length in zip(tensors, lengths, strict=True))
+    assert all(
+        torch.equal(got, torch.arange(length)) for got, length in zip(tensors, lengths, strict=True)
+    )
     assert numbers == value[1]
     assert np.array_equal(array, value[2])
     array += 1
@@ -386,13 +410,19 @@ def test_to_wire_copies_buffers() -> None:
 def test_from_wire_maps_large_tensors() -> None:
     got = over_the_wire(torch.arange(1_000_000))
     address = got.data_ptr()
-    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:helmsman-" in line]
+    lines = [
+        line
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "/memfd:helmsman-" in line
+    ]
     spans = [[int(part, 16) for part in line.split()[0].split("-")] for line in lines]
     assert any(start <= address < end for start, end in spans)
 
 
 def test_from_wire_handle_types() -> None:
-    handle = ResultHandle(id="h", worker_id="actor/0", location=("path", (1, b"2")), nbytes=1, summary="int")
+    handle = ResultHandle(
+        id="h", worker_id="actor/0", location=("path", (1, b"2")), nbytes=1, summary="int"
+    )
     assert over_the_wire([handle]) == [handle]
     assert type(over_the_wire([handle])[0].location[1]) is tuple
 
@@ -418,13 +448,15 @@ def test_to_wire_without_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert got[1] == value[1]
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def owner(code: str = OWNER) -> Iterator[subprocess.Popen[bytes]]:
     """A process that holds a segment until it is told to end."""
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV
+    )
     try:
         yield process
     finally:

@@ -31,7 +31,9 @@ def test_server_tls_version_and_fingerprint() -> None:
 
 
 def test_server_tls_certificate_verifies() -> None:
-    """Its signature and fields are valid, as strict clients demand; keys differ from call to call."""
+    """Its signature and fields are valid, as strict clients demand; keys differ from call to
+    call.
+    """
     for _ in range(10):
         tls = server_tls()
         connection = shake_hands(tls.context, client_context())
@@ -54,7 +56,10 @@ def test_server_tls_refuses_older_versions() -> None:
         shake_hands(server_tls().context, old)
 
 
-@pytest.mark.parametrize(("environ", "expected"), [({}, True), ({"HELMSMAN_TLS": "1"}, True), ({"HELMSMAN_TLS": "0"}, False)])
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [({}, True), ({"HELMSMAN_TLS": "1"}, True), ({"HELMSMAN_TLS": "0"}, False)],
+)
 def test_uses_tls(environ: dict[str, str], expected: bool) -> None:
     assert uses_tls(environ) is expected
 
