@@ -172,3 +172,69 @@ def test_scorer_function_raises(mine: Path) -> None:
 @pytest.mark.slow
 def test_scorer_on_cluster(mine: Path) -> None:
     assert score(Reward(use=f"{mine}:everything", on_cluster=True, processes=2)).total == len(GIVEN)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [
+        ("1+1=", "'2'"),
+        ([{"role": "user", "content": "1+1="}], "{'role': 'assistant', 'content': '2'}"),
+    ],
+)
+def test_reward_written_for_trl(prompt: Any, completion: str) -> None:
+    """It is called with lists of one, and every other key of the row."""
+
+    def lengths(
+        prompts: list[Any], completions: list[Any], level: list[int], **columns: Any
+    ) -> list[float]:
+        assert prompts == [prompt]
+        assert completion in repr(completions)
+        assert columns == {"completion_ids": [[7]], "answer": ["2"]}
+        return [float(each) for each in level]
+
+    given = dict.fromkeys(GIVEN) | {"completion": "2", "token_ids": [7], "chat": prompt}
+    given["row"] = {"prompt": prompt, "answer": "2", "level": 3}
+    caller = make_caller(Reward(use="m:lengths"), {"m:lengths": lengths})
+    assert caller(given) == 3.0
+
+
+def test_reward_written_for_trl_values() -> None:
+    row = dict.fromkeys(GIVEN) | {"row": {}, "token_ids": []}
+    reward = Reward(use="m:f")
+    none = make_caller(reward, {"m:f": lambda completions: [None]})
+    assert none(row) == 0.0, "TRL leaves None out of the sum"
+    wrong = make_caller(reward, {"m:f": lambda completions: 1.0})
+    message = "the reward 'm:f' returned 1.0 for one completion; expected a list of one number"
+    with pytest.raises(ValueError, match=message):
+        wrong(row)
+
+
+def test_reward_written_for_verl() -> None:
+    def compute_score(
+        data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+    ) -> dict[str, Any]:
+        return {
+            "score": float(solution_str == ground_truth) + extra_info["index"],
+            "of": data_source,
+        }
+
+    caller = make_caller(Reward(use="m:compute_score"), {"m:compute_score": compute_score})
+    row = {"extra_info": {"index": 4}, "reward_model": {"ground_truth": "2"}}
+    given = dict.fromkeys(GIVEN) | {"completion": "2", "answer": "2", "source": "s", "row": row}
+    assert caller(given) == {"score": 5.0, "of": "s"}
+
+
+@pytest.mark.slow
+def test_scorer_function_of_a_script() -> None:
+    """A function that no process could import travels as it is."""
+    secret = 40
+
+    def own(completion: str) -> float:
+        return secret + float(completion)
+
+    with (
+        InlineScheduler() as scheduler,
+        Scorer([Reward(use="s:own", processes=1)], scheduler, {"s:own": own}) as scorer,
+    ):
+        scored = asyncio.run(scorer.score(ROW, "2", num_tokens=1, is_truncated=False))
+    assert scored.values == {"own": 42.0}
