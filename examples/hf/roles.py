@@ -10,25 +10,20 @@ from examples.common.engines import ENGINE_MODULES
 from examples.hf.settings import Cluster, Settings
 from helmsman import (
     Job,
-    LeastOutstandingTokens,
-    PrefixAffinity,
     RetryGeneration,
     RolloutController,
-    RoundRobin,
     Scheduler,
     SchedulingSpec,
     SchedulingStrategy,
     SupervisionPolicy,
     Timeouts,
     TrainController,
-    ViaCollective,
-    ViaDisk,
-    ViaMemory,
-    WeightFormat,
     WeightSync,
     make_scheduler,
 )
 from helmsman.api.scheduler import PlacementStrategy
+from helmsman.policies import LeastOutstandingTokens, PrefixAffinity, RoundRobin
+from helmsman.weights import ViaCollective, ViaDisk, ViaMemory, WeightFormat
 
 TRAINER = "helmsman.engines.train.FSDPTrainEngine"
 ENGINES = {

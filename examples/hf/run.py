@@ -34,13 +34,13 @@ from examples.hf.weight_check import Differences, WeightCheck
 from helmsman import (
     BoundedStaleness,
     Checkpoints,
+    DeviceHandoff,
     GenerationResult,
     RecoverableTraining,
     RecoveryPolicy,
     RolloutController,
     SamplingParams,
     TrainController,
-    Turns,
     WorkflowExecutor,
 )
 from helmsman.api.errors import (
@@ -117,7 +117,7 @@ class Run:
         self.sync = make_sync(settings, trainer, rollout)
         # What over-sampled episodes still ask for when a batch is complete waits for the next turn.
         self.turns = (
-            Turns(trainer, rollout, self.sync, hold_requests=True)
+            DeviceHandoff(trainer, rollout, self.sync, hold_requests=True)
             if settings.cluster.takes_turns
             else None
         )
@@ -343,7 +343,7 @@ class Run:
                 settings.rollout.staleness, keep=self._keep, oversample=settings.rollout.oversample
             )
             self.executor = WorkflowExecutor(
-                self.episode, sampler=sampler, episode_timeout_s=settings.rollout.episode_timeout_s
+                self.episode, sampler=sampler, episode_timeout=settings.rollout.episode_timeout
             )
             self.source = iter(self.draws)
         self.executor.set_version(step - 1)
@@ -369,7 +369,7 @@ class Run:
 
         async def answer(seed: int) -> Answer:
             sampling = msgspec.structs.replace(self.sampling, seed=seed)
-            result = await self.rollout.agenerate(draw.row.prompt_ids, sampling)
+            result = await self.rollout.async_generate_one(draw.row.prompt_ids, sampling)
             scored = await self.score(draw.row, result)
             cost = overlong_cost(
                 len(result.token_ids), self.settings.algorithm, self.sampling.max_new_tokens
@@ -431,7 +431,7 @@ class Run:
 
         async def judge(row: Row, sampling: SamplingParams) -> bool:
             nonlocal failed
-            result = await self.rollout.agenerate(row.prompt_ids, sampling)
+            result = await self.rollout.async_generate_one(row.prompt_ids, sampling)
             try:
                 scored = await self.score(row, result)
             except (

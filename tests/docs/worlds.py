@@ -14,6 +14,9 @@ from types import TracebackType
 from typing import Any
 
 import helmsman
+import helmsman.policies
+import helmsman.weights
+import helmsman.worker_groups
 from helmsman import (
     Batch,
     GroupWorker,
@@ -133,7 +136,11 @@ class World:
         self.names: dict[str, Any] = {}
 
     def __enter__(self) -> dict[str, Any]:
-        public = {name: getattr(helmsman, name) for name in helmsman.__all__}
+        public = {
+            name: getattr(module, name)
+            for module in (helmsman, helmsman.policies, helmsman.weights, helmsman.worker_groups)
+            for name in module.__all__
+        }
         self.names |= public | {"__name__": "page"}
         self.names |= self._setup(self._stack) if self._setup else {}
         return self.names
@@ -179,13 +186,14 @@ def roles(
         else SchedulingStrategy()
     )
     job = Job(role="rollout", replicas=1 if colocated else 2, scheduling_strategy=strategy)
-    train = stack.enter_context(
-        TrainController(scheduler, TRAINER, Job(role="train"), engine_kwargs={**TINY, "lr": 1e-3})
-    )
-    rollout = stack.enter_context(RolloutController(scheduler, ROLLOUT, job, engine_kwargs=TINY))
-    if not colocated:
-        train.initialize()
-        rollout.initialize()
+    kwargs = {**TINY, "lr": 1e-3}
+    train = TrainController(scheduler, TRAINER, Job(role="train"), engine_kwargs=kwargs)
+    rollout = RolloutController(scheduler, ROLLOUT, job, engine_kwargs=TINY)
+    for each in (train, rollout):
+        if colocated:  # the snippet starts them
+            stack.callback(each.close)
+        else:
+            stack.enter_context(each)
     return {"train": train, "rollout": rollout}
 
 
@@ -286,7 +294,7 @@ WORLDS: dict[str, World] = {
         losses,
         before={
             "logprobs, ref_logprobs": "for each in (policy, critic, reference):\n"
-            "    stack.enter_context(each).initialize()"
+            "    stack.enter_context(each)"
         },
     ),
     "docs/worker_groups.md": World(groups, sizes=[("num_gpus_per_node=8", "num_gpus_per_node=24")]),
