@@ -17,7 +17,9 @@ from tests.docs.snippets import PAGES, ROOT
 
 
 @pytest.mark.parametrize(
-    ("path", "content"), [*generated()], ids=lambda each: each.name if isinstance(each, Path) else ""
+    ("path", "content"),
+    [*generated()],
+    ids=lambda each: each.name if isinstance(each, Path) else "",
 )
 def test_generated_pages_up_to_date(path: Path, content: str) -> None:
     assert path.read_text() == content, f"{path.relative_to(ROOT)} is out of date; run: {COMMAND}"
