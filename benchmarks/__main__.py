@@ -14,7 +14,7 @@ from pathlib import Path
 
 import benchmarks.cases  # noqa: F401 - declares them
 from benchmarks import report
-from benchmarks.harness import CASES, measure, select
+from benchmarks.harness import CASES, SkippedError, measure, select
 from benchmarks.world import World
 
 OUT = Path(__file__).parent / "out"
@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 try:
                     results.append(measure(each, world))
                 # One broken case shall not cost the figures of the others
+                except SkippedError as reason:
+                    print(f"{each.name}: skipped. {reason}", flush=True)
                 except Exception:  # noqa: BLE001
                     traceback.print_exc()
                     broken.append(each.name)

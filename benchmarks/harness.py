@@ -48,6 +48,10 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     """Runs of each before the first round, which do not count."""
 
 
+class SkippedError(Exception):
+    """A case cannot run here; the message says why and what to do."""
+
+
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """A case as it was declared."""
 

@@ -30,10 +30,7 @@ from typing import Any, NamedTuple
 # the script is run by its path, and imports its neighbours
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.common.curve import draw_curve
-from examples.common.engines import ENGINE_MODULES
-from examples.common.interrupts import Interrupted, interruptible
-from examples.common.record import MetricsLog, Record, clear, only_run_in, summarize, write_json
+from examples.common.record import MetricsLog, Record, draw, summarize
 from examples.common.settings import Settings, parse
 from examples.common.tasks import Task, TaskSet, load_tasks
 from examples.common.tokens import Tokenizer, longest, make_tokenizer, small_model
@@ -56,6 +53,9 @@ from helmsman import (
 )
 from helmsman.api.advantages import group_advantages
 from helmsman.api.generation import GenerationResult
+from helmsman.recipes.files import clear, only_run_in, write_json
+from helmsman.recipes.interrupts import Interrupted, interruptible
+from helmsman.recipes.roles import ENGINE_MODULES
 
 NUM_CHECKPOINTS = 3
 """How many stay."""
@@ -409,7 +409,7 @@ def run(settings: Settings, tasks: TaskSet, tokenizer: Tokenizer) -> None:
         records, settings, tasks.name, seconds=seconds_before + time.monotonic() - started
     )
     write_json(out / "summary.json", summary)
-    draw_curve(records, out / "curve.png", summary)
+    draw(records, out / "curve.png", summary)
     print(
         f"held-out accuracy: {summary.accuracy_before:.1%} before training, "
         f"{summary.accuracy_after_sft:.1%} after "

@@ -26,7 +26,6 @@ import numpy as np
 # the script is run by its path, and imports its neighbours
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.common.interrupts import Interrupted, interruptible
 from examples.rlhf_workers import (
     LENGTH,
     STRIDE,
@@ -48,6 +47,7 @@ from helmsman import (
     Scheduler,
     make_scheduler,
 )
+from helmsman.recipes.interrupts import Interrupted, interruptible
 
 NUM_DEVICES = 8
 NUM_PROMPTS = 63

@@ -1,7 +1,23 @@
-"""``python -m helmsman`` is the command line."""
+"""``python -m helmsman`` and ``helmsman``: the commands of the cluster, and the recipes."""
 
 import sys
+from collections.abc import Sequence
 
-from helmsman.controller.cli import main
+RECIPES = {"grpo": "train a model by GRPO, Dr. GRPO or DAPO"}
+"""Commands that are recipes, for the help."""
 
-sys.exit(main())
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in RECIPES:
+        from helmsman.recipes.command import main as run_recipe
+
+        return run_recipe(given[0], given[1:])
+    from helmsman.controller.cli import main as run_command
+
+    return run_command(given, recipes=RECIPES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
     "optional-dependencies"
 ]
-FOR_USERS = sorted(EXTRAS.keys() - {"dev", "docs"})
+FOR_USERS = sorted(EXTRAS.keys() - {"dev", "docs", "bench"})
 
 
 def _import_name(requirement: str) -> str:
@@ -28,7 +28,7 @@ def test_extra_of_matches_pyproject() -> None:
     declared = {
         (_import_name(each), extra)
         for extra, requirements in EXTRAS.items()
-        if extra not in ("dev", "docs", "all")
+        if extra not in ("dev", "docs", "bench", "all")
         for each in requirements
         if not each.startswith("helmsman")
     }
@@ -100,7 +100,7 @@ def test_engine_names_install_command(package: str) -> None:
 @pytest.mark.slow
 def test_grpo_hf_names_install_command() -> None:
     begin = (
-        "from examples.grpo_hf import main; print(main(['--config', 'examples/hf/cpu_smoke.yaml']))"
+        "from helmsman.recipes.command import main; print(main('grpo', ['--config', 'cpu_smoke']))"
     )
     said = run_without(["transformers"], f"sys.stderr = sys.stdout\n{begin}")
     assert "the tokenizer of a model folder needs the package 'transformers'" in said

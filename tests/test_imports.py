@@ -22,6 +22,7 @@ ALLOWED = {
     "engines": {"engines", "api"},
     "controller": {"controller", "api", "rpc_server"},
     "testing": {"testing", "api", ""},
+    "recipes": {"recipes", "engines", "api", ""},
 }
 """Room -> rooms that it may import. '' is the package itself, whose names are public; it imports
 every room but `testing`.
@@ -153,6 +154,19 @@ def test_room_imports_allowed(room: str) -> None:
         if room_of(name) is not None and room_of(name) not in ALLOWED[room]
     ]
     assert not wrong, f"{room} may import only {sorted(ALLOWED[room])}:\n" + "\n".join(wrong)
+
+
+def test_recipes_import_public_modules_only() -> None:
+    """Recipes show how Helmsman is used, so they use nothing that a script of a user could not."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in SOURCES
+        if path.is_relative_to(PACKAGE / "recipes")
+        for line, name in imports_of(path)
+        if room_of(name) not in (None, "recipes")
+        and any(part.startswith("_") for part in name.split("."))
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_package_loads_no_test_tools() -> None:

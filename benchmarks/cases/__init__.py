@@ -2,6 +2,7 @@
 
 from benchmarks.cases import (  # noqa: F401
     calls,
+    end_to_end,
     groups,
     imports,
     packing,

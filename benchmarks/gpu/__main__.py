@@ -18,8 +18,8 @@ import benchmarks.gpu.memory
 import benchmarks.gpu.rollouts
 import benchmarks.gpu.training  # noqa: F401 - they declare checks
 from benchmarks.gpu.harness import CHECKS, Machine, Outcome, perform
-from examples.common.engines import ENGINE_MODULES
 from helmsman import LocalScheduler
+from helmsman.recipes.roles import ENGINE_MODULES
 
 OUT = Path(__file__).parents[1] / "out" / "gpu.md"
 

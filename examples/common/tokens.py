@@ -5,7 +5,6 @@ folder.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from examples.common.tasks import TaskSet
-from helmsman.api.extras import needed_by
+from helmsman.recipes.tokens import FolderTokenizer
 
 _SPECIAL = ("<pad>", "<eos>", "<sep>", "<unk>")
 _PIECES = re.compile(r" ?[^\W\d_]{2,}|[^\w\s] |.", re.DOTALL)
@@ -131,52 +130,6 @@ class CharTokenizer:
             "unk_token": "<unk>",
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-class FolderTokenizer:
-    """The tokenizer of a local Hugging Face folder; its chat template, if it has one, is put around
-    prompts.
-    """
-
-    def __init__(self, folder: str) -> None:
-        with needed_by("the tokenizer of a model folder", "transformers"):
-            from transformers import AutoTokenizer
-
-        if not os.path.isdir(folder):
-            raise ValueError(
-                f"there is no model folder {folder!r}; give a local one in the Hugging Face layout"
-            )
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as exc:
-            # transformers raises what its readers happen to raise, without naming the folder
-            reason = " ".join(str(exc).split())[:300] or type(exc).__name__
-            raise ValueError(
-                f"{folder!r} has no tokenizer in the Hugging Face layout that can be read: {reason}"
-            ) from exc
-        if self._tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"the tokenizer in {folder!r} has no end token (eos_token), which answers need"
-            )
-        self.eos_id = int(self._tokenizer.eos_token_id)
-
-    def encode_prompt(self, text: str) -> list[int]:
-        if self._tokenizer.chat_template:
-            chat = [{"role": "user", "content": text}]
-            text = self._tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True
-            )
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
-        return list(self._tokenizer.encode(text))
-
-    def encode_answer(self, text: str) -> list[int]:
-        return [*self._tokenizer.encode(text, add_special_tokens=False), self.eos_id]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def save(self, folder: Path) -> None:
-        self._tokenizer.save_pretrained(str(folder))
 
 
 def _shared_phrases(prompts: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ _PACKAGES = {
     "server": ("aiohttp",),
     "vllm": ("vllm",),
     "math": ("math_verify",),
+    "data": ("datasets",),
     "tracking": ("tensorboard", "wandb"),
 }
 EXTRA_OF: Mapping[str, str] = {

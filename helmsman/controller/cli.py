@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,8 +33,16 @@ OK, NO, USAGE = 0, 1, 2
 """Exit codes: done; it does not fit, or something is left; the command or a file makes no sense."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+def main(
+    arguments: Sequence[str] | None = None, recipes: Mapping[str, str] = MappingProxyType({})
+) -> int:
+    """Run a command; returns its exit code.
+
+    Args:
+        arguments: of the command line; those of the process when None.
+        recipes: further commands and their meaning, for the help; the caller runs them.
+    """
+    options = _parser(recipes).parse_args(arguments)
     try:
         code: int = options.run(options)
     except HelmsmanError as error:
@@ -45,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(recipes: Mapping[str, str] = MappingProxyType({})) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="helmsman", description="Clusters, plans, environments and leftovers of Helmsman runs."
     )
@@ -127,6 +136,8 @@ def _parser() -> argparse.ArgumentParser:
         "--address", help="on every node of this Ray cluster instead of this machine"
     )
     clean.set_defaults(run=_clean)
+    for name, meaning in recipes.items():
+        commands.add_parser(name, help=meaning)
     return parser
 
 

@@ -152,6 +152,16 @@ def test_main_unknown_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert not (tmp_path / "out").exists()
 
 
+def test_main_skipped_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["end_to_end.width_128", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "end_to_end.width_128: skipped. TRL is not installed" in said
+    assert "pip install 'helmsman[bench]'" in said
+
+
 def test_main_broken_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(world: World) -> Pair:
         raise RuntimeError("broken")

@@ -89,7 +89,7 @@ def test_yaml_parses(snippet: Snippet) -> None:
     ids=lambda each: each.name,
 )
 def test_yaml_of_helmsman_has_known_settings(snippet: Snippet, tmp_path: Path) -> None:
-    from examples.hf.config import load
+    from helmsman.recipes.config import load
 
     (tmp_path / "run.yaml").write_text(snippet.code)
     assert load(tmp_path / "run.yaml")

@@ -18,7 +18,7 @@ import pytest
 
 from examples.grpo import main
 from helmsman.testing import Hang, Kill, Slow
-from tests.examples.processes import marked, pids_of, run_here, wait_for
+from tests.recipes.processes import marked, pids_of, run_here, wait_for
 
 ROOT = Path(__file__).parents[2]
 SMALL = (

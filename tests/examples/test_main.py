@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from examples.common.record import MetricsLog, Record, write_json
+from examples.common.record import MetricsLog, Record
 from examples.common.settings import Settings
 from examples.common.tokens import CharTokenizer, small_model
 from examples.grpo import main
 from helmsman import Checkpoints
-from tests.examples.processes import run_here
+from helmsman.recipes.files import write_json
+from tests.recipes.processes import run_here
 
 Refused = Callable[..., str]
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from examples.common.record import MetricsLog, Record, clear, only_run_in, summarize, write_json
+from examples.common.record import MetricsLog, Record, summarize
 from examples.common.settings import Settings
 from helmsman import Checkpoints
+from helmsman.recipes.files import clear, only_run_in, write_json
 
 
 def records(*steps: int) -> list[Record]:

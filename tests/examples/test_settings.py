@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.common.record import write_json
 from examples.common.settings import TASK_PARAMS, Settings, parse
+from helmsman.recipes.files import write_json
 
 
 def test_parse_defaults() -> None:

@@ -12,8 +12,7 @@ from unittest.mock import create_autospec
 import pytest
 from rich.console import Console
 
-from examples.common.curve import draw_curve
-from examples.common.record import Record, summarize
+from examples.common.record import Record, draw, summarize
 from examples.common.settings import Settings
 from examples.common.view import LiveView, View
 from helmsman import Scheduler
@@ -46,7 +45,7 @@ def test_draw_curve_every_mix_of_phases(tmp_path: Path, sft_steps: int, steps: i
     every = records(sft_steps, steps)
     path = tmp_path / "curve.png"
 
-    draw_curve(
+    draw(
         every,
         path,
         summarize(every, Settings(sft_steps=sft_steps, steps=steps), "task", seconds=1.0),

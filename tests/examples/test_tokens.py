@@ -9,13 +9,8 @@ import pytest
 
 from examples.common.settings import Settings
 from examples.common.tasks import load_tasks
-from examples.common.tokens import (
-    CharTokenizer,
-    FolderTokenizer,
-    longest,
-    make_tokenizer,
-    small_model,
-)
+from examples.common.tokens import CharTokenizer, longest, make_tokenizer, small_model
+from helmsman.recipes.tokens import FolderTokenizer
 
 PROMPTS = [
     "Add the numbers 3, 4\nand 5.",

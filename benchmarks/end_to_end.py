@@ -1,0 +1,120 @@
+"""One side of the case end_to_end in its own process: python -m benchmarks.end_to_end SIDE WIDTH
+
+Prints the tokens generated per second through training steps, and where the time went, as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from helmsman.recipes.tiny_model import make_model, make_tokenizer
+
+NUM_STEPS, NUM_WARM_UP = 8, 2
+NUM_PROMPTS, GROUP_SIZE, MAX_NEW_TOKENS = 8, 8, 64
+PROMPTS = [f"{number}+{number}=" for number in range(64)]
+
+
+def digits(completions: list[str], **_: Any) -> list[float]:
+    """A reward as TRL has it, which both sides use."""
+    return [sum(map(str.isdigit, text)) / max(1, len(text)) for text in completions]
+
+
+def write_model(folder: Path, width: int) -> str:
+    """Write a random Llama without a chat template, so that both sides give it the same prompts."""
+    make_model(folder, width=width, num_positions=256)
+    make_tokenizer(folder, chat_template=None)
+    return str(folder)
+
+
+def run_helmsman(model: str, out: Path) -> tuple[float, float]:
+    """Train by the recipe with its defaults; returns tokens and seconds of the measured steps."""
+    from helmsman.recipes import GRPO
+
+    GRPO(
+        model,
+        PROMPTS,
+        [digits],
+        steps=NUM_STEPS,
+        prompts_per_step=NUM_PROMPTS,
+        samples_per_prompt=GROUP_SIZE,
+        rollout={"max_new_tokens": MAX_NEW_TOKENS},
+        checkpoints={"every": NUM_STEPS, "export": "none"},
+        out=str(out),
+    ).train()
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    measured = [row for row in rows if row["step"] > NUM_WARM_UP]
+    tokens = sum(row["response_length/mean"] for row in measured) * NUM_PROMPTS * GROUP_SIZE
+    for name in sorted({key for row in measured for key in row if key.startswith("time/")}):
+        mean = sum(row[name] for row in measured) / len(measured)
+        print(f"{name} {mean:.3f}", file=sys.stderr)
+    return tokens, sum(row["time/step"] for row in measured)
+
+
+def run_trl(model: str, out: Path) -> tuple[float, float]:
+    """Train by TRL's GRPOTrainer; returns tokens and seconds of the measured steps."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.monotonic())
+
+    config = GRPOConfig(
+        output_dir=str(out),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        max_steps=NUM_STEPS,
+        per_device_train_batch_size=NUM_PROMPTS * GROUP_SIZE,
+        num_generations=GROUP_SIZE,
+        max_completion_length=MAX_NEW_TOKENS,
+        learning_rate=1e-6,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=digits,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "completions/mean_length" in row]
+    lengths = [row["completions/mean_length"] for row in rows][NUM_WARM_UP:]
+    tokens = sum(lengths) * NUM_PROMPTS * GROUP_SIZE
+    return tokens, ends[-1] - ends[NUM_WARM_UP - 1]
+
+
+def main() -> int:
+    """Run one side."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("side", choices=("helmsman", "trl"))
+    parser.add_argument("width", type=int)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder) / "model", options.width)
+        side = run_helmsman if options.side == "helmsman" else run_trl
+        real = os.dup(1)  # what the side prints is not the figure
+        os.dup2(2, 1)
+        tokens, seconds = side(model, Path(folder) / "out")
+        sys.stdout.flush()
+        os.dup2(real, 1)
+    print(json.dumps({"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

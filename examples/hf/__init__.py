@@ -1,1 +1,0 @@
-"""What examples/grpo_hf.py is made of, and its configurations."""

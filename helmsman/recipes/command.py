@@ -1,0 +1,147 @@
+"""The command lines of the recipes: ``helmsman grpo`` and its siblings.
+
+    helmsman grpo --config one_machine_8gpu --model path/to/model --data train.jsonl
+    helmsman grpo --config ... --plan                   # settings, sizes and places; nothing is
+    started helmsman grpo --config ... --resume                 # continue from the last checkpoint
+    in `out`
+    helmsman grpo --config ... --check-weights          # compare instances and trainer after every
+    update helmsman up -- helmsman grpo --config many_nodes_gpu ...    # on every node of a job
+
+Every setting is a key of the file, and a flag (`--train.lr 1e-6`); `--keys` lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from helmsman import Checkpoints, HelmsmanError
+from helmsman.api.errors import BackendNotInstalledError
+from helmsman.recipes.config import CONFIGS, all_keys
+from helmsman.recipes.interrupts import Interrupted, interruptible
+from helmsman.recipes.recipe import Recipe
+
+RECIPES = {"grpo": "helmsman.recipes.grpo:GRPO"}
+"""Command -> class of the recipe."""
+
+
+def recipe_of(command: str) -> type[Recipe[Any]]:
+    """Return the class of a command's recipe."""
+    module, _, name = RECIPES[command].partition(":")
+    found: type[Recipe[Any]] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def parse(
+    command: str, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[tuple[str, str]]]:
+    """Return flags, and settings that were given as flags. Exits with code 2 and a message for
+    flags that make no sense."""
+    recipe = recipe_of(command)
+    parser = argparse.ArgumentParser(
+        prog=f"helmsman {command}",
+        description=(recipe.__doc__ or "").partition("\n")[0],
+        usage="%(prog)s [--config FILE] [--model FOLDER] [--data FILE] [--key value ...]",
+    )
+    configurations = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+    parser.add_argument("--config", help=f"YAML or TOML file, or one of {configurations}")
+    parser.add_argument(
+        "--plan", action="store_true", help="print settings, sizes and places, and end"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the last checkpoint in the output folder",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier run in the output folder"
+    )
+    parser.add_argument(
+        "--check-weights", action="store_true", help="the same as --check.weights true"
+    )
+    parser.add_argument(
+        "--keys", action="store_true", help="list all settings, with defaults and meanings"
+    )
+    flags, rest = parser.parse_known_args(argv)
+    given = []
+    while rest:
+        key = rest.pop(0)
+        if not key.startswith("--"):
+            parser.error(f"{key!r} belongs to no flag")
+        key, equals, value = key[2:].partition("=")
+        if not equals:
+            if not rest:
+                parser.error(f"--{key} has no value")
+            value = rest.pop(0)
+        given.append((key, value))
+    if flags.check_weights:
+        given.append(("check.weights", "true"))
+    if flags.resume and flags.overwrite:
+        parser.error(
+            "--resume continues the run in the output folder and --overwrite replaces it; give one "
+            "of them"
+        )
+    return flags, given
+
+
+def main(command: str = "grpo", argv: Sequence[str] | None = None) -> int:
+    """Run a recipe from the command line.
+
+    Args:
+        command: a key of RECIPES.
+        argv: its flags; those of the process when None.
+
+    Returns: the exit code: 2 when nothing was started, 1 after an error of the run.
+    """
+    flags, given = parse(command, argv)
+    kind = recipe_of(command)
+    if flags.keys:
+        for key, default, meaning in all_keys(kind.kind):
+            print(f"{key} ({f'default: {default}' if default else 'required'})\n    {meaning}")
+        return 0
+    recipe: Recipe[Any] | None = None
+    try:
+        with interruptible(), contextlib.ExitStack() as held:
+            try:
+                recipe = kind(
+                    config=flags.config,
+                    resume=flags.resume,
+                    overwrite=flags.overwrite,
+                    overrides=given,
+                )
+                recipe.load()
+                if not flags.plan:
+                    held.enter_context(recipe.reserve())
+            except (ValueError, OSError, BackendNotInstalledError) as error:
+                print(error, file=sys.stderr)
+                return 2
+            if flags.plan:
+                print(recipe.plan())
+            else:
+                recipe.run()
+    except Interrupted as interrupt:
+        print(
+            f"\nstopped by {interrupt}; everything was ended.{how_to_continue(recipe)}",
+            file=sys.stderr,
+        )
+        return interrupt.exit_code
+    except (HelmsmanError, OSError) as error:
+        print(f"{type(error).__name__}: {error}{how_to_continue(recipe)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def how_to_continue(recipe: Recipe[Any] | None) -> str:
+    """Return the next step after a run that was cut short; nothing when it has not saved
+    anything."""
+    if recipe is None:
+        return ""
+    settings = recipe.settings
+    if Checkpoints(Path(settings.out) / "checkpoints", settings.checkpoints.keep).latest() is None:
+        return ""
+    return "\nContinue from the last checkpoint with the same command line and --resume."

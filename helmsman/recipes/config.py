@@ -1,0 +1,310 @@
+"""A run's settings from a file, what it extends, and the command line."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import textwrap
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from helmsman.api.errors import BackendNotInstalledError
+from helmsman.api.suggestions import did_you_mean
+from helmsman.recipes.choosing import CHOSEN, Choice, choose
+from helmsman.recipes.resolving import resolve, told
+from helmsman.recipes.settings import RunSettings
+
+S = TypeVar("S", bound=RunSettings)
+_SHORT = {"data": "data.train"}
+"""Flags that stand for a longer key."""
+EXTENDS = "extends"
+"""Key of a file's base: another file, beside it."""
+_EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+$")
+
+
+CONFIGS = Path(__file__).parent / "configs"
+"""The configurations that come with the package; ``--config`` finds them by name."""
+
+
+def load(
+    kind: type[S],
+    path: str | Path | None = None,
+    overrides: Sequence[tuple[str, str]] = (),
+    given: Mapping[str, Any] | None = None,
+) -> S:
+    """Read settings, choose those that are not given, and check that they fit together.
+
+    Args:
+        kind: the recipe's settings.
+        path: a YAML or TOML file, or the name of a configuration of the package.
+        overrides: ``(dotted key, text)`` from a command line, over the file.
+        given: entries of a script, between the two.
+
+    Raises: ValueError that names file and key; OSError; BackendNotInstalledError.
+    """
+    return read(kind, path, overrides, given)[0]
+
+
+def read(
+    kind: type[S],
+    path: str | Path | None = None,
+    overrides: Sequence[tuple[str, str]] = (),
+    given: Mapping[str, Any] | None = None,
+) -> tuple[S, list[Choice]]:
+    """As ``load``; also returns the choices with their reasons."""
+    where = "the settings" if path is None else str(path)
+    entries = {} if path is None else _read(_find(path))
+    _require_known(where, entries, kind)
+    if given:
+        _require_known("the arguments", given, kind)
+        entries = _merged(entries, given)
+    for key, text in overrides:
+        _set(entries, key, text, kind)
+    try:
+        # Dates, which YAML and TOML have and settings.json has not, are texts.
+        plain = msgspec.to_builtins(entries)
+        settings, choices = choose(msgspec.convert(plain, kind, strict=False), flat_keys(plain))
+        return resolve(settings), choices
+    except msgspec.ValidationError as error:
+        text = told(error, kind)
+        raise ValueError(f"{_origin(text, where, overrides)}: {text}") from error
+    except ValueError as error:
+        raise ValueError(f"{_origin(str(error), where, overrides)}: {error}") from error
+
+
+def flat_keys(entries: Mapping[str, Any], prefix: str = "") -> frozenset[str]:
+    """Return the dotted keys of nested entries."""
+    keys: set[str] = set()
+    for name, value in entries.items():
+        keys |= (
+            flat_keys(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name}
+        )
+    return frozenset(keys)
+
+
+def _find(path: str | Path) -> Path:
+    """Return the file; a name without a folder may be that of a configuration of the package."""
+    path = Path(path)
+    if not path.exists() and path.parent == Path("."):
+        for name in (path.name, f"{path.name}.yaml"):
+            if (CONFIGS / name).is_file():
+                return CONFIGS / name
+    return path
+
+
+def _origin(text: str, path: str | Path, overrides: Sequence[tuple[str, str]]) -> str:
+    """The flag that set the key at the start of a message; else the file, with the flags that the
+    message mentions.
+    """
+    words = re.findall(r"[\w.]+", text)
+    for name, _ in reversed(overrides):
+        if f"{words[0]}.".startswith(f"{name}.") or (
+            name.startswith(f"{words[0]}.") and name.rpartition(".")[2] in words
+        ):
+            return f"--{name}"
+    spoken = [
+        f"--{name}"
+        for name, _ in overrides
+        if {name, name.partition(".")[0], name.rpartition(".")[2]} & {*words}
+    ]
+    return f"{path} with {', '.join(spoken)}" if spoken else str(path)
+
+
+def as_yaml(settings: RunSettings) -> str:
+    """All settings, a section after the other, as a YAML file that would give them again."""
+    lines = []
+    for name, value in msgspec.to_builtins(settings).items():
+        if isinstance(value, dict):
+            lines.append(f"{name}:")
+            lines += [f"  {key}: {_scalar(each)}" for key, each in value.items()]
+        else:
+            lines.append(f"{name}: {_scalar(value)}")
+    return "\n".join(lines)
+
+
+def all_keys(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(dotted key, default, what it means) of every setting, the struct's own fields first."""
+    docs, hints = _field_docs(kind), typing.get_type_hints(kind)
+    for field in msgspec.structs.fields(kind):
+        if _section(hints[field.name]) is None:
+            key = prefix + field.name
+            yield key, "chosen" if key in CHOSEN else _default(field), docs[field.name]
+    for field in msgspec.structs.fields(kind):
+        section = _section(hints[field.name])
+        if section is not None:
+            many = "[]" if section is not hints[field.name] else ""
+            yield from all_keys(section, f"{prefix}{field.name}{many}.")
+
+
+def key_table(kind: type[msgspec.Struct]) -> str:
+    """The settings as a table of Markdown for each section."""
+    tables: dict[str, list[str]] = {}
+    for key, default, meaning in all_keys(kind):
+        section = key.rpartition(".")[0]
+        tables.setdefault(section, []).append(
+            f"| `{key}` | {f'`{default}`' if default else 'required'} | {meaning} |"
+        )
+    return "\n\n".join(
+        "| key | default | meaning |\n|---|---|---|\n" + "\n".join(rows) for rows in tables.values()
+    )
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    path = path.resolve()
+    if path in seen:
+        raise ValueError(
+            f"{path} extends itself, by way of {', '.join(str(each) for each in seen)}"
+        )
+    entries = _parse(path)
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path}: expected keys and values, got {type(entries).__name__}")
+    base = entries.pop(EXTENDS, None)
+    if base is None:
+        return entries
+    return _merged(_read(path.parent / str(base), (*seen, path)), entries)
+
+
+def _parse(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path}: {error}") from error
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise BackendNotInstalledError(
+            backend="a YAML file",
+            package="yaml",
+            command="pip install pyyaml   (or write the file in TOML)",
+        ) from error
+    # PyYAML takes 1e-6, which has no dot, for a text.
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+    try:
+        return yaml.load(text, loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+
+
+def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """``top`` over ``base``; sections are merged, lists and values replaced."""
+    merged = dict(base)
+    for name, value in top.items():
+        below = merged.get(name)
+        merged[name] = (
+            _merged(below, value)
+            if isinstance(below, Mapping) and isinstance(value, Mapping)
+            else value
+        )
+    return merged
+
+
+def _require_known(
+    where: str, entries: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str = ""
+) -> None:
+    hints = typing.get_type_hints(kind)
+    for name, value in entries.items():
+        if name not in hints:
+            raise ValueError(
+                f"{where}: {_unknown(f'{prefix}{name}', name, kind.__struct_fields__)}"
+            )
+        section = _section(hints[name])
+        if section is None:
+            continue
+        many = value if isinstance(value, list) else [value]
+        for index, each in enumerate(many):
+            at = f"{prefix}{name}" + (f"[{index}]" if isinstance(value, list) else "")
+            if not isinstance(each, Mapping):
+                raise ValueError(f"{where}: {at} is {each!r}; expected keys and values")
+            _require_known(where, each, section, f"{at}.")
+
+
+def _unknown(key: str, name: str, known: Sequence[str]) -> str:
+    return f"there is no setting {key!r}; {did_you_mean(str(name), known)}"
+
+
+def _set(entries: dict[str, Any], key: str, text: str, kind: type[msgspec.Struct]) -> None:
+    """Put a value from the command line where its key says."""
+    key = _SHORT.get(key, key)
+    hint: Any = kind
+    at, parts = entries, key.split(".")
+    for depth, part in enumerate(parts):
+        if depth:
+            below = at.get(parts[depth - 1])
+            at[parts[depth - 1]] = at = dict(below) if isinstance(below, Mapping) else {}
+        section = _section(hint)
+        if section is not None and hint is section:
+            if part not in section.__struct_fields__:
+                raise ValueError(f"--{key}: {_unknown(key, part, section.__struct_fields__)}")
+            hint = typing.get_type_hints(section)[part]
+        elif typing.get_origin(hint) is dict:
+            hint = typing.get_args(hint)[1]
+        elif hint is not Any:
+            raise ValueError(
+                f"--{key}: {'.'.join(parts[:depth])} has no keys below it; give it as a whole, in "
+                "JSON"
+            )
+    at[parts[-1]] = _value(key, text, hint)
+
+
+def _value(key: str, text: str, hint: Any) -> Any:
+    """What a text of the command line means for a field of this type."""
+    if text == "null":
+        return None
+    if str in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)):
+        return text  # also where it looks like a number
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        if hint is not Any and text.startswith(("[", "{")):
+            raise ValueError(f"--{key}: {text!r:.80} is no JSON: {error}") from error
+        return text
+
+
+def _section(hint: Any) -> type[msgspec.Struct] | None:
+    """The struct of a field that is one, or several of them."""
+    for each in (hint, *typing.get_args(hint)):
+        if isinstance(each, type) and issubclass(each, msgspec.Struct):
+            return each
+    return None
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return ""
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    return _scalar(msgspec.to_builtins(value))
+
+
+def _scalar(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _field_docs(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the string below each field, in a line, those of base classes included."""
+    docs: dict[str, str] = {}
+    for each in reversed(kind.__mro__[: kind.__mro__.index(msgspec.Struct)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, below in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+            ):
+                assert isinstance(below.value, ast.Constant)
+                docs[field.target.id] = " ".join(str(below.value.value).split()).replace("``", "`")
+    return docs

@@ -1,0 +1,128 @@
+"""The learning curve of a run as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Points: TypeAlias = Sequence[tuple[int, float]]
+"""(step, value), in the order of steps."""
+
+_SMOOTHING = 9
+_GREEN, _BLUE, _GREY = "#1a7f4b", "#3b6fb6", "#8a8f98"
+
+
+def draw_curve(
+    path: Path,
+    *,
+    sampled: Points,
+    accuracies: Points,
+    title: str,
+    subtitle: str,
+    sampled_label: str = "reward of sampled answers (training tasks)",
+    supervised_until: int = 0,
+    last_step: int = 1,
+) -> None:
+    """Draw a measure of training and the held-out accuracy over the steps, as a PNG file.
+
+    Args:
+        path: the file, written all or nothing.
+        sampled: reward or loss of each step; drawn faintly, with a moving average on top.
+        accuracies: greedy accuracy on held-out prompts, each from 0 to 1.
+        title, subtitle: the text above the picture.
+        sampled_label: the name of ``sampled`` in the legend.
+        supervised_until: the last supervised step of a run that has such a phase; 0 for none.
+        last_step: the right end of the axis.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # no display
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    figure, axes = plt.subplots(figsize=(9.6, 5.4), dpi=150, layout="constrained")
+    last = max(1, last_step)
+    _draw_sampled(axes, sampled, sampled_label)
+    _draw_accuracies(axes, accuracies, supervised_until)
+    axes.set_xlim(-0.015 * last, 1.035 * last)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("optimizer step")
+    if all(0 <= value <= 1 for _, value in sampled):
+        _draw_phases(axes, supervised_until, last)
+        axes.set_ylim(-0.02, 1.12)
+        axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(0.0, 0.93), frameon=False, fontsize=10)
+    figure.suptitle(title, fontsize=14)
+    axes.set_title(subtitle, fontsize=9, color=_GREY)
+
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, format="png")
+    plt.close(figure)
+    temporary.replace(path)
+
+
+def _draw_sampled(axes: Any, points: Points, label: str) -> None:
+    if points:
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        axes.plot(steps, values, color=_BLUE, alpha=0.2, linewidth=1)
+        axes.plot(steps, _smooth(values), color=_BLUE, linewidth=1.8, label=label)
+
+
+def _draw_accuracies(axes: Any, points: Points, supervised_until: int) -> None:
+    """Draw the curve, with the numbers of its first, its last and the last supervised step."""
+    if not points:
+        return
+    axes.plot(
+        [step for step, _ in points],
+        [accuracy for _, accuracy in points],
+        color=_GREEN,
+        linewidth=2.4,
+        marker="o",
+        markersize=6,
+        markeredgecolor="white",
+        label="accuracy on held-out tasks, greedy",
+        zorder=3,
+    )
+    accuracies = dict(points)
+    # Where two of them are the same step, the later entry decides.
+    labels = {points[-1][0]: ((0, 11), "center"), points[0][0]: ((6, 10), "left")}
+    if supervised_until in accuracies:
+        labels = {supervised_until: ((-9, 6), "right"), **labels}
+    for step, (offset, alignment) in labels.items():
+        axes.annotate(
+            f"{accuracies[step]:.1%}",
+            (step, accuracies[step]),
+            xytext=offset,
+            textcoords="offset points",
+            ha=alignment,
+            fontsize=11,
+            fontweight="bold",
+            color=_GREEN,
+            zorder=4,
+        )
+
+
+def _draw_phases(axes: Any, supervised_until: int, last: int) -> None:
+    if 0 < supervised_until < last:
+        axes.axvspan(-0.015 * last, supervised_until, color=_GREY, alpha=0.08, linewidth=0)
+        axes.axvline(supervised_until, color=_GREY, linewidth=1, linestyle="--")
+        for begin, end, name in (
+            (0, supervised_until, "supervised"),
+            (supervised_until, last, "rewards alone"),
+        ):
+            axes.text(
+                (begin + end) / 2, 1.075, name, ha="center", va="center", color=_GREY, fontsize=10
+            )
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Return the mean over a window around each value, narrower at both ends."""
+    half = _SMOOTHING // 2
+    windows = (values[max(0, index - half) : index + half + 1] for index in range(len(values)))
+    return [sum(window) / len(window) for window in windows]

@@ -1,0 +1,118 @@
+"""The end of a run: a summary, and a picture of the curve."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from helmsman.recipes.curve import draw_curve
+from helmsman.recipes.files import write_json
+from helmsman.recipes.prompts import Dataset
+from helmsman.recipes.settings import RunSettings
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished run in numbers."""
+
+    steps: int
+    seconds: float
+    """From start to end, workers' start included; of the last part of a run that was resumed."""
+    tokens_per_second: float
+    """The mean over steps."""
+    loss_first: float | None
+    """Loss of the first step."""
+    loss_last: float | None
+    """Loss of the last step."""
+    reward_first: float | None
+    """Mean reward of the first step."""
+    reward_last: float | None
+    """Mean reward of the last step."""
+    accuracy_first: float | None
+    """Greedy accuracy of the first evaluation."""
+    accuracy_last: float | None
+    """Greedy accuracy of the last evaluation."""
+    logprob_diff_max: float | None
+    """Largest difference of a log-probability between rollout and trainer, over all steps."""
+    logprob_diff_mean: float | None
+    """The mean of the steps' means."""
+
+
+def finish(
+    settings: RunSettings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], *, seconds: float
+) -> RunSummary:
+    """Write summary and curve.
+
+    Args:
+        settings: of the run.
+        dataset: of the run.
+        rows: of metrics.jsonl.
+        seconds: from start to end.
+    """
+    out = Path(settings.out)
+    if settings.checkpoints.export == "last":
+        print(f"model:   {out / 'model'}")
+    summary = summarize(settings, rows, seconds)
+    write_json(out / "summary.json", summary)
+    print(f"summary: {out / 'summary.json'}\nmetrics: {out / 'metrics.jsonl'}")
+    with contextlib.suppress(ModuleNotFoundError):  # matplotlib is there with the extra `examples`
+        draw(settings, dataset, rows, summary)
+        print(f"curve:   {out / 'curve.png'}")
+    return summary
+
+
+def summarize(
+    settings: RunSettings, rows: Sequence[Mapping[str, Any]], seconds: float
+) -> RunSummary:
+    """The summary of a run from its metrics."""
+
+    def all_of(name: str) -> list[float]:
+        return [value for row in rows if (value := row.get(name)) is not None]
+
+    rewards, accuracies, speeds = (
+        all_of(name) for name in ("reward/mean", "eval/greedy_accuracy", "tokens_per_second")
+    )
+    losses = all_of("loss")
+    largest, means = all_of("logprob_diff/max"), all_of("logprob_diff/mean")
+    return RunSummary(
+        steps=settings.steps,
+        seconds=round(seconds, 1),
+        tokens_per_second=round(sum(speeds) / max(1, len(speeds)), 1),
+        loss_first=losses[0] if losses else None,
+        loss_last=losses[-1] if losses else None,
+        reward_first=rewards[0] if rewards else None,
+        reward_last=rewards[-1] if rewards else None,
+        accuracy_first=accuracies[0] if accuracies else None,
+        accuracy_last=accuracies[-1] if accuracies else None,
+        logprob_diff_max=max(largest, default=None),
+        logprob_diff_mean=sum(means) / len(means) if means else None,
+    )
+
+
+def draw(
+    settings: RunSettings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], summary: RunSummary
+) -> None:
+    """Draw greedy accuracy and reward over the steps, or the loss where there are no rewards; needs
+    matplotlib."""
+
+    def points(name: str) -> list[tuple[int, float]]:
+        return [(int(row["step"]), value) for row in rows if (value := row.get(name)) is not None]
+
+    task = Path(settings.data.train).stem
+    first, last = summary.accuracy_first, summary.accuracy_last
+    cluster = settings.cluster
+    has_rewards = summary.reward_first is not None
+    draw_curve(
+        Path(settings.out) / "curve.png",
+        sampled=points("reward/mean" if has_rewards else "loss"),
+        sampled_label="reward of sampled answers (training prompts)" if has_rewards else "loss",
+        accuracies=points("eval/greedy_accuracy"),
+        title=task if first is None or last is None else f"{task}: {first:.0%} to {last:.0%}",
+        subtitle=f"{len(dataset.held_out)} held-out rows, {cluster.train_workers} train workers on "
+        f"{cluster.scheduler}, "
+        f"{summary.tokens_per_second:,.0f} tokens/s, {summary.seconds:.0f} s, seed {settings.seed}",
+        last_step=settings.steps,
+    )

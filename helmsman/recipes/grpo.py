@@ -1,0 +1,103 @@
+"""GRPO, Dr. GRPO and DAPO as a recipe."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+from helmsman import Job, Scheduler, TrainController
+from helmsman.recipes.loop import Loop
+from helmsman.recipes.prompts import ChatTokenizer, Dataset, load_dataset
+from helmsman.recipes.recipe import Recipe
+from helmsman.recipes.rewards import Scorer, make_caller
+from helmsman.recipes.roles import make_jobs, make_rollout, make_trainer
+from helmsman.recipes.run import Run
+from helmsman.recipes.settings import GRPOSettings, Reward, RunSettings
+from helmsman.recipes.trackers import Trackers
+
+RewardLike: TypeAlias = str | Callable[..., Any] | Mapping[str, Any] | Reward
+"""A built-in or import path by name, a function, or the entries of a ``Reward``."""
+
+
+class GRPO(Recipe[GRPOSettings]):
+    """Train a language model by GRPO, Dr. GRPO or DAPO on prompts and rewards.
+
+        GRPO(model="models/qwen", data="train.jsonl", rewards=["math"], steps=200).train()
+
+    Args:
+        model: local Hugging Face folder to start from.
+        data: a JSONL file, a Hugging Face dataset folder, any iterable of rows, or a mapping with
+            the keys of ``data``.
+        rewards: functions, names of built-in rewards (``exact``, ``number``, ``format``, ``math``),
+            import paths (``pkg.mod:fn`` or ``path/file.py:fn``), or mappings with the keys of
+            ``rewards[]``.
+        settings: as of Recipe.
+
+    Raises: as Recipe.
+    """
+
+    kind: ClassVar[type[RunSettings]] = GRPOSettings
+    fixed: ClassVar[tuple[str, ...]] = ("model", "data", "seed", "samples_per_prompt")
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        data: str | Path | Mapping[str, Any] | Iterable[Any] | None = None,
+        rewards: Sequence[RewardLike] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.functions: dict[str, Callable[..., Any]] = {}
+        """Rewards that were given as functions, by ``Reward.use``."""
+        if rewards is not None:
+            settings["rewards"] = [self._entries(reward) for reward in rewards]
+        super().__init__(model, data, **settings)
+
+    def _entries(self, reward: RewardLike) -> dict[str, Any]:
+        if isinstance(reward, str):
+            return {"use": reward}
+        if isinstance(reward, Reward):
+            return {name: getattr(reward, name) for name in reward.__struct_fields__}
+        if isinstance(reward, Mapping):
+            entries = dict(reward)
+            if callable(entries.get("use")):
+                return {**entries, **self._entries(entries["use"])}
+            return entries
+        name = getattr(reward, "__name__", type(reward).__name__)
+        use = f"{getattr(reward, '__module__', '')}:{name}"
+        self.functions[use] = reward
+        return {"use": use, "name": name}
+
+    def load_data(self) -> Dataset:
+        """Read tokenizer and prompts, and find the rewards. Raises: ValueError, OSError,
+        BackendNotInstalledError."""
+        self.tokenizer = ChatTokenizer(self.settings.model, self.settings.data)
+        dataset = load_dataset(self.settings.data, self.tokenizer, self.settings.seed, self.rows)
+        for reward in self.settings.rewards:
+            make_caller(reward, self.functions)
+        return dataset
+
+    def jobs(self) -> list[Job]:
+        """Return trainer, rollout, and the reference where there is a KL term."""
+        return make_jobs(self.settings)
+
+    def start(
+        self, held: contextlib.ExitStack, scheduler: Scheduler, jobs: Mapping[str, Job]
+    ) -> Callable[[Trackers], Loop]:
+        """Start rewards, trainer, rollout and reference."""
+        settings = self.settings
+        scorer = held.enter_context(Scorer(settings.rewards, scheduler, self.functions))
+        trainer = make_trainer(settings, scheduler, jobs["train"])
+        rollout = make_rollout(settings, scheduler, jobs["rollout"])
+        reference = (
+            make_trainer(settings, scheduler, jobs["reference"]) if "reference" in jobs else None
+        )
+        for controller in (trainer, reference, rollout):
+            if controller is not None:
+                controller.initialize()
+            if isinstance(controller, TrainController) and settings.cluster.takes_turns:
+                controller.sleep()  # the next one needs the devices
+        return lambda trackers: Run(
+            settings, self.dataset, self.tokenizer, trainer, rollout, reference, scorer, trackers
+        )

@@ -1,0 +1,162 @@
+"""The run loop that all recipes share: numbered steps, checkpoints, recovery and metrics."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from helmsman import Checkpoints, RecoverableTraining, RecoveryPolicy, TrainController
+from helmsman.api.errors import CheckpointError
+from helmsman.recipes.files import write_json
+from helmsman.recipes.prompts import Draws, DrawState
+from helmsman.recipes.settings import RunSettings
+from helmsman.recipes.trackers import Trackers
+
+DRAWS_FILE = "draws.json"
+"""In a checkpoint: which draws were used."""
+
+
+class Clock:
+    """Seconds of the phases of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the block's time."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+
+    def metrics(self) -> dict[str, float]:
+        """Return the seconds as ``time/train`` and so on."""
+        return {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+
+
+class Loop(abc.ABC):
+    """The steps of a run on workers that are ready; a recipe implements ``train_step`` and
+    ``evaluate``.
+
+    Args:
+        settings: of the run.
+        trainer: the job whose checkpoints are the run's.
+        draws: the rows to train on, in an order that depends on the seed alone.
+        trackers: where metrics go.
+    """
+
+    def __init__(
+        self, settings: RunSettings, trainer: TrainController, draws: Draws, trackers: Trackers
+    ) -> None:
+        self._run_settings, self.trainer, self.draws, self.trackers = (
+            settings,
+            trainer,
+            draws,
+            trackers,
+        )
+        self.out = Path(settings.out)
+        self.clock = Clock()
+
+    def train(self) -> None:
+        """Do all steps that no checkpoint has; step 0 is the evaluation before training.
+
+        When a train worker dies, the steps after the last checkpoint are done again.
+        """
+        kept = self._run_settings.checkpoints
+        policy = RecoveryPolicy(
+            checkpoints=self.out / "checkpoints",
+            save_every=kept.every,
+            num_kept=kept.keep,
+            save_in_background=kept.in_background,
+            max_recoveries=kept.max_recoveries,
+        )
+        training = RecoverableTraining(
+            self.trainer, policy, step=self.step, on_begin=self.begin, add_files=self.add_files
+        )
+        training.run(0, self._run_settings.steps)
+        if kept.export == "last":
+            self.trainer.export_hf(str(self.out.absolute() / "model"), kept.export_dtype)
+
+    def step(self, step: int) -> None:
+        """Do one step and log its metrics."""
+        self.clock = Clock()
+        metrics: dict[str, float] = {}
+        with self.clock.phase("step"):
+            if step:
+                metrics |= self.train_step(step)
+            if self.evaluation_is_due(step):
+                metrics |= self.evaluate(step)
+            self.end_step()
+        version = float(self.trainer.get_version())
+        self.trackers.log(step, {**metrics, **self.clock.metrics(), "weight_version": version})
+
+    def begin(self, step: int) -> None:
+        """Prepare the next step after a start or a recovery: forget what was noted of it and of
+        later ones."""
+        self.close()
+        self.trackers.rewind(step - 1)
+        self.draws.restore(self._saved_draws())
+
+    def add_files(self, folder: Path) -> None:
+        """Add the recipe's own files to a checkpoint."""
+        write_json(folder / DRAWS_FILE, self.draws.state())
+        if self._run_settings.checkpoints.export == "all":
+            self.trainer.export_hf(
+                str(folder / "model"), self._run_settings.checkpoints.export_dtype
+            )
+
+    def saved(self) -> Path | None:
+        """Return the folder of the last checkpoint, if there is one."""
+        found = Checkpoints(self.out / "checkpoints", self._run_settings.checkpoints.keep).latest()
+        return None if found is None else found[1]
+
+    def _saved_draws(self) -> DrawState:
+        folder = self.saved()
+        if folder is None:
+            return DrawState()
+        try:
+            return msgspec.json.decode((folder / DRAWS_FILE).read_bytes(), type=DrawState)
+        except (OSError, msgspec.DecodeError) as error:
+            raise CheckpointError(
+                role=self.trainer.role, path=str(folder), reason=f"{DRAWS_FILE}: {error}"
+            ) from error
+
+    @abc.abstractmethod
+    def train_step(self, step: int) -> dict[str, float]:
+        """Take the optimizer steps of a step; returns its metrics."""
+
+    @abc.abstractmethod
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate on the held-out rows; returns metrics that begin with ``eval/``."""
+
+    @abc.abstractmethod
+    def evaluation_is_due(self, step: int) -> bool:
+        """Whether a step ends with an evaluation."""
+
+    def end_step(self) -> None:  # noqa: B027 - a hook, empty by default
+        """Called at the end of each step, before its metrics are logged."""
+
+    def close(self) -> None:  # noqa: B027 - a hook, empty by default
+        """End work in flight. Idempotent."""
+
+
+def is_due(step: int, *, every: int, last: int, at_start: bool) -> bool:
+    """Whether work that is done every so many steps is due at this one; the last step always ends
+    with it.
+
+    Args:
+        step: the step's number; 0 is before training.
+        every: steps between two of them; 0 for never.
+        last: number of the last step.
+        at_start: whether it is due at step 0.
+    """
+    if not every:
+        return False
+    return at_start if step == 0 else step % every == 0 or step == last

@@ -1,0 +1,378 @@
+"""The loop of GRPO: generate, score, compare, train, bring the weights, evaluate."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import msgspec
+
+from helmsman import (
+    BoundedStaleness,
+    DeviceHandoff,
+    GenerationResult,
+    HelmsmanError,
+    RolloutController,
+    SamplingParams,
+    TrainController,
+    WorkflowExecutor,
+)
+from helmsman.api.errors import EngineCallError, GroupCallError, StartError, WorkerFailedError
+from helmsman.recipes.batches import (
+    Answer,
+    Group,
+    logprob_differences,
+    loss_arguments,
+    make_samples,
+    overlong_cost,
+    rollout_metrics,
+    train_metrics,
+    with_weights,
+)
+from helmsman.recipes.evaluation import EvaluationResult, evaluate
+from helmsman.recipes.files import append_line, write_json
+from helmsman.recipes.loop import Loop, is_due
+from helmsman.recipes.prompts import ChatTokenizer, Dataset, Draw, Draws, Row
+from helmsman.recipes.rewards import Scored, Scorer
+from helmsman.recipes.roles import learning_rate, make_sync
+from helmsman.recipes.settings import GRPOSettings, name_of
+from helmsman.recipes.trackers import Trackers
+from helmsman.recipes.weight_check import Differences, WeightCheck
+
+log = logging.getLogger(__name__)
+
+
+class NothingToLearnError(HelmsmanError):
+    """Dynamic sampling has thrown everything away."""
+
+
+class Run(Loop):
+    """A run of GRPO on workers that are ready.
+
+    Args:
+        reference: the frozen model of the start, where there is a KL term.
+    """
+
+    def __init__(
+        self,
+        settings: GRPOSettings,
+        dataset: Dataset,
+        tokenizer: ChatTokenizer,
+        trainer: TrainController,
+        rollout: RolloutController,
+        reference: TrainController | None,
+        scorer: Scorer,
+        trackers: Trackers,
+    ) -> None:
+        draws = Draws(
+            dataset.train,
+            num_samples=settings.samples_per_prompt,
+            seed=settings.seed,
+            shuffle=settings.data.shuffle,
+        )
+        super().__init__(settings, trainer, draws, trackers)
+        self.settings, self.dataset, self.tokenizer = settings, dataset, tokenizer
+        self.rollout, self.reference, self.scorer = rollout, reference, scorer
+        self.sampling = msgspec.structs.replace(
+            settings.sampling, stop_token_ids=tokenizer.stop_ids
+        )
+        self.right = settings.evaluation.reward or name_of(settings.rewards[0])
+        self.sync = make_sync(settings, trainer, rollout)
+        # What over-sampled episodes still ask for when a batch is complete waits for the next turn.
+        self.turns = (
+            DeviceHandoff(trainer, rollout, self.sync, hold_requests=True)
+            if settings.cluster.takes_turns
+            else None
+        )
+        """Where trainer and rollout have the same devices. The trainer has them between steps, for
+        checkpoints.
+        """
+        rows = [*dataset.held_out, *dataset.train][: settings.check.prompts]
+        self.check = (
+            WeightCheck([row.prompt_ids for row in rows], settings.check)
+            if settings.check.weights
+            else None
+        )
+        self.executor: WorkflowExecutor | None = None
+        self.num_filtered = 0
+        """Prompts that dynamic sampling has thrown away since the last batch."""
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Prepare the next step, and bring the trainer's weights to the instances."""
+        super().begin(step)
+        self.num_filtered = 0
+        if self.turns is None:
+            self.sync.push()
+
+    def end_step(self) -> None:
+        """Give shared devices back to the trainer, for a checkpoint and the next step."""
+        if self.turns is not None:
+            with self.clock.phase("hand_over"):
+                self.turns.to_training()
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """Answers to prompts, and the optimizer steps on them."""
+        clock, settings = self.clock, self.settings
+        started = time.monotonic()
+        self._to_rollout()
+        with clock.phase("generate"):
+            groups = self.next_groups(step)
+        checked: dict[str, float] = {}
+        if self.turns is not None:  # the trainer's weights are those that the instances have now
+            answers = self.check.ask(self.rollout) if self.check is not None else {}
+            with clock.phase("hand_over"):
+                self.turns.to_training()
+            if self.check is not None:
+                checked = self._compare(self.check.compare(self.trainer, answers), step)
+
+        version = self.trainer.get_version()
+        metrics = rollout_metrics(groups, version, self.right, settings.evaluation.right_from)
+        metrics["groups/filtered"], self.num_filtered = float(self.num_filtered), 0
+        metrics["epoch"] = self.draws.epoch
+        samples = make_samples(groups, settings)
+        metrics |= self._add_logprobs(samples, groups, version)
+        self.trainer.set_lr(learning_rate(settings, step))
+        with clock.phase("train"):
+            metrics |= self._optimize(samples)
+        num_tokens = sum(len(sample["input_ids"]) for sample in samples)
+        if self.turns is not None:
+            metrics |= checked
+        else:
+            with clock.phase("sync"):
+                metrics["sync/bytes"] = float(self.sync.push().num_bytes)
+            if self.executor is not None:
+                self.executor.set_version(step)
+            if self.check is not None:
+                with clock.phase("check"):
+                    metrics |= self._compare(
+                        self.check.compare(self.trainer, self.check.ask(self.rollout)), step
+                    )
+        metrics["tokens_per_second"] = num_tokens / (time.monotonic() - started)
+        return metrics
+
+    def _add_logprobs(
+        self, samples: list[dict[str, Any]], groups: list[Group], version: int
+    ) -> dict[str, float]:
+        """Put what the trainer and the reference make of the answers into the samples, as far as it
+        is asked for.
+        """
+        settings, tokens = self.settings, [{"input_ids": sample["input_ids"]} for sample in samples]
+        metrics: dict[str, float] = {}
+        old = settings.algorithm.old_logprobs
+        if settings.tracking.logprob_diff or old != "rollout":
+            with self.clock.phase("logprobs"):
+                own = self.trainer.forward(tokens)
+            metrics = logprob_differences(groups, own, version)
+            if old != "rollout":
+                for sample, logprobs in zip(samples, own, strict=True):
+                    sample["logprobs" if old == "trainer" else "prox_logprobs"] = logprobs
+        if self.reference is not None:
+            with self.clock.phase("reference"):
+                for sample, logprobs in zip(
+                    samples, self._ask(self.reference, tokens), strict=True
+                ):
+                    sample["ref_logprobs"] = logprobs
+        return metrics
+
+    def _ask(self, reference: TrainController, tokens: list[dict[str, Any]]) -> list[Any]:
+        """The reference's log-probabilities. Its ranks are rebuilt when one dies: they have nothing
+        of their own.
+        """
+        most, is_lost = self.settings.checkpoints.max_recoveries, False
+        while True:
+            try:
+                if is_lost:
+                    reference.recover()
+                if self.turns is not None:
+                    reference.wake()
+                logprobs: list[Any] = reference.forward(tokens)
+                if self.turns is not None:
+                    reference.sleep()
+            except (WorkerFailedError, GroupCallError, StartError) as error:
+                errors = error.errors.values() if isinstance(error, GroupCallError) else [error]
+                loss = next(
+                    (each for each in errors if isinstance(each, WorkerFailedError | StartError)),
+                    None,
+                )
+                if loss is None:
+                    raise
+                is_lost, said = True, str(loss).split("\n", 1)[0]
+                if reference.num_recoveries >= most:
+                    log.warning(
+                        "a rank of the reference was lost, and checkpoints.max_recoveries is %d: "
+                        "%s",
+                        most,
+                        said,
+                    )
+                    raise
+                log.warning(
+                    "a rank of the reference was lost, and all of them are rebuilt: %s", said
+                )
+            else:
+                return logprobs
+
+    def _to_rollout(self) -> None:
+        """Give the devices, where they are shared, to the instances, with the weights of now."""
+        if self.turns is not None:
+            with self.clock.phase("hand_over"):
+                self.turns.to_rollout()
+
+    def _optimize(self, samples: list[dict[str, Any]]) -> dict[str, float]:
+        """The optimizer steps of a step; parts of which no token counts are left out."""
+        algorithm, size = self.settings.algorithm, len(samples) // self.settings.train.minibatches
+        every = []
+        for begin in range(0, len(samples), size):
+            part = samples[begin : begin + size]
+            if any(any(sample["loss_mask"]) for sample in part):
+                every.append(
+                    self.trainer.train_batch(
+                        with_weights(part, self.settings), algorithm.loss, loss_arguments(algorithm)
+                    )
+                )
+        return {**(train_metrics(every) if every else {}), "optimizer_steps": float(len(every))}
+
+    def _compare(self, found: Differences, step: int) -> dict[str, float]:
+        append_line(self.out / "checks.jsonl", {"step": step, **msgspec.structs.asdict(found)})
+        return {"check/max_diff": found.max_diff, "check/mean_diff": found.mean_diff}
+
+    # --- answers ----------------------------------------------------------------------------------
+
+    def next_groups(self, step: int) -> list[Group]:
+        """The groups of a step, generated now or since earlier steps."""
+        settings = self.settings
+        if self.executor is None:
+            sampler = BoundedStaleness(
+                settings.rollout.staleness, keep=self._keep, oversample=settings.rollout.oversample
+            )
+            self.executor = WorkflowExecutor(
+                self.episode, sampler=sampler, episode_timeout=settings.rollout.episode_timeout
+            )
+            self.source = iter(self.draws)
+        self.executor.set_version(step - 1)
+        groups = [
+            episode.value
+            for episode in self.executor.prepare_batch(self.source, settings.prompts_per_step)
+        ]
+        if self.num_filtered > self._most_filtered:
+            raise NothingToLearnError(
+                f"dynamic sampling has thrown away {self.num_filtered} prompts in a row, since "
+                "all answers to each had the "
+                "same reward. Give other prompts, raise samples_per_prompt or "
+                "algorithm.max_filtered_batches "
+                f"({settings.algorithm.max_filtered_batches}), or set algorithm.dynamic_sampling "
+                "to false."
+            )
+        for group in groups:
+            self.draws.use(group.draw.number)
+        return groups
+
+    async def episode(self, draw: Draw) -> Group:
+        """All answers to a prompt, each scored as soon as it has ended."""
+
+        async def answer(seed: int) -> Answer:
+            sampling = msgspec.structs.replace(self.sampling, seed=seed)
+            result = await self.rollout.async_generate_one(draw.row.prompt_ids, sampling)
+            scored = await self.score(draw.row, result)
+            cost = overlong_cost(
+                len(result.token_ids), self.settings.algorithm, self.sampling.max_new_tokens
+            )
+            return Answer(result, scored, scored.total - cost)
+
+        return Group(draw, await asyncio.gather(*map(answer, draw.seeds)))
+
+    async def score(self, row: Row, result: GenerationResult) -> Scored:
+        """What an answer is worth."""
+        text = self.tokenizer.decode(result.token_ids)
+        cut = result.stop_reason == "length"
+        return await self.scorer.score(
+            row,
+            text,
+            num_tokens=len(result.token_ids),
+            is_truncated=cut,
+            token_ids=result.token_ids,
+        )
+
+    def _keep(self, episode: Any) -> bool:
+        """Whether a group is of use; asked in the thread of the episodes."""
+        group: Group = episode.value
+        is_of_use = not (self.settings.algorithm.dynamic_sampling and group.is_uniform)
+        if is_of_use or self.num_filtered > self._most_filtered:
+            # too many: the batch shall end, and with it the run
+            return True
+        self.draws.use(group.draw.number)
+        self.num_filtered += 1
+        return False
+
+    @property
+    def _most_filtered(self) -> int:
+        return self.settings.algorithm.max_filtered_batches * self.settings.prompts_per_step
+
+    def close(self) -> None:
+        """End what is generated ahead."""
+        executor, self.executor = self.executor, None
+        if executor is not None:
+            executor.close()
+
+    # --- evaluation -------------------------------------------------------------------------------
+
+    def evaluation_is_due(self, step: int) -> bool:
+        """Whether the settings ask for an evaluation at this step, and there are rows for it."""
+        found = self.settings.evaluation
+        has_rows = bool(self.dataset.held_out)
+        return has_rows and is_due(
+            step, every=found.every, last=self.settings.steps, at_start=found.at_start
+        )
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Answer the held-out prompts with the weights of now, and write what came of it."""
+        settings = self.settings.evaluation
+        sampling = msgspec.structs.replace(
+            self.sampling,
+            max_new_tokens=settings.max_new_tokens or self.settings.rollout.max_new_tokens,
+        )
+
+        failed = 0
+
+        async def judge(row: Row, sampling: SamplingParams) -> bool:
+            nonlocal failed
+            result = await self.rollout.async_generate_one(row.prompt_ids, sampling)
+            try:
+                scored = await self.score(row, result)
+            except (
+                EngineCallError,
+                ValueError,
+            ) as error:
+                # as in training, it is this answer's failure
+                if not failed:
+                    log.warning(
+                        "the reward of an evaluated answer failed, which is not right therefore: "
+                        "%s",
+                        error,
+                    )
+                failed += 1
+                return False
+            failed += scored.failed
+            return scored.values[self.right] >= settings.right_from
+
+        self._to_rollout()
+        with self.clock.phase("evaluate"):
+            by_source = asyncio.run(
+                evaluate(self.dataset.held_out, settings, sampling, judge, seed=self.settings.seed)
+            )
+        result = EvaluationResult(
+            step=step,
+            weight_version=self.trainer.get_version(),
+            samples=settings.samples,
+            temperature=settings.temperature,
+            seconds=self.clock.seconds["evaluate"],
+            failed=failed,
+            by_source=by_source,
+        )
+        folder = self.out / "evaluations"
+        folder.mkdir(exist_ok=True)
+        write_json(folder / f"step-{step:06d}.json", result)
+        return result.metrics()

@@ -1,0 +1,130 @@
+"""A check that the instances serve the trainer's weights: greedy answers, computed by both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from helmsman import (
+    GenerationRequest,
+    GenerationResult,
+    HelmsmanError,
+    RolloutController,
+    SamplingParams,
+    TrainController,
+)
+from helmsman.recipes.settings import Check
+
+
+class Differences(msgspec.Struct, frozen=True, kw_only=True):
+    """What a check found, as it is written to checks.jsonl."""
+
+    weight_version: int
+    max_diff: float
+    """Largest difference of a log-probability."""
+    mean_diff: float
+    num_tokens: int
+    prompts: list[list[int]]
+    answers: dict[str, list[list[int]]]
+    """Instance -> the tokens of its answers."""
+    logprobs: dict[str, list[list[float]]]
+    """Instance -> the log-probabilities of these tokens, as the instance tells them."""
+
+
+class WeightsDifferError(HelmsmanError):
+    """An instance does not compute what the trainer does."""
+
+
+class WeightCheck:
+    """Asks every instance the same prompts after an update, and has the trainer compute its
+    log-probabilities of their answers.
+
+    Args:
+        prompts: token ids.
+        settings: how many tokens, and what is tolerated.
+    """
+
+    def __init__(self, prompts: Sequence[list[int]], settings: Check) -> None:
+        self._prompts, self._settings = list(prompts), settings
+        self._num_asked = 0
+
+    def ask(self, rollout: RolloutController) -> dict[str, list[GenerationResult]]:
+        """The answers of every instance that serves; past the queue, since requests would go where
+        there is room.
+        """
+        self._num_asked += 1
+        sampling = SamplingParams(max_new_tokens=self._settings.max_new_tokens, temperature=0.0)
+        serving = [
+            id_ for id_, instance in rollout.stats().instances.items() if instance.state.serves
+        ]
+
+        async def ask(worker_id: str) -> list[GenerationResult]:
+            requests = [
+                GenerationRequest(
+                    request_id=f"check-{self._num_asked}-{index}",
+                    prompt_ids=prompt,
+                    sampling=sampling,
+                )
+                for index, prompt in enumerate(self._prompts)
+            ]
+            call = rollout.scheduler.async_call_engine
+            results: list[GenerationResult] = await asyncio.gather(
+                *(call(worker_id, "agenerate", rollout.engine_name, each) for each in requests)
+            )
+            return results
+
+        async def ask_all() -> list[list[GenerationResult]]:
+            return await asyncio.gather(*map(ask, serving))
+
+        return dict(zip(serving, asyncio.run(ask_all()), strict=True))
+
+    def compare(
+        self, trainer: TrainController, answers: dict[str, list[GenerationResult]]
+    ) -> Differences:
+        """The differences of answers from what the trainer computes.
+
+        Raises: WeightsDifferError above the tolerance, or when an instance serves another version.
+        """
+        version = trainer.get_version()
+        asked = [
+            (worker, prompt, each)
+            for worker in answers
+            for prompt, each in zip(self._prompts, answers[worker], strict=True)
+        ]
+        own = trainer.forward([{"input_ids": prompt + each.token_ids} for _, prompt, each in asked])
+        apart: list[float] = []
+        for (worker, prompt, each), row in zip(asked, own, strict=True):
+            if others := set(each.versions) - {version}:
+                raise WeightsDifferError(
+                    f"{worker} made tokens by weight version {min(others)} after the update to "
+                    f"{version} (check.weights)."
+                )
+            for at, (ours, theirs) in enumerate(
+                zip(row.tolist()[len(prompt) :], each.logprobs, strict=True)
+            ):
+                apart.append(abs(ours - theirs))
+                if not apart[-1] <= self._settings.tolerance:
+                    raise WeightsDifferError(
+                        f"{worker} does not compute what the trainer does after the update to "
+                        f"weight version {version}: token "
+                        f"{at} of a greedy answer ({each.token_ids[at]}) has the log-probability "
+                        f"{theirs:.6f} there and "
+                        f"{ours:.6f} in the trainer, {apart[-1]:.2e} apart; check.tolerance is "
+                        f"{self._settings.tolerance:g}. "
+                        "Lower precision needs more; else look at the engine's update_weights."
+                    )
+        return Differences(
+            weight_version=version,
+            max_diff=max(apart, default=0.0),
+            mean_diff=sum(apart) / max(1, len(apart)),
+            num_tokens=len(apart),
+            prompts=self._prompts,
+            answers={
+                worker: [each.token_ids for each in results] for worker, results in answers.items()
+            },
+            logprobs={
+                worker: [each.logprobs for each in results] for worker, results in answers.items()
+            },
+        )

@@ -1,0 +1,30 @@
+"""Files and settings that the tests of the GRPO recipe share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from helmsman.recipes import config
+from helmsman.recipes.settings import GRPOSettings
+
+CONFIGS = Path(__file__).parents[2] / "helmsman" / "recipes" / "configs"
+
+SUMS = [
+    {"prompt": f"{a}+{b}=", "answer": str(a + b), "data_source": "small" if a < 5 else "large"}
+    for a in range(10)
+    for b in range(10)
+]
+
+
+def write_jsonl(path: Path, entries: Sequence[dict[str, Any]] = SUMS) -> Path:
+    """A line for each entry; returns the path."""
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def settings(*overrides: tuple[str, str], name: str = "cpu_smoke.yaml") -> GRPOSettings:
+    """Those of a file of the example, with values on top."""
+    return config.load(GRPOSettings, CONFIGS / name, overrides)

@@ -1,0 +1,240 @@
+"""Rewards of the GRPO recipe: by name, by the user's function, in processes with a limit of
+time."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmsman import InlineScheduler
+from helmsman.api.errors import BackendNotInstalledError, EngineCallError
+from helmsman.recipes.prompts import Row
+from helmsman.recipes.rewards import GIVEN, Scored, Scorer, make_caller
+from helmsman.recipes.settings import Reward
+
+ROW = Row([1], "1+1=", "2", "sums", {"prompt": "1+1=", "answer": "2", "level": 3})
+
+
+def score(*rewards: Reward, completion: str = "2", num_tokens: int = 1) -> Scored:
+    with InlineScheduler() as scheduler, Scorer(rewards, scheduler) as scorer:
+        return asyncio.run(scorer.score(ROW, completion, num_tokens=num_tokens, is_truncated=False))
+
+
+def alone(use: str, completion: str, answer: Any = None, **args: Any) -> float:
+    caller = make_caller(Reward(use=use, args=args))
+    value: float = caller(
+        {
+            "completion": completion,
+            "answer": answer,
+            "prompt": "",
+            "source": "",
+            "row": {},
+            "token_ids": [],
+            "chat": "",
+        }
+    )
+    return value
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import asyncio, time\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': float(solution_str == ground_truth) + extra_info['level'], 'note': "
+        "data_source}\n"
+        "def with_more(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    return float(solution_str == ground_truth) + len(kwargs) + ('solution_str' in "
+        "kwargs)\n"
+        "async def by_a_judge(completion, scale=1.0):\n"
+        "    await asyncio.sleep(0)\n"
+        "    return scale * len(completion)\n"
+        "def never_ends(completion):\n"
+        "    time.sleep(1000)\n"
+        "def broken(completion):\n"
+        "    raise KeyError('oops')\n"
+        "def everything(**given):\n"
+        "    return float(len(given))\n"
+        "def no_number(completion):\n"
+        "    return {'text': 'good', 'nothing': float('nan')}.get(completion)\n"
+        "def of_a_list(completion, answers):\n"
+        "    return 1.0\n"
+    )
+    return path
+
+
+def test_reward_exact() -> None:
+    assert [alone("exact", text, "12") for text in ("12", " 12\n", "13", "")] == [1, 1, 0, 0]
+    assert alone("exact", "", None) == 0
+
+
+def test_reward_number() -> None:
+    texts = ("it is 1,234.50", "1234.5", "first 7, then 1234.5", "1234.6", "none")
+    assert [alone("number", text, "1234.5") for text in texts] == [1, 1, 1, 0, 0]
+    assert alone("number", "0.333", 1 / 3, tolerance=0.01) == 1
+    assert alone("number", "-5", -5) == 1
+    assert [
+        alone("number", text, "5") for text in ("1e9999999", "-1e99999999999999999999", "5e0")
+    ] == [0, 0, 1]
+
+
+def test_reward_format() -> None:
+    pattern = r"<think>.*</think>\s*<answer>.*</answer>"
+    assert alone("format", "<think>a\nb</think>\n<answer>2</answer>\n", pattern=pattern) == 1
+    assert alone("format", "sure! <think></think><answer></answer>", pattern=pattern) == 0
+    with pytest.raises(ValueError, match="the reward 'format' does not take"):
+        make_caller(Reward(use="format"))
+    with pytest.raises(ValueError, match="the reward 'format' does not take"):
+        make_caller(Reward(use="format", args={"pattern": "("}))
+    with pytest.raises(
+        ValueError, match="the reward 'number' does not take {'tolerance': 'small'}"
+    ):
+        make_caller(Reward(use="number", args={"tolerance": "small"}))
+
+
+def test_reward_math_names_install_command() -> None:
+    if importlib.util.find_spec("math_verify") is not None:
+        pytest.skip("math-verify is installed here")
+    with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman\[math\]'"):
+        make_caller(Reward(use="math"))
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        ("nothing", "there is no reward 'nothing'; expected exact, number"),
+        ("no.such.module:f", "No module named 'no'"),
+        ("nowhere.py:f", "is in no file"),
+        ("json:nothing", "json has no function 'nothing'"),
+    ],
+)
+def test_make_caller_unknown_reward(use: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_caller(Reward(use=use))
+
+
+def test_make_caller_signature_mismatch(mine: Path) -> None:
+    with pytest.raises(
+        ValueError,
+        match="of_a_list' cannot be called: missing a required argument: 'answers'. It is given",
+    ):
+        make_caller(Reward(use=f"{mine}:of_a_list"))
+    assert make_caller(Reward(use=f"{mine}:of_a_list", args={"answers": []}))
+    with_more = make_caller(Reward(use=f"{mine}:with_more"))
+    assert with_more(dict.fromkeys(GIVEN)) == 1.0 + len(GIVEN), (
+        "and one that takes any is given all by their first names"
+    )
+    with pytest.raises(
+        ValueError, match="broken' cannot be called: got an unexpected keyword argument 'sharpness'"
+    ):
+        make_caller(Reward(use=f"{mine}:broken", args={"sharpness": 1}))
+
+
+@pytest.mark.slow
+def test_scorer_weighted_sum(mine: Path) -> None:
+    found = score(
+        Reward(use="exact", processes=1),
+        Reward(use=f"{mine}:compute_score", weight=0.5, processes=1),
+        Reward(
+            use=f"{mine}:by_a_judge", name="judge", weight=2.0, args={"scale": 0.25}, processes=1
+        ),
+    )
+    assert found.values == {"exact": 1.0, "compute_score": 4.0, "judge": 0.25}
+    assert found.total == 1.0 + 2.0 + 0.5
+
+
+@pytest.mark.slow
+def test_scorer_timeout(mine: Path) -> None:
+    found = score(
+        Reward(use=f"{mine}:never_ends", timeout_s=0.2, processes=1),
+        Reward(use="exact", processes=1),
+    )
+    assert (found.values, found.total, found.failed) == ({"never_ends": 0.0, "exact": 1.0}, 1.0, 1)
+
+
+@pytest.mark.slow
+def test_scorer_function_raises(mine: Path) -> None:
+    with pytest.raises(EngineCallError, match="oops"):
+        score(Reward(use=f"{mine}:broken", processes=1))
+    for completion, returned in (("text", "'good'"), ("nothing", "nan"), ("2", "None")):
+        with pytest.raises(
+            ValueError,
+            match=f"the reward 'no_number' returned {returned}; expected a finite number",
+        ):
+            score(Reward(use=f"{mine}:no_number", processes=1), completion=completion)
+
+
+@pytest.mark.slow
+def test_scorer_on_cluster(mine: Path) -> None:
+    assert score(Reward(use=f"{mine}:everything", on_cluster=True, processes=2)).total == len(GIVEN)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [
+        ("1+1=", "'2'"),
+        ([{"role": "user", "content": "1+1="}], "{'role': 'assistant', 'content': '2'}"),
+    ],
+)
+def test_reward_written_for_trl(prompt: Any, completion: str) -> None:
+    """It is called with lists of one, and every other key of the row."""
+
+    def lengths(
+        prompts: list[Any], completions: list[Any], level: list[int], **columns: Any
+    ) -> list[float]:
+        assert prompts == [prompt]
+        assert completion in repr(completions)
+        assert columns == {"completion_ids": [[7]], "answer": ["2"]}
+        return [float(each) for each in level]
+
+    given = dict.fromkeys(GIVEN) | {"completion": "2", "token_ids": [7], "chat": prompt}
+    given["row"] = {"prompt": prompt, "answer": "2", "level": 3}
+    caller = make_caller(Reward(use="m:lengths"), {"m:lengths": lengths})
+    assert caller(given) == 3.0
+
+
+def test_reward_written_for_trl_values() -> None:
+    row = dict.fromkeys(GIVEN) | {"row": {}, "token_ids": []}
+    reward = Reward(use="m:f")
+    none = make_caller(reward, {"m:f": lambda completions: [None]})
+    assert none(row) == 0.0, "TRL leaves None out of the sum"
+    wrong = make_caller(reward, {"m:f": lambda completions: 1.0})
+    message = "the reward 'm:f' returned 1.0 for one completion; expected a list of one number"
+    with pytest.raises(ValueError, match=message):
+        wrong(row)
+
+
+def test_reward_written_for_verl() -> None:
+    def compute_score(
+        data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+    ) -> dict[str, Any]:
+        return {
+            "score": float(solution_str == ground_truth) + extra_info["index"],
+            "of": data_source,
+        }
+
+    caller = make_caller(Reward(use="m:compute_score"), {"m:compute_score": compute_score})
+    row = {"extra_info": {"index": 4}, "reward_model": {"ground_truth": "2"}}
+    given = dict.fromkeys(GIVEN) | {"completion": "2", "answer": "2", "source": "s", "row": row}
+    assert caller(given) == {"score": 5.0, "of": "s"}
+
+
+@pytest.mark.slow
+def test_scorer_function_of_a_script() -> None:
+    """A function that no process could import travels as it is."""
+    secret = 40
+
+    def own(completion: str) -> float:
+        return secret + float(completion)
+
+    with (
+        InlineScheduler() as scheduler,
+        Scorer([Reward(use="s:own", processes=1)], scheduler, {"s:own": own}) as scorer,
+    ):
+        scored = asyncio.run(scorer.score(ROW, "2", num_tokens=1, is_truncated=False))
+    assert scored.values == {"own": 42.0}
