@@ -34,6 +34,7 @@ from helmsman.api.generation import GenerationResult
 from helmsman.api.pairs import pair_samples
 from helmsman.api.reward_shaping import token_rewards
 from helmsman.engines.rollout import HFRolloutEngine
+from helmsman.recipes import make_model
 from tests.docs.snippets import ROOT, Snippet
 from tests.engines.small_models import QWEN2
 
@@ -276,6 +277,8 @@ def groups(stack: contextlib.ExitStack) -> dict[str, Any]:
 def others(stack: contextlib.ExitStack) -> dict[str, Any]:
     scheduler = stack.enter_context(make_scheduler("inline", num_cpus=64, num_gpus=16))
     tasks = [{"prompt_ids": prompt} for prompt in PROMPTS * 20]
+    make_model(Path("qwen"), num_layers=2, width=64)
+    Path("train.jsonl").write_text('{"prompt": "1+1="}\n' * 4)
     return {**roles(stack, scheduler), "scheduler": scheduler, "tasks": tasks, "PPO": Role}
 
 
@@ -298,7 +301,15 @@ WORLDS: dict[str, World] = {
         },
     ),
     "docs/worker_groups.md": World(groups, sizes=[("num_gpus_per_node=8", "num_gpus_per_node=24")]),
-    "docs/coming_from.md": World(others, sizes=[("num_gpus_per_node=8", "num_gpus_per_node=16")]),
+    "docs/coming_from.md": World(
+        others,
+        sizes=[
+            ("num_gpus_per_node=8", "num_gpus_per_node=16"),
+            ('"/models/qwen"', '"qwen"'),
+            ('"max_new_tokens": 256}', '"max_new_tokens": 8}, steps=1, prompts_per_step=2'),
+            ('{"placement": "colocated"}', '{"scheduler": "local"}'),
+        ],
+    ),
     "docs/rollouts.md": World(
         rollouts,
         sizes=[
