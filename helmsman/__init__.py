@@ -14,13 +14,8 @@ from helmsman.api.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from helmsman.api.batch import Batch as Batch
-    from helmsman.api.columns import Ragged as Ragged
-    from helmsman.api.dispatch import AxisSharding as AxisSharding
-    from helmsman.api.dispatch import Collect as Collect
     from helmsman.api.dispatch import Dispatch as Dispatch
     from helmsman.api.dispatch import Execute as Execute
-    from helmsman.api.dispatch import Replicate as Replicate
-    from helmsman.api.dispatch import Shard as Shard
     from helmsman.api.engines import InferenceEngine as InferenceEngine
     from helmsman.api.engines import TrainEngine as TrainEngine
     from helmsman.api.errors import HelmsmanError as HelmsmanError
@@ -29,31 +24,20 @@ if TYPE_CHECKING:
     from helmsman.api.generation import SamplingParams as SamplingParams
     from helmsman.api.platforms import current_platform as current_platform
     from helmsman.api.register import register as register
-    from helmsman.api.scheduler import EngineSpec as EngineSpec
     from helmsman.api.scheduler import Job as Job
-    from helmsman.api.scheduler import PreemptionNotice as PreemptionNotice
     from helmsman.api.scheduler import ResultHandle as ResultHandle
     from helmsman.api.scheduler import Scheduler as Scheduler
     from helmsman.api.scheduler import SchedulingSpec as SchedulingSpec
     from helmsman.api.scheduler import SchedulingStrategy as SchedulingStrategy
     from helmsman.api.scheduler import Timeouts as Timeouts
     from helmsman.api.scheduler import Worker as Worker
-    from helmsman.api.topology import RankInfo as RankInfo
-    from helmsman.api.weights import WeightFormat as WeightFormat
     from helmsman.api.worker_group import ClusterConfig as ClusterConfig
     from helmsman.api.worker_group import GroupWorker as GroupWorker
     from helmsman.controller._bootstrap.initialize import initialize as initialize
-    from helmsman.controller._device_handoff.turns import Turns as Turns
+    from helmsman.controller._device_handoff.turns import DeviceHandoff as DeviceHandoff
     from helmsman.controller._generation.health import SupervisionPolicy as SupervisionPolicy
     from helmsman.controller._generation.request import RequestOptions as RequestOptions
     from helmsman.controller._generation.retries import RetryGeneration as RetryGeneration
-    from helmsman.controller._generation.retries import RetryUnbegun as RetryUnbegun
-    from helmsman.controller._generation.routing import (
-        LeastOutstandingTokens as LeastOutstandingTokens,
-    )
-    from helmsman.controller._generation.routing import PrefixAffinity as PrefixAffinity
-    from helmsman.controller._generation.routing import RoundRobin as RoundRobin
-    from helmsman.controller._generation.routing import SessionAffinity as SessionAffinity
     from helmsman.controller._generation.scheduler import GenerateScheduler as GenerateScheduler
     from helmsman.controller._ray_backend.scheduler import RayScheduler as RayScheduler
     from helmsman.controller._ray_backend.scheduler import (
@@ -69,9 +53,6 @@ if TYPE_CHECKING:
     from helmsman.controller._training.recovery import RecoverableTraining as RecoverableTraining
     from helmsman.controller._training.recovery import RecoveryPolicy as RecoveryPolicy
     from helmsman.controller._training.train_controller import TrainController as TrainController
-    from helmsman.controller._weight_sync.sync import ViaCollective as ViaCollective
-    from helmsman.controller._weight_sync.sync import ViaDisk as ViaDisk
-    from helmsman.controller._weight_sync.sync import ViaMemory as ViaMemory
     from helmsman.controller._weight_sync.sync import WeightSync as WeightSync
     from helmsman.controller._worker_groups.cluster import Cluster as Cluster
     from helmsman.controller._worker_groups.resource_manager import (
@@ -91,10 +72,14 @@ _HOMES: dict[str, str] = {
 }
 """The modules of the names above, read from this file, so that each name stands here once."""
 
+_MODULES = ("errors", "policies", "testing", "weights", "worker_groups")
+
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - the imports above are the one list of names
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'helmsman' has no attribute {name!r}")
@@ -104,4 +89,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return list(__all__)
+    return [*__all__, *_MODULES]

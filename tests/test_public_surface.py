@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -19,15 +20,12 @@ import helmsman.testing
 ROOT = Path(__file__).parent.parent
 
 PUBLIC = [
-    "AxisSharding",
     "Batch",
     "BoundedStaleness",
     "Checkpoints",
     "Cluster",
     "ClusterConfig",
-    "Collect",
     "Dispatch",
-    "EngineSpec",
     "Execute",
     "GenerateScheduler",
     "GenerationRequest",
@@ -37,39 +35,25 @@ PUBLIC = [
     "InferenceEngine",
     "InlineScheduler",
     "Job",
-    "PreemptionNotice",
-    "LeastOutstandingTokens",
     "LocalScheduler",
-    "PrefixAffinity",
-    "Ragged",
-    "RankInfo",
     "RayScheduler",
     "RecoverableTraining",
     "RecoveryPolicy",
-    "Replicate",
     "RequestOptions",
     "ResourceManager",
     "ResultHandle",
     "RetryGeneration",
-    "RetryUnbegun",
     "RewardPool",
     "RolloutController",
-    "RoundRobin",
     "SamplingParams",
     "Scheduler",
     "SchedulingSpec",
     "SchedulingStrategy",
-    "SessionAffinity",
-    "Shard",
     "SupervisionPolicy",
     "Timeouts",
     "TrainController",
     "TrainEngine",
-    "Turns",
-    "ViaCollective",
-    "ViaDisk",
-    "ViaMemory",
-    "WeightFormat",
+    "DeviceHandoff",
     "WeightSync",
     "Worker",
     "WorkflowExecutor",
@@ -102,6 +86,64 @@ TESTING = [
 
 def test_all_names() -> None:
     assert sorted(helmsman.__all__) == sorted(PUBLIC)
+
+
+MODULES = {
+    "errors": ["CallTimeoutError", "HelmsmanError", "WorkerFailedError"],
+    "policies": ["LeastOutstandingTokens", "RetryGeneration", "SupervisionPolicy"],
+    "testing": ["FaultPlan", "SimulatedBackend"],
+    "weights": ["ViaCollective", "ViaDisk", "ViaMemory", "WeightFormat", "WeightSync"],
+    "worker_groups": ["Cluster", "Collect", "Replicate", "Shard", "register"],
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_public_module_resolves_lazily(name: str) -> None:
+    code = (
+        f"import sys, helmsman; assert 'helmsman.{name}' not in sys.modules; "
+        f"assert '{name}' in dir(helmsman); m = helmsman.{name}; "
+        f"[getattr(m, each) for each in {MODULES[name]!r}]; "
+        "assert not {'ray', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+TWO_FORMS = [
+    "Cluster",
+    "DeviceHandoff",
+    "RewardPool",
+    "RolloutController",
+    "Scheduler",
+    "TrainController",
+    "WeightSync",
+]
+
+
+@pytest.mark.parametrize("owner", TWO_FORMS)
+def test_async_form_has_signature_of_blocking_form(owner: str) -> None:
+    cls = getattr(helmsman, owner)
+    pairs = [name.removeprefix("async_") for name in dir(cls) if name.startswith("async_")]
+    assert pairs
+    for name in pairs:
+        blocks, awaits = getattr(cls, name), getattr(cls, f"async_{name}")
+        ours, theirs = inspect.signature(blocks), inspect.signature(awaits)
+        assert ours.parameters == theirs.parameters, name
+        if name != "stream":  # an iterator, and an asynchronous one
+            assert inspect.iscoroutinefunction(inspect.unwrap(awaits)) or hasattr(
+                awaits, "__wrapped__"
+            )
+            assert not inspect.iscoroutinefunction(blocks), name
+
+
+@pytest.mark.parametrize("owner", TWO_FORMS)
+def test_no_other_name_for_an_async_form(owner: str) -> None:
+    """A public coroutine is the ``async_`` form of a blocking method, but for the field's names."""
+    cls = getattr(helmsman, owner)
+    kept = {"create_engine", "set_worker_env", "check_health", "inject", "kill_worker"}
+    kept |= {"preemption_notices", "probe_rendezvous", "explain"}
+    for name, _ in inspect.getmembers(cls, inspect.iscoroutinefunction):
+        if not name.startswith("_") and name not in kept:
+            assert name.startswith("async_") and hasattr(cls, name.removeprefix("async_")), name
 
 
 def test_testing_all_names() -> None:

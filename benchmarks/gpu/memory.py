@@ -7,7 +7,7 @@ import time
 
 from benchmarks.gpu.harness import Machine, check
 from benchmarks.gpu.training import largest_difference, losses_of, samples_of, training
-from helmsman import Job, RolloutController, SamplingParams, SchedulingStrategy, Turns
+from helmsman import DeviceHandoff, Job, RolloutController, SamplingParams, SchedulingStrategy
 from helmsman.api.platforms import MemoryStats
 
 PROBE = "helmsman.engines.memory.MemoryProbe"
@@ -82,7 +82,7 @@ def turns(machine: Machine) -> dict[str, str]:
         trainer.sleep()
         with rollout:
             rollout.initialize()
-            taking = Turns(trainer, rollout)
+            taking = DeviceHandoff(trainer, rollout)
             seconds = []
             for step in range(3):
                 started = time.monotonic()

@@ -10,16 +10,8 @@ from typing import Any
 
 from benchmarks.gpu.harness import Machine, check
 from benchmarks.gpu.training import samples_of, training
-from helmsman import (
-    Job,
-    RolloutController,
-    SamplingParams,
-    SchedulingStrategy,
-    ViaCollective,
-    ViaDisk,
-    ViaMemory,
-    WeightSync,
-)
+from helmsman import Job, RolloutController, SamplingParams, SchedulingStrategy, WeightSync
+from helmsman.weights import ViaCollective, ViaDisk, ViaMemory
 
 HF = "helmsman.engines.rollout.HFRolloutEngine"
 

@@ -63,7 +63,9 @@ def binding(machine: Machine) -> dict[str, str]:
     try:
         for worker in workers:
             asyncio.run(scheduler.create_engine(worker, Probe))
-        found = [scheduler.call_engine(worker, "device", None, timeout=120.0) for worker in workers]
+        found = [
+            scheduler.call_engine(worker, "device", None, rpc_timeout=120.0) for worker in workers
+        ]
     finally:
         scheduler.delete_workers("probe")
     assert all(each["is_right"] for each in found), found

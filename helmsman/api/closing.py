@@ -5,18 +5,55 @@ from __future__ import annotations
 import abc
 from typing import Self
 
+from helmsman.api.forms import awaitable
+
 
 class Closing(abc.ABC):
-    """A ``with`` statement closes it at its end."""
+    """A ``with`` or ``async with`` statement closes it at its end."""
 
     __slots__ = ()
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release all that it holds."""
+
+    async_close = awaitable(close)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.async_close()
+
+
+class Starting(Closing):
+    """A ``with`` or ``async with`` statement starts it, unless that was done before."""
+
+    __slots__ = ()
+
+    @property
+    @abc.abstractmethod
+    def is_started(self) -> bool:
+        """Whether ``initialize`` has succeeded, also when it has been closed since."""
+
+    @abc.abstractmethod
+    def initialize(self) -> None:
+        """Start it, in the caller's thread, so that an interrupt reaches the start itself."""
+
+    async_initialize = awaitable(initialize)
+
+    def __enter__(self) -> Self:
+        if not self.is_started:
+            self.initialize()
+        return self
+
+    async def __aenter__(self) -> Self:
+        if not self.is_started:
+            await self.async_initialize()
+        return self

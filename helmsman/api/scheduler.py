@@ -8,6 +8,7 @@ it carry over.
 from __future__ import annotations
 
 import abc
+import asyncio
 import functools
 import math
 import re
@@ -21,6 +22,7 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import InvalidSpecError
 from helmsman.api.fan_out import Fanout
 from helmsman.api.faults import Fault, Injection
+from helmsman.api.forms import awaitable, begin_in_thread
 from helmsman.api.plan import Node, Plan, Reservation
 from helmsman.api.suggestions import Suggesting
 from helmsman.api.supervision import Monitor
@@ -35,6 +37,8 @@ from helmsman.api.workers import Worker as Worker
 from helmsman.api.workers import WorkerHealth as WorkerHealth
 from helmsman.api.workers import WorkerState as WorkerState
 from helmsman.api.workers import WorkerStatus as WorkerStatus
+from helmsman.api.workers import id_of as id_of
+from helmsman.api.workers import ids_of as ids_of
 
 PlacementStrategy = Literal["shared", "separate", "deferred"]
 NodePacking = Literal["pack", "spread", "strict_spread"]
@@ -272,7 +276,7 @@ class Scheduler(Closing):
         """
 
     @abc.abstractmethod
-    def restart_worker(self, worker_id: str) -> None:
+    def restart_worker(self, worker_id: str | Worker) -> None:
         """End a worker's process, if it lives, and start another in its place.
 
         It has the same id, but new ports and no engines. It is on the same node and devices unless
@@ -320,7 +324,7 @@ class Scheduler(Closing):
         """
 
     @abc.abstractmethod
-    def remove_workers(self, role: str, worker_ids: Sequence[str]) -> None:
+    def remove_workers(self, role: str, worker_ids: Sequence[str | Worker]) -> None:
         """End these workers of a role, whichever they are; the others keep their ids, and these are
         never given again.
 
@@ -358,11 +362,15 @@ class Scheduler(Closing):
         """
 
     @abc.abstractmethod
-    async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
+    async def set_worker_env(
+        self, worker_id: str | Worker | Worker, env: Mapping[str, str]
+    ) -> None:
         """Set environment variables in a worker, before its engines are created."""
 
     @abc.abstractmethod
-    async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
+    async def check_health(
+        self, worker_id: str | Worker | Worker, timeout: float | None = None
+    ) -> WorkerHealth:
         """Ask a worker whether it is there; it answers beside a call that runs.
 
         A worker that does not answer within half a second is observed from outside, so that its
@@ -402,7 +410,7 @@ class Scheduler(Closing):
         """
 
     @abc.abstractmethod
-    async def kill_worker(self, worker_id: str, cause: str) -> None:
+    async def kill_worker(self, worker_id: str | Worker | Worker, cause: str) -> None:
         """End a worker's process at once, whatever it does, such as one that is stopped. Calls that
         wait for it fail.
 
@@ -424,7 +432,7 @@ class Scheduler(Closing):
     @abc.abstractmethod
     async def create_engine(
         self,
-        worker_id: str,
+        worker_id: str | Worker,
         engine: str | Callable[..., Any] | EngineSpec,
         engine_name: str | None = None,
         *args: Any,
@@ -441,38 +449,82 @@ class Scheduler(Closing):
         CallTimeoutError, WorkerFailedError.
         """
 
+    def create_engines(
+        self,
+        worker_ids: Collection[str | Worker],
+        engine: str | Callable[..., Any] | EngineSpec,
+        engine_name: str | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Build the same engine in several workers at once, and wait for all of them.
+
+        Args:
+            worker_ids: The workers, or their ids.
+            engine: As for create_engine.
+            engine_name: Its name in each worker; the worker's id when None.
+            *args: Positional arguments of the engine.
+            **kwargs: Named arguments of the engine.
+
+        Raises:
+            HelmsmanError: The first error of create_engine, in the order of the workers. The
+                others have ended then, too.
+        """
+        work = self.async_create_engines(worker_ids, engine, engine_name, *args, **kwargs)
+        begin_in_thread(asyncio.run, work).result()
+
+    async def async_create_engines(
+        self,
+        worker_ids: Collection[str | Worker],
+        engine: str | Callable[..., Any] | EngineSpec,
+        engine_name: str | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Build the same engine in several workers at once; see create_engines."""
+        ids = ids_of(worker_ids)
+        starts = [self.create_engine(id_, engine, engine_name, *args, **kwargs) for id_ in ids]
+        for outcome in await asyncio.gather(*starts, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
+
     @abc.abstractmethod
     def call_engine(
         self,
-        worker_id: str,
+        worker_id: str | Worker,
         method: str,
         engine_name: str | None = None,
         *args: Any,
         rpc_meta: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
+        rpc_timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
         """Call a method of an engine and return its result. The call is sent once and never again.
 
         Args:
-            timeout: seconds; ``timeouts.call_s`` when None.
+            worker_id: The worker, or its id.
+            method: Name of the method.
+            engine_name: The worker's id when None.
+            *args: The method's positional arguments.
+            rpc_timeout: seconds; ``timeouts.call_s`` when None.
             rpc_meta: {"broadcast": bool} whether arguments given to the data-parallel head reach
                 its model-parallel group; {"keep": True} leaves the result in the worker and returns
                 a ResultHandle, which may be an argument of any other call; {"discard": True} drops
                 the result there and returns None; {"kwargs": {...}} are named arguments beside
-                ``kwargs``, for a method whose names, such as 'timeout', this call takes itself.
+                ``kwargs``, for a method whose names, such as 'method', this call takes itself.
+            **kwargs: The method's named arguments.
         Raises: a CallError that says what happened; see helmsman.api.errors.
         """
 
     @abc.abstractmethod
     async def async_call_engine(
         self,
-        worker_id: str,
+        worker_id: str | Worker,
         method: str,
         engine_name: str | None = None,
         *args: Any,
         rpc_meta: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
+        rpc_timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
         """As call_engine, awaited. Tensors among the arguments must not be written to before it is
@@ -500,7 +552,7 @@ class Scheduler(Closing):
             # a 'timeout' among them is the method's
             meta = {**(rpc_meta or {}), "kwargs": kwargs} if kwargs else rpc_meta
             call = self.async_call_engine(
-                worker_id, method, engine_name, *args, rpc_meta=meta, timeout=timeout
+                worker_id, method, engine_name, *args, rpc_meta=meta, rpc_timeout=timeout
             )
             fanout.expect_awaitable(worker_id, call)
         return fanout
@@ -557,3 +609,24 @@ class Scheduler(Closing):
         """End everything this scheduler started. Idempotent; works after a half-failed start and
         with dead workers.
         """
+
+    # --- the awaited form of each blocking operation above ---------------------------------------
+
+    async_nodes = awaitable(nodes)
+    async_create_workers = awaitable(create_workers)
+    async_plan = awaitable(plan)
+    async_reserve = awaitable(reserve)
+    async_restart_worker = awaitable(restart_worker)
+    async_restart_workers = awaitable(restart_workers)
+    async_scale = awaitable(scale)
+    async_add_workers = awaitable(add_workers)
+    async_remove_workers = awaitable(remove_workers)
+    async_get_workers = awaitable(get_workers)
+    async_delete_workers = awaitable(delete_workers)
+    async_fork_workers = awaitable(fork_workers)
+    async_put = awaitable(put)
+    async_get = awaitable(get)
+    async_status = awaitable(status)
+    async_stacks = awaitable(stacks)
+    async_environment = awaitable(environment)
+    async_release = awaitable(release)

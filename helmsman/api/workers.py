@@ -5,7 +5,7 @@ stay there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from enum import Enum
 from typing import Any, Literal, NamedTuple
@@ -31,6 +31,24 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """The scheduler's name for its node, which tells nodes of one address apart."""
     devices: list[str] = []
     """Physical ids of the accelerators of its node that it may use."""
+
+
+def id_of(worker: str | Worker) -> str:
+    """The id of a worker that is given as its id or itself."""
+    return worker.id if isinstance(worker, Worker) else worker
+
+
+def ids_of(workers: Collection[str | Worker]) -> list[str]:
+    """The ids of several workers.
+
+    Raises:
+        ValueError: ``workers`` is one id. Its letters would be taken for ids.
+    """
+    if isinstance(workers, str):
+        raise ValueError(
+            f"worker_ids is {workers!r}; expected a sequence of ids, such as [{workers!r}]"
+        )
+    return [id_of(worker) for worker in workers]
 
 
 class WorkerState(Enum):

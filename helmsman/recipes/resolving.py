@@ -105,7 +105,7 @@ _TIMES = (
     "cluster.start_timeout_s",
     "cluster.engine_timeout_s",
     "cluster.call_timeout_s",
-    "rollout.episode_timeout_s",
+    "rollout.episode_timeout",
 )
 _GIVEN_ELSEWHERE = {"model": "model", "lr": "train.lr", "seed": "seed"}
 """Fields of the trainer's engine that the run has settings of its own for."""

@@ -8,26 +8,21 @@ from typing import Any
 
 from helmsman import (
     Job,
-    LeastOutstandingTokens,
-    PrefixAffinity,
     RetryGeneration,
     RolloutController,
-    RoundRobin,
     Scheduler,
     SchedulingSpec,
     SchedulingStrategy,
     SupervisionPolicy,
     Timeouts,
     TrainController,
-    ViaCollective,
-    ViaDisk,
-    ViaMemory,
-    WeightFormat,
     WeightSync,
     make_scheduler,
 )
 from helmsman.api.scheduler import PlacementStrategy
+from helmsman.policies import LeastOutstandingTokens, PrefixAffinity, RoundRobin
 from helmsman.recipes.settings import Cluster, GRPOSettings, RunSettings
+from helmsman.weights import ViaCollective, ViaDisk, ViaMemory, WeightFormat
 
 ENGINE_MODULES = ("torch", "helmsman.engines.train", "helmsman.engines.rollout")
 """Workers that are forked from a process which has imported these start in a tenth of the time."""

@@ -11,12 +11,12 @@ import msgspec
 
 from helmsman import (
     BoundedStaleness,
+    DeviceHandoff,
     GenerationResult,
     HelmsmanError,
     RolloutController,
     SamplingParams,
     TrainController,
-    Turns,
     WorkflowExecutor,
 )
 from helmsman.api.errors import EngineCallError, GroupCallError, StartError, WorkerFailedError
@@ -82,7 +82,7 @@ class Run(Loop):
         self.sync = make_sync(settings, trainer, rollout)
         # What over-sampled episodes still ask for when a batch is complete waits for the next turn.
         self.turns = (
-            Turns(trainer, rollout, self.sync, hold_requests=True)
+            DeviceHandoff(trainer, rollout, self.sync, hold_requests=True)
             if settings.cluster.takes_turns
             else None
         )
@@ -249,7 +249,7 @@ class Run(Loop):
                 settings.rollout.staleness, keep=self._keep, oversample=settings.rollout.oversample
             )
             self.executor = WorkflowExecutor(
-                self.episode, sampler=sampler, episode_timeout_s=settings.rollout.episode_timeout_s
+                self.episode, sampler=sampler, episode_timeout=settings.rollout.episode_timeout
             )
             self.source = iter(self.draws)
         self.executor.set_version(step - 1)
@@ -275,7 +275,7 @@ class Run(Loop):
 
         async def answer(seed: int) -> Answer:
             sampling = msgspec.structs.replace(self.sampling, seed=seed)
-            result = await self.rollout.agenerate(draw.row.prompt_ids, sampling)
+            result = await self.rollout.async_generate_one(draw.row.prompt_ids, sampling)
             scored = await self.score(draw.row, result)
             cost = overlong_cost(
                 len(result.token_ids), self.settings.algorithm, self.sampling.max_new_tokens
@@ -339,7 +339,7 @@ class Run(Loop):
 
         async def judge(row: Row, sampling: SamplingParams) -> bool:
             nonlocal failed
-            result = await self.rollout.agenerate(row.prompt_ids, sampling)
+            result = await self.rollout.async_generate_one(row.prompt_ids, sampling)
             try:
                 scored = await self.score(row, result)
             except (

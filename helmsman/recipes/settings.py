@@ -118,7 +118,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How many times a batch's prompts are begun for it, so that slow or filtered ones are replaced
     at once.
     """
-    episode_timeout_s: float = 1800.0
+    episode_timeout: float = 1800.0
     """Seconds for all answers to one prompt and their rewards."""
     policy: Literal["least_tokens", "prefix", "round_robin"] = "least_tokens"
     """Which instance a request goes to."""

@@ -238,7 +238,7 @@ class TestSchedulerContract:
         text = str(error)
         for fact in (
             f"{engine.name}.{method}",
-            "limit 0.20 s, set by the call's timeout argument",
+            "limit 0.20 s, set by the call's rpc_timeout argument",
             "was not sent again",
         ):
             assert fact in text
@@ -395,7 +395,7 @@ class TestSchedulerContract:
         """
         for worker_id in ("nobody/0", "shared/7", "shared/-1", "shared", "shared/", "shared/x", ""):
             with pytest.raises(errors.WorkerNotFoundError) as unknown_worker:
-                scheduler.call_engine(worker_id, "add", timeout=5)
+                scheduler.call_engine(worker_id, "add", rpc_timeout=5)
             assert repr(worker_id) in str(unknown_worker.value)
             assert set(shared_workers) <= set(unknown_worker.value.known)
             with pytest.raises(errors.WorkerNotFoundError):
@@ -403,7 +403,7 @@ class TestSchedulerContract:
             with pytest.raises(errors.WorkerNotFoundError):
                 asyncio.run(scheduler.set_worker_env(worker_id, {"A": "1"}))
         with pytest.raises(errors.EngineNotFoundError) as unknown_engine:
-            scheduler.call_engine(engine.worker_id, "add", "no-such-engine", timeout=5)
+            scheduler.call_engine(engine.worker_id, "add", "no-such-engine", rpc_timeout=5)
         assert engine.name in unknown_engine.value.known
         assert f"no engine 'no-such-engine' in worker {engine.worker_id}" in str(
             unknown_engine.value

@@ -71,7 +71,7 @@ class Engine:
     def call(self, method: str, *args: Any, timeout: float = LIMIT_S, **kwargs: Any) -> Any:
         """Call a method."""
         return self.scheduler.call_engine(
-            self.worker_id, method, self.name, *args, timeout=timeout, **kwargs
+            self.worker_id, method, self.name, *args, rpc_timeout=timeout, **kwargs
         )
 
     def acall(
@@ -79,7 +79,7 @@ class Engine:
     ) -> Coroutine[Any, Any, Any]:
         """Return the coroutine of a call."""
         return self.scheduler.async_call_engine(
-            self.worker_id, method, self.name, *args, timeout=timeout, **kwargs
+            self.worker_id, method, self.name, *args, rpc_timeout=timeout, **kwargs
         )
 
     def begin(

@@ -393,7 +393,7 @@ class Driving:
         self.inner = make_scheduler("local", log_dir=f"{folder}/logs", preload=())
         self.inner.create_workers(Job(role="inner"))
         asyncio.run(self.inner.create_engine("inner/0", Family, None, folder))
-        pids: dict[str, int] = self.inner.call_engine("inner/0", "start", timeout=60)
+        pids: dict[str, int] = self.inner.call_engine("inner/0", "start", rpc_timeout=60)
         return pids
 
     def pid(self) -> int:

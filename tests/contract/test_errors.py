@@ -442,7 +442,7 @@ def test_errors_from_busy_worker(engine: Engine, gate: Gate) -> None:
             with pytest.raises(errors.MethodNotFoundError):
                 engine.call(method, timeout=5)
         with pytest.raises(errors.EngineNotFoundError):
-            engine.scheduler.call_engine(engine.worker_id, "add", "no-such-engine", timeout=5)
+            engine.scheduler.call_engine(engine.worker_id, "add", "no-such-engine", rpc_timeout=5)
         with pytest.raises(errors.EngineExistsError):
             Engine.create(engine.scheduler, engine.worker_id, Counter, engine.name)
     wait_until(lambda: engine.call("add"), "the worker goes on")

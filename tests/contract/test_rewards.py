@@ -61,7 +61,7 @@ async def outcomes(*scores: Awaitable[Any]) -> list[Any]:
 
 def begin(pool: RewardPool, threads: ThreadPoolExecutor, *args: Any) -> Any:
     """A score that a thread with a loop of its own waits for."""
-    return threads.submit(lambda: asyncio.run(pool.ascore(*args)))
+    return threads.submit(lambda: asyncio.run(pool.async_score(*args)))
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_reward_pool_map_order(make_pool: MakePool) -> None:
     assert pool.map([]) == []
 
     async def score() -> list[Any]:
-        return await asyncio.gather(*(pool(number) for number in range(5)), pool.ascore(21))
+        return await asyncio.gather(*(pool(number) for number in range(5)), pool.async_score(21))
 
     assert asyncio.run(score()) == [0, 2, 4, 6, 8, 42]
 
@@ -117,7 +117,7 @@ def test_reward_pool_async_concurrency(make_pool: MakePool) -> None:
 
 def test_reward_pool_async_object(make_pool: MakePool) -> None:
     pool = make_pool(Scorer(3))
-    assert asyncio.run(pool.ascore(5, plus=1)) == 16
+    assert asyncio.run(pool.async_score(5, plus=1)) == 16
 
 
 def test_reward_pool_refuses_non_function(make_pool: MakePool) -> None:
@@ -274,10 +274,10 @@ def test_reward_pool_cancelled_score(make_pool: MakePool, gate: Gate) -> None:
     pool = make_pool(num=1)
 
     async def score() -> list[Any]:
-        running = asyncio.create_task(pool.ascore("wait", *gate.files))
+        running = asyncio.create_task(pool.async_score("wait", *gate.files))
         await asyncio.to_thread(gate.wait_started)
         waiting = [
-            asyncio.create_task(pool.ascore("note", str(Path(gate.started).parent), name))
+            asyncio.create_task(pool.async_score("note", str(Path(gate.started).parent), name))
             for name in "ab"
         ]
         await asyncio.sleep(0)

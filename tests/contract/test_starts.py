@@ -321,7 +321,7 @@ def test_local_forkserver_dies(make_own: Callable[..., Scheduler]) -> None:
         os.kill(psutil.Process(pid).ppid(), 9)
         wait_gone({"worker": pid})
         with pytest.raises(errors.WorkerFailedError):
-            scheduler.call_engine(worker, "add", timeout=10)
+            scheduler.call_engine(worker, "add", rpc_timeout=10)
         scheduler.delete_workers()
         (worker,) = scheduler.create_workers(Job(role="a"))
         assert Engine.create(scheduler, worker, Counter).call("add") == 1

@@ -205,15 +205,15 @@ class FakeScheduler(_Base):  # type: ignore[misc]
         engine_name: str | None = None,
         *args: Any,
         rpc_meta: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
+        rpc_timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
         self._require_open("async_call_engine")
-        self.sent.append(Sent(worker_id, method, args, rpc_meta or {}, timeout))
+        self.sent.append(Sent(worker_id, method, args, rpc_meta or {}, rpc_timeout))
         kwargs |= (rpc_meta or {}).get("kwargs", {})
         work = asyncio.ensure_future(self._run(worker_id, method, args, kwargs))
         death = self._deaths[worker_id]
-        await asyncio.wait({work, death}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, death}, timeout=rpc_timeout, return_when=asyncio.FIRST_COMPLETED)
         if death.done():
             work.cancel()
             raise make_death(worker_id, engine_name, method)
@@ -222,8 +222,8 @@ class FakeScheduler(_Base):  # type: ignore[misc]
                 worker_id=worker_id,
                 engine_name=engine_name,
                 method=method,
-                elapsed_s=timeout or 0.0,
-                limit_s=timeout or 0.0,
+                elapsed_s=rpc_timeout or 0.0,
+                limit_s=rpc_timeout or 0.0,
                 limit_source="the test",
                 worker_alive=True,
                 state="the call still runs",

@@ -97,7 +97,7 @@ class World:
         return [self.scheduler.call_engine(id_, "updates") for id_ in self.ids]
 
     def health(self) -> list[Health]:
-        return [load.state for load in self.rollout.load().instances.values()]
+        return [load.state for load in self.rollout.stats().instances.values()]
 
     def sync(self, way: Way | None = None, **options: Any) -> WeightSync:
         """From the trainer to the rollout."""

@@ -94,7 +94,7 @@ def _on(rollout: RolloutController, node: Any) -> list[str]:
 
 
 def _all_serve(rollout: RolloutController) -> bool:
-    return all(each.state is Health.HEALTHY for each in rollout.load().instances.values())
+    return all(each.state is Health.HEALTHY for each in rollout.stats().instances.values())
 
 
 def test_drained_node_requests_move(nodes: Nodes, run: RayScheduler) -> None:
@@ -118,7 +118,7 @@ def test_drained_node_requests_move(nodes: Nodes, run: RayScheduler) -> None:
             "it is on the spare node",
             60.0,
         )
-        assert rollout.load().instances[staying].num_in_flight == 6
+        assert rollout.stats().instances[staying].num_in_flight == 6
         _end(nodes, doomed)
         while not all(future.done() for future in futures):
             run.call_engine(staying, "finish")
@@ -141,7 +141,7 @@ def test_drained_node_without_room(
         _settle(doomed)
         _drain(nodes, doomed.node_id)
         wait_until(
-            lambda: rollout.load().instances[leaving].state is Health.DEAD, "it is given up", 60.0
+            lambda: rollout.stats().instances[leaving].state is Health.DEAD, "it is given up", 60.0
         )
         assert len(rollout.generate([[1]] * 10)) == 10
         wait_until(

@@ -25,13 +25,10 @@ from helmsman import (
     SchedulingSpec,
     SupervisionPolicy,
     TrainController,
-    ViaCollective,
-    ViaDisk,
-    ViaMemory,
-    WeightFormat,
     WeightSync,
 )
 from helmsman.controller._generation.health import Health
+from helmsman.weights import ViaCollective, ViaDisk, ViaMemory, WeightFormat
 from tests.contract.helpers import wait_until
 from tests.processes import command_of
 from tests.vllm.vllm_models import (
@@ -101,7 +98,7 @@ class World:
         return [each for each in found if name in command_of(each)]
 
     def state(self, worker_id: str) -> Health:
-        return self.rollout.load().instances[worker_id].state
+        return self.rollout.stats().instances[worker_id].state
 
     def require_the_trainers(self, what: str) -> None:
         """Tokens and log-probabilities are those of the trainer's weights, of the trainer's
@@ -151,7 +148,7 @@ def world(
 def test_train_step_reaches_vllm(world: World, way: str, tmp_path: Path) -> None:
     ways = {
         "memory": ViaMemory(),
-        "collective": ViaCollective(timeout_s=60.0),
+        "collective": ViaCollective(timeout=60.0),
         "disk": ViaDisk(str(tmp_path)),
     }
     world.trainer.train_batch([SAMPLE] * 4, "sft")

@@ -164,7 +164,7 @@ class EpisodeTimeoutError(HelmsmanError, TimeoutError):
     limit_s: float
     template = (
         "the episode of {item} did not end within {limit_s:g} s "
-        "(WorkflowExecutor.episode_timeout_s), and was cancelled. Raise "
+        "(WorkflowExecutor.episode_timeout), and was cancelled. Raise "
         "the limit, lower max_new_tokens, or give what it waits for a limit of its own."
     )
 

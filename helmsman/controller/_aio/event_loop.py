@@ -141,6 +141,9 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
         raise
 
 
+_caller = threading.local()
+"""``blocks``: whether this thread is within run_blocking."""
+
 threads_awaited: set[int] = set()
 """Threads for which the loop may have to wait; a signal handler that runs on one of them must not
 wait for the loop.
@@ -168,11 +171,30 @@ def forbid_blocking() -> None:
 
 
 async def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run ``coroutine`` on the loop and await it from whichever loop the caller is on."""
+    """Run ``coroutine`` on the loop and await it from any loop; within ``run_blocking``, block."""
+    if getattr(_caller, "blocks", False):
+        return run_sync(coroutine)
     loop = background_loop()
     if _running_loop() is loop:
         return await coroutine
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
+
+
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in the caller's thread; each ``run_async`` in it blocks.
+
+    It may await nothing else. An interrupt of the thread cancels the part on the loop.
+    """
+    outer, _caller.blocks = getattr(_caller, "blocks", False), True
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    finally:
+        _caller.blocks = outer
+    coroutine.close()
+    raise RuntimeError(f"{coroutine!r} has awaited something other than run_async")
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
@@ -189,32 +211,6 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     except RuntimeError:
         return function(*arguments)
     return await running
-
-
-def begin_in_thread(
-    function: Callable[..., T], *arguments: Any, name: str = "helmsman-blocking"
-) -> concurrent.futures.Future[T]:
-    """Run a function in a daemon thread of its own. Cancelling the future has no effect."""
-    ended: concurrent.futures.Future[T] = concurrent.futures.Future()
-    ended.set_running_or_notify_cancel()
-
-    def work() -> None:
-        try:
-            ended.set_result(function(*arguments))
-        except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
-            ended.set_exception(error)
-
-    threading.Thread(target=work, name=name, daemon=True).start()
-    return ended
-
-
-async def in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Run a function that blocks for what this loop does, such as a scheduler's blocking calls.
-
-    In a thread of its own, since those of the executor are few: as many such functions as it has
-    threads would wait for ever, once what they wait for needs one of these threads itself.
-    """
-    return await asyncio.wrap_future(begin_in_thread(function, *arguments))
 
 
 async def await_all(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

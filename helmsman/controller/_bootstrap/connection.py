@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import msgspec
 
 from helmsman.api.errors import ProtocolError
-from helmsman.controller._aio.event_loop import in_own_thread
+from helmsman.api.forms import in_own_thread
 from helmsman.rpc_server._wire.auth import authenticate_listener
 from helmsman.rpc_server._wire.stream import Stream, open_tcp
 from helmsman.rpc_server._wire.wire import LENGTH_BYTES, pack_length, unpack_length

@@ -1,4 +1,4 @@
-"""Turns: a trainer and a rollout on the same devices, one after the other.
+"""DeviceHandoff: a trainer and a rollout on the same devices, one after the other.
 
     NOBODY --> TRAINER <--> NOBODY <--> ROLLOUT
 
@@ -56,7 +56,7 @@ class Owner(Enum):
     """No turn was given yet, a hand-over is under way, or one has failed."""
 
 
-class Turns:
+class DeviceHandoff:
     """Gives the devices that a trainer and a rollout share to one of them at a time.
 
     A call that needs them out of turn raises DevicesNotOwnedError; one that finds no room on them
@@ -107,7 +107,7 @@ class Turns:
         """Leave both sides to the script, as they are now. Idempotent."""
         self._trainer.turn = self._rollout.turn = None
 
-    async def ato_training(self) -> None:
+    async def async_to_training(self) -> None:
         """Give the devices to the trainer. Nothing happens when it has them.
 
         Raises: RequestsInFlightError, after which they are still the rollout's; DeviceMemoryError;
@@ -115,9 +115,9 @@ class Turns:
         """
         await run_async(self._to_training())
 
-    to_training = blocking(ato_training)
+    to_training = blocking(async_to_training)
 
-    async def ato_rollout(self) -> SyncReport | None:
+    async def async_to_rollout(self) -> SyncReport | None:
         """Give the devices to the rollout, with the trainer's weights. Nothing happens when it has
         them.
 
@@ -126,7 +126,7 @@ class Turns:
         """
         return await run_async(self._to_rollout())
 
-    to_rollout = blocking(ato_rollout)
+    to_rollout = blocking(async_to_rollout)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -146,7 +146,7 @@ class Turns:
             if self.owner is Owner.TRAINER:
                 return
             await self._have_rollout_sleep(left_s())
-            await self._trainer.awake(left_s())
+            await self._trainer.async_wake(left_s())
             self.owner = Owner.TRAINER
 
     async def _to_rollout(self) -> SyncReport | None:
@@ -154,10 +154,10 @@ class Turns:
             if self.owner is Owner.ROLLOUT:
                 return None
             self.owner = Owner.NOBODY
-            await self._trainer.asleep(left_s())
-            await self._rollout.awake(weights_only=True, timeout=left_s())
-            report = await self._sync.apush(left_s())
-            await self._rollout.awake(timeout=left_s())
+            await self._trainer.async_sleep(left_s())
+            await self._rollout.async_wake(weights_only=True, timeout=left_s())
+            report = await self._sync.async_push(left_s())
+            await self._rollout.async_wake(timeout=left_s())
             self.owner = Owner.ROLLOUT
             return report
 
@@ -186,7 +186,9 @@ class Turns:
             return
         verb = "to_training()" if wanted is Owner.TRAINER else "to_rollout()"
         block = "training()" if wanted is Owner.TRAINER else "rollout()"
-        next_step = f"Call {verb} of its Turns first, or do it in a block 'with turns.{block}:'."
+        next_step = (
+            f"Call {verb} of its DeviceHandoff first, or do it in a block 'with turns.{block}:'."
+        )
         raise DevicesNotOwnedError(
             role=role, method=method, owner=self._whose(), next_step=next_step
         )
@@ -222,7 +224,7 @@ class Turns:
         """
         before, self.owner = self.owner, Owner.NOBODY
         try:
-            await self._rollout.asleep(self._level, self._in_flight, limit_s)
+            await self._rollout.async_sleep(self._level, self._in_flight, limit_s)
         except RequestsInFlightError:
             self.owner = before
             raise
@@ -232,9 +234,11 @@ class Turns:
             return f"nobody's, {self._why_nobody}"
         return f"role {(self._trainer if self.owner is Owner.TRAINER else self._rollout).role!r}'s"
 
-    def memory(self) -> dict[str, MemoryStats | str]:
-        """What each worker of both sides holds, or why that is not known."""
-        return run_sync(self._memory())
+    async def async_memory(self) -> dict[str, MemoryStats | str]:
+        """The device memory of each worker of both sides, or why it is not known."""
+        return await run_async(self._memory())
+
+    memory = blocking(async_memory)
 
     async def _memory(self) -> dict[str, MemoryStats | str]:
         ids = self._worker_ids()
@@ -249,12 +253,12 @@ class Turns:
         async with asyncio.timeout(_PROBE_LIMIT_S):
             try:
                 return await scheduler.async_call_engine(
-                    worker_id, "figures", _PROBE_NAME, timeout=_PROBE_LIMIT_S
+                    worker_id, "figures", _PROBE_NAME, rpc_timeout=_PROBE_LIMIT_S
                 )
             except EngineNotFoundError:  # its worker was restarted since
                 await self._install_probe(worker_id)
                 return await scheduler.async_call_engine(
-                    worker_id, "figures", _PROBE_NAME, timeout=_PROBE_LIMIT_S
+                    worker_id, "figures", _PROBE_NAME, rpc_timeout=_PROBE_LIMIT_S
                 )
 
     def _worker_ids(self) -> list[str]:

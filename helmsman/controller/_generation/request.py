@@ -240,7 +240,7 @@ class Instance:
             self.outstanding_tokens -= ticket.num_tokens
 
 
-class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
+class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     """What one instance does at the moment of asking."""
 
     state: Health
@@ -250,13 +250,13 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it gets nothing more, whatever its state."""
 
 
-class RolloutLoad(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
     """What a rollout controller does at the moment of asking."""
 
     num_queued: int
     """Requests that no instance has been given yet."""
     paused: bool
-    instances: dict[str, InstanceLoad]
+    instances: dict[str, InstanceStats]
 
 
 _SPARE_ENTRIES = 64

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 from helmsman.api.errors import ClusterLostError, RayStartError
 from helmsman.api.extras import needed_by
-from helmsman.controller._aio.event_loop import begin_in_thread, run_sync
+from helmsman.api.forms import begin_in_thread
+from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE
 from helmsman.controller._transport.base import describe_exit, split_returncode, tail_of
 from helmsman.rpc_server._process.oom import oom_count, oom_kills_since

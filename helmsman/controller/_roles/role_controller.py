@@ -4,7 +4,6 @@ all, and end together.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import logging
@@ -12,10 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from helmsman.api.closing import Closing
+from helmsman.api.closing import Starting
 from helmsman.api.errors import HelmsmanError, InvalidSpecError, NotFoundError, SchedulerClosedError
 from helmsman.api.scheduler import Call, EngineSpec, Job, Scheduler, Worker
-from helmsman.controller._aio.event_loop import forbid_blocking, run_sync
+from helmsman.controller._aio.event_loop import forbid_blocking, run_blocking, run_sync
 from helmsman.controller._roles.call_all import call_all, gather_all
 from helmsman.controller._validation.argument_names import require_engine_arguments
 from helmsman.controller._validation.argument_types import checked, refusal
@@ -36,7 +35,7 @@ class Turn(Protocol):
         """Free the devices for a trainer that is rebuilt."""
 
 
-class RoleController(Closing):
+class RoleController(Starting):
     """Creates the workers of ``job`` with one engine in each, and takes them down again.
 
     Subclasses say what the workers' environment is and which engine methods make an engine ready. A
@@ -101,13 +100,19 @@ class RoleController(Closing):
             )
         if not self._workers:
             raise HelmsmanError(
-                f"the controller of role {self.role!r} is not started; call initialize() first.",
+                f"the controller of role {self.role!r} is not started; use it in a "
+                "`with` statement, or call initialize() first.",
                 role=self.role,
             )
 
+    @property
+    def is_started(self) -> bool:
+        return bool(self._workers)
+
     def initialize(self) -> None:
-        """Start the workers, build their engines and make them ready; on an error nothing of the
-        role remains.
+        """Start the workers and build their engines. Idempotent.
+
+        On an error nothing of the role remains.
 
         It blocks, and runs in the caller's thread, so that an interrupt reaches the scheduler's own
         start.
@@ -115,9 +120,12 @@ class RoleController(Closing):
         Raises: JobError, StartError, or the root cause of what failed on the workers, as call_all
             raises it.
         """
-        if self._closed or self._workers:
-            state = "closed; make a new one" if self._closed else "started already"
-            raise HelmsmanError(f"the controller of role {self.role!r} is {state}.", role=self.role)
+        if self._closed:
+            raise HelmsmanError(
+                f"the controller of role {self.role!r} is closed; make a new one.", role=self.role
+            )
+        if self._workers:
+            return
         self.scheduler.create_workers(self.job)
         self.scheduler.advise(self.role, self._after_death())
         try:
@@ -134,10 +142,6 @@ class RoleController(Closing):
             raise
         self._workers = workers
         self._on_started()
-
-    async def ainitialize(self) -> None:
-        """As initialize, awaited, so that several roles start at the same time."""
-        await asyncio.to_thread(self.initialize)
 
     def close(self) -> None:
         """Destroy the engines and end the workers. Idempotent; nothing happens when the scheduler
@@ -271,19 +275,18 @@ T = TypeVar("T")
 def blocking(
     method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[S, P], T]:
-    """The method without the ``a`` of an ``async`` method's name, which blocks until that has ended
-    on Helmsman's event loop.
+    """Make the blocking form ``x`` of a coroutine method ``async_x``.
 
-    It has the same arguments, checks and documentation. An interrupt of the waiting thread cancels
-    the coroutine.
+    It has the same arguments, checks and documentation. The method may await only run_async and
+    other such methods. An interrupt of the waiting thread cancels the operation.
     """
     core: Any = inspect.unwrap(method)
 
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = run_sync(core(self, *args, **kwargs))
+        result: T = run_blocking(core(self, *args, **kwargs))
         return result
 
     functools.update_wrapper(call, core)
-    call.__name__ = core.__name__.removeprefix("a")
+    call.__name__ = core.__name__.removeprefix("async_")
     call.__qualname__ = f"{core.__qualname__.rpartition('.')[0]}.{call.__name__}"
     return checked(call)

@@ -7,11 +7,11 @@ from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from helmsman.api.errors import InvalidSpecError, JobError, WorkerNotFoundError
-from helmsman.controller._aio.event_loop import await_all, in_own_thread
+from helmsman.api.forms import in_own_thread
+from helmsman.controller._aio.event_loop import await_all
 from helmsman.controller._generation.health import Health
 from helmsman.controller._generation.request import Instance
 from helmsman.controller._rollout.instances import Instances
-from helmsman.controller._rollout.request_api import require_ids
 from helmsman.controller._rollout.weight_state import RolloutWeights
 
 T = TypeVar("T")
@@ -141,7 +141,6 @@ class InstancePool:
             self._leaving.difference_update(chosen)
 
     def _known(self, worker_ids: Collection[str]) -> list[str]:
-        require_ids("worker_ids", worker_ids)
         instances = self._instances.requests.instances
         for worker_id in worker_ids:
             if worker_id not in instances:

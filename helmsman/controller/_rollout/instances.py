@@ -16,12 +16,13 @@ from helmsman.api.errors import (
     InstanceLostError,
     WorkerFailedError,
 )
+from helmsman.api.forms import in_own_thread
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.scheduler import Job, Scheduler
 from helmsman.api.supervision import Sign
-from helmsman.controller._aio.event_loop import in_own_thread, run_sync
+from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._generation.health import Event, Health, SupervisionPolicy
-from helmsman.controller._generation.request import Instance, InstanceLoad, RolloutLoad
+from helmsman.controller._generation.request import Instance, InstanceStats, RolloutStats
 from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.supervisor import Supervisor
@@ -34,7 +35,7 @@ class Instances(RoleController):
     backend it is, and their supervision. The parts of RolloutController are built on it.
 
     Args:
-        capacity, request_timeout_s, retries, supervision: as of RolloutController.
+        capacity, request_timeout, retries, supervision: as of RolloutController.
         make_queue: GenerateScheduler with its options.
         turn: returns whose devices these are, where a trainer takes turns with the role.
         on_closed: called once nothing is served any more, before the workers end.
@@ -51,7 +52,7 @@ class Instances(RoleController):
         engine_kwargs: Mapping[str, Any] | None,
         engine_name: str | None,
         capacity: int,
-        request_timeout_s: float | None,
+        request_timeout: float | None,
         retries: RetryPolicy | None,
         supervision: SupervisionPolicy | None,
         *,
@@ -64,11 +65,11 @@ class Instances(RoleController):
         super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
         if capacity < 1:
             raise ValueError(f"max_in_flight_per_worker is {capacity}; expected 1 or more")
-        self.capacity, self.turn, self._on_closed, self._request_timeout_s = (
+        self.capacity, self.turn, self._on_closed, self._request_timeout = (
             capacity,
             turn,
             on_closed,
-            request_timeout_s,
+            request_timeout,
         )
         self.is_supervised = supervision is not None
         supervision = supervision or SupervisionPolicy()
@@ -126,13 +127,13 @@ class Instances(RoleController):
         self._check_started()
         return self._requests
 
-    async def load(self) -> RolloutLoad:
+    async def stats(self) -> RolloutStats:
         requests = self.requests
-        return RolloutLoad(
+        return RolloutStats(
             num_queued=requests.num_queued,
             paused=requests.is_suspended,
             instances={
-                id_: InstanceLoad(
+                id_: InstanceStats(
                     state=each.health,
                     num_in_flight=each.num_in_flight,
                     outstanding_tokens=each.outstanding_tokens,
@@ -168,7 +169,7 @@ class Instances(RoleController):
         )
         return [report.worker_id for report in reports if report.sign is Sign.ANSWERED]
 
-    def why_none_will_serve(self, method: str = "agenerate") -> Exception | None:
+    def why_none_will_serve(self, method: str = "generate") -> Exception | None:
         """Why no instance serves or will, as the error of ``method``; None while one does, or is
         being rebuilt.
         """
@@ -190,7 +191,7 @@ class Instances(RoleController):
         build = self.num_builds[worker_id]
         try:
             return await self.scheduler.async_call_engine(
-                worker_id, method, self.engine_name, *args, timeout=timeout, **kwargs
+                worker_id, method, self.engine_name, *args, rpc_timeout=timeout, **kwargs
             )
         except (WorkerFailedError, EngineCallError) as error:
             # Not compared with error.worker_id: with colocation the process that died may go by
@@ -240,7 +241,7 @@ class Instances(RoleController):
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
         result: GenerationResult = await self._serve(
-            instance_id, "agenerate", request, self._request_timeout_s
+            instance_id, "agenerate", request, self._request_timeout
         )
         return result
 
@@ -248,7 +249,7 @@ class Instances(RoleController):
         self, instance_id: str, requests: Sequence[GenerationRequest]
     ) -> Sequence[GenerationResult]:
         results: Sequence[GenerationResult] = await self._serve(
-            instance_id, "agenerate_samples", list(requests), self._request_timeout_s
+            instance_id, "agenerate_samples", list(requests), self._request_timeout
         )
         return results
 

@@ -223,7 +223,7 @@ def stream(
         run_on_loop(lambda: withdraw(requests, tickets))
 
 
-async def astream(
+async def async_stream(
     requests: GenerateScheduler, put: Put, on_error: OnError
 ) -> AsyncIterator[tuple[int, GenerationResult | Exception]]:
     """As stream, awaited from any event loop."""
@@ -342,16 +342,16 @@ class RolloutRequests:
             self._instances.requests, lambda: self._put(requests, options, num_samples), on_error
         )
 
-    def astream(
+    def async_stream(
         self,
         requests: Sequence[GenerationRequest],
         options: RequestOptions | None,
         num_samples: int,
         on_error: OnError,
     ) -> AsyncIterator[tuple[int, GenerationResult | Exception]]:
-        """Results as they end, for any event loop; see RolloutController.astream."""
+        """Results as they end, for any event loop; see RolloutController.async_stream."""
         _require_one_of("on_error", on_error, get_args(OnError))
-        return astream(
+        return async_stream(
             self._instances.requests, lambda: self._put(requests, options, num_samples), on_error
         )
 
@@ -362,7 +362,7 @@ class RolloutRequests:
         num_samples: int = 1,
         resume_from: GenerationResult | None = None,
     ) -> list[Ticket]:
-        self._require_turn("agenerate")
+        self._require_turn("generate")
         kept = {requests[0].request_id: resume_from} if resume_from is not None else {}
         together = num_samples if self._samples_by_engine else 1
         return self._instances.requests.put(requests, options, together=together, kept=kept)

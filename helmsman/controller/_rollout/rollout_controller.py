@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequen
 from concurrent.futures import Future
 from typing import Any, Literal, overload
 
-from helmsman.api.closing import Closing
+from helmsman.api.closing import Starting
 from helmsman.api.generation import GenerationResult, InFlight, SamplingParams
-from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
+from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker, ids_of
 from helmsman.api.weights import Weights
-from helmsman.controller._aio.event_loop import run_async, run_sync
+from helmsman.controller._aio.event_loop import run_async
 from helmsman.controller._generation.health import SupervisionPolicy
-from helmsman.controller._generation.request import RequestOptions, RolloutLoad
+from helmsman.controller._generation.request import RequestOptions, RolloutStats
 from helmsman.controller._generation.retries import RetryPolicy
 from helmsman.controller._generation.routing import RoutingPolicy
 from helmsman.controller._generation.scheduler import GenerateScheduler
@@ -27,14 +27,14 @@ from helmsman.controller._rollout.weight_state import RolloutWeights
 from helmsman.controller._validation.argument_types import checked
 
 
-class RolloutController(Closing):
+class RolloutController(Starting):
     """The rollout instances of one role.
 
     A request ends exactly once. When its worker dies, it fails with WorkerFailedError or, with
     ``retries=RetryGeneration()``, goes on at another; the dead worker takes no more, and when none
     is left every request fails. Instances come and go while requests run (``add``, ``drain``,
-    ``remove``, ``scale``). Methods whose names begin with ``a`` are awaited, from any event loop;
-    the others block.
+    ``remove``, ``scale``). Each operation ``x`` blocks; ``async_x`` is awaited, from any event
+    loop, with the same arguments and result.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RolloutController(Closing):
         max_in_flight_per_worker: int = 64,
         max_queue: int = 1024,
         max_in_flight: int | None = None,
-        request_timeout_s: float | None = None,
+        request_timeout: float | None = None,
         policy: RoutingPolicy | None = None,
         retries: RetryPolicy | None = None,
         supervision: SupervisionPolicy | None = None,
@@ -76,7 +76,7 @@ class RolloutController(Closing):
             samples_by_engine: give a prompt's samples to one worker by one call of its engine's
                 ``agenerate_samples``, which computes the prompt once, when it has room for all of
                 them. Otherwise each is a request of its own and goes where there is room.
-            request_timeout_s: seconds from sending a request to its result; the scheduler's
+            request_timeout: seconds from sending a request to its result; the scheduler's
                 ``timeouts.call_s`` when None.
         """
         self.scheduler, self.job, self.engine_name = scheduler, job, engine_name
@@ -85,7 +85,7 @@ class RolloutController(Closing):
         )
         self._instances = Instances(
             *(scheduler, engine, job, engine_args, engine_kwargs, engine_name),
-            *(max_in_flight_per_worker, request_timeout_s, retries, supervision),
+            *(max_in_flight_per_worker, request_timeout, retries, supervision),
             make_queue=functools.partial(
                 GenerateScheduler,
                 policy=policy,
@@ -113,21 +113,22 @@ class RolloutController(Closing):
         """The role's workers in rank order; raises unless the controller is started."""
         return self._instances.workers
 
+    @property
+    def is_started(self) -> bool:
+        return self._instances.is_started
+
     def initialize(self) -> None:
-        """Start the workers, build their engines and make them ready; on an error nothing of the
-        role remains.
+        """Start the workers and build their engines. Idempotent.
 
-        It blocks, and runs in the caller's thread, so that an interrupt reaches the scheduler's own
-        start.
+        On an error nothing of the role remains. It runs in the caller's thread, so that an
+        interrupt reaches the scheduler's own start.
 
-        Raises: JobError, StartError, or the root cause of what failed on the workers, as call_all
-            raises it.
+        Raises:
+            JobError: The job is invalid.
+            StartError: The workers could not start.
+            Exception: The root cause of a failure on the workers, as from ``generate``.
         """
         self._instances.initialize()
-
-    async def ainitialize(self) -> None:
-        """As initialize, awaited, so that several roles start at the same time."""
-        await self._instances.ainitialize()
 
     def close(self) -> None:
         """Destroy the engines and end the workers. Idempotent; nothing happens when the scheduler
@@ -137,41 +138,52 @@ class RolloutController(Closing):
         """
         self._instances.close()
 
-    def load(self) -> RolloutLoad:
-        """What waits, what is in flight and which workers serve."""
-        return run_sync(self._instances.load())
+    async def async_stats(self) -> RolloutStats:
+        """Queued requests, requests in flight, and the state of each worker."""
+        return await run_async(self._instances.stats())
+
+    stats = blocking(async_stats)
 
     # --- generation -------------------------------------------------------------------------------
 
     @checked
-    def generate(
+    async def async_generate(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: RequestOptions | None = None,
         *,
         num_samples: int = 1,
     ) -> list[GenerationResult]:
-        """Continue all prompts and return the results in their order, those of each prompt's
-        samples in a row.
+        """Continue all prompts and return the results in their order.
+
+        The samples of a prompt are neighbours. When a request fails, the others of this call are
+        aborted, and their ends are awaited for a short grace. Use ``submit``, ``generate_one`` or
+        ``stream`` to keep the results of the others.
 
         Args:
-            sampling: for all prompts, or one for each; the defaults when None.
-            num_samples: of each prompt. With more than one, the k-th sample of the request ``id``
-                is the request ``id#k``. It has a seed of its own that follows from the prompt's,
-                and none when that has none.
-        Raises: ValueError for prompts that make no sense, before anything is sent. When a request
-            fails, the others of this call are aborted and their ends awaited for a short grace;
-            then the error is raised as call_all raises it. Use submit, agenerate or stream to keep
-            the results of the others.
+            prompts: Token ids of each prompt, or GenerationRequests.
+            sampling: For all prompts, or one for each; the defaults when None.
+            options: Priority, session and such of all requests.
+            num_samples: Samples of each prompt. The k-th sample of the request ``id`` is the
+                request ``id#k``. Its seed follows from the prompt's; it has none when that has
+                none.
+
+        Returns:
+            ``len(prompts) * num_samples`` results.
+
+        Raises:
+            ValueError: A prompt is invalid; nothing was sent.
+            WorkerFailedError: The only failed request lost its worker.
+            GroupCallError: Requests failed at several workers; the root cause comes first.
         """
-        return run_sync(
-            self._requests.generate(
-                self._requests.maker.make_all(prompts, sampling, num_samples), num_samples
-            )
-        )
+        requests = self._requests.maker.make_all(prompts, sampling, num_samples)
+        return await run_async(self._requests.generate(requests, num_samples, options))
+
+    generate = blocking(async_generate)
 
     @checked
-    async def agenerate(
+    async def async_generate_one(
         self,
         prompt: Prompt,
         sampling: SamplingParams | None = None,
@@ -179,34 +191,54 @@ class RolloutController(Closing):
         *,
         resume_from: GenerationResult | None = None,
     ) -> GenerationResult:
-        """Continue one prompt. A request is withdrawn, or aborted once it is in flight, when the
-        await is cancelled.
+        """Continue one prompt.
+
+        Cancelling the await withdraws a queued request and aborts one that is in flight.
 
         Args:
-            resume_from: a result of this prompt that ended with stop_reason 'abort'. The request
-                goes on after its tokens, on any worker, and the result has all of them, each with
-                its log-probability and version; ``max_new_tokens`` counts them, too. With the same
-                seed and weights it is, up to rounding, what it would have been without the abort.
-        Raises: ValueError for a prompt that makes no sense, or a ``resume_from`` that has nothing
-            to go on to.
+            prompt: Token ids, or a GenerationRequest.
+            sampling: The defaults when None.
+            options: Priority, session and such of the request.
+            resume_from: A result of this prompt with stop_reason 'abort'. The request continues
+                after its tokens, on any worker. The result has all tokens, each with its
+                log-probability and version, and ``max_new_tokens`` counts all of them. With the
+                same seed and weights the result equals, up to rounding, that without the abort.
+
+        Raises:
+            ValueError: The prompt is invalid, or ``resume_from`` cannot be continued.
+            WorkerFailedError: The worker died, and ``retries`` did not allow another attempt.
         """
         return await run_async(self._requests.generate_one(prompt, sampling, options, resume_from))
 
+    generate_one = blocking(async_generate_one)
+
     @checked
-    async def agenerate_samples(
+    async def async_generate_samples(
         self,
         prompt: Prompt,
         num_samples: int,
         sampling: SamplingParams | None = None,
         options: RequestOptions | None = None,
     ) -> list[GenerationResult]:
-        """Continue one prompt several times; see generate for their ids and seeds.
+        """Continue one prompt several times; ids and seeds are those of ``generate``.
 
-        When a sample fails, or the await is cancelled, the others are withdrawn or aborted. Raises:
-            as generate.
+        When a sample fails, or the await is cancelled, the others are withdrawn or aborted.
+
+        Args:
+            prompt: Token ids, or a GenerationRequest.
+            num_samples: How many results to return.
+            sampling: The defaults when None.
+            options: Priority, session and such of the requests.
+
+        Raises:
+            ValueError: The prompt or ``num_samples`` is invalid; nothing was sent.
+            WorkerFailedError: The only failed request lost its worker.
+            GroupCallError: Requests failed at several workers; the root cause comes first.
         """
         requests = samples_of(self._requests.maker.make(prompt, sampling), num_samples)
         return await run_async(self._requests.generate(requests, num_samples, options))
+
+    generate_samples = blocking(async_generate_samples)
 
     @overload
     def stream(
@@ -256,7 +288,7 @@ class RolloutController(Closing):
         return self._requests.stream(requests, options, num_samples, on_error)
 
     @overload
-    def astream(
+    def async_stream(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
@@ -267,7 +299,7 @@ class RolloutController(Closing):
     ) -> AsyncIterator[tuple[int, GenerationResult]]: ...
 
     @overload
-    def astream(
+    def async_stream(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
@@ -278,7 +310,7 @@ class RolloutController(Closing):
     ) -> AsyncIterator[tuple[int, GenerationResult | Exception]]: ...
 
     @checked
-    def astream(
+    def async_stream(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -290,10 +322,10 @@ class RolloutController(Closing):
         """As stream, for ``async for``. A ``break`` aborts the rest when the loop drops the
         iterator; ``contextlib.aclosing`` does so at a certain place."""
         requests = self._requests.maker.make_all(prompts, sampling, num_samples)
-        return self._requests.astream(requests, options, num_samples, on_error)
+        return self._requests.async_stream(requests, options, num_samples, on_error)
 
     @checked
-    async def asubmit(
+    async def async_submit(
         self,
         prompt: Prompt,
         sampling: SamplingParams | None = None,
@@ -308,16 +340,16 @@ class RolloutController(Closing):
         callbacks run on Helmsman's event loop.
 
         Args:
-            resume_from: as in agenerate.
+            resume_from: as in generate_one.
         """
         return await run_async(self._requests.submit(prompt, sampling, options, resume_from))
 
-    submit = blocking(asubmit)
+    submit = blocking(async_submit)
 
     # --- flow of requests -------------------------------------------------------------------------
 
     @checked
-    async def aabort(self, request_ids: Collection[str] | None = None) -> int:
+    async def async_abort(self, request_ids: Collection[str] | None = None) -> int:
         """End these requests (None: all that are here now) early; each returns what it has with
         stop_reason 'abort'.
 
@@ -329,10 +361,12 @@ class RolloutController(Closing):
         """
         return await run_async(self._requests.abort(request_ids))
 
-    abort = blocking(aabort)
+    abort = blocking(async_abort)
 
     @checked
-    async def apause(self, in_flight: InFlight = "continue", timeout: float | None = None) -> None:
+    async def async_pause(
+        self, in_flight: InFlight = "continue", timeout: float | None = None
+    ) -> None:
         """Give no request to a worker from now on until resume; submission stays open.
 
         Args:
@@ -343,23 +377,23 @@ class RolloutController(Closing):
                 that comes to its end on the way is done. The keys of recalled tokens are computed
                 again, by the weights at that time.
             timeout: seconds to wait for that; None waits as long as the workers' calls may take
-                (``request_timeout_s``).
+                (``request_timeout``).
         Raises: RequestsInFlightError after the time-out, which names the workers that still have
             requests. It is paused then, too, and what was recalled still comes back when its worker
             answers; when that dies, its requests go by ``retries``.
         """
         await run_async(self._requests.pause(in_flight, timeout))
 
-    pause = blocking(apause)
+    pause = blocking(async_pause)
 
-    async def aresume(self) -> None:
+    async def async_resume(self) -> None:
         """Send queued requests again, as soon as no update of the weights holds them either."""
         await run_async(self._requests.resume())
 
-    resume = blocking(aresume)
+    resume = blocking(async_resume)
 
     @checked
-    async def await_idle(self, timeout: float | None = None) -> None:
+    async def async_wait_idle(self, timeout: float | None = None) -> None:
         """Wait until no worker has a request and, unless paused, none waits: what comes meanwhile
         is waited for, too. While others submit, it holds for a moment only; after pause it holds
         until resume.
@@ -370,12 +404,12 @@ class RolloutController(Closing):
         """
         await run_async(self._requests.wait_idle(timeout))
 
-    wait_idle = blocking(await_idle)
+    wait_idle = blocking(async_wait_idle)
 
     # --- instances --------------------------------------------------------------------------------
 
     @checked
-    async def aadd(self, count: int = 1) -> list[str]:
+    async def async_add(self, count: int = 1) -> list[str]:
         """Serve by so many workers more, and return their ids.
 
         They serve, all of them from one moment on, once they have the weights of the last update:
@@ -387,10 +421,12 @@ class RolloutController(Closing):
         """
         return await run_async(self._pool.add(count))
 
-    add = blocking(aadd)
+    add = blocking(async_add)
 
     @checked
-    async def adrain(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
+    async def async_drain(
+        self, worker_ids: Collection[str | Worker], *, migrate: bool = False
+    ) -> None:
         """Give these workers nothing more until undrain, and wait until they have nothing.
 
         Args:
@@ -399,17 +435,21 @@ class RolloutController(Closing):
         Raises: WorkerNotFoundError; ValueError for one id that is not in a sequence; HelmsmanError
             when undrain takes it back. An interrupt takes it back, too.
         """
-        await run_async(self._pool.drain(worker_ids, migrate))
+        await run_async(self._pool.drain(ids_of(worker_ids), migrate))
 
-    drain = blocking(adrain)
+    drain = blocking(async_drain)
 
     @checked
-    def undrain(self, worker_ids: Collection[str]) -> None:
+    async def async_undrain(self, worker_ids: Collection[str | Worker]) -> None:
         """Give these workers requests again. Raises: WorkerNotFoundError."""
-        run_sync(self._pool.undrain(worker_ids))
+        await run_async(self._pool.undrain(ids_of(worker_ids)))
+
+    undrain = blocking(async_undrain)
 
     @checked
-    async def aremove(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
+    async def async_remove(
+        self, worker_ids: Collection[str | Worker], *, migrate: bool = False
+    ) -> None:
         """Drain these workers, end them and free what they held; the others keep their ids, and
         these are not given again.
 
@@ -419,12 +459,12 @@ class RolloutController(Closing):
         Raises: as drain; InvalidSpecError for all workers that there are, and for those that are
             being removed already; as Scheduler.remove_workers.
         """
-        await run_async(self._pool.remove(worker_ids, migrate))
+        await run_async(self._pool.remove(ids_of(worker_ids), migrate))
 
-    remove = blocking(aremove)
+    remove = blocking(async_remove)
 
     @checked
-    async def ascale(self, replicas: int, *, migrate: bool = False) -> None:
+    async def async_scale(self, replicas: int, *, migrate: bool = False) -> None:
         """Serve by so many workers from now on: ``add`` as many as are missing, or ``remove`` the
         last ones. Who scales while another does waits for that, drains included.
 
@@ -432,12 +472,12 @@ class RolloutController(Closing):
         """
         await run_async(self._pool.scale(replicas, migrate))
 
-    scale = blocking(ascale)
+    scale = blocking(async_scale)
 
     # --- weights ----------------------------------------------------------------------------------
 
     @checked
-    async def aupdate_weights(
+    async def async_update_weights(
         self, weights: ResultHandle | Weights, version: int, timeout: float | None = None
     ) -> int:
         """Serve ``weights`` as ``version`` on every worker, by one call each; requests in flight go
@@ -456,10 +496,10 @@ class RolloutController(Closing):
         """
         return await run_async(self.weight_sink.update_all(weights, version, timeout))
 
-    update_weights = blocking(aupdate_weights)
+    update_weights = blocking(async_update_weights)
 
     @checked
-    async def asleep(
+    async def async_sleep(
         self, level: int = 1, in_flight: InFlight = "finish", timeout: float | None = None
     ) -> None:
         """Give the devices' memory back: the instances accept nothing until wake, and requests are
@@ -477,23 +517,25 @@ class RolloutController(Closing):
         """
         await run_async(self.weight_sink.sleep(level, in_flight, timeout))
 
-    sleep = blocking(asleep)
+    sleep = blocking(async_sleep)
 
     @checked
-    async def awake(self, *, weights_only: bool = False, timeout: float | None = None) -> None:
+    async def async_wake(self, *, weights_only: bool = False, timeout: float | None = None) -> None:
         """Take the devices' memory again, and send the requests that were held, once there are
         weights. Idempotent.
 
         Args:
             weights_only: only what weights need: update them now, and wake again for the rest.
             timeout: seconds; the scheduler's ``timeouts.call_s`` when None.
-        Raises: as call_all; DeviceMemoryError for a rollout that takes Turns, when there is not
+        Raises: as call_all; DeviceMemoryError for a rollout in a DeviceHandoff, when there is not
             enough.
         """
         await run_async(self.weight_sink.wake(weights_only, timeout))
 
-    wake = blocking(awake)
+    wake = blocking(async_wake)
 
-    def versions(self) -> dict[str, int]:
+    async def async_versions(self) -> dict[str, int]:
         """The weight version that each living worker serves, by worker id."""
-        return run_sync(self._instances.ask_all("get_version"))
+        return await run_async(self._instances.ask_all("get_version"))
+
+    versions = blocking(async_versions)

@@ -27,6 +27,8 @@ from helmsman.api.scheduler import (
     Worker,
     WorkerHealth,
     WorkerStatus,
+    id_of,
+    ids_of,
 )
 from helmsman.controller._aio.event_loop import await_all, forbid_blocking, run_async, run_sync
 from helmsman.controller._node.cleanup import remove_old_logs
@@ -158,8 +160,8 @@ class BackendScheduler(Scheduler):
         return self._lifecycle.reserve(*_valid(job))
 
     @checked
-    def restart_worker(self, worker_id: str) -> None:
-        self._lifecycle.restart_worker(worker_id)
+    def restart_worker(self, worker_id: str | Worker) -> None:
+        self._lifecycle.restart_worker(id_of(worker_id))
 
     @checked
     def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
@@ -174,7 +176,7 @@ class BackendScheduler(Scheduler):
         return self._lifecycle.add(role, count)
 
     @checked
-    def remove_workers(self, role: str, worker_ids: Sequence[str]) -> None:
+    def remove_workers(self, role: str, worker_ids: Sequence[str | Worker]) -> None:
         if isinstance(worker_ids, str):
             raise refusal(
                 "remove_workers",
@@ -184,7 +186,7 @@ class BackendScheduler(Scheduler):
                 f"Give a list of ids: [{worker_ids!r}]",
             )
         entry = self._roles.open_role(role, "remove_workers")
-        run_sync(self._lifecycle.remove(entry, list(dict.fromkeys(worker_ids))))
+        run_sync(self._lifecycle.remove(entry, list(dict.fromkeys(ids_of(worker_ids)))))
 
     @checked
     def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
@@ -242,7 +244,8 @@ class BackendScheduler(Scheduler):
         return _ask_all(clients, lambda client: client.control(Verb.ENVIRONMENT))
 
     @checked
-    async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
+    async def set_worker_env(self, worker_id: str | Worker, env: Mapping[str, str]) -> None:
+        id_ = id_of(worker_id)
         given: Mapping[Any, Any] = env
         wrong = {
             name: value
@@ -250,25 +253,26 @@ class BackendScheduler(Scheduler):
             if not (isinstance(name, str) and isinstance(value, str))
         }
         if wrong:
-            raise TypeError(
-                f"environment of {worker_id}: names and values are strings; got {wrong!r}"
-            )
-        client = self._roles.client(worker_id)
-        self._backend.require_environment(worker_id, env)
+            raise TypeError(f"environment of {id_}: names and values are strings; got {wrong!r}")
+        client = self._roles.client(id_)
+        self._backend.require_environment(id_, env)
         await run_async(client.control(Verb.SET_ENV, dict(env)))
 
     @checked
-    async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
-        client = self._roles.client(worker_id)
+    async def check_health(
+        self, worker_id: str | Worker, timeout: float | None = None
+    ) -> WorkerHealth:
+        id_ = id_of(worker_id)
+        client = self._roles.client(id_)
         limit = (
             (self.timeouts.health_s, "Timeouts.health_s")
             if timeout is None
             else (timeout, "the operation's deadline")
         )
-        found, failures = await run_async(ask_health({worker_id: client}, *limit))
-        if worker_id in failures:
-            raise failures[worker_id]
-        return found[worker_id]
+        found, failures = await run_async(ask_health({id_: client}, *limit))
+        if id_ in failures:
+            raise failures[id_]
+        return found[id_]
 
     async def preemption_notices(self) -> dict[str, PreemptionNotice]:
         self._roles.require_open("preemption_notices")
@@ -293,8 +297,8 @@ class BackendScheduler(Scheduler):
         )
 
     @checked
-    async def kill_worker(self, worker_id: str, cause: str) -> None:
-        await run_async(self._roles.client(worker_id).kill(cause))
+    async def kill_worker(self, worker_id: str | Worker, cause: str) -> None:
+        await run_async(self._roles.client(id_of(worker_id)).kill(cause))
 
     @checked
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
@@ -305,40 +309,63 @@ class BackendScheduler(Scheduler):
     @checked
     async def create_engine(
         self,
-        worker_id: str,
+        worker_id: str | Worker,
         engine: str | Callable[..., Any] | EngineSpec,
         engine_name: str | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        await self._calls.create_engine(worker_id, engine, engine_name, args, kwargs)
+        await self._calls.create_engine(id_of(worker_id), engine, engine_name, args, kwargs)
+
+    @checked
+    def create_engines(
+        self,
+        worker_ids: Collection[str | Worker],
+        engine: str | Callable[..., Any] | EngineSpec,
+        engine_name: str | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        forbid_blocking()
+        super().create_engines(worker_ids, engine, engine_name, *args, **kwargs)
+
+    @checked
+    async def async_create_engines(
+        self,
+        worker_ids: Collection[str | Worker],
+        engine: str | Callable[..., Any] | EngineSpec,
+        engine_name: str | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        await super().async_create_engines(worker_ids, engine, engine_name, *args, **kwargs)
 
     def call_engine(
         self,
-        worker_id: str,
+        worker_id: str | Worker,
         method: str,
         engine_name: str | None = None,
         *args: Any,
         rpc_meta: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
+        rpc_timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
         return self._calls.call(
-            worker_id, method, engine_name, Call(args, kwargs, rpc_meta), timeout
+            id_of(worker_id), method, engine_name, Call(args, kwargs, rpc_meta), rpc_timeout
         )
 
     async def async_call_engine(
         self,
-        worker_id: str,
+        worker_id: str | Worker,
         method: str,
         engine_name: str | None = None,
         *args: Any,
         rpc_meta: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
+        rpc_timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
         return await self._calls.acall(
-            worker_id, method, engine_name, Call(args, kwargs, rpc_meta), timeout
+            id_of(worker_id), method, engine_name, Call(args, kwargs, rpc_meta), rpc_timeout
         )
 
     @checked

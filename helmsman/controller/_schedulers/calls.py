@@ -195,11 +195,13 @@ class CallService:
                 fanout.failed(worker_id, error)
         return fanout
 
-    def _limit(self, caller: str, timeout: float | None) -> tuple[float, str]:
+    def _limit(
+        self, caller: str, timeout: float | None, name: str = "rpc_timeout"
+    ) -> tuple[float, str]:
         if timeout is None:
             return self._run.timeouts.call_s, "Timeouts.call_s"
-        require_seconds(caller, timeout)
-        return float(timeout), "the call's timeout argument"  # NumPy's own are no numbers to a lock
+        require_seconds(caller, timeout, name)
+        return float(timeout), f"the call's {name} argument"  # NumPy's own are no numbers to a lock
 
     def _packed(
         self, client: WorkerClient, worker_id: str, method: str, engine_name: str | None, call: Call

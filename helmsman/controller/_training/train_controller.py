@@ -20,6 +20,7 @@ from helmsman.api.errors import (
     RoleNotFoundError,
     StartError,
 )
+from helmsman.api.forms import awaitable
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
 from helmsman.api.weight_exchange import ReceivesWeights
 from helmsman.controller._aio.event_loop import run_async, run_sync
@@ -43,8 +44,8 @@ class TrainController(RoleController):
 
     Ranks are laid out as torch does, model-parallel innermost: ``model_parallel_size`` neighbours
     share one data-parallel coordinate and one share of the batch, which their first rank, the head,
-    receives. Errors are those of call_all. Methods whose names begin with ``a`` are awaited, from
-    any event loop; the others block.
+    receives. Errors are those of call_all. Each operation ``x``
+    blocks; ``async_x`` is awaited, from any event loop, with the same arguments and result.
     """
 
     _ready_methods = ("create_process_group", "initialize")
@@ -93,7 +94,7 @@ class TrainController(RoleController):
         self.weight_source = self._ranks
 
     @checked
-    async def atrain_batch(
+    async def async_train_batch(
         self,
         samples: Sequence[Sample],
         loss_fn: LossFn | str,
@@ -116,10 +117,10 @@ class TrainController(RoleController):
             self._ranks.step("train_batch", samples, loss_fn, loss_kwargs, timeout)
         )
 
-    train_batch = blocking(atrain_batch)
+    train_batch = blocking(async_train_batch)
 
     @checked
-    def eval_batch(
+    async def async_eval_batch(
         self,
         samples: Sequence[Sample],
         loss_fn: LossFn | str,
@@ -127,19 +128,25 @@ class TrainController(RoleController):
         timeout: float | None = None,
     ) -> dict[str, float]:
         """As train_batch, without gradients and without a step."""
-        return run_sync(self._ranks.step("eval_batch", samples, loss_fn, loss_kwargs, timeout))
+        return await run_async(
+            self._ranks.step("eval_batch", samples, loss_fn, loss_kwargs, timeout)
+        )
+
+    eval_batch = blocking(async_eval_batch)
 
     @checked
-    async def aforward(self, samples: Sequence[Sample], timeout: float | None = None) -> list[Any]:
+    async def async_forward(
+        self, samples: Sequence[Sample], timeout: float | None = None
+    ) -> list[Any]:
         """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of
         ``samples``.
         """
         return await run_async(self._ranks.forward(samples, timeout))
 
-    forward = blocking(aforward)
+    forward = blocking(async_forward)
 
     @checked
-    def save(
+    async def async_save(
         self,
         path: str | os.PathLike[str],
         timeout: float | None = None,
@@ -154,19 +161,23 @@ class TrainController(RoleController):
                 training goes on. What goes wrong then is raised by wait_for_save, or by the next
                 call that comes first.
         """
-        run_sync(
+        await run_async(
             self._ranks.replicated(
                 "save_in_background" if background else "save", os.fspath(path), timeout=timeout
             )
         )
 
-    @checked
-    def wait_for_save(self, timeout: float | None = None) -> None:
-        """Wait until what a save in the background began is written. Raises what it met."""
-        run_sync(self._ranks.replicated("wait_for_save", timeout=timeout))
+    save = blocking(async_save)
 
     @checked
-    def export_hf(
+    async def async_wait_for_save(self, timeout: float | None = None) -> None:
+        """Wait until what a save in the background began is written. Raises what it met."""
+        await run_async(self._ranks.replicated("wait_for_save", timeout=timeout))
+
+    wait_for_save = blocking(async_wait_for_save)
+
+    @checked
+    async def async_export_hf(
         self,
         path: str | os.PathLike[str],
         dtype: str | None = None,
@@ -181,36 +192,38 @@ class TrainController(RoleController):
                 is.
             max_shard_bytes: of one file.
         """
-        run_sync(
+        await run_async(
             self._ranks.replicated(
                 "export_hf", os.fspath(path), dtype, max_shard_bytes, timeout=timeout
             )
         )
 
+    export_hf = blocking(async_export_hf)
+
     @checked
-    async def asleep(self, timeout: float | None = None) -> None:
+    async def async_sleep(self, timeout: float | None = None) -> None:
         """Give the devices' memory back: the state of all ranks waits on their hosts. Idempotent.
         Weights can still be brought to a rollout; training and checkpoints are refused until
         wake."""
         await run_async(self._ranks.replicated("sleep", timeout=timeout))
 
-    sleep = blocking(asleep)
+    sleep = blocking(async_sleep)
 
     @checked
-    async def awake(self, timeout: float | None = None) -> None:
+    async def async_wake(self, timeout: float | None = None) -> None:
         """Take the devices' memory again. Idempotent. Raises: DeviceMemoryError for a trainer that
-        takes Turns, when there is not enough; it sleeps on."""
+        takes DeviceHandoff, when there is not enough; it sleeps on."""
         await run_async(self._ranks.replicated("wake", timeout=timeout))
 
-    wake = blocking(awake)
+    wake = blocking(async_wake)
 
     @checked
-    def load(self, path: str | os.PathLike[str], timeout: float | None = None) -> None:
+    async def async_load(self, path: str | os.PathLike[str], timeout: float | None = None) -> None:
         """Read what save wrote. Raises: CheckpointError when the engine cannot; else as
         call_all.
         """
         try:
-            run_sync(self._ranks.replicated("load", os.fspath(path), timeout=timeout))
+            await run_async(self._ranks.replicated("load", os.fspath(path), timeout=timeout))
         except (EngineCallError, GroupCallError) as error:
             cause = error.first if isinstance(error, GroupCallError) else error
             if not isinstance(cause, EngineCallError) or is_communication_error(cause):
@@ -219,35 +232,47 @@ class TrainController(RoleController):
                 role=self.role, path=os.fspath(path), reason=cause.remote_message
             ) from error
 
-    def get_version(self) -> int:
+    load = blocking(async_load)
+
+    async def async_get_version(self) -> int:
         """The weight version, on which all ranks agree."""
-        return run_sync(self.weight_source.version())
+        return await run_async(self.weight_source.version())
+
+    get_version = blocking(async_get_version)
 
     @checked
-    def set_version(self, version: int) -> None:
+    async def async_set_version(self, version: int) -> None:
         """Set the weight version on all ranks."""
-        run_sync(self.weight_source.set_version(version))
+        await run_async(self.weight_source.set_version(version))
+
+    set_version = blocking(async_set_version)
 
     @checked
-    def set_lr(self, lr: float) -> None:
+    async def async_set_lr(self, lr: float) -> None:
         """Use another learning rate on all ranks from the next step on."""
-        run_sync(self._ranks.replicated("set_lr", lr))
+        await run_async(self._ranks.replicated("set_lr", lr))
+
+    set_lr = blocking(async_set_lr)
 
     @checked
-    def export_weights(self, timeout: float | None = None) -> ResultHandle:
+    async def async_export_weights(self, timeout: float | None = None) -> ResultHandle:
         """Gather the full parameters on rank 0 and return a handle; they stay there until
         ``scheduler.release(handle)``.
         """
-        return run_sync(self.weight_source.gather(timeout))
+        return await run_async(self.weight_source.gather(timeout))
+
+    export_weights = blocking(async_export_weights)
 
     @checked
-    async def aupdate_rollout(self, rollout: ReceivesWeights, timeout: float | None = None) -> int:
+    async def async_update_rollout(
+        self, rollout: ReceivesWeights, timeout: float | None = None
+    ) -> int:
         """Bring the current weights to every rollout worker, past the controller; returns the
         version they serve.
         """
-        return (await WeightSync(self, rollout, ViaExport()).apush(timeout)).version
+        return (await WeightSync(self, rollout, ViaExport()).async_push(timeout)).version
 
-    update_rollout = blocking(aupdate_rollout)
+    update_rollout = blocking(async_update_rollout)
 
     @checked
     def recover(
@@ -285,11 +310,15 @@ class TrainController(RoleController):
             self.load(checkpoint, timeout)
         return self.raise_version()
 
-    def raise_version(self) -> int:
+    async_recover = awaitable(recover)
+
+    async def async_raise_version(self) -> int:
         """Once weights were restored: set a version above all that were told before, unless they
         have one; returns it.
         """
-        return run_sync(self.weight_source.raise_version())
+        return await run_async(self.weight_source.raise_version())
+
+    raise_version = blocking(async_raise_version)
 
     def _restart(self) -> None:
         """New processes for all ranks: at their places if these are there, else elsewhere."""

@@ -73,15 +73,15 @@ def _hint(function: str, argument: str, value: object) -> str:
     )
 
 
-def require_seconds(method: str, timeout: object) -> None:
-    """Raise TypeError unless a ``timeout`` is a number or None, and ValueError for nan."""
+def require_seconds(method: str, timeout: object, name: str = "timeout") -> None:
+    """Raise TypeError unless the limit ``name`` is a number or None, and ValueError for nan."""
     if timeout is None:
         return
     if not _is_number(timeout):
-        raise refusal(method, "timeout", timeout, "float | None, a number of seconds")
+        raise refusal(method, name, timeout, "float | None, a number of seconds")
     if math.isnan(cast(float, timeout)):
         raise ValueError(
-            f"{method}: timeout=nan is not a number of seconds; leave it out for Timeouts.call_s"
+            f"{method}: {name}=nan is not a number of seconds; leave it out for Timeouts.call_s"
         )
 
 
@@ -155,18 +155,21 @@ def _test_of(annotation: Any, depth: int = 1) -> Test | None:
     if kind is Callable:
         return callable
     if kind in (Sequence, Collection):
+        item = arguments[0]
+        may_be_string = str in (item, *get_args(item))
         return functools.partial(
-            _is_collection, kind is Sequence, arguments[0] is str, _item_test(arguments[0], depth)
+            _is_collection, kind is Sequence, may_be_string, _item_test(item, depth)
         )
     return lambda value: isinstance(value, kind)
 
 
 def _item_test(annotation: Any, depth: int) -> Test | None:
-    """The test of a container's items; None unless they are of a plain class: a prompt has many
+    """The test of a container's items; None unless they are of plain classes: a prompt has many
     items of its own.
     """
-    is_class = isinstance(annotation, type) and get_origin(annotation) is None
-    return _test_of(annotation, depth - 1) if depth and is_class else None
+    plain = get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    are_classes = all(isinstance(each, type) and get_origin(each) is None for each in plain)
+    return _test_of(annotation, depth - 1) if depth and are_classes else None
 
 
 def _is_integer(value: Any) -> bool:

@@ -72,7 +72,7 @@ class WeightSync:
         self._way.check(source, sink)
 
     @checked
-    async def apush(self, timeout: float | None = None) -> SyncReport:
+    async def async_push(self, timeout: float | None = None) -> SyncReport:
         """Have every living instance serve the trainer's weights.
 
         Args:
@@ -84,7 +84,7 @@ class WeightSync:
         """
         return await run_async(self._push(timeout))
 
-    push = blocking(apush)
+    push = blocking(async_push)
 
     async def _push(self, timeout: float | None) -> SyncReport:
         started = time.monotonic()
@@ -195,11 +195,11 @@ class ViaCollective(Way):
     instance that is rebuilt between two syncs serves after the next one.
 
     Args:
-        timeout_s: how long members wait for each other.
+        timeout: seconds that members wait for each other.
     """
 
-    def __init__(self, timeout_s: float = 120.0) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeout: float = 120.0) -> None:
+        self._timeout_s = timeout
         self._group_id = ""
         self._members: tuple[str, ...] = ()
         self._port = 0

@@ -32,8 +32,8 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 Workflow = Callable[[Any], Awaitable[Any]]
 """``async def workflow(item)``: what becomes of an item, or None when nothing of use does. It
-awaits generation (``rollout.agenerate``), tools and rewards; what blocks belongs into a RewardPool
-or ``asyncio.to_thread``."""
+awaits generation (``rollout.async_generate_one``), tools and rewards. Blocking work belongs into a
+RewardPool or ``asyncio.to_thread``."""
 
 
 class WorkflowFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ class EpisodeRunner:
         max_in_flight: int = 4096,
         max_failures: int = 16,
         failure_window: int = 256,
-        episode_timeout_s: float | None = None,
+        episode_timeout: float | None = None,
     ) -> None:
         for name, value, least in (
             ("max_in_flight", max_in_flight, 1),
@@ -77,9 +77,9 @@ class EpisodeRunner:
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}; expected {least} or more")
-        if episode_timeout_s is not None and not episode_timeout_s > 0:
+        if episode_timeout is not None and not episode_timeout > 0:
             raise ValueError(
-                f"episode_timeout_s is {episode_timeout_s:g}; expected seconds above 0, or None"
+                f"episode_timeout is {episode_timeout:g}; expected seconds above 0, or None"
             )
         _require_async(workflow)
         self._workflow, self._sampler = workflow, sampler or BoundedStaleness()
@@ -88,7 +88,7 @@ class EpisodeRunner:
             max_failures,
             failure_window,
         )
-        self._timeout_s = episode_timeout_s
+        self._timeout_s = episode_timeout
         self._version = 0
         self._feeding: tuple[Iterator[Any], int] | None = None
         """Where items come from, and the size of a batch."""

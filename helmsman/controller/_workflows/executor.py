@@ -39,10 +39,10 @@ class WorkflowExecutor(Closing):
         max_in_flight: episodes that run at once, at most.
         max_failures: failed episodes among the last ``failure_window``, beyond which the next batch
             raises.
-        episode_timeout_s: seconds from an episode's start, after which it is cancelled and has
-            failed; None for no limit. What it awaits sees the cancellation: requests of
-            ``rollout.agenerate`` are aborted at their instances. An episode that swallows it goes
-            on, and whatever it returns is dropped.
+        episode_timeout: seconds from an episode's start, after which it is cancelled and has
+            failed; None for no limit. The cancellation reaches its awaits: requests of
+            ``rollout.async_generate_one`` are aborted at their instances. An episode that
+            swallows it continues, and its result is dropped.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class WorkflowExecutor(Closing):
         max_in_flight: int = 4096,
         max_failures: int = 16,
         failure_window: int = 256,
-        episode_timeout_s: float | None = None,
+        episode_timeout: float | None = None,
     ) -> None:
         self._episodes = EpisodeRunner(
             workflow,
@@ -61,7 +61,7 @@ class WorkflowExecutor(Closing):
             max_in_flight=max_in_flight,
             max_failures=max_failures,
             failure_window=failure_window,
-            episode_timeout_s=episode_timeout_s,
+            episode_timeout=episode_timeout,
         )
         self._lock = threading.Lock()
         """So that nothing is given to the loop after what ends it, and would never be answered."""

@@ -24,10 +24,11 @@ from helmsman.api.errors import (
     SchedulerClosedError,
     WorkerFailedError,
 )
+from helmsman.api.forms import in_own_thread
 from helmsman.api.scheduler import Job, Scheduler, Timeouts, Worker
 from helmsman.api.supervision import ProbePolicy, Report, RestartBudget, Sign, Watch
-from helmsman.controller._aio.event_loop import in_own_thread, run_async, run_sync
-from helmsman.controller._roles.role_controller import RoleController
+from helmsman.controller._aio.event_loop import run_async, run_sync
+from helmsman.controller._roles.role_controller import RoleController, blocking
 from helmsman.controller._schedulers.local import LocalScheduler
 from helmsman.rpc_server._host.reward import Overtime
 from helmsman.rpc_server._wire.codec import Packed, encode_arguments
@@ -229,7 +230,7 @@ class RewardPool(RoleController):
             the script.
         function: ``def`` or ``async def``; picklable, or an import path 'package.module.function'.
         job: the workers, such as ``Job(role="reward", replicas=8)``.
-        timeout_s: seconds from sending a score to a worker until its result; ``timeouts.call_s``
+        timeout: seconds from sending a score to a worker until its result; ``timeouts.call_s``
             when None. What blocks a worker's event loop, or holds the interpreter's lock, is
             noticed some seconds later.
         max_in_flight_per_worker: scores that run at once on a worker, of an async function.
@@ -244,21 +245,21 @@ class RewardPool(RoleController):
         scheduler: Scheduler,
         function: str | Callable[..., Any],
         job: Job,
-        timeout_s: float | None = None,
+        timeout: float | None = None,
         *,
         max_in_flight_per_worker: int = 64,
         max_restarts: int = 64,
     ) -> None:
         super().__init__(scheduler, _ENGINE, job, (function,))
-        if timeout_s is not None and not timeout_s > 0:
-            raise ValueError(f"timeout_s is {timeout_s:g}; expected seconds above 0, or None")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout is {timeout:g}; expected seconds above 0, or None")
         for name, value, least in (
             ("max_in_flight_per_worker", max_in_flight_per_worker, 1),
             ("max_restarts", max_restarts, 0),
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}; expected {least} or more")
-        self.timeout_s = scheduler.timeouts.call_s if timeout_s is None else timeout_s
+        self.timeout = scheduler.timeouts.call_s if timeout is None else timeout
         self._max_in_flight, self._max_restarts = max_in_flight_per_worker, max_restarts
         self._is_async = False
         self._places: RewardWorkers | None = None
@@ -272,7 +273,7 @@ class RewardPool(RoleController):
         cls,
         function: str | Callable[..., Any],
         num_processes: int = 4,
-        timeout_s: float | None = None,
+        timeout: float | None = None,
         *,
         max_in_flight_per_worker: int = 64,
         max_restarts: int = 64,
@@ -288,7 +289,7 @@ class RewardPool(RoleController):
                 scheduler,
                 function,
                 Job(role="reward", replicas=num_processes),
-                timeout_s,
+                timeout,
                 max_in_flight_per_worker=max_in_flight_per_worker,
                 max_restarts=max_restarts,
             )
@@ -301,7 +302,7 @@ class RewardPool(RoleController):
 
     # --- scores -----------------------------------------------------------------------------------
 
-    async def ascore(self, *args: Any, **kwargs: Any) -> Any:
+    async def async_score(self, *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` on a worker; may be awaited on any event loop, and as
         ``await pool(...)``.
 
@@ -314,28 +315,30 @@ class RewardPool(RoleController):
         """
         return await run_async(self._score(self._call(args, kwargs)))
 
-    __call__ = ascore
+    score = blocking(async_score)
+    __call__ = async_score
 
-    def map(self, items: Iterable[Any]) -> list[Any]:
+    async def async_map(self, items: Iterable[Any]) -> list[Any]:
         """The scores of all items, in their order.
 
-        Raises: the first error in their order, as ascore, once all have ended.
+        Raises:
+            HelmsmanError: The first error in their order, as from ``score``, once all have ended.
         """
-        calls = [self._call((item,), {}) for item in items]
+        return await run_async(self._score_all([self._call((item,), {}) for item in items]))
 
-        async def score_all() -> list[Any]:
-            outcomes = await asyncio.gather(*map(self._score, calls), return_exceptions=True)
-            for outcome in outcomes:
-                if isinstance(outcome, BaseException):
-                    raise outcome
-            return outcomes
-
-        return run_sync(score_all())
+    map = blocking(async_map)
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
         """Packed here, in the caller's thread: what cannot be sent fails before it waits."""
         self._check_started()
         return _Call(args, kwargs, Packed(encode_arguments(self.role, "", "score", (args, kwargs))))
+
+    async def _score_all(self, calls: list[_Call]) -> list[Any]:
+        outcomes = await asyncio.gather(*map(self._score, calls), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
 
     async def _score(self, call: _Call) -> Any:
         self._check_started()
@@ -395,17 +398,17 @@ class RewardPool(RoleController):
             raise _NotBegunError
 
     async def _sent(self, process: Process, call: _Call) -> Any:
-        method, limit_s, arguments = "score", self.timeout_s, tuple[Any, ...]((call.packed,))
+        method, limit_s, arguments = "score", self.timeout, tuple[Any, ...]((call.packed,))
         if self._is_async:
             method, limit_s, arguments = (
-                "ascore",
-                self.timeout_s + _GRACE_S,
-                (call.packed, self.timeout_s),
+                "async_score",
+                self.timeout + _GRACE_S,
+                (call.packed, self.timeout),
             )
         process.num_sent += 1
         try:
             sent = self.scheduler.async_call_engine(
-                process.worker_id, method, None, *arguments, timeout=limit_s
+                process.worker_id, method, None, *arguments, rpc_timeout=limit_s
             )
             work = asyncio.ensure_future(sent)
             await asyncio.wait([work, process.lost], return_when=asyncio.FIRST_COMPLETED)
@@ -434,7 +437,7 @@ class RewardPool(RoleController):
             worker_id=process.worker_id,
             call=str(call),
             elapsed_s=elapsed_s,
-            limit_s=self.timeout_s,
+            limit_s=self.timeout,
             then=then,
             stack=stack,
         )
@@ -445,7 +448,7 @@ class RewardPool(RoleController):
         await super()._make_ready(workers, ranks)
         limit_s = self.scheduler.timeouts.create_engine_s
         self._is_async = await self.scheduler.async_call_engine(
-            workers[ranks[0]].id, "is_async", None, timeout=limit_s
+            workers[ranks[0]].id, "is_async", None, rpc_timeout=limit_s
         )
 
     def _on_started(self) -> None:
@@ -455,7 +458,7 @@ class RewardPool(RoleController):
             self._places = RewardWorkers(
                 self.role, ids, capacity, self._max_restarts, self._rebuild
             )
-            policy = ProbePolicy(dead_s=max(_DEAD_S, 2 * self.timeout_s))
+            policy = ProbePolicy(dead_s=max(_DEAD_S, 2 * self.timeout))
             self._watch = Watch(self.scheduler.monitor, policy, self._places.on_report, ids)
 
         run_sync(start())

@@ -51,7 +51,7 @@ class RewardEngine:
         args, kwargs = call
         return self._function(*args, **kwargs)
 
-    async def ascore(self, call: Arguments, limit_s: float) -> Any:
+    async def async_score(self, call: Arguments, limit_s: float) -> Any:
         """As score, awaited; Overtime when it takes longer than the limit. One that swallows its
         cancellation goes on, and nobody waits for it."""
         args, kwargs = call

@@ -33,7 +33,7 @@ from helmsman.api.errors import (
     WorkerFailedError,
 )
 from helmsman.api.platforms import MemoryStats
-from helmsman.controller._device_handoff.turns import Owner, Turns
+from helmsman.controller._device_handoff.turns import DeviceHandoff, Owner
 from helmsman.controller._generation.health import Health
 from tests.contract.helpers import wait_until
 from tests.engines.small_models import QWEN2, random_tokens
@@ -75,7 +75,7 @@ class Pair:
         self.trainer.initialize()
         self.trainer.sleep()
         self.rollout.initialize()
-        self.turns = Turns(self.trainer, self.rollout)
+        self.turns = DeviceHandoff(self.trainer, self.rollout)
 
     def call(self, worker: str, method: str, *args: Any) -> Any:
         return self.scheduler.call_engine(worker, method, None, *args)
@@ -192,7 +192,7 @@ def test_turns_refuse_calls_out_of_turn(pair: Pair, tmp_path: Any) -> None:
         ):
             call()
     with pytest.raises(DevicesNotOwnedError, match="out of turn"):
-        asyncio.run(pair.rollout.agenerate(PROMPTS[0]))
+        asyncio.run(pair.rollout.async_generate_one(PROMPTS[0]))
     pair.turns.to_rollout()
     assert pair.turns.to_rollout() is None
     assert pair.turns.owner is Owner.ROLLOUT
@@ -213,9 +213,9 @@ def test_turns_with_requests_in_flight(pair: Pair) -> None:
     """And, taken back instead, they go on after the trainer's turn with the tokens that they
     have.
     """
-    turns = Turns(pair.trainer, pair.rollout, in_flight="recall", hold_requests=True)
+    turns = DeviceHandoff(pair.trainer, pair.rollout, in_flight="recall", hold_requests=True)
     turns.to_rollout()
-    impatient = Turns(pair.trainer, pair.rollout, timeout=0.1)
+    impatient = DeviceHandoff(pair.trainer, pair.rollout, timeout=0.1)
     impatient.owner = Owner.ROLLOUT
     before = pair.num_generated()
     future = pair.rollout.submit(PROMPTS[0], SamplingParams(max_new_tokens=4000, temperature=0))
@@ -231,7 +231,7 @@ def test_turns_with_requests_in_flight(pair: Pair) -> None:
     held = pair.rollout.submit(PROMPTS[1], GREEDY)
     pair.trainer.train_batch(SAMPLES, "sft")
     version = pair.trainer.get_version()
-    assert pair.rollout.load().num_queued == 2
+    assert pair.rollout.stats().num_queued == 2
     turns.to_rollout()
     assert held.result(60).versions == [version] * 6
     before = pair.num_generated()
@@ -333,7 +333,7 @@ def test_turns_wait_for_an_instance_that_dies(scheduler: Scheduler) -> None:
         assert pair.turns.owner is Owner.TRAINER
         results = pair.generate()  # which wait for it
         assert [result.versions for result in results] == [[pair.trainer.get_version()] * 6] * 3
-        assert pair.rollout.load().instances[pair.rollout_id].state is Health.HEALTHY
+        assert pair.rollout.stats().instances[pair.rollout_id].state is Health.HEALTHY
     pair.close()
 
 
@@ -374,7 +374,7 @@ def test_rollout_asleep_holds_its_requests(pair: Pair) -> None:
     rollout.sleep()
     rollout.sleep(1)
     future = rollout.submit(PROMPTS[0], GREEDY)
-    assert rollout.load().paused
+    assert rollout.stats().paused
     with pytest.raises(HelmsmanError, match=r"is asleep.*wake\(weights_only=True\)"):
         pair.trainer.update_rollout(rollout)
     rollout.wake(weights_only=True)
@@ -386,8 +386,8 @@ def test_rollout_asleep_holds_its_requests(pair: Pair) -> None:
     rollout.sleep(2, "recall")
     waiting = rollout.submit(PROMPTS[0], GREEDY)
     rollout.wake()
-    assert [each.state for each in rollout.load().instances.values()] == [Health.STALE]
-    assert rollout.load().num_queued == 1, "there are no weights to continue it by"
+    assert [each.state for each in rollout.stats().instances.values()] == [Health.STALE]
+    assert rollout.stats().num_queued == 1, "there are no weights to continue it by"
     version = pair.trainer.update_rollout(rollout)
     assert waiting.result(60).versions == [version] * 6
     with pytest.raises(ValueError, match="level is 3"):
@@ -396,6 +396,6 @@ def test_rollout_asleep_holds_its_requests(pair: Pair) -> None:
 
 def test_turns_refuse_invalid_arguments(pair: Pair) -> None:
     with pytest.raises(ValueError, match="level is 0"):
-        Turns(pair.trainer, pair.rollout, level=0)
+        DeviceHandoff(pair.trainer, pair.rollout, level=0)
     with pytest.raises(ValueError, match="in_flight is 'continue'"):
-        Turns(pair.trainer, pair.rollout, in_flight="continue")  # type: ignore[arg-type]
+        DeviceHandoff(pair.trainer, pair.rollout, in_flight="continue")  # type: ignore[arg-type]

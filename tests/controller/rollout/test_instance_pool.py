@@ -73,7 +73,7 @@ def _served(scheduler: Scheduler, worker_id: str) -> list[str]:
 
 
 def _in_flight(rollout: RolloutController) -> dict[str, int]:
-    return {id_: each.num_in_flight for id_, each in rollout.load().instances.items()}
+    return {id_: each.num_in_flight for id_, each in rollout.stats().instances.items()}
 
 
 def _finish(
@@ -92,7 +92,7 @@ def _finish(
 def _ids(scheduler: Scheduler, rollout: RolloutController) -> list[str]:
     """The workers, on which all must agree."""
     ids = [worker.id for worker in scheduler.get_workers("rollout")]
-    assert ids == [worker.id for worker in rollout.workers] == list(rollout.load().instances)
+    assert ids == [worker.id for worker in rollout.workers] == list(rollout.stats().instances)
     return ids
 
 
@@ -122,7 +122,7 @@ def test_add_and_remove_beside_requests(scheduler: Scheduler) -> None:
 def test_drain_until_undrain(scheduler: Scheduler) -> None:
     with _rollout(scheduler, replicas=2) as rollout:
         rollout.drain(["rollout/1"])
-        assert rollout.load().instances["rollout/1"].is_draining
+        assert rollout.stats().instances["rollout/1"].is_draining
         assert len(rollout.generate([[1]] * 10)) == 10
         assert _served(scheduler, "rollout/1") == []
         assert rollout.update_weights({"weight": [1.0]}, 1) == 1
@@ -136,18 +136,18 @@ def test_drain_cancelled_or_undrained(scheduler: Scheduler) -> None:
     with _rollout(scheduler, replicas=2, **GATED) as rollout:  # type: ignore[arg-type]
         futures = [rollout.submit([i + 1]) for i in range(8)]
         wait_until(lambda: _in_flight(rollout) == {"rollout/0": 4, "rollout/1": 4}, "both are full")
-        cancelled = _begin(rollout.adrain(["rollout/1"]))
-        other = _begin(rollout.adrain(["rollout/1"]))
-        wait_until(lambda: rollout.load().instances["rollout/1"].is_draining, "it is drained")
+        cancelled = _begin(rollout.async_drain(["rollout/1"]))
+        other = _begin(rollout.async_drain(["rollout/1"]))
+        wait_until(lambda: rollout.stats().instances["rollout/1"].is_draining, "it is drained")
         cancelled.cancel()
         rollout.versions()  # a turn of the loop at least
-        assert rollout.load().instances["rollout/1"].is_draining, (
+        assert rollout.stats().instances["rollout/1"].is_draining, (
             "somebody else still wants it to get nothing"
         )
         rollout.undrain(["rollout/1"])
         with pytest.raises(HelmsmanError, match="rollout/1 got requests again, by undrain"):
             other.result(30)
-        assert not rollout.load().instances["rollout/1"].is_draining
+        assert not rollout.stats().instances["rollout/1"].is_draining
         futures += [rollout.submit([i + 1]) for i in range(8)]
         assert _finish(scheduler, rollout, futures) == [[i + 2] for i in range(8)] * 2
         assert len(_served(scheduler, "rollout/1")) > 4
@@ -157,10 +157,10 @@ def test_remove_refuses_the_last_and_a_second_time(scheduler: Scheduler) -> None
     with _rollout(scheduler, **GATED) as rollout:  # type: ignore[arg-type]
         futures = [rollout.submit([i + 1]) for i in range(12)]
         wait_until(lambda: set(_in_flight(rollout).values()) == {4}, "all are full")
-        first = _begin(rollout.aremove(["rollout/1"]))
-        second = _begin(rollout.aremove(["rollout/0"]))
+        first = _begin(rollout.async_remove(["rollout/1"]))
+        second = _begin(rollout.async_remove(["rollout/0"]))
         wait_until(
-            lambda: sum(each.is_draining for each in rollout.load().instances.values()) == 2,
+            lambda: sum(each.is_draining for each in rollout.stats().instances.values()) == 2,
             "both are drained",
         )
         with pytest.raises(InvalidSpecError, match="not being removed already, as rollout/1 are"):
@@ -176,17 +176,17 @@ def test_remove_refuses_the_last_and_a_second_time(scheduler: Scheduler) -> None
         assert _ids(scheduler, rollout) == ["rollout/2"]
         with pytest.raises(InvalidSpecError, match="one worker at least to stay"):
             rollout.remove(["rollout/2"])
-        assert not rollout.load().instances["rollout/2"].is_draining
+        assert not rollout.stats().instances["rollout/2"].is_draining
         with pytest.raises(WorkerNotFoundError, match="rollout/1"):
             rollout.remove(["rollout/1"])
 
 
 def test_scale_concurrently(scheduler: Scheduler) -> None:
     with _rollout(scheduler, replicas=1) as rollout:
-        for scaling in [_begin(rollout.ascale(3)) for _ in range(4)]:
+        for scaling in [_begin(rollout.async_scale(3)) for _ in range(4)]:
             scaling.result(60)
         assert len(_ids(scheduler, rollout)) == 3
-        for scaling in [_begin(rollout.ascale(2)) for _ in range(4)]:
+        for scaling in [_begin(rollout.async_scale(2)) for _ in range(4)]:
             scaling.result(60)
         assert _ids(scheduler, rollout) == ["rollout/0", "rollout/1"]
 
@@ -195,12 +195,12 @@ def test_undrain_at_the_end_of_a_removal(scheduler: Scheduler) -> None:
     """Their drain is through as soon as it begins: each is removed, or serves again."""
 
     async def scenario(rollout: RolloutController, waiting: list[Future[GenerationResult]]) -> None:
-        removal = asyncio.ensure_future(rollout.aremove(["rollout/1", "rollout/2"]))
+        removal = asyncio.ensure_future(rollout.async_remove(["rollout/1", "rollout/2"]))
         undrains = [
             asyncio.to_thread(rollout.undrain, [worker_id])
             for worker_id in ("rollout/2", "rollout/1")
         ]
-        waiting += [await rollout.asubmit([5]), await rollout.asubmit([5])]
+        waiting += [await rollout.async_submit([5]), await rollout.async_submit([5])]
         for outcome in await asyncio.gather(removal, *undrains, return_exceptions=True):
             assert outcome is None or isinstance(outcome, HelmsmanError), outcome
 
@@ -230,10 +230,12 @@ def test_remove_cancelled_early(scheduler: Scheduler) -> None:
     with _rollout(scheduler, replicas=2, **GATED) as rollout:  # type: ignore[arg-type]
         futures = [rollout.submit([i + 1]) for i in range(8)]
         wait_until(lambda: _in_flight(rollout) == {"rollout/0": 4, "rollout/1": 4}, "both are full")
-        removal = _begin(rollout.aremove(["rollout/0"]))
-        wait_until(lambda: rollout.load().instances["rollout/0"].is_draining, "it is drained")
+        removal = _begin(rollout.async_remove(["rollout/0"]))
+        wait_until(lambda: rollout.stats().instances["rollout/0"].is_draining, "it is drained")
         removal.cancel()
-        wait_until(lambda: not rollout.load().instances["rollout/0"].is_draining, "it serves again")
+        wait_until(
+            lambda: not rollout.stats().instances["rollout/0"].is_draining, "it serves again"
+        )
         futures += [rollout.submit([i + 1]) for i in range(8)]
         assert _finish(scheduler, rollout, futures) == [[i + 2] for i in range(8)] * 2
         assert len(_served(scheduler, "rollout/0")) > 4
@@ -248,8 +250,8 @@ def test_remove_cancelled_late_is_finished(scheduler: Scheduler, gate: Gate) -> 
         # its engine cannot be destroyed
         held = _begin(scheduler.async_call_engine("rollout/1", "wait", None, *gate.files))
         gate.wait_started()
-        removal = _begin(rollout.aremove(["rollout/1"]))
-        wait_until(lambda: "rollout/1" not in rollout.load().instances, "its end has begun")
+        removal = _begin(rollout.async_remove(["rollout/1"]))
+        wait_until(lambda: "rollout/1" not in rollout.stats().instances, "its end has begun")
         removal.cancel()
         wait_gone({"rollout/1": pid})
         assert isinstance(held.exception(30), HelmsmanError)
@@ -272,7 +274,7 @@ def test_remove_during_rebuild(scheduler: Scheduler, tmp_path: Path, gate: Gate)
         hold.touch()
         os.kill(_pid(scheduler, "rollout/1"), signal.SIGKILL)
         gate.wait_started()
-        assert rollout.load().instances["rollout/1"].state is Health.RESTARTING
+        assert rollout.stats().instances["rollout/1"].state is Health.RESTARTING
         pid = _pid(scheduler, "rollout/1")
         rollout.remove(["rollout/1"])
         wait_gone({"rollout/1": pid})
@@ -280,7 +282,7 @@ def test_remove_during_rebuild(scheduler: Scheduler, tmp_path: Path, gate: Gate)
         gate.open()
         assert rollout.add() == ["rollout/3"]
         assert len(rollout.generate([[1]] * 10)) == 10
-        assert {each.state for each in rollout.load().instances.values()} == {Health.HEALTHY}
+        assert {each.state for each in rollout.stats().instances.values()} == {Health.HEALTHY}
 
 
 def test_add_cancelled_or_refused_leaves_nothing(
@@ -289,7 +291,7 @@ def test_add_cancelled_or_refused_leaves_nothing(
     hold, options = _slow(tmp_path, gate)
     with _rollout(scheduler, replicas=1, **options) as rollout:
         hold.touch()
-        addition = _begin(rollout.aadd())
+        addition = _begin(rollout.async_add())
         gate.wait_started()
         pid = _pid(scheduler, "rollout/1")
         addition.cancel()
@@ -301,7 +303,7 @@ def test_add_cancelled_or_refused_leaves_nothing(
         assert _ids(scheduler, rollout) == ["rollout/0"]
         gate.open()
         assert rollout.add() == ["rollout/2"]
-        early = _begin(rollout.aadd())
+        early = _begin(rollout.async_add())
         early.cancel()  # before its workers are there
         wait_until(
             lambda: (
@@ -324,11 +326,11 @@ def test_add_serves_together_or_not_at_all(scheduler: Scheduler) -> None:
         return False
 
     with _rollout(scheduler, replicas=1) as rollout:
-        update = _begin(rollout.aupdate_weights({"weight": "held"}, 1))
+        update = _begin(rollout.async_update_weights({"weight": "held"}, 1))
         wait_until(lambda: is_asked("rollout/0"), "it is asked to take the weights")
         scheduler.call_engine("rollout/0", "finish")
         assert update.result(30) == 1
-        addition = _begin(rollout.aadd(2))
+        addition = _begin(rollout.async_add(2))
         wait_until(
             lambda: is_asked("rollout/1") and is_asked("rollout/2"),
             "both are asked to take the weights",
@@ -347,14 +349,14 @@ def test_add_serves_together_or_not_at_all(scheduler: Scheduler) -> None:
 def test_add_without_supervision_waits_for_update(scheduler: Scheduler) -> None:
     with _rollout(scheduler, replicas=1, supervision=None) as rollout:
         assert rollout.add() == ["rollout/1"]
-        assert rollout.load().instances["rollout/1"].state is Health.HEALTHY, (
+        assert rollout.stats().instances["rollout/1"].state is Health.HEALTHY, (
             "it has the weights that all have"
         )
         assert rollout.update_weights({"weight": [1.0]}, 1) == 1
         assert rollout.add() == ["rollout/2"]
-        assert rollout.load().instances["rollout/2"].state is Health.STALE
+        assert rollout.stats().instances["rollout/2"].state is Health.STALE
         assert rollout.update_weights({"weight": [1.0]}, 2) == 2
-        assert {each.state for each in rollout.load().instances.values()} == {Health.HEALTHY}
+        assert {each.state for each in rollout.stats().instances.values()} == {Health.HEALTHY}
         rollout.remove(["rollout/0"])
         assert rollout.versions() == {"rollout/1": 2, "rollout/2": 2}
         assert rollout.add() == ["rollout/3"]
@@ -372,7 +374,7 @@ def test_update_weights_beside_removal(
     scheduler: Scheduler, supervision: SupervisionPolicy | None
 ) -> None:
     with _rollout(scheduler, replicas=2, supervision=supervision) as rollout:
-        update = _begin(rollout.aupdate_weights({"weight": "held"}, 1))
+        update = _begin(rollout.async_update_weights({"weight": "held"}, 1))
         wait_until(
             lambda: (
                 {scheduler.call_engine(worker.id, "figures")[0] for worker in rollout.workers}

@@ -66,7 +66,7 @@ def scheduler() -> Iterator[FakeScheduler]:
 
 
 def is_idle(rollout: RolloutController) -> bool:
-    load = rollout.load()
+    load = rollout.stats()
     return load.num_queued == 0 and not any(each.num_in_flight for each in load.instances.values())
 
 
@@ -88,7 +88,7 @@ def test_generate_samples_in_a_row(scheduler: FakeScheduler) -> None:
         assert sorted(len(engine(scheduler, index).served) for index in range(2)) == [4, 5], (
             "they go where there is room"
         )
-        assert [each.token_ids for each in asyncio.run(rollout.agenerate_samples([3], 2))] == [
+        assert [each.token_ids for each in asyncio.run(rollout.async_generate_samples([3], 2))] == [
             [4],
             [4],
         ]
@@ -124,7 +124,7 @@ def test_samples_of_a_dead_worker(scheduler: FakeScheduler) -> None:
         scheduler, 2, GatedSamples, samples_by_engine=True, retries=RetryGeneration()
     ) as rollout:
         waiting = asyncio.run_coroutine_threadsafe(
-            rollout.agenerate_samples([1], 4), background_loop()
+            rollout.async_generate_samples([1], 4), background_loop()
         )
         settle()
         scheduler.kill("rollout/0")
@@ -145,10 +145,10 @@ def test_samples_fail_together(scheduler: FakeScheduler, samples_by_engine: bool
     with started(scheduler, 1, Picky, samples_by_engine=samples_by_engine) as rollout:
         other = submit_all(rollout, [[5]])[0]
         with pytest.raises(EngineCallError, match="not this one"):
-            asyncio.run(rollout.agenerate_samples([1], 4))
+            asyncio.run(rollout.async_generate_samples([1], 4))
         settle()
         assert not other.done()
-        assert rollout.load().instances["rollout/0"].num_in_flight == 1
+        assert rollout.stats().instances["rollout/0"].num_in_flight == 1
         finish(scheduler, 0)
 
 
@@ -195,7 +195,7 @@ def test_stream_left_early_withdraws_the_rest(scheduler: FakeScheduler) -> None:
         assert sum(len(engine(scheduler, index).served) for index in range(2)) < 10
 
         async def read() -> None:
-            async with contextlib.aclosing(rollout.astream([[1], *[[2]] * 20])) as stream:  # type: ignore[type-var]
+            async with contextlib.aclosing(rollout.async_stream([[1], *[[2]] * 20])) as stream:  # type: ignore[type-var]
                 async for _ in stream:
                     break
 
@@ -204,7 +204,7 @@ def test_stream_left_early_withdraws_the_rest(scheduler: FakeScheduler) -> None:
 
         async def cancelled() -> None:
             async def wait() -> None:
-                async for number, _ in rollout.astream([[2]] * 20):
+                async for number, _ in rollout.async_stream([[2]] * 20):
                     pytest.fail(f"{number} has ended")
 
             reading = asyncio.create_task(wait())
@@ -235,7 +235,8 @@ def test_stream_on_error(scheduler: FakeScheduler) -> None:
 
         async def read() -> dict[int, Any]:
             return {
-                number: item async for number, item in rollout.astream(prompts, on_error="yield")
+                number: item
+                async for number, item in rollout.async_stream(prompts, on_error="yield")
             }
 
         assert sorted(asyncio.run(read())) == [0, 1, 2, 3]
@@ -266,14 +267,14 @@ def test_stream_ends_with_the_controller(scheduler: FakeScheduler) -> None:
 def test_pause_finish(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, max_in_flight_per_worker=1) as rollout:
         futures = submit_all(rollout, [[1]] * 4)
-        paused = asyncio.run_coroutine_threadsafe(rollout.apause("finish"), background_loop())
+        paused = asyncio.run_coroutine_threadsafe(rollout.async_pause("finish"), background_loop())
         settle()
         futures += submit_all(rollout, [[1]])
         finish(scheduler, 0)
         assert not paused.done()
         finish(scheduler, 1)
         paused.result(LIMIT_S)
-        load = rollout.load()
+        load = rollout.stats()
         assert (load.paused, load.num_queued) == (True, 3)
         rollout.wait_idle(LIMIT_S)  # holds although three wait
         rollout.resume()
@@ -287,7 +288,7 @@ def test_pause_recall(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
         futures = submit_all(rollout, [[1, 2]] * 5, max_new_tokens=6)
         rollout.pause("recall", LIMIT_S)
-        load = rollout.load()
+        load = rollout.stats()
         assert (load.num_queued, [each.num_in_flight for each in load.instances.values()]) == (
             5,
             [0, 0],
@@ -295,7 +296,7 @@ def test_pause_recall(scheduler: FakeScheduler) -> None:
         assert [engine(scheduler, index).running for index in range(2)] == [{}, {}]
         assert not any(future.done() for future in futures)
         rollout.update_weights({"weight": []}, 3)
-        asyncio.run(rollout.aresume())
+        asyncio.run(rollout.async_resume())
         while not all(future.done() for future in futures):
             finish(scheduler, 0)
             finish(scheduler, 1)
@@ -317,11 +318,11 @@ def test_pause_with_hanging_requests(scheduler: FakeScheduler) -> None:
         with pytest.raises(RequestsInFlightError, match="wait_idle has waited 0.05 s"):
             rollout.wait_idle(0.05)
         with pytest.raises(RequestsInFlightError):
-            asyncio.run(rollout.await_idle(0.05))
-        assert rollout.load().paused
+            asyncio.run(rollout.async_wait_idle(0.05))
+        assert rollout.stats().paused
         give_back(scheduler, 0)  # it answers after all
         rollout.wait_idle(LIMIT_S)
-        assert rollout.load().num_queued == 2
+        assert rollout.stats().num_queued == 2
         rollout.resume()
         while not all(future.done() for future in futures):
             finish(scheduler, 0)
@@ -330,7 +331,7 @@ def test_pause_with_hanging_requests(scheduler: FakeScheduler) -> None:
             ValueError, match="in_flight is 'stop'; expected one of 'continue', 'finish', 'recall'"
         ):
             rollout.pause("stop")  # type: ignore[arg-type]
-        assert not rollout.load().paused
+        assert not rollout.stats().paused
 
 
 def give_back(scheduler: FakeScheduler, index: int) -> None:
@@ -348,7 +349,7 @@ def test_pause_abort_and_wait_idle(scheduler: FakeScheduler) -> None:
         rollout.wait_idle(LIMIT_S)
         assert {future.result(LIMIT_S).stop_reason for future in futures} == {"abort"}
         late = rollout.submit([1])
-        assert rollout.load().num_queued == 1
+        assert rollout.stats().num_queued == 1
         rollout.resume()
         settle()
         for index in range(2):
@@ -381,7 +382,7 @@ def test_submit_resume_from(scheduler: FakeScheduler) -> None:
             5,
         )
         awaited = asyncio.run_coroutine_threadsafe(
-            rollout.agenerate([1, 2], sampling, resume_from=partial), background_loop()
+            rollout.async_generate_one([1, 2], sampling, resume_from=partial), background_loop()
         )
         settle()
         finish(scheduler, 0)

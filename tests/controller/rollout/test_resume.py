@@ -76,7 +76,7 @@ def test_pause_and_resume_keep_the_tokens(scheduler: Scheduler, rollout: Rollout
             "they have tokens",
         )
         rollout.pause("recall", 30)
-        assert rollout.load().num_queued == len(PROMPTS), "none has come to its end yet"
+        assert rollout.stats().num_queued == len(PROMPTS), "none has come to its end yet"
         assert _stat(scheduler, "num_running") == 0
         rollout.update_weights(weights, version)
         rollout.resume()

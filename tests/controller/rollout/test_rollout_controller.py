@@ -101,7 +101,7 @@ def test_generate_keeps_the_order_of_prompts(scheduler: FakeScheduler) -> None:
 def test_submit_prefers_fewest_outstanding_tokens(scheduler: FakeScheduler) -> None:
     with started(scheduler, 3) as rollout:
         submit_all(rollout, [[1] * 50, [1] * 10, [1] * 20], max_new_tokens=5)
-        assert [load.outstanding_tokens for load in rollout.load().instances.values()] == [
+        assert [load.outstanding_tokens for load in rollout.stats().instances.values()] == [
             55,
             15,
             25,
@@ -113,7 +113,7 @@ def test_submit_prefers_fewest_outstanding_tokens(scheduler: FakeScheduler) -> N
             ["rollout-2", "rollout-4"],
         ]
         finish(scheduler, 0)
-        assert rollout.load().instances["rollout/0"].outstanding_tokens == 0
+        assert rollout.stats().instances["rollout/0"].outstanding_tokens == 0
         for i in (1, 2):
             finish(scheduler, i)
 
@@ -163,7 +163,9 @@ def test_controller_refuses_invalid_bounds_and_early_use(scheduler: FakeSchedule
         RolloutController(scheduler, Gated, Job(role="rollout"), max_in_flight_per_worker=0)
     with pytest.raises(ValueError, match="max_queue is 0; expected 1 or more"):
         RolloutController(scheduler, Gated, Job(role="rollout"), max_queue=0)
-    with pytest.raises(HelmsmanError, match=r"not started; call initialize\(\) first"):
+    with pytest.raises(
+        HelmsmanError, match=r"not started; use it in a `with` .* initialize\(\) first"
+    ):
         RolloutController(scheduler, Gated, Job(role="rollout")).generate([[1]])
 
 
@@ -173,7 +175,7 @@ def test_controller_refuses_invalid_bounds_and_early_use(scheduler: FakeSchedule
 def test_agenerate_cancelled_withdraws_the_request(scheduler: FakeScheduler) -> None:
     with started(scheduler, 1, max_in_flight_per_worker=1) as rollout:
         running, waiting = (
-            asyncio.run_coroutine_threadsafe(rollout.agenerate([1]), background_loop())
+            asyncio.run_coroutine_threadsafe(rollout.async_generate_one([1]), background_loop())
             for _ in range(2)
         )
         settle()
@@ -183,7 +185,7 @@ def test_agenerate_cancelled_withdraws_the_request(scheduler: FakeScheduler) -> 
         assert engine(scheduler, 0).running == {}
         assert engine(scheduler, 0).served == ["rollout-0"]
         assert scheduler.methods("rollout/0").count("abort") == 1
-        load = rollout.load()
+        load = rollout.stats()
         assert (load.num_queued, load.instances["rollout/0"].outstanding_tokens) == (0, 0)
 
 
@@ -199,7 +201,7 @@ def test_death_fails_its_own_requests_once(scheduler: FakeScheduler) -> None:
             with pytest.raises(WorkerFailedError, match="rollout/0"):
                 futures[index].result(LIMIT_S)
         settle()
-        assert rollout.load().instances["rollout/0"].state is Health.DEAD
+        assert rollout.stats().instances["rollout/0"].state is Health.DEAD
         while not all(future.done() for future in futures):
             finish(scheduler, 1)
         assert [futures[i].result().request_id for i in (1, 3, 4, 5)] == [
@@ -231,7 +233,7 @@ def test_death_of_all_fails_every_request(
         ):
             with pytest.raises(failure, match=message):
                 call()
-        assert rollout.load().num_queued == 0
+        assert rollout.stats().num_queued == 0
 
 
 def test_generate_failure_aborts_the_rest(scheduler: FakeScheduler) -> None:
@@ -243,10 +245,10 @@ def test_generate_failure_aborts_the_rest(scheduler: FakeScheduler) -> None:
         settle()
         assert not other.done()
         assert [list(engine(scheduler, i).running) for i in range(2)] == [["rollout-0"], []]
-        assert rollout.load().num_queued == 0
+        assert rollout.stats().num_queued == 0
         finish(scheduler, 0)
         assert other.result(LIMIT_S).stop_reason == "length"
-        assert {load.state for load in rollout.load().instances.values()} == {Health.HEALTHY}
+        assert {load.state for load in rollout.stats().instances.values()} == {Health.HEALTHY}
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -269,7 +271,7 @@ def test_update_weights_stale_worker_serves_nothing(scheduler: FakeScheduler) ->
             GroupCallError, match="rollout/1 serves weight version 0 after an update to 1"
         ):
             rollout.update_weights({"weight": []}, 1)
-        assert [i.state for i in rollout.load().instances.values()] == [
+        assert [i.state for i in rollout.stats().instances.values()] == [
             Health.HEALTHY,
             Health.STALE,
         ]
@@ -295,7 +297,7 @@ def test_update_weights_refused_by_all(scheduler: FakeScheduler) -> None:
         finish(scheduler, 0)  # what ran went on, with the weights it had
         assert futures[0].result(LIMIT_S).versions == [0]
         rollout.update_weights({"weight": []}, 1)
-        assert rollout.load().instances["rollout/0"].state is Health.HEALTHY
+        assert rollout.stats().instances["rollout/0"].state is Health.HEALTHY
 
 
 def test_update_weights_with_a_dead_worker(scheduler: FakeScheduler) -> None:
@@ -314,7 +316,7 @@ def test_update_weights_with_a_dead_worker(scheduler: FakeScheduler) -> None:
 def test_close_fails_waiting_requests(scheduler: FakeScheduler) -> None:
     rollout = started(scheduler, 1, max_in_flight_per_worker=1, max_queue=1)
     running, waiting = submit_all(rollout, [[1]] * 2)
-    blocked = asyncio.run_coroutine_threadsafe(rollout.asubmit([1]), background_loop())
+    blocked = asyncio.run_coroutine_threadsafe(rollout.async_submit([1]), background_loop())
     settle()
     rollout.close()
     rollout.close()
@@ -375,7 +377,7 @@ def test_rollout_in_workers_of_another_role(local: Scheduler) -> None:
         local.call_engine("rollout/1", "die")
     with pytest.raises(GroupCallError, match="SIGKILL"):
         rollout.versions()
-    assert [load.state for load in rollout.load().instances.values()] == [
+    assert [load.state for load in rollout.stats().instances.values()] == [
         Health.HEALTHY,
         Health.DEAD,
     ]

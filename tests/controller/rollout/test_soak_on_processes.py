@@ -218,7 +218,7 @@ class Soak:
             self.rollout.resume()
 
     def in_flight(self) -> int:
-        return sum(each.num_in_flight for each in self.rollout.load().instances.values())
+        return sum(each.num_in_flight for each in self.rollout.stats().instances.values())
 
     def scale(self, source: random.Random, at: int) -> None:
         try:
@@ -262,14 +262,14 @@ class Soak:
             return [task_stack(task) for task in asyncio.all_tasks()]
 
         tasks = asyncio.run_coroutine_threadsafe(stacks(), background_loop()).result(10.0)
-        return "\n\n".join([*self.problems, str(self.outcomes), str(self.rollout.load()), *tasks])
+        return "\n\n".join([*self.problems, str(self.outcomes), str(self.rollout.stats()), *tasks])
 
     def measure(self) -> None:
         gc.collect()
         self.sizes.append((psutil.Process().memory_info().rss, len(gc.get_objects())))
 
     def all_serve(self) -> bool:
-        return all(each.state is Health.HEALTHY for each in self.rollout.load().instances.values())
+        return all(each.state is Health.HEALTHY for each in self.rollout.stats().instances.values())
 
     def settle(self) -> None:
         """As many workers as in the beginning, all of them serving."""
@@ -338,7 +338,7 @@ def test_soak_each_request_has_one_end(tmp_path: Path, errors_logged: list[str])
                 soak.sizes,
             )
             soak.settle()
-            load = soak.rollout.load()
+            load = soak.rollout.stats()
             versions = soak.rollout.versions()
             serves_on = soak.rollout.generate([make_request(f"last{i}", i, 5) for i in range(64)])
             wait_until(

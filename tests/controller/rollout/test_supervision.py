@@ -72,7 +72,7 @@ def _others_serve(rollout: RolloutController, scheduler: Scheduler, before: set[
 
 
 def _all_serve(rollout: RolloutController) -> bool:
-    return all(each.state is Health.HEALTHY for each in rollout.load().instances.values())
+    return all(each.state is Health.HEALTHY for each in rollout.stats().instances.values())
 
 
 def test_killed_worker_is_rebuilt(scheduler: Scheduler) -> None:
@@ -106,7 +106,7 @@ def test_engine_child_death_is_the_death_of_the_instance(scheduler: Scheduler) -
         )
         os.kill(child, signal.SIGKILL)
         wait_until(
-            lambda: rollout.load().instances["rollout/0"].state is not Health.HEALTHY,
+            lambda: rollout.stats().instances["rollout/0"].state is not Health.HEALTHY,
             "it is taken for dead",
         )
         wait_until(
@@ -145,7 +145,7 @@ def test_sleep_with_dead_engine_child(scheduler: Scheduler) -> None:
         rollout.sleep()
         rollout.wake()
         assert len(rollout.generate([[1]] * 8)) == 8
-        states = {id_: each.state for id_, each in rollout.load().instances.items()}
+        states = {id_: each.state for id_, each in rollout.stats().instances.items()}
         assert states == {"rollout/0": Health.DEAD, "rollout/1": Health.HEALTHY}
 
 
@@ -167,7 +167,7 @@ def test_sleep_reaches_worker_under_rebuild(scheduler: Scheduler, tmp_path: Path
     hold = tmp_path / "hold"
     with _sleepy(scheduler, hold, SupervisionPolicy(restart_pause_s=0.05)) as rollout:
         updating = asyncio.run_coroutine_threadsafe(
-            rollout.aupdate_weights({"weight": "held"}, 3), background_loop()
+            rollout.async_update_weights({"weight": "held"}, 3), background_loop()
         )
         for worker in rollout.workers:
             scheduler.call_engine(worker.id, "finish")
@@ -184,8 +184,8 @@ def test_sleep_reaches_worker_under_rebuild(scheduler: Scheduler, tmp_path: Path
             lambda: scheduler.call_engine("rollout/0", "how_awake") == "drowsy",
             "it goes to sleep as the others have",
         )
-        waking = asyncio.run_coroutine_threadsafe(rollout.awake(), background_loop())
-        rollout.load()  # a turn of the loop at least
+        waking = asyncio.run_coroutine_threadsafe(rollout.async_wake(), background_loop())
+        rollout.stats()  # a turn of the loop at least
         hold.unlink()
         waking.result(30)
         assert [scheduler.call_engine(worker.id, "how_awake") for worker in rollout.workers] == [
@@ -208,7 +208,7 @@ def test_sleep_waits_for_a_hanging_worker_once(scheduler: Scheduler, tmp_path: P
     with _sleepy(scheduler, tmp_path / "hold") as rollout:
         hanging = _pid(scheduler, "rollout/0")
         stop(hanging)
-        sleeping = asyncio.run_coroutine_threadsafe(rollout.asleep(), background_loop())
+        sleeping = asyncio.run_coroutine_threadsafe(rollout.async_sleep(), background_loop())
         with pytest.raises(HelmsmanError, match="rollout/0.* has not answered for 1.5 s"):
             sleeping.result(30)
         rollout.sleep()
@@ -279,7 +279,7 @@ def test_worker_that_hangs_while_built(scheduler: Scheduler, tmp_path: Path) -> 
         stops.touch()
         with pytest.raises(InstanceLostError, match="has not answered for 1.5 s"):
             rollout.scale(2)
-        assert list(rollout.load().instances) == ["rollout/0"]
+        assert list(rollout.stats().instances) == ["rollout/0"]
         stops.touch()
         before = _kill_all(rollout, scheduler)
         wait_until(lambda: not stops.exists(), "its constructor has stopped its process")
@@ -294,7 +294,7 @@ def test_hanging_worker_is_suspected_then_rebuilt(scheduler: Scheduler) -> None:
         stopped = _pid(scheduler, "rollout/1")
         stop(stopped)
         wait_until(
-            lambda: rollout.load().instances["rollout/1"].state is Health.SUSPECT,
+            lambda: rollout.stats().instances["rollout/1"].state is Health.SUSPECT,
             "it is suspected first",
         )
         assert len(rollout.generate([[1]] * 6)) == 6
@@ -349,7 +349,7 @@ def test_busy_worker_is_not_given_up(scheduler: Scheduler, tmp_path: Path) -> No
         assert _all_serve(rollout)
         started, holding = _hold(scheduler, tmp_path)
         wait_until(lambda: (_stuck_s(scheduler) or 0.0) > 3 * POLICY.dead_s, "it is held for long")
-        assert rollout.load().instances["rollout/0"].state is Health.SUSPECT
+        assert rollout.stats().instances["rollout/0"].state is Health.SUSPECT
         assert len(rollout.generate([[1]] * 6)) == 6, "the others serve"
         release_interpreter(started)
         holding.result(30)
@@ -362,7 +362,7 @@ def test_worker_held_beyond_busy_s_is_given_up(scheduler: Scheduler, tmp_path: P
     with _rollout(scheduler, policy) as rollout:
         started, _ = _hold(scheduler, tmp_path)
         wait_until(
-            lambda: rollout.load().instances["rollout/0"].state is Health.DEAD, "it is given up"
+            lambda: rollout.stats().instances["rollout/0"].state is Health.DEAD, "it is given up"
         )
         _kill_all(rollout, scheduler)
         with pytest.raises(
@@ -391,7 +391,7 @@ def test_rebuilt_worker_without_weights_waits_for_update(scheduler: Scheduler) -
         scheduler.release(handle)
         os.kill(_pid(scheduler, "rollout/0"), signal.SIGKILL)
         wait_until(
-            lambda: rollout.load().instances["rollout/0"].state is Health.STALE,
+            lambda: rollout.stats().instances["rollout/0"].state is Health.STALE,
             "it is back, without the weights",
         )
         assert {
@@ -410,12 +410,12 @@ def test_scale_without_weights_leaves_requests_waiting(scheduler: Scheduler) -> 
         scheduler.release(handle)
         _kill_all(rollout, scheduler)
         wait_until(
-            lambda: {each.state for each in rollout.load().instances.values()} == {Health.DEAD},
+            lambda: {each.state for each in rollout.stats().instances.values()} == {Health.DEAD},
             "both are dead",
         )
         waiting = rollout.submit([1])
         rollout.scale(3)
-        assert rollout.load().instances["rollout/2"].state is Health.STALE
+        assert rollout.stats().instances["rollout/2"].state is Health.STALE
         assert not waiting.done()
         assert rollout.update_weights({"weight": [1.0]}, 2) == 2
         assert waiting.result(30).versions == [2]
@@ -446,7 +446,7 @@ def test_sigterm_moves_requests_and_replaces_worker(scheduler: Scheduler) -> Non
                 "they went on after what they had"
             )
             assert rollout.versions() == {"rollout/0": 1, "rollout/1": 1}
-            assert not any(each.is_draining for each in rollout.load().instances.values())
+            assert not any(each.is_draining for each in rollout.stats().instances.values())
         rollout.scale(1)
         future = rollout.submit([1, 2], SamplingParams(max_new_tokens=4))
         wait_until(lambda: scheduler.call_engine("rollout/0", "figures")[2], "the only one has it")

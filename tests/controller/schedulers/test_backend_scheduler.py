@@ -15,14 +15,7 @@ from unittest import mock
 
 import pytest
 
-from helmsman import (
-    Cluster,
-    ClusterConfig,
-    InlineScheduler,
-    ResourceManager,
-    Shard,
-    TrainController,
-)
+from helmsman import Cluster, ClusterConfig, InlineScheduler, ResourceManager, TrainController
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler
 from helmsman.controller._aio.event_loop import Deadline
@@ -35,6 +28,7 @@ from helmsman.controller._schedulers.inline import InlineTransport
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
+from helmsman.worker_groups import Shard
 from tests.contract.engines import Counter
 from tests.controller.engines import RecordingTrainer
 

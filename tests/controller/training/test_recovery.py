@@ -430,7 +430,7 @@ def test_recovery_leaves_requests_running(training: Training, scheduler: LocalSc
         pids = {status.worker_id: status.pid for status in scheduler.status()}
         held = [rollout.submit([number]) for number in (1, 2)]
         wait_until(
-            lambda: sum(each.num_in_flight for each in rollout.load().instances.values()) == 2,
+            lambda: sum(each.num_in_flight for each in rollout.stats().instances.values()) == 2,
             "both are in flight",
         )
 
@@ -478,7 +478,7 @@ def test_rebuilt_instance_waits_for_the_trainers_recovery(scheduler: LocalSchedu
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
         wait_until(
-            lambda: rollout.load().instances["rollout/0"].state is Health.STALE,
+            lambda: rollout.stats().instances["rollout/0"].state is Health.STALE,
             "it is rebuilt",
             limit_s=60.0,
         )
@@ -488,7 +488,7 @@ def test_rebuilt_instance_waits_for_the_trainers_recovery(scheduler: LocalSchedu
         assert trainer.recover() == 1
         assert trainer.update_rollout(rollout) == 1
         assert rollout.versions() == {"rollout/0": 1, "rollout/1": 1}
-        assert {each.state for each in rollout.load().instances.values()} == {Health.HEALTHY}
+        assert {each.state for each in rollout.stats().instances.values()} == {Health.HEALTHY}
 
 
 def test_weight_sync_after_recovery(training: Training, scheduler: LocalScheduler) -> None:

@@ -236,7 +236,7 @@ def test_via_disk_damaged_file_makes_readers_stale(
 def test_via_collective_without_members_that_fail(supervised: World) -> None:
     """One dies and, in a later sync, one stands still."""
     first, killed, stopped, last = supervised.ids
-    sync = supervised.sync(ViaCollective(timeout_s=5.0))
+    sync = supervised.sync(ViaCollective(timeout=5.0))
     supervised.step()
     assert sync.push().updated == supervised.ids
     supervised.step()

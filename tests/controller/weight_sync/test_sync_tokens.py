@@ -52,7 +52,7 @@ def test_push_versions_of_tokens_among_faults(engines_scheduler: Scheduler, tmp_
         concurrent.futures.ThreadPoolExecutor(2) as threads,
         World(engines_scheduler, 2, 3, **options) as world,
     ):
-        ways = [ViaMemory(), ViaDisk(str(tmp_path)), ViaCollective(timeout_s=20.0)]
+        ways = [ViaMemory(), ViaDisk(str(tmp_path)), ViaCollective(timeout=20.0)]
         results: list[Future[GenerationResult]] = []
         faults: list[Future[None]] = []
         for version in range(1, NUM_PUSHES + 1):

@@ -61,7 +61,7 @@ async def test_episode_timeout() -> None:
             raise
         return item
 
-    runner = EpisodeRunner(workflow, episode_timeout_s=10.0, max_failures=1)
+    runner = EpisodeRunner(workflow, episode_timeout=10.0, max_failures=1)
     batch = await runner.prepare_batch(itertools.count(), 3)
     assert [episode.item for episode in batch] == [0, 2, 3]
     assert now() == pytest.approx(11.0, abs=1e-3), "its place was taken at the limit"
@@ -77,7 +77,7 @@ async def test_episode_timeout() -> None:
 @virtually
 async def test_episode_timeout_of_a_stubborn_episode() -> None:
     with Stubborn() as workflow:
-        runner = EpisodeRunner(workflow, episode_timeout_s=10.0, max_in_flight=1)
+        runner = EpisodeRunner(workflow, episode_timeout=10.0, max_in_flight=1)
         batch = await runner.prepare_batch(itertools.count(), 3)
         assert [episode.item for episode in batch] == [1, 2, 3]
     await settle()
@@ -109,14 +109,14 @@ async def test_rollout_batch_timeout() -> None:
         ended.append(item)
         return item
 
-    runner = EpisodeRunner(workflow, episode_timeout_s=5.0)
+    runner = EpisodeRunner(workflow, episode_timeout=5.0)
     with pytest.raises(
         EpisodeTimeoutError, match="the episode of 50 did not end within 5 s"
     ) as caught:
         await runner.rollout_batch([1, 50, 4])
     assert (caught.value.limit_s, ended) == (5.0, [1, 4])
     with Stubborn() as stubborn, pytest.raises(EpisodeTimeoutError):
-        await EpisodeRunner(stubborn, episode_timeout_s=5.0).rollout_batch([0, 1])
+        await EpisodeRunner(stubborn, episode_timeout=5.0).rollout_batch([0, 1])
 
 
 @virtually
@@ -256,8 +256,8 @@ async def test_close_ends_callers_and_episodes() -> None:
 
 def test_episode_runner_refuses_invalid_limits() -> None:
     for limit_s in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="episode_timeout_s"):
-            EpisodeRunner(Stubborn, episode_timeout_s=limit_s)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="episode_timeout"):
+            EpisodeRunner(Stubborn, episode_timeout=limit_s)  # type: ignore[arg-type]
 
 
 # --- mistakes that are named ----------------------------------------------------------------------

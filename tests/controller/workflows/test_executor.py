@@ -189,11 +189,11 @@ def test_episode_timeout_aborts_its_requests() -> None:
         )
 
         async def workflow(item: int) -> int:
-            return len((await rollout.agenerate([item, item])).token_ids)
+            return len((await rollout.async_generate_one([item, item])).token_ids)
 
         with rollout:
             rollout.initialize()
-            with WorkflowExecutor(workflow, episode_timeout_s=0.5) as executor:
+            with WorkflowExecutor(workflow, episode_timeout=0.5) as executor:
                 with pytest.raises(EpisodeTimeoutError):
                     executor.rollout_batch([1])
                 wait_until(

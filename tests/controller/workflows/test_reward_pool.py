@@ -32,7 +32,7 @@ def test_reward_pool_on_this_machine() -> None:
     async def both(pool: RewardPool) -> list[tuple[float, int]]:
         return await asyncio.gather(pool("four", 4), pool("four", answer=5))
 
-    with RewardPool.on_this_machine(score, num_processes=2, timeout_s=30.0) as pool:
+    with RewardPool.on_this_machine(score, num_processes=2, timeout=30.0) as pool:
         (right, one), (wrong, other) = asyncio.run(both(pool))
         assert (right, wrong) == (1.0, 0.0)
         assert len({one, other, os.getpid()}) == 3
@@ -52,7 +52,7 @@ def test_reward_pool_start_that_fails_leaves_nothing() -> None:
 
 
 def test_reward_pool_in_episodes() -> None:
-    with RewardPool.on_this_machine(ACT, num_processes=2, timeout_s=3.0) as pool:
+    with RewardPool.on_this_machine(ACT, num_processes=2, timeout=3.0) as pool:
 
         async def workflow(item: int) -> int:
             return int(

@@ -58,7 +58,7 @@ class World:
         return psutil.Process(self.scheduler.call_engine(worker_id, "server_pid"))
 
     def state(self, worker_id: str) -> Health:
-        return self.rollout.load().instances[worker_id].state
+        return self.rollout.stats().instances[worker_id].state
 
 
 @pytest.fixture(scope="module")

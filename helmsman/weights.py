@@ -1,0 +1,10 @@
+"""Weight synchronisation: how a trainer's weights reach the rollout instances."""
+
+from helmsman.api.weights import WeightFormat as WeightFormat
+from helmsman.controller._weight_sync.sync import SyncReport as SyncReport
+from helmsman.controller._weight_sync.sync import ViaCollective as ViaCollective
+from helmsman.controller._weight_sync.sync import ViaDisk as ViaDisk
+from helmsman.controller._weight_sync.sync import ViaMemory as ViaMemory
+from helmsman.controller._weight_sync.sync import WeightSync as WeightSync
+
+__all__ = ["SyncReport", "ViaCollective", "ViaDisk", "ViaMemory", "WeightFormat", "WeightSync"]

@@ -1,0 +1,316 @@
+"""Names that the snippets of each page assume, such as a scheduler, and smaller sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import random
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import helmsman
+from helmsman import (
+    Batch,
+    GroupWorker,
+    InlineScheduler,
+    Job,
+    RolloutController,
+    SamplingParams,
+    SchedulingStrategy,
+    TrainController,
+    make_scheduler,
+)
+from helmsman.api.advantages import gae, group_advantages, whiten
+from helmsman.api.engines import loss_traits
+from helmsman.api.generation import GenerationResult
+from helmsman.api.pairs import pair_samples
+from helmsman.api.reward_shaping import token_rewards
+from helmsman.engines.rollout import HFRolloutEngine
+from tests.docs.snippets import ROOT, Snippet
+from tests.engines.small_models import QWEN2
+
+TRAINER = "helmsman.engines.train.FSDPTrainEngine"
+ROLLOUT = "helmsman.engines.rollout.HFRolloutEngine"
+TINY = {"model": QWEN2}
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
+SAMPLING = SamplingParams(max_new_tokens=4)
+
+
+class TinyRollout(HFRolloutEngine):
+    """A rollout engine that needs no arguments."""
+
+    def __init__(self) -> None:
+        super().__init__(model=QWEN2)
+
+
+class Role(GroupWorker):
+    """Worker of a group without methods of its own."""
+
+    def describe(self) -> str:
+        return repr(self.rank_info)
+
+
+class PlanOnly(InlineScheduler):
+    """Plans what a snippet would start, on a machine that has room for it."""
+
+    def create_workers(self, job: Job | Collection[Job]) -> list[str]:
+        self.plan(job)
+        return []
+
+
+@dataclass
+class Task:
+    prompt_ids: list[int]
+
+
+@dataclass
+class Sample:
+    task: Task
+    answer: Any
+    reward: float
+
+
+def check(task: Task, answer: Any) -> float:
+    return float(len(answer.token_ids) % 2)
+
+
+def training_sample(prompt: Sequence[int], answer: Any, advantage: float) -> dict[str, Any]:
+    """A sample with the columns that policy losses read."""
+    skip, num = [0] * len(prompt), len(answer.token_ids)
+    return {
+        "input_ids": [*prompt, *answer.token_ids],
+        "loss_mask": skip + [1] * num,
+        "logprobs": skip + answer.logprobs,
+        "advantages": skip + [advantage] * num,
+    }
+
+
+def samples_of(answers: Sequence[Any]) -> list[dict[str, Any]]:
+    """Samples of results of generate(PROMPTS), or of a batch of episodes."""
+    if answers and hasattr(answers[0], "value"):
+        episodes = [each.value for each in answers]
+        return [
+            training_sample(each.task.prompt_ids, each.answer, each.reward - 0.5)
+            for each in episodes
+        ]
+    prompts = itertools.cycle(PROMPTS)
+    return [
+        training_sample(prompt, answer, 0.5)
+        for prompt, answer in zip(prompts, answers, strict=False)
+    ]
+
+
+class World:
+    """Names for the snippets of a page, sizes for this machine, and code between snippets.
+
+    Args:
+        setup: Makes the names, given a stack on which they are closed.
+        sizes: Replacements in the code, each of which must occur.
+        before: Part of a snippet -> code that runs before it.
+    """
+
+    is_notebook = False
+
+    def __init__(
+        self,
+        setup: Callable[[contextlib.ExitStack], dict[str, Any]] | None = None,
+        sizes: Sequence[tuple[str, str]] = (),
+        before: dict[str, str] | None = None,
+        is_notebook: bool = False,
+    ) -> None:
+        self._setup, self._sizes, self._before, self.is_notebook = (
+            setup,
+            sizes,
+            before or {},
+            is_notebook,
+        )
+        self._stack = contextlib.ExitStack()
+        self.names: dict[str, Any] = {}
+
+    def __enter__(self) -> dict[str, Any]:
+        public = {name: getattr(helmsman, name) for name in helmsman.__all__}
+        self.names |= public | {"__name__": "page"}
+        self.names |= self._setup(self._stack) if self._setup else {}
+        return self.names
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def prepared(self, snippets: Sequence[Snippet]) -> Iterator[tuple[Snippet, str]]:
+        """Each snippet with the code to run."""
+        unused = {old for old, _ in self._sizes} | set(self._before)
+        for snippet in snippets:
+            for part, code in self._before.items():
+                if part in snippet.code:
+                    unused.discard(part)
+                    exec(code, self.names)
+            code = snippet.code
+            for old, new in self._sizes:
+                if old in code:
+                    unused.discard(old)
+                    code = code.replace(old, new)
+            yield snippet, code
+        if unused:
+            raise LookupError(
+                f"the page does not have {sorted(unused)}, which tests/docs/worlds.py expects there"
+            )
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+
+def roles(
+    stack: contextlib.ExitStack, scheduler: Any, *, colocated: bool = False
+) -> dict[str, Any]:
+    """A started trainer of one rank and two rollout instances with a tiny model."""
+    strategy = (
+        SchedulingStrategy(type="colocation", target="train", fork=True)
+        if colocated
+        else SchedulingStrategy()
+    )
+    job = Job(role="rollout", replicas=1 if colocated else 2, scheduling_strategy=strategy)
+    train = stack.enter_context(
+        TrainController(scheduler, TRAINER, Job(role="train"), engine_kwargs={**TINY, "lr": 1e-3})
+    )
+    rollout = stack.enter_context(RolloutController(scheduler, ROLLOUT, job, engine_kwargs=TINY))
+    if not colocated:
+        train.initialize()
+        rollout.initialize()
+    return {"train": train, "rollout": rollout}
+
+
+def tutorial(stack: contextlib.ExitStack) -> dict[str, Any]:
+    scheduler = stack.enter_context(make_scheduler("local"))
+    return roles(stack, scheduler)
+
+
+def rollouts(stack: contextlib.ExitStack) -> dict[str, Any]:
+    from helmsman.testing import log_normal_lengths
+
+    scheduler = stack.enter_context(make_scheduler("local"))
+    Path("my_rewards.py").write_text("def score(answer):\n    return float(answer)\n")
+    started = roles(stack, scheduler)
+    started["rollout"].close()
+    made = {"token_ids": [1, 2], "logprobs": [-1.0, -1.0], "versions": [0, 0]}
+    answers = [
+        GenerationResult(request_id=str(n), stop_reason="length", **made)  # type: ignore[arg-type]
+        for n in range(4)
+    ]
+    return {
+        **started,
+        "roles": functools.partial(roles, stack, scheduler),
+        "scheduler": scheduler,
+        "engine": TinyRollout,
+        "prompts": PROMPTS,
+        "prompts_of": lambda number: PROMPTS,
+        "prompt": PROMPTS[0],
+        "sampling": SAMPLING,
+        "Sample": Sample,
+        "check": check,
+        "is_of_use": lambda episode: True,
+        "num_steps": 2,
+        "tasks": (Task(random.choice(PROMPTS)) for _ in itertools.count()),
+        "samples_of": samples_of,
+        "samples": samples_of(answers),
+        "answers": [1, 2, 3],
+        "lengths": log_normal_lengths,
+        "shutil": shutil,
+    }
+
+
+def planned(stack: contextlib.ExitStack) -> dict[str, Any]:
+    return {
+        "scheduler": stack.enter_context(PlanOnly(num_cpus=4096, num_gpus=512)),
+        "path": "model",
+    }
+
+
+def losses(stack: contextlib.ExitStack) -> dict[str, Any]:
+    scheduler = stack.enter_context(make_scheduler("local"))
+    samples = [{"input_ids": [1, 2, 3, 4, 5], "loss_mask": [0, 0, 1, 1, 1]} for _ in range(4)]
+    pair = (
+        {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]},
+        {"input_ids": [1, 2, 4], "loss_mask": [0, 1, 1]},
+    )
+    return {
+        "scheduler": scheduler,
+        "ENGINE": TRAINER,
+        "folder": QWEN2,
+        **{f"{name}_job": Job(role=name) for name in ("policy", "critic", "reference")},
+        "samples": samples,
+        "masks": [each["loss_mask"] for each in samples],
+        "scores": [1.0, 0.0, 1.0, 0.0],
+        "pairs": [pair, pair],
+        **{
+            each.__name__: each
+            for each in (token_rewards, gae, whiten, pair_samples, group_advantages)
+        },
+        "loss_traits": loss_traits,
+        "stack": stack,
+    }
+
+
+def groups(stack: contextlib.ExitStack) -> dict[str, Any]:
+    scheduler = stack.enter_context(make_scheduler("inline", num_cpus=64, num_gpus=24))
+    return {"scheduler": scheduler, "batch": Batch({"tokens": [[n] for n in range(8)]})}
+
+
+def others(stack: contextlib.ExitStack) -> dict[str, Any]:
+    scheduler = stack.enter_context(make_scheduler("inline", num_cpus=64, num_gpus=16))
+    tasks = [{"prompt_ids": prompt} for prompt in PROMPTS * 20]
+    return {**roles(stack, scheduler), "scheduler": scheduler, "tasks": tasks, "PPO": Role}
+
+
+REPLICAS = [
+    ("replicas=8", "replicas=2"),
+    ("num_processes=8", "num_processes=1"),
+    ("batch_size=256", "batch_size=4"),
+]
+START = "rollout.close(); train.close(); globals().update(roles())"
+WORLDS: dict[str, World] = {
+    "docs/tutorial.md": World(tutorial),
+    "docs/notebooks.md": World(is_notebook=True),
+    "docs/placement.md": World(planned, sizes=[("mem=64", "mem=0")]),
+    "docs/engines.md": World(planned),
+    "docs/training.md": World(
+        losses,
+        before={
+            "logprobs, ref_logprobs": "for each in (policy, critic, reference):\n"
+            "    stack.enter_context(each).initialize()"
+        },
+    ),
+    "docs/worker_groups.md": World(groups, sizes=[("num_gpus_per_node=8", "num_gpus_per_node=24")]),
+    "docs/coming_from.md": World(others, sizes=[("num_gpus_per_node=8", "num_gpus_per_node=16")]),
+    "docs/rollouts.md": World(
+        rollouts,
+        sizes=[
+            *REPLICAS,
+            ("1, 1000)", "1, 2)"),
+            ("replicas=32", "replicas=1"),
+            ("scale(12)", "scale(4)"),
+            ("(1, 101)", "(1, 4)"),
+        ],
+        before={
+            "policy=PrefixAffinity()": "rollout.close()",
+            "groups = rollout": START,
+            "def step(number):  # draws": "shutil.rmtree('runs/a/checkpoints')",
+            "train.sleep()": START.replace("roles()", "roles(colocated=True)"),
+            "ViaMemory(),  # or": START,
+        },
+    ),
+}
+
+
+def world_of(page: Path) -> World:
+    """The world of a page; an empty one for a page whose snippets need none."""
+    return WORLDS.get(str(page.relative_to(ROOT)), World())
