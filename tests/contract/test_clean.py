@@ -91,7 +91,7 @@ def _run_processes(driver: Driver) -> set[int]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             command = " ".join(process.cmdline())
-            if "guardian.py" in command and run_id in command:  # started with an empty environment
+            if "guardian" in command and run_id in command:  # started with an empty environment
                 found.add(process.pid)
             found |= (
                 {child.pid for child in process.children(recursive=True)}

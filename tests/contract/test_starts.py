@@ -74,7 +74,7 @@ def _workers_of_this_machine() -> set[int]:
             name = " ".join(process.cmdline())
         except psutil.Error:
             continue
-        if "ray::RayRPCServer" in name or "forkserver" in name:
+        if "ray::RayRPCServer" in name or "helmsman: " in name:
             found.add(process.pid)
     return found
 

@@ -16,6 +16,7 @@ from helmsman.api.supervision import Monitor, Report, RestartBudget, Sign, Watch
 from helmsman.api.workers import PreemptionNotice
 from helmsman.controller._generation.health import Event, Health, SupervisionPolicy, follow
 from helmsman.controller._generation.scheduler import GenerateScheduler
+from helmsman.controller._node.driver_log import story
 
 T = TypeVar("T")
 
@@ -125,7 +126,7 @@ class Supervisor:
         if after is before:
             return
         supervised.health = after
-        log.info("%s: %s after %s", instance_id, after.value, event.value)
+        story.info("%s: %s after %s", instance_id, after.value, event.value)
         if after is Health.DEAD:
             self._mark_gone(instance_id, supervised)
             self._plan_restart(

@@ -78,8 +78,10 @@ class RayStart:
     def _get_node(self, get_node: Any, *args: Any, **kwargs: Any) -> Any:
         return self._wait("raylet has not registered", lambda: get_node(*args, **kwargs))
 
-    def _wait_for_port(self, wait: Any, *args: Any, timeout_ms: int, **kwargs: Any) -> Any:
-        if not timeout_ms:
+    def _wait_for_port(
+        self, wait: Any, *args: Any, timeout_ms: float | None = None, **kwargs: Any
+    ) -> Any:
+        if timeout_ms == 0:
             return wait(*args, timeout_ms=timeout_ms, **kwargs)
         look_ms = 1000 * _LOOK_S
         return self._wait(

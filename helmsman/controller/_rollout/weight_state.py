@@ -24,6 +24,7 @@ from helmsman.api.scheduler import ResultHandle, Worker
 from helmsman.api.weight_states import WeightEvent, WeightState
 from helmsman.api.weights import Weights
 from helmsman.controller._generation.health import Event, Health
+from helmsman.controller._node.driver_log import story
 from helmsman.controller._roles.call_all import DEFAULT_GRACE_S, group_error, observe, release
 from helmsman.controller._rollout.instances import Instances, is_death
 from helmsman.controller._rollout.request_api import RolloutRequests
@@ -76,7 +77,9 @@ class RolloutWeights:
         self._release(old)
 
     def _on(self, event: WeightEvent) -> None:
-        self.state = self.state.after(event)
+        before, self.state = self.state, self.state.after(event)
+        if self.state is not before:
+            story.info("role %s is %s", self.role, self.state.value)
         if self.state.has_weight_memory:
             self._has_room.set()
         else:
@@ -217,6 +220,14 @@ class RolloutWeights:
             failures = await _all_that_answer(tasks, sending)
             if len(failures) < len(weights):
                 self._weights_have_come()
+            num_serving = len(weights) - len(failures)
+            story.info(
+                "role %s: %d of %d instances serve weight version %d",
+                self.role,
+                num_serving,
+                len(weights),
+                version,
+            )
         finally:
             if old is not None and old[0] is not kept:
                 await asyncio.to_thread(self._release, old)

@@ -14,6 +14,7 @@ from helmsman.api.errors import WorkerStartError
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import Job, Timeouts
 from helmsman.controller._aio.event_loop import Deadline
+from helmsman.controller._node.driver_log import DriverLog
 from helmsman.controller._node.run_registry import default_log_dir, new_run_id
 from helmsman.controller._placement.allocator import Allocator
 from helmsman.controller._placement.placement import Placement
@@ -31,6 +32,7 @@ class Run:
         self.seed = seed
         self.timeouts = timeouts or Timeouts()
         self.log_dir = Path(log_dir).absolute() if log_dir is not None else default_log_dir(self.id)
+        self.log = DriverLog(self.log_dir, self.id)
 
     def identity(self, job: Job, rank: int, node: str) -> WorkerIdentity:
         """The identity of a worker that starts on a node, with the path of its log."""

@@ -116,6 +116,7 @@ class BackendScheduler(Scheduler):
             self._platform_guard.close()
             if self._record is not None:
                 self._record.release()
+            self._run.log.end()
 
     # --- the cluster ------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from helmsman.api import errors
 from helmsman.api.plan import Reservation
 from helmsman.api.scheduler import Job
 from helmsman.controller._aio.event_loop import Deadline, await_all, forbid_blocking, run_sync
+from helmsman.controller._node.driver_log import listed, story
 from helmsman.controller._node.environment import worker_environment
 from helmsman.controller._placement.placement import Placement, targets_first, tile
 from helmsman.controller._schedulers.backend import Backend, Launch, Run
@@ -85,9 +87,12 @@ class RoleLifecycle:
 
     def delete(self, name: str | None, reverse_order: bool = False) -> None:
         forbid_blocking()  # before the roles are forgotten
+        doomed = self._roles.forget(name)
+        if doomed:
+            story.info("deleting %s", listed([role.name for role in doomed]))
         run_sync(
             stop_roles(
-                self._roles.forget(name),
+                doomed,
                 reverse_order,
                 "delete_workers",
                 self._run.timeouts.shutdown_s,
@@ -100,13 +105,24 @@ class RoleLifecycle:
         operation: str,
         start: Callable[[], Coroutine[Any, Any, list[Role]]],
     ) -> list[Role]:
+        self._run.log.begin(type(self._backend).__name__)
+        begun, names = time.monotonic(), listed([job.role for job in jobs])
         with self._roles.claim(jobs, operation):
-            roles = run_sync(start())
+            try:
+                roles = run_sync(start())
+            except BaseException as error:
+                reason = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+                story.info("%s of %s failed: %s", operation, names, reason)
+                raise
             try:
                 self._roles.publish(roles, operation)
             except errors.HelmsmanError:
                 run_sync(stop_roles(roles[::-1], False, operation, self._run.timeouts.shutdown_s))
                 raise
+        took_s = time.monotonic() - begun
+        for role in roles:
+            workers = _described(role.clients.values())
+            story.info("%s of %s took %.1f s: %s", operation, role.name, took_s, workers)
         return roles
 
     async def _start_roles(self, jobs: Sequence[Job]) -> list[Role]:
@@ -273,6 +289,7 @@ class RoleLifecycle:
                         entry.clients = {**entry.clients, each: client}
                         entry.engine_names.pop(each, None)
                 role.own(worker_id, resources)
+        story.info("restarted %s", _described([client]))
 
     async def _restart_all(self, role: Role) -> None:
         async with (
@@ -291,6 +308,7 @@ class RoleLifecycle:
                 role.clients = dict(zip(old, clients, strict=True))
                 role.engine_names.clear()
                 role.resources.push_async_callback(resources.pop_all().aclose)
+        story.info("restarted role %s: %s", role.name, _described(clients))
 
     # --- growth -----------------------------------------------------------------------------------
 
@@ -378,6 +396,12 @@ class RoleLifecycle:
                 role.clients = {**role.clients, **clients}
                 for worker_id, stack in zip(clients, stacks.values(), strict=True):
                     role.own(worker_id, stack)
+        story.info(
+            "added to role %s, now of %d: %s",
+            role.name,
+            len(role.clients),
+            _described(clients.values()),
+        )
         return list(clients)
 
     # --- removal ----------------------------------------------------------------------------------
@@ -394,6 +418,8 @@ class RoleLifecycle:
                     role=role.name, field="worker_ids", value=list(worker_ids), expected=expected
                 )
             doomed = role.part(worker_ids)
+        left = len(role.clients)
+        story.info("removing from role %s, now of %d: %s", role.name, left, listed(worker_ids))
         ending = asyncio.ensure_future(self._end(role, doomed))
         try:
             await asyncio.shield(ending)
@@ -432,6 +458,14 @@ async def _restarting(role: Role, worker_ids: Sequence[str]) -> AsyncIterator[No
     finally:
         for each in worker_ids:
             del role.restarts[each]
+
+
+def _described(clients: Iterable[WorkerClient]) -> str:
+    def one(client: WorkerClient) -> str:
+        devices = f", devices {','.join(client.place.devices)}" if client.place.devices else ""
+        return f"{client.worker_id} (pid {client.pid}, {client.node}{devices})"
+
+    return listed([one(client) for client in clients]) or "no workers"
 
 
 async def _kill_all(role: Role) -> None:

@@ -35,6 +35,7 @@ from helmsman.controller._aio.event_loop import (
     mailbox_of,
     run_on_loop,
 )
+from helmsman.controller._node.driver_log import story
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
 from helmsman.rpc_server._wire.codec import Payload, decode, encode, is_plain
@@ -329,8 +330,7 @@ class WorkerClient:
                 ending = msgspec.structs.replace(ending, cause=self._killed_because)
         except Exception as error:  # noqa: BLE001 - the calls must end
             ending = Ending(f"has ended; the look-up of its exit failed: {error}")
-        if self._is_cause_late:
-            log.warning("%s %s", self.worker_id, ending.cause)
+        (log.warning if self._is_cause_late else story.info)("%s %s", self.worker_id, ending.cause)
         return ending
 
 

@@ -33,6 +33,7 @@ from helmsman.rpc_server._host.engine_calls import (
 )
 from helmsman.rpc_server._host.faults import Faults, Prepared
 from helmsman.rpc_server._host.handles import HandleStore, keep
+from helmsman.rpc_server._host.journal import Journal
 from helmsman.rpc_server._host.threads import (
     EngineLoop,
     EngineThread,
@@ -72,6 +73,7 @@ class EngineHost:
     Args:
         pulse: by which others can observe this process while it cannot answer; None where it is the
             controller's own.
+        title_end: appended to the titles of a process that has a pulse.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class EngineHost:
         *,
         seeding: bool = True,
         pulse: Pulse | None = None,
+        title_end: str = "",
     ) -> None:
         self.identity = identity
         self.engine_thread = EngineThread(pulse.thread_call if pulse else None)
@@ -101,11 +104,12 @@ class EngineHost:
         self._environment = Environment("node" if seeding else "driver")
         self._listener = connectivity.Listener()
         self._faults = Faults()
+        self._journal = Journal(identity, title_end)
         self._num_calls = 0
         self._is_closed = False
         self._pid = os.getpid()
         if pulse is not None:
-            pulse.start(lambda: msgspec.msgpack.encode(self._activity()))
+            pulse.start(lambda: msgspec.msgpack.encode(self._journal.beat(self._activity())))
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -240,7 +244,7 @@ class EngineHost:
             case Verb.RELEASE:
                 return self._store.drop(arguments[0])
             case Verb.SHUTDOWN:
-                return None
+                return self._journal.say("ends: its scheduler has asked it to")
         raise errors.ProtocolError(
             f"{self.identity.worker_id} does not know the verb {request.verb!r}"
         )
@@ -294,6 +298,7 @@ class EngineHost:
             digest = hashlib.sha256(f"{config.seed}/{config.role}/{config.rank}".encode()).digest()
             self._seed = int.from_bytes(digest[:4], "little")
             current_platform.seed(self._seed)
+        self._journal.started(config, self._pid)
 
     def _seed_libraries(self) -> None:
         """Seed what engines draw from, once they are imported; importing torch only for this would
@@ -400,6 +405,7 @@ class EngineHost:
                 self._engines[name] = self._run_engine_code(
                     request, lambda: construct(engine_type, spec.rank_info, args, named)
                 )
+            self._journal.created(name, self._engines[name])
         finally:
             self._creating.discard(name)
 
@@ -460,6 +466,7 @@ class EngineHost:
             except BaseException as error:  # noqa: BLE001
                 problems.append(f"{dotted(name, 'destroy')} raised {type(error).__name__}: {error}")
             del self._engines[name]
+            self._journal.say("engine %s is destroyed", name)
         return problems
 
     # --- calls ------------------------------------------------------------------------------------
@@ -482,6 +489,7 @@ class EngineHost:
                     result = await method(*args, **kwargs)
                 finally:
                     self._end_forked_child(request)
+                self._journal.called(engine, request, result)
             except BaseException as error:  # noqa: BLE001 - the process boundary, as in _answer
                 if self._is_closed:
                     # this is no answer of the engine's: its caller learns of the worker's end
@@ -508,7 +516,9 @@ class EngineHost:
             )
         else:
             args, kwargs = self._load(request, payload)
-        return self._run_engine_code(request, lambda: method(*args, **kwargs))
+        result = self._run_engine_code(request, lambda: method(*args, **kwargs))
+        self._journal.called(engine, request, result)
+        return result
 
     def _find(self, request: Request) -> tuple[Any, Callable[..., Any]]:
         worker_id, name = self.identity.worker_id, str(request.engine_name)

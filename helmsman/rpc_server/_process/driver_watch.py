@@ -19,6 +19,7 @@ from helmsman.rpc_server._process.guardian import (
     process_table,
     run_members,
 )
+from helmsman.rpc_server._process.title import set_title
 
 NO_PIDFD = -1
 """Number that replaces the driver's pidfd on a system without pidfds."""
@@ -54,6 +55,9 @@ def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None
     Returns: the watcher's pid; 0 where the system has no pidfds, and therefore no watcher.
     """
     bear_mark(Mark(run_id, 0))
+    # With a channel it forks Ray's workers: Ray must find the arguments that its titles replace.
+    if channel is None:
+        set_title(f"helmsman: forkserver (run {run_id})")
     if driver == NO_PIDFD:
         return 0
     server, starter = os.pidfd_open(os.getpid()), os.getppid()
@@ -75,6 +79,7 @@ def _watch(
     driver: int, server: int, starter: int, run_id: str, folder: str, channel: int | None
 ) -> None:
     os.setsid()
+    set_title(f"helmsman: watcher (run {run_id})")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     kept = {2, driver, server, channel}

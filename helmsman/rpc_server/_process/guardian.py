@@ -419,6 +419,11 @@ if __name__ == "__main__":
         # an orphan from here on: a Ray worker that ends in order kills its direct children before
         # it does
         os._exit(0)
+    import runpy
+
+    _title = runpy.run_path(os.path.join(os.path.dirname(__file__), "title.py"))
+    _run_id, _, _whom = sys.argv[2].partition("/")
+    _title["set_title"](f"helmsman: guardian of {'/'.join(_whom.split('/')[:2])} (run {_run_id})")
     _tracker_fd = os.dup(sys.stdin.fileno())
     sys.stdin.close()  # the tracker alone is to read from it
     watch(int(sys.argv[1]), _pidfd, sys.argv[2], _log_path, _folder, _tracker_fd)

@@ -33,6 +33,7 @@ import msgspec
 
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
+from helmsman.rpc_server._host.journal import write_to_stderr
 from helmsman.rpc_server._host.threads import share_interpreter
 from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._process.driver_watch import NO_PIDFD
@@ -242,6 +243,7 @@ def _become_worker(
         if os.getppid() != parent:
             os._exit(1)  # the forkserver died before the line above
         redirect_output(log)
+        write_to_stderr()
         os.environ.clear()
         os.environ.update(order.env)
         os.environ[guardian.TAG_VARIABLE] = worker_tag(order.identity)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 
 from helmsman.rpc_server._process.pulse import Pulse, map_page, observe
+from helmsman.rpc_server._process.title import set_title
 from helmsman.rpc_server._server.authenticated_server import AuthenticatedServer, Connection
 from helmsman.rpc_server._wire.auth import connect
 from helmsman.rpc_server._wire.stream import Stream
@@ -79,6 +80,7 @@ def main(argv: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     pid = int(argv[2])
+    set_title(f"helmsman: observer of pid {pid}")
     process = os.pidfd_open(pid)
     key = sys.stdin.buffer.read()
     if os.getppid() != pid:

@@ -19,6 +19,7 @@ from helmsman.api.platforms import PLATFORMS
 from helmsman.api.scheduler import ResultHandle, WorkerHealth
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
+from helmsman.rpc_server._host.journal import write_to_stderr
 from helmsman.rpc_server._host.threads import share_interpreter
 from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._process.environment import extend_search_path, redirect_output
@@ -212,6 +213,7 @@ class RayRPCServer:
             f"helmsman: the output of {identity.worker_id} goes to {identity.log_path}", flush=True
         )
         log_start = redirect_output(log)
+        write_to_stderr()
         # the thread that crashed; all would push it out of the log's tail
         faulthandler.enable(all_threads=False)
         share_interpreter()
@@ -222,7 +224,9 @@ class RayRPCServer:
         guardian.spawn_guardian(tag, identity.log_path)
         self._store = RayHandleStore()
         self._pulse = Pulse(f"{identity.run_id}/{identity.worker_id}")
-        self._host = EngineHost(identity, self._store, pulse=self._pulse)
+        # Ray's own title is kept in ours: tools recognise its workers by it.
+        title_end = " (ray::RayRPCServer)"
+        self._host = EngineHost(identity, self._store, pulse=self._pulse, title_end=title_end)
         self._host.engine_thread.start("engine")
         return log_start
 

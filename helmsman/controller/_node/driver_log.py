@@ -1,0 +1,97 @@
+"""driver.log, the story of a run: its roles, deaths, restarts and weight versions, and warnings."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+from helmsman.api.environment import masked_command
+from helmsman.api.version import __version__
+from helmsman.controller._node.run_registry import make_log_dir
+from helmsman.rpc_server._process.safe_files import open_log
+
+log = logging.getLogger(__name__)
+
+story = logging.getLogger("helmsman.run")
+"""Lines of the story. They do not propagate: a script's own handlers receive warnings alone."""
+story.setLevel(logging.INFO)
+story.propagate = False
+
+_PACKAGE = logging.getLogger("helmsman")
+_SHOWN = 8
+
+
+class DriverLog(logging.FileHandler):
+    """Writes the story and the warnings of this process to a run's driver.log.
+
+    All runs that are open in this process get the same lines.
+    """
+
+    def __init__(self, log_dir: Path, run_id: str) -> None:
+        super().__init__(
+            log_dir / "driver.log", mode="w", delay=True
+        )  # with "a" a late line would open it once more
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._run_id = run_id
+        self._is_begun = False
+
+    def begin(self, scheduler: str) -> None:
+        """Open the file and take lines from now on; without effect after the first time."""
+        if self._is_begun:
+            return
+        self._is_begun = True
+        try:
+            make_log_dir(Path(self.baseFilename).parent, self._run_id)
+            self.stream = self._open()
+        except OSError as error:
+            log.warning("run %s has no driver log: %s", self._run_id, error)
+            return
+        for logger in (story, _PACKAGE):
+            logger.addHandler(self)
+        versions = f"helmsman {__version__}, python {sys.version.split()[0]}"
+        command = masked_command(sys.argv)[:200]
+        story.info(
+            "run %s begins: %s, pid %d, %s, %s",
+            self._run_id,
+            scheduler,
+            os.getpid(),
+            versions,
+            command,
+        )
+
+    def end(self) -> None:
+        """Close the file. Idempotent."""
+        if self.stream is not None:
+            story.info("run %s is closed", self._run_id)
+            for logger in (story, _PACKAGE):
+                logger.removeHandler(self)
+        self.close()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        # Without any handler, logging shows warnings on standard error; this one must not end that.
+        is_only = not logging.root.handlers and all(
+            isinstance(each, DriverLog) for each in _PACKAGE.handlers
+        )
+        is_for_stderr = record.name != story.name and self is _PACKAGE.handlers[0] and is_only
+        if (
+            is_for_stderr
+            and logging.lastResort is not None
+            and record.levelno >= logging.lastResort.level
+        ):
+            logging.lastResort.handle(record)
+
+    def _open(self) -> io.TextIOWrapper:
+        return os.fdopen(open_log(self.baseFilename, self._run_id), "a", encoding="utf-8")
+
+
+def listed(items: Collection[str]) -> str:
+    """The first items, and the number of the others."""
+    shown = list(items)[:_SHOWN]
+    return ", ".join(shown) + (
+        f" and {len(items) - len(shown)} more" if len(items) > len(shown) else ""
+    )

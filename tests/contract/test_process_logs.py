@@ -1,0 +1,188 @@
+"""Titles of processes, and the lines in the logs of workers and of the driver."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.generation import SamplingParams
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
+from helmsman.controller._rollout.rollout_controller import RolloutController
+from tests.contract.engines import Counter
+from tests.contract.helpers import Engine, Gate, held, wait_until
+from tests.controller.engines import CountingRollout
+from tests.processes import command_of
+
+NO_PROCESSES = pytest.mark.not_on("inline", "its workers are threads of the script")
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
+
+
+def _title(pid: int) -> str:
+    return command_of(psutil.Process(pid)).rstrip("\0 ")
+
+
+def _titles() -> set[str]:
+    return {command_of(each).rstrip("\0 ") for each in psutil.process_iter()}
+
+
+def _log(scheduler: Scheduler, worker_id: str) -> str:
+    (path,) = [status.log_path for status in scheduler.status() if status.worker_id == worker_id]
+    return Path(path).read_text()
+
+
+@NO_PROCESSES
+def test_titles_show_role_and_calls(
+    scheduler: Scheduler, backend: str, role: str, gate: Gate
+) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, worker, Counter)
+    pid = engine.call("pid")
+    end = " (ray::RayRPCServer)" if backend == "ray" else ""
+    with held(engine, gate):
+        wait_until(lambda: _title(pid) == f"helmsman: {worker} wait{end}", "it shows the call")
+    wait_until(
+        lambda: _title(pid) == f"helmsman: {worker} idle{end}", "it shows that the call has ended"
+    )
+    assert not _title(os.getpid()).startswith("helmsman"), "the script keeps its own"
+    run_id = scheduler._run.id  # type: ignore[attr-defined]
+    helper = f"guardian of {worker}" if backend == "ray" else "forkserver"
+    helpers = {f"helmsman: {each} (run {run_id})" for each in (helper, "watcher")}
+    wait_until(lambda: helpers <= _titles(), "its helpers have titles")
+    assert "PATH" in psutil.Process(pid).environ(), "the environment behind the title is left alone"
+
+
+@NO_PROCESSES
+def test_worker_log_has_start_and_end(
+    make_own: Callable[..., Scheduler], backend: str, role: str
+) -> None:
+    with make_own() as scheduler:
+        (worker,) = scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(gpu=1)]))
+        engine = Engine.create(scheduler, worker, Counter)
+        pid = engine.call("pid")
+        path = Path(scheduler.status()[0].log_path)
+        (device,) = scheduler.get_workers(role)[0].devices
+    lines = [line for line in path.read_text().splitlines() if f"helmsman: {worker}" in line]
+    assert all(re.match(TIME, line) for line in lines)
+    start, *others = [line.partition(f"{worker} ")[2] for line in lines]
+    facts = rf"pid {pid}, node [\d.]+, devices: cuda {device}, helmsman [\d.]+, python 3\.\d+"
+    assert re.match(f"starts: {facts}", start), start
+    assert ("ray " in start) == (backend == "ray")
+    assert others[0].startswith(f"engine {worker} is created: Counter")
+    assert others[1:] == [f"engine {worker} is destroyed", "ends: its scheduler has asked it to"]
+
+
+@NO_PROCESSES
+@pytest.mark.not_on("ray", "Ray itself ends workers by SIGTERM")
+def test_worker_log_has_preemption_notice(scheduler: Scheduler, role: str) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    os.kill(Engine.create(scheduler, worker, Counter).call("pid"), signal.SIGTERM)
+    wait_until(
+        lambda: "was sent SIGTERM, a preemption notice; it ends in 25 s" in _log(scheduler, worker),
+        "it says so",
+    )
+
+
+class Sleeper(CountingRollout):
+    """It sleeps and wakes."""
+
+    async def sleep(self, level: int) -> None:
+        """Give back nothing."""
+
+    async def wake(self, *, weights_only: bool = False) -> None:
+        """Take nothing."""
+
+
+@NO_PROCESSES
+def test_logs_have_states_and_versions(make_own: Callable[..., Scheduler], role: str) -> None:
+    with make_own() as scheduler:
+        rollout = RolloutController(scheduler, Sleeper, Job(role=role))
+        with rollout:
+            rollout.initialize()
+            rollout.generate([[1]] * 20, SamplingParams(max_new_tokens=1))
+            rollout.sleep()
+            rollout.wake()
+            rollout.update_weights({"weight": "new"}, 7)
+            own = _log(scheduler, f"{role}/0")
+    engine = f"{role}/0 engine \\S+"
+    for line in ("is asleep", "is awake", "serves weight version 7"):
+        assert len(re.findall(rf"{TIME} helmsman: {engine} {line}\n", own)) == 1, own
+    assert len(own.splitlines()) < 10, "calls have no lines"
+    story = (scheduler._run.log_dir / "driver.log").read_text()  # type: ignore[attr-defined]
+    for line in (
+        f"role {role} is asleep",
+        f"role {role} is awake",
+        f"role {role}: 1 of 1 instances serve weight version 7",
+    ):
+        assert len(re.findall(rf"{TIME} INFO {line}\n", story)) == 1, story
+
+
+def _stories(scheduler: Scheduler) -> list[str]:
+    lines = (scheduler._run.log_dir / "driver.log").read_text().splitlines()  # type: ignore[attr-defined]
+    assert all(re.match(TIME, line) for line in lines)
+    return [line.split(maxsplit=3)[3] for line in lines]
+
+
+def test_driver_log_tells_the_story(
+    make_own: Callable[..., Scheduler], backend: str, role: str
+) -> None:
+    with make_own() as scheduler:
+        scheduler.create_workers(Job(role=role, replicas=2))
+        scheduler.scale(role, 3)
+        engine = Engine.create(scheduler, f"{role}/1", Counter)
+        if backend != "inline":
+            with pytest.raises(errors.WorkerFailedError):
+                engine.call("die", "SIGKILL")
+            wait_until(
+                lambda: any("SIGKILL" in line for line in _stories(scheduler)), "the death is told"
+            )
+        scheduler.restart_worker(f"{role}/1")
+        scheduler.scale(role, 1)
+        with pytest.raises(errors.PlacementInfeasibleError):
+            scheduler.create_workers(Job(role="large", tasks=[SchedulingSpec(gpu=99)]))
+        logging.getLogger("helmsman.controller").warning("a warning of the library")
+        scheduler.delete_workers(role)
+    told, place = _stories(scheduler), r"\(pid \d+, [\d.]+\)"
+    expected = [
+        rf"run {scheduler._run.id} begins: \w+Backend, pid {os.getpid()}, helmsman ",  # type: ignore[attr-defined]
+        rf"create_workers of {role} took \d+\.\d s: {role}/0 {place}, {role}/1 {place}$",
+        rf"added to role {role}, now of 3: {role}/2 \(pid",
+        *([] if backend == "inline" else [rf"{role}/1 was ended by SIGKILL"]),
+        rf"restarted {role}/1 \(pid",
+        rf"removing from role {role}, now of 1: {role}/1, {role}/2$",
+        r"create_workers of large failed: PlacementInfeasibleError: ",
+        r"a warning of the library$",
+        rf"deleting {role}$",
+        rf"run {scheduler._run.id} is closed$",  # type: ignore[attr-defined]
+    ]
+    found = iter(told)
+    for pattern in expected:
+        assert any(re.match(pattern, line) for line in found), (
+            f"{pattern} in its place of:\n" + "\n".join(told)
+        )
+
+
+SCRIPT = """
+import logging
+with make() as scheduler:
+    scheduler.create_workers(Job(role="a"))
+    logging.getLogger("helmsman.somewhere").warning("shown by default")
+    logging.basicConfig(level=logging.WARNING, format="by the script: %(message)s")
+    logging.getLogger("helmsman.somewhere").warning("shown by the handler")
+"""
+
+
+@pytest.mark.not_on("ray", "the same code of the driver, and seconds more")
+def test_driver_log_leaves_root_logger(run_driver: Callable[..., object], tmp_path: Path) -> None:
+    driver = run_driver(SCRIPT)
+    assert driver.wait() == 0, driver.errors()  # type: ignore[attr-defined]
+    told = driver.errors().splitlines()  # type: ignore[attr-defined]
+    assert told == ["shown by default", "by the script: shown by the handler"]
+    assert "WARNING shown by default\n" in (tmp_path / "logs" / "driver.log").read_text()
