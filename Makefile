@@ -40,17 +40,12 @@ test: $(STAMP) ## the whole test suite
 unit: $(STAMP) ## the tests of single parts that take little time: no clusters, attacks or examples
 	@$(PYTEST) --quiet -m "not slow" $(patsubst %,--ignore tests/%,contract multinode hostile examples benchmarks vllm) $(PYTEST_ARGS)
 
-<<<<<<< HEAD
 coverage: $(STAMP) ## the unit tests with the lines and branches that they reach
 	@$(PY) -m coverage run -m pytest --quiet -m "not slow" $(patsubst %,--ignore tests/%,contract multinode hostile examples benchmarks vllm docs) $(PYTEST_ARGS)
 	@$(PY) -m coverage combine --quiet && $(PY) -m coverage report
 
-contract: $(STAMP) ## what each scheduler promises, on all of them
-	@$(PYTEST) tests/contract $(PYTEST_ARGS)
-=======
 contract: $(if $(RAY),$(STAMP_RAY),$(STAMP)) ## what each scheduler promises, on all of them; RAY=2.52.* with that version, in a venv of its own
 	@$(if $(RAY),$(subst $(PY),$(PY_RAY),$(PYTEST)),$(PYTEST)) tests/contract $(PYTEST_ARGS)
->>>>>>> w/pkg
 
 test-vllm: $(STAMP_VLLM) ## the tests with a real vLLM, on the CPU
 	@$(PY_VLLM) -m pytest tests/vllm $(PYTEST_ARGS)
