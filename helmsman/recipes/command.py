@@ -26,7 +26,11 @@ from helmsman.recipes.config import CONFIGS, all_keys
 from helmsman.recipes.interrupts import Interrupted, interruptible
 from helmsman.recipes.recipe import Recipe
 
-RECIPES = {"grpo": "helmsman.recipes.grpo:GRPO"}
+RECIPES = {
+    "grpo": "helmsman.recipes.grpo:GRPO",
+    "sft": "helmsman.recipes.offline:SFT",
+    "dpo": "helmsman.recipes.offline:DPO",
+}
 """Command -> class of the recipe."""
 
 

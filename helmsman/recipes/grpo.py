@@ -11,6 +11,7 @@ from helmsman import Job, Scheduler, TrainController
 from helmsman.recipes.loop import Loop
 from helmsman.recipes.prompts import ChatTokenizer, Dataset, load_dataset
 from helmsman.recipes.recipe import Recipe
+from helmsman.recipes.reference import Reference
 from helmsman.recipes.rewards import Scorer, make_caller
 from helmsman.recipes.roles import make_jobs, make_rollout, make_trainer
 from helmsman.recipes.run import Run
@@ -90,14 +91,16 @@ class GRPO(Recipe[GRPOSettings]):
         scorer = held.enter_context(Scorer(settings.rewards, scheduler, self.functions))
         trainer = make_trainer(settings, scheduler, jobs["train"])
         rollout = make_rollout(settings, scheduler, jobs["rollout"])
-        reference = (
+        ranks = (
             make_trainer(settings, scheduler, jobs["reference"]) if "reference" in jobs else None
         )
-        for controller in (trainer, reference, rollout):
+        for controller in (trainer, ranks, rollout):
             if controller is not None:
                 controller.initialize()
             if isinstance(controller, TrainController) and settings.cluster.takes_turns:
                 controller.sleep()  # the next one needs the devices
+        most, takes_turns = settings.checkpoints.max_recoveries, settings.cluster.takes_turns
+        reference = None if ranks is None else Reference(ranks, most, takes_turns=takes_turns)
         return lambda trackers: Run(
             settings, self.dataset, self.tokenizer, trainer, rollout, reference, scorer, trackers
         )

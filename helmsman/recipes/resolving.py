@@ -14,7 +14,7 @@ import msgspec
 from helmsman.api.suggestions import did_you_mean
 from helmsman.engines.train_config import TrainConfig
 from helmsman.recipes.roles import ENGINES
-from helmsman.recipes.settings import GRPOSettings, RunSettings, name_of
+from helmsman.recipes.settings import GRPOSettings, OfflineSettings, RunSettings, name_of
 
 S = TypeVar("S", bound=RunSettings)
 PRESETS: dict[str, dict[str, Any]] = {
@@ -43,6 +43,8 @@ _LEAST: dict[str, float] = {
                 "steps",
                 "prompts_per_step",
                 "samples_per_prompt",
+                "batch_size",
+                "data.max_tokens",
                 "cluster.num_nodes",
                 "cluster.train_workers",
             ),
@@ -93,6 +95,8 @@ _LEAST: dict[str, float] = {
             ),
             *(
                 "evaluation.every",
+                "evaluate_every",
+                "beta",
                 "evaluation.samples",
                 "evaluation.temperature",
                 "checkpoints.max_recoveries",
@@ -129,6 +133,11 @@ def resolve(settings: S) -> S:
     settings = msgspec.structs.replace(settings, model=str(Path(settings.model).absolute()))
     _check_train(settings)
     _check_data(settings)
+    if isinstance(settings, OfflineSettings) and settings.batch_size % settings.train.minibatches:
+        raise ValueError(
+            f"train.minibatches is {settings.train.minibatches}, which does not divide batch_size, "
+            f"{settings.batch_size}"
+        )
     if isinstance(settings, GRPOSettings):
         given = msgspec.structs.asdict(settings.algorithm)
         preset = {**_OFF, **PRESETS[settings.algorithm.preset]}

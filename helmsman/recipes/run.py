@@ -19,7 +19,7 @@ from helmsman import (
     TrainController,
     WorkflowExecutor,
 )
-from helmsman.api.errors import EngineCallError, GroupCallError, StartError, WorkerFailedError
+from helmsman.api.errors import EngineCallError
 from helmsman.recipes.batches import (
     Answer,
     Group,
@@ -35,6 +35,7 @@ from helmsman.recipes.evaluation import EvaluationResult, evaluate
 from helmsman.recipes.files import append_line, write_json
 from helmsman.recipes.loop import Loop, is_due
 from helmsman.recipes.prompts import ChatTokenizer, Dataset, Draw, Draws, Row
+from helmsman.recipes.reference import Reference
 from helmsman.recipes.rewards import Scored, Scorer
 from helmsman.recipes.roles import learning_rate, make_sync
 from helmsman.recipes.settings import GRPOSettings, name_of
@@ -62,7 +63,7 @@ class Run(Loop):
         tokenizer: ChatTokenizer,
         trainer: TrainController,
         rollout: RolloutController,
-        reference: TrainController | None,
+        reference: Reference | None,
         scorer: Scorer,
         trackers: Trackers,
     ) -> None:
@@ -172,48 +173,9 @@ class Run(Loop):
                     sample["logprobs" if old == "trainer" else "prox_logprobs"] = logprobs
         if self.reference is not None:
             with self.clock.phase("reference"):
-                for sample, logprobs in zip(
-                    samples, self._ask(self.reference, tokens), strict=True
-                ):
+                for sample, logprobs in zip(samples, self.reference.logprobs(tokens), strict=True):
                     sample["ref_logprobs"] = logprobs
         return metrics
-
-    def _ask(self, reference: TrainController, tokens: list[dict[str, Any]]) -> list[Any]:
-        """The reference's log-probabilities. Its ranks are rebuilt when one dies: they have nothing
-        of their own.
-        """
-        most, is_lost = self.settings.checkpoints.max_recoveries, False
-        while True:
-            try:
-                if is_lost:
-                    reference.recover()
-                if self.turns is not None:
-                    reference.wake()
-                logprobs: list[Any] = reference.forward(tokens)
-                if self.turns is not None:
-                    reference.sleep()
-            except (WorkerFailedError, GroupCallError, StartError) as error:
-                errors = error.errors.values() if isinstance(error, GroupCallError) else [error]
-                loss = next(
-                    (each for each in errors if isinstance(each, WorkerFailedError | StartError)),
-                    None,
-                )
-                if loss is None:
-                    raise
-                is_lost, said = True, str(loss).split("\n", 1)[0]
-                if reference.num_recoveries >= most:
-                    log.warning(
-                        "a rank of the reference was lost, and checkpoints.max_recoveries is %d: "
-                        "%s",
-                        most,
-                        said,
-                    )
-                    raise
-                log.warning(
-                    "a rank of the reference was lost, and all of them are rebuilt: %s", said
-                )
-            else:
-                return logprobs
 
     def _to_rollout(self) -> None:
         """Give the devices, where they are shared, to the instances, with the weights of now."""

@@ -153,6 +153,8 @@ class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Further variables of the template, such as enable_thinking."""
     max_prompt_tokens: int = 1024
     """Longest prompt, template included."""
+    max_tokens: int = 2048
+    """Longest sequence of SFT and DPO, prompt and answer."""
     on_long_prompt: Literal["drop", "error"] = "drop"
     """What is done with longer ones: they are left out and counted, or end the run before it
     starts.
@@ -341,6 +343,35 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seed: int = 0
     """Of everything that is drawn."""
     out: str = "runs/train"
+    """Output folder; every node reaches it."""
+
+
+class OfflineSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings that recipes on given answers share."""
+
+    train: Train = Train(lr=1e-5)
+    batch_size: int = 64
+    """Rows of a step: examples, or pairs."""
+    evaluate_every: int = 10
+    """Steps between evaluations on held-out rows; 0 for none."""
+
+
+class SFTSettings(OfflineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run of supervised fine-tuning."""
+
+    out: str = "runs/sft"
+    """Output folder; every node reaches it."""
+
+
+class DPOSettings(OfflineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run of DPO."""
+
+    train: Train = Train(lr=1e-6)
+    beta: float = 0.1
+    """Weight of the distance to the reference (arXiv:2305.18290)."""
+    loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """Form of the loss (arXiv:2305.18290, arXiv:2310.12036)."""
+    out: str = "runs/dpo"
     """Output folder; every node reaches it."""
 
 

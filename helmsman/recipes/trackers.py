@@ -92,7 +92,11 @@ class Console:
         overall = [
             (name.split("/"), value) for name, value in metrics.items() if name.startswith("eval/")
         ]
-        evaluated = [f"{parts[1]} {value:.1%}" for parts, value in overall if len(parts) == 2]
+        evaluated = [
+            f"{parts[1]} {value:{'.1%' if _is_share(parts[1]) else '.4f'}}"
+            for parts, value in overall
+            if len(parts) == 2
+        ]
         self._print("  ".join([*cells, *evaluated]))
 
     def rewind(self, step: int) -> None:
@@ -104,6 +108,11 @@ class Console:
     def _print(self, line: str) -> None:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+
+def _is_share(name: str) -> bool:
+    """Whether a metric is a share from 0 to 1."""
+    return "accuracy" in name or name.startswith("pass@")
 
 
 class TensorBoard:
