@@ -8,44 +8,110 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from helmsman import Job, Scheduler, TrainController
 from helmsman.api.pairs import pair_samples
 from helmsman.recipes.batches import train_metrics
-from helmsman.recipes.examples import Encode, preferences, supervised
+from helmsman.recipes.examples import preferences, supervised
 from helmsman.recipes.loop import Loop, is_due
 from helmsman.recipes.prompts import ChatTokenizer, Dataset, Draws, Row, load_dataset
 from helmsman.recipes.recipe import Recipe
 from helmsman.recipes.reference import Reference
 from helmsman.recipes.roles import learning_rate, make_trainer, reference_job, train_job
-from helmsman.recipes.settings import DPOSettings, OfflineSettings, RunSettings, SFTSettings
+from helmsman.recipes.settings import DPOSettings, RunSettings, SFTSettings
 from helmsman.recipes.trackers import Trackers
 
 
+class Objective(Protocol):
+    """What a run on given answers does with a batch of rows."""
+
+    loss: tuple[str, dict[str, Any]]
+    """Name and arguments of the loss."""
+
+    def samples(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """Return the training samples of rows."""
+
+    def judge(
+        self, samples: Sequence[Mapping[str, Any]], logprobs: Sequence[Any]
+    ) -> dict[str, float]:
+        """Return metrics of held-out samples from the policy's log-probabilities."""
+
+
+class Imitation:
+    """SFT: the likelihood of the given answers."""
+
+    loss: tuple[str, dict[str, Any]] = ("sft", {})
+
+    def samples(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """See Objective."""
+        return [sample for row in rows for sample in row.samples]
+
+    def judge(
+        self, samples: Sequence[Mapping[str, Any]], logprobs: Sequence[Any]
+    ) -> dict[str, float]:
+        """Return the loss: the mean negative log-likelihood of a token."""
+        total = sum(map(_log_likelihood, samples, logprobs))
+        return {"eval/loss": -total / max(1, sum(sum(each["loss_mask"][1:]) for each in samples))}
+
+
+class Preference:
+    """DPO: pairs of samples, and the log-probabilities of the reference.
+
+    Args:
+        settings: of the run.
+        reference: the frozen model of the start.
+    """
+
+    def __init__(self, settings: DPOSettings, reference: Reference) -> None:
+        self._beta, self._reference = settings.beta, reference
+        self.loss = ("dpo", {"beta": settings.beta, "loss_type": settings.loss_type})
+
+    def samples(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """See Objective. The samples have the log-probabilities of the reference."""
+        found = pair_samples([(row.samples[0], row.samples[1]) for row in rows])
+        logprobs = self._reference.logprobs(found)
+        return [{**each, "ref_logprobs": ref} for each, ref in zip(found, logprobs, strict=True)]
+
+    def judge(
+        self, samples: Sequence[Mapping[str, Any]], logprobs: Sequence[Any]
+    ) -> dict[str, float]:
+        """Return how often, and by how much, the preferred answer has the greater reward."""
+        rewards = [
+            _log_likelihood(sample, own) - _log_likelihood(sample, sample["ref_logprobs"])
+            for sample, own in zip(samples, logprobs, strict=True)
+        ]
+        pairs = zip(rewards[::2], rewards[1::2], strict=True)
+        margins = [self._beta * (chosen - rejected) for chosen, rejected in pairs]
+        return {
+            "eval/accuracy": statistics.fmean(margin > 0 for margin in margins),
+            "eval/reward_margin": statistics.fmean(margins),
+        }
+
+
 class OfflineLoop(Loop):
-    """A run on rows that have their samples; a recipe says how a batch of them is trained on and
-    judged.
+    """A run on rows that have their samples.
 
     Args:
         settings: of the run.
         dataset: rows with ``samples``.
         trainer: of the policy.
+        objective: what is done with a batch.
         trackers: where metrics go.
     """
 
     def __init__(
         self,
-        settings: OfflineSettings,
+        settings: SFTSettings | DPOSettings,
         dataset: Dataset,
         trainer: TrainController,
+        objective: Objective,
         trackers: Trackers,
     ) -> None:
-        draws = Draws(
-            dataset.train, num_samples=1, seed=settings.seed, shuffle=settings.data.shuffle
-        )
+        shuffle = settings.data.shuffle
+        draws = Draws(dataset.train, num_samples=1, seed=settings.seed, shuffle=shuffle)
         super().__init__(settings, trainer, draws, trackers)
-        self.settings, self.dataset = settings, dataset
+        self.settings, self.dataset, self.objective = settings, dataset, objective
 
     def train_step(self, step: int) -> dict[str, float]:
         """Take the optimizer steps on the next rows."""
@@ -58,97 +124,31 @@ class OfflineLoop(Loop):
         size = settings.batch_size // settings.train.minibatches
         every, num_tokens = [], 0
         for begin in range(0, settings.batch_size, size):
-            samples = self.samples([draw.row for draw in drawn[begin : begin + size]])
+            with self.clock.phase("samples"):
+                rows = [draw.row for draw in drawn[begin : begin + size]]
+                samples = self.objective.samples(rows)
             num_tokens += sum(len(sample["input_ids"]) for sample in samples)
             with self.clock.phase("train"):
-                every.append(self.trainer.train_batch(samples, *self.loss()))
-        metrics = {
+                every.append(self.trainer.train_batch(samples, *self.objective.loss))
+        return {
             **train_metrics(every),
             "epoch": self.draws.epoch,
             "optimizer_steps": float(len(every)),
+            "tokens_per_second": num_tokens / (time.monotonic() - started),
         }
-        return {**metrics, "tokens_per_second": num_tokens / (time.monotonic() - started)}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Judge the held-out rows."""
         with self.clock.phase("evaluate"):
-            samples = self.samples(self.dataset.held_out)
-            return self.judge(samples, self.trainer.forward(samples))
+            samples = self.objective.samples(self.dataset.held_out)
+            return self.objective.judge(samples, self.trainer.forward(samples))
 
     def evaluation_is_due(self, step: int) -> bool:
         """Whether there are held-out rows and the settings ask for an evaluation at this step."""
-        if not self.dataset.held_out:
-            return False
-        return is_due(
-            step, every=self.settings.evaluate_every, last=self.settings.steps, at_start=True
+        settings, has_rows = self.settings, bool(self.dataset.held_out)
+        return has_rows and is_due(
+            step, every=settings.evaluate_every, last=settings.steps, at_start=True
         )
-
-    def samples(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """Return the training samples of rows."""
-        return [sample for row in rows for sample in row.samples]
-
-    def loss(self) -> tuple[str, dict[str, Any]]:
-        """Return name and arguments of the loss."""
-        return "sft", {}
-
-    def judge(
-        self, samples: Sequence[Mapping[str, Any]], logprobs: Sequence[Any]
-    ) -> dict[str, float]:
-        """Return metrics of held-out samples from the policy's log-probabilities."""
-        total = sum(map(_log_likelihood, samples, logprobs))
-        return {
-            "eval/loss": -total / max(1, sum(sum(sample["loss_mask"][1:]) for sample in samples))
-        }
-
-
-class PreferenceLoop(OfflineLoop):
-    """DPO: pairs of samples, and the log-probabilities of the reference.
-
-    Args:
-        reference: the frozen model of the start.
-    """
-
-    def __init__(
-        self,
-        settings: DPOSettings,
-        dataset: Dataset,
-        trainer: TrainController,
-        reference: Reference,
-        trackers: Trackers,
-    ) -> None:
-        super().__init__(settings, dataset, trainer, trackers)
-        self._dpo, self.reference = settings, reference
-
-    def samples(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """Return pairs with the reference's log-probabilities."""
-        found = pair_samples([(row.samples[0], row.samples[1]) for row in rows])
-        with self.clock.phase("reference"):
-            logprobs = self.reference.logprobs(found)
-        return [
-            {**sample, "ref_logprobs": each} for sample, each in zip(found, logprobs, strict=True)
-        ]
-
-    def loss(self) -> tuple[str, dict[str, Any]]:
-        """Return name and arguments of the loss."""
-        return "dpo", {"beta": self._dpo.beta, "loss_type": self._dpo.loss_type}
-
-    def judge(
-        self, samples: Sequence[Mapping[str, Any]], logprobs: Sequence[Any]
-    ) -> dict[str, float]:
-        """Return accuracy and margin: how often, and by how much, the preferred answer has the
-        greater reward."""
-        rewards = [
-            self._dpo.beta
-            * (_log_likelihood(sample, own) - _log_likelihood(sample, sample["ref_logprobs"]))
-            for sample, own in zip(samples, logprobs, strict=True)
-        ]
-        margins = [
-            chosen - rejected for chosen, rejected in zip(rewards[::2], rewards[1::2], strict=True)
-        ]
-        return {
-            "eval/accuracy": statistics.fmean(margin > 0 for margin in margins),
-            "eval/reward_margin": statistics.fmean(margins),
-        }
 
 
 def _log_likelihood(sample: Mapping[str, Any], logprobs: Any) -> float:
@@ -174,16 +174,12 @@ class SFT(Recipe[SFTSettings]):
     kind: ClassVar[type[RunSettings]] = SFTSettings
     fixed: ClassVar[tuple[str, ...]] = ("model", "data", "seed", "batch_size")
 
-    def encoder(self, tokenizer: ChatTokenizer) -> Encode:
-        """Return the encoder of the rows."""
-        return supervised(self.settings.data, tokenizer)
-
     def load_data(self) -> Dataset:
         """Read tokenizer and rows. Raises: ValueError, OSError, BackendNotInstalledError."""
         settings = self.settings
         tokenizer = ChatTokenizer(settings.model, settings.data)
         return load_dataset(
-            settings.data, tokenizer, settings.seed, self.rows, self.encoder(tokenizer)
+            settings.data, tokenizer, settings.seed, self.rows, supervised(settings.data, tokenizer)
         )
 
     def jobs(self) -> list[Job]:
@@ -195,7 +191,9 @@ class SFT(Recipe[SFTSettings]):
     ) -> Callable[[Trackers], Loop]:
         """Start the trainer."""
         trainer = held.enter_context(make_trainer(self.settings, scheduler, jobs["train"]))
-        return lambda trackers: OfflineLoop(self.settings, self.dataset, trainer, trackers)
+        return lambda trackers: OfflineLoop(
+            self.settings, self.dataset, trainer, Imitation(), trackers
+        )
 
 
 class DPO(Recipe[DPOSettings]):
@@ -233,4 +231,6 @@ class DPO(Recipe[DPOSettings]):
         trainer = held.enter_context(make_trainer(settings, scheduler, jobs["train"]))
         ranks = held.enter_context(make_trainer(settings, scheduler, jobs["reference"]))
         reference = Reference(ranks, settings.checkpoints.max_recoveries, takes_turns=False)
-        return lambda trackers: PreferenceLoop(settings, self.dataset, trainer, reference, trackers)
+        return lambda trackers: OfflineLoop(
+            settings, self.dataset, trainer, Preference(settings, reference), trackers
+        )

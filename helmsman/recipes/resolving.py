@@ -14,7 +14,7 @@ import msgspec
 from helmsman.api.suggestions import did_you_mean
 from helmsman.engines.train_config import TrainConfig
 from helmsman.recipes.roles import ENGINES
-from helmsman.recipes.settings import GRPOSettings, OfflineSettings, RunSettings, name_of
+from helmsman.recipes.settings import DPOSettings, GRPOSettings, RunSettings, SFTSettings, name_of
 
 S = TypeVar("S", bound=RunSettings)
 PRESETS: dict[str, dict[str, Any]] = {
@@ -133,7 +133,10 @@ def resolve(settings: S) -> S:
     settings = msgspec.structs.replace(settings, model=str(Path(settings.model).absolute()))
     _check_train(settings)
     _check_data(settings)
-    if isinstance(settings, OfflineSettings) and settings.batch_size % settings.train.minibatches:
+    if (
+        isinstance(settings, SFTSettings | DPOSettings)
+        and settings.batch_size % settings.train.minibatches
+    ):
         raise ValueError(
             f"train.minibatches is {settings.train.minibatches}, which does not divide batch_size, "
             f"{settings.batch_size}"

@@ -38,6 +38,7 @@ from helmsman.recipes.prompts import ChatTokenizer, Dataset, Draw, Draws, Row
 from helmsman.recipes.reference import Reference
 from helmsman.recipes.rewards import Scored, Scorer
 from helmsman.recipes.roles import learning_rate, make_sync
+from helmsman.recipes.samples import SampleRow
 from helmsman.recipes.settings import GRPOSettings, name_of
 from helmsman.recipes.trackers import Trackers
 from helmsman.recipes.weight_check import Differences, WeightCheck
@@ -134,6 +135,7 @@ class Run(Loop):
         metrics = rollout_metrics(groups, version, self.right, settings.evaluation.right_from)
         metrics["groups/filtered"], self.num_filtered = float(self.num_filtered), 0
         metrics["epoch"] = self.draws.epoch
+        self.trackers.show(self.sample_log.log(step, self._sample_rows(step, groups)))
         samples = make_samples(groups, settings)
         metrics |= self._add_logprobs(samples, groups, version)
         self.trainer.set_lr(learning_rate(settings, step))
@@ -176,6 +178,19 @@ class Run(Loop):
                 for sample, logprobs in zip(samples, self.reference.logprobs(tokens), strict=True):
                     sample["ref_logprobs"] = logprobs
         return metrics
+
+    def _sample_rows(self, step: int, groups: list[Group]) -> list[SampleRow]:
+        """The first answer of each group, with its reward."""
+        return [
+            SampleRow(
+                step=step,
+                prompt=group.draw.row.prompt,
+                completion=self.tokenizer.decode(group.answers[0].result.token_ids),
+                reward=group.answers[0].reward,
+                values=group.answers[0].scored.values,
+            )
+            for group in groups[: self.settings.tracking.samples]
+        ]
 
     def _to_rollout(self) -> None:
         """Give the devices, where they are shared, to the instances, with the weights of now."""

@@ -346,31 +346,29 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Output folder; every node reaches it."""
 
 
-class OfflineSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings that recipes on given answers share."""
+class SFTSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run of supervised fine-tuning."""
 
     train: Train = Train(lr=1e-5)
     batch_size: int = 64
-    """Rows of a step: examples, or pairs."""
+    """Rows of a step."""
     evaluate_every: int = 10
     """Steps between evaluations on held-out rows; 0 for none."""
-
-
-class SFTSettings(OfflineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run of supervised fine-tuning."""
-
     out: str = "runs/sft"
     """Output folder; every node reaches it."""
 
 
-class DPOSettings(OfflineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run of DPO."""
 
-    train: Train = Train(lr=1e-6)
+    batch_size: int = 64
+    """Pairs of a step."""
     beta: float = 0.1
     """Weight of the distance to the reference (arXiv:2305.18290)."""
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Form of the loss (arXiv:2305.18290, arXiv:2310.12036)."""
+    evaluate_every: int = 10
+    """Steps between evaluations on held-out pairs; 0 for none."""
     out: str = "runs/dpo"
     """Output folder; every node reaches it."""
 
