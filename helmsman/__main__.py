@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 RECIPES = {
     "grpo": "train a model by GRPO, Dr. GRPO or DAPO, on prompts and rewards",
+    "ppo": "train a model by PPO with a critic, on prompts and rewards",
     "sft": "fine-tune a model on given answers",
     "dpo": "train a model on preferences by DPO",
 }

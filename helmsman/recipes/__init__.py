@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from helmsman.recipes.ending import RunSummary as RunSummary
     from helmsman.recipes.grpo import GRPO as GRPO
+    from helmsman.recipes.grpo import PPO as PPO
     from helmsman.recipes.offline import DPO as DPO
     from helmsman.recipes.offline import SFT as SFT
     from helmsman.recipes.recipe import Recipe as Recipe
@@ -31,6 +32,7 @@ _HOMES = {
     "SFTSettings": "settings",
     "GRPO": "grpo",
     "GRPOSettings": "settings",
+    "PPO": "grpo",
     "Recipe": "recipe",
     "Reward": "settings",
     "RunSummary": "ending",

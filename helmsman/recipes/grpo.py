@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from helmsman import Job, Scheduler, TrainController
+from helmsman.recipes.critic import CriticModel
 from helmsman.recipes.loop import Loop
 from helmsman.recipes.prompts import ChatTokenizer, Dataset, load_dataset
 from helmsman.recipes.recipe import Recipe
@@ -94,13 +95,51 @@ class GRPO(Recipe[GRPOSettings]):
         ranks = (
             make_trainer(settings, scheduler, jobs["reference"]) if "reference" in jobs else None
         )
-        for controller in (trainer, ranks, rollout):
+        values = make_trainer(settings, scheduler, jobs["critic"]) if "critic" in jobs else None
+        for controller in (trainer, ranks, values, rollout):
             if controller is not None:
                 controller.initialize()
             if isinstance(controller, TrainController) and settings.cluster.takes_turns:
                 controller.sleep()  # the next one needs the devices
         most, takes_turns = settings.checkpoints.max_recoveries, settings.cluster.takes_turns
         reference = None if ranks is None else Reference(ranks, most, takes_turns=takes_turns)
-        return lambda trackers: Run(
-            settings, self.dataset, self.tokenizer, trainer, rollout, reference, scorer, trackers
+        critic = (
+            None
+            if values is None
+            else CriticModel(values, settings.critic, takes_turns=takes_turns)
         )
+        return lambda trackers: Run(
+            settings,
+            self.dataset,
+            self.tokenizer,
+            trainer,
+            rollout,
+            reference,
+            critic,
+            scorer,
+            trackers,
+        )
+
+
+def PPO(  # noqa: N802 - it is used as the classes of the other recipes are
+    model: str | Path | None = None,
+    data: str | Path | Mapping[str, Any] | Iterable[Any] | None = None,
+    rewards: Sequence[RewardLike] | None = None,
+    **settings: Any,
+) -> GRPO:
+    """Train a language model by PPO with a critic: the loop of GRPO with the preset ``ppo``.
+
+    Args:
+        model: local Hugging Face folder to start from; the critic starts from it, too.
+        data: as of GRPO.
+        rewards: as of GRPO.
+        settings: as of Recipe; ``critic`` has those of the value model.
+
+    Returns: the recipe; ``.train()`` runs it.
+    Raises: as Recipe.
+    """
+    algorithm = {**settings.pop("algorithm", {}), "preset": "ppo"}
+    return GRPO(model, data, rewards, algorithm=algorithm, **settings)
+
+
+PPO.kind = GRPOSettings  # type: ignore[attr-defined]  # as the classes have it, for the command line

@@ -18,7 +18,7 @@ from helmsman.recipes.loop import Loop, is_due
 from helmsman.recipes.prompts import ChatTokenizer, Dataset, Draws, Row, load_dataset
 from helmsman.recipes.recipe import Recipe
 from helmsman.recipes.reference import Reference
-from helmsman.recipes.roles import learning_rate, make_trainer, reference_job, train_job
+from helmsman.recipes.roles import learning_rate, make_trainer, sibling_job, train_job
 from helmsman.recipes.settings import DPOSettings, RunSettings, SFTSettings
 from helmsman.recipes.trackers import Trackers
 
@@ -221,7 +221,7 @@ class DPO(Recipe[DPOSettings]):
 
     def jobs(self) -> list[Job]:
         """Return trainer and reference."""
-        return [train_job(self.settings), reference_job(self.settings)]
+        return [train_job(self.settings), sibling_job(self.settings, "reference")]
 
     def start(
         self, held: contextlib.ExitStack, scheduler: Scheduler, jobs: Mapping[str, Job]

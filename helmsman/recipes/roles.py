@@ -69,7 +69,9 @@ def make_jobs(settings: GRPOSettings) -> list[Job]:
         )
         jobs.append(Job(role="rollout", replicas=cluster.rollout_instances, tasks=[spec]))
     if settings.algorithm.kl_coef:
-        jobs.append(reference_job(settings))
+        jobs.append(sibling_job(settings, "reference"))
+    if settings.algorithm.preset == "ppo":
+        jobs.append(sibling_job(settings, "critic"))
     return jobs
 
 
@@ -87,12 +89,12 @@ def train_job(settings: RunSettings) -> Job:
     return Job(role="train", replicas=cluster.train_workers, tasks=[spec])
 
 
-def reference_job(settings: RunSettings) -> Job:
-    """Return the job of the reference, a sibling of each trainer on its device."""
+def sibling_job(settings: RunSettings, role: str) -> Job:
+    """Return the job of a model beside the trainer: a process next to each rank, on its device."""
     cluster = settings.cluster
     spec = SchedulingSpec(env_vars=_env_vars(cluster, cluster.train_threads), port_count=1)
     return Job(
-        role="reference",
+        role=role,
         replicas=cluster.train_workers,
         tasks=[spec],
         scheduling_strategy=_BESIDE_TRAINER,
@@ -119,19 +121,22 @@ def start_scheduler(cluster: Cluster, seed: int, log_dir: Path | None) -> Schedu
 
 
 def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> TrainController:
-    """The controller of the trainer, or of the reference, which is such an engine that takes no
-    step."""
+    """Return the controller of the trainer, the reference or the critic, by the job's role."""
     arguments = {
         "model": settings.model,
         "seed": settings.seed,
         "lr": settings.train.lr,
         **settings.train.engine,
     }
+    if job.role == "reference":
+        arguments["frozen"] = True
+    if job.role == "critic" and isinstance(settings, GRPOSettings):
+        arguments |= {"head": "value", "lr": settings.critic.lr}
     return TrainController(
         scheduler,
         TRAINER,
         job,
-        engine_kwargs={**arguments, "frozen": True} if job.role == "reference" else arguments,
+        engine_kwargs=arguments,
         model_parallel_size=settings.train.model_parallel_size,
     )
 

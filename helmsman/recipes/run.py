@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from helmsman.recipes.batches import (
     train_metrics,
     with_weights,
 )
+from helmsman.recipes.critic import CriticModel
 from helmsman.recipes.evaluation import EvaluationResult, evaluate
 from helmsman.recipes.files import append_line, write_json
 from helmsman.recipes.loop import Loop, is_due
@@ -55,6 +57,7 @@ class Run(Loop):
 
     Args:
         reference: the frozen model of the start, where there is a KL term.
+        critic: the value model of PPO.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Run(Loop):
         trainer: TrainController,
         rollout: RolloutController,
         reference: Reference | None,
+        critic: CriticModel | None,
         scorer: Scorer,
         trackers: Trackers,
     ) -> None:
@@ -77,6 +81,7 @@ class Run(Loop):
         super().__init__(settings, trainer, draws, trackers)
         self.settings, self.dataset, self.tokenizer = settings, dataset, tokenizer
         self.rollout, self.reference, self.scorer = rollout, reference, scorer
+        self.critic = critic
         self.sampling = msgspec.structs.replace(
             settings.sampling, stop_token_ids=tokenizer.stop_ids
         )
@@ -106,9 +111,17 @@ class Run(Loop):
     def begin(self, step: int) -> None:
         """Prepare the next step, and bring the trainer's weights to the instances."""
         super().begin(step)
+        if self.critic is not None and (folder := self.saved()) is not None:
+            self.critic.load(folder)
         self.num_filtered = 0
         if self.turns is None:
             self.sync.push()
+
+    def add_files(self, folder: Path) -> None:
+        """Add the critic to a checkpoint."""
+        super().add_files(folder)
+        if self.critic is not None:
+            self.critic.save(folder)
 
     def end_step(self) -> None:
         """Give shared devices back to the trainer, for a checkpoint and the next step."""
@@ -138,6 +151,10 @@ class Run(Loop):
         self.trackers.show(self.sample_log.log(step, self._sample_rows(step, groups)))
         samples = make_samples(groups, settings)
         metrics |= self._add_logprobs(samples, groups, version)
+        if self.critic is not None:
+            with clock.phase("critic"):
+                scores = [answer.reward for group in groups for answer in group.answers]
+                self.critic.judge(samples, scores)
         self.trainer.set_lr(learning_rate(settings, step))
         with clock.phase("train"):
             metrics |= self._optimize(samples)
@@ -201,16 +218,22 @@ class Run(Loop):
     def _optimize(self, samples: list[dict[str, Any]]) -> dict[str, float]:
         """The optimizer steps of a step; parts of which no token counts are left out."""
         algorithm, size = self.settings.algorithm, len(samples) // self.settings.train.minibatches
-        every = []
+        every, values = [], dict[str, float]()
         for begin in range(0, len(samples), size):
             part = samples[begin : begin + size]
             if any(any(sample["loss_mask"]) for sample in part):
+                if self.critic is not None:
+                    values = self.critic.train(part)
                 every.append(
                     self.trainer.train_batch(
                         with_weights(part, self.settings), algorithm.loss, loss_arguments(algorithm)
                     )
                 )
-        return {**(train_metrics(every) if every else {}), "optimizer_steps": float(len(every))}
+        return {
+            **(train_metrics(every) if every else {}),
+            **values,
+            "optimizer_steps": float(len(every)),
+        }
 
     def _compare(self, found: Differences, step: int) -> dict[str, float]:
         append_line(self.out / "checks.jsonl", {"step": step, **msgspec.structs.asdict(found)})

@@ -188,10 +188,9 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is optimised. The fields that are null come from the preset."""
 
-    preset: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
-    """``grpo`` (arXiv:2402.03300), ``dr_grpo`` (arXiv:2503.20783) or ``dapo``
-    (arXiv:2503.14476).
-    """
+    preset: Literal["grpo", "dr_grpo", "dapo", "ppo"] = "grpo"
+    """``grpo`` (arXiv:2402.03300), ``dr_grpo`` (arXiv:2503.20783), ``dapo`` (arXiv:2503.14476), or
+    ``ppo`` with a critic (arXiv:1707.06347)."""
     normalize_std: bool | None = None
     """Divide advantages by the standard deviation of their group."""
     aggregation: Literal["token", "sequence", "constant"] | None = None
@@ -230,6 +229,19 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
     loss_args: dict[str, Any] = {}
     """Further arguments of the loss."""
+
+
+class Critic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The value model of PPO, which the preset ``ppo`` has."""
+
+    lr: float = 1e-5
+    """Learning rate."""
+    gamma: float = 1.0
+    """Discount of a token."""
+    lam: float = 0.95
+    """Weight of longer estimates of the advantage (arXiv:1506.02438)."""
+    clip: float | None = 0.2
+    """Largest step of a value away from its old one; null for no limit."""
 
 
 class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -379,6 +391,7 @@ class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields
     rewards: tuple[Reward, ...]
     rollout: Rollout = Rollout()
     algorithm: Algorithm = Algorithm()
+    critic: Critic = Critic()
     sync: Sync = Sync()
     check: Check = Check()
     evaluation: Evaluation = Evaluation()
