@@ -44,10 +44,10 @@ def make_pool(scheduler: Scheduler, role: str) -> Iterator[MakePool]:
     with contextlib.ExitStack() as pools:
 
         def make(
-            function: Any = ACT, timeout_s: float | None = LIMIT_S, num: int = 2, **options: Any
+            function: Any = ACT, timeout: float | None = LIMIT_S, num: int = 2, **options: Any
         ) -> RewardPool:
             pool = pools.enter_context(
-                RewardPool(scheduler, function, Job(role=role, replicas=num), timeout_s, **options)
+                RewardPool(scheduler, function, Job(role=role, replicas=num), timeout, **options)
             )
             pool.initialize()
             return pool
@@ -178,7 +178,7 @@ def test_reward_pool_unserializable(make_pool: MakePool) -> None:
 def test_reward_pool_stuck_function(
     make_pool: MakePool, gate: Gate, threads: ThreadPoolExecutor, backend: str
 ) -> None:
-    pool = make_pool(timeout_s=3.0)
+    pool = make_pool(timeout=3.0)
     before = pids(pool)
     stuck = begin(pool, threads, "wait", *gate.files)
     gate.wait_started()
@@ -206,7 +206,7 @@ def test_reward_pool_stuck_function(
 
 
 def test_reward_pool_async_timeout(make_pool: MakePool) -> None:
-    pool = make_pool(AACT, timeout_s=1.0, num=1)
+    pool = make_pool(AACT, timeout=1.0, num=1)
     before = pids(pool)
 
     async def score() -> list[Any]:
@@ -223,7 +223,7 @@ def test_reward_pool_async_timeout(make_pool: MakePool) -> None:
 @pytest.mark.slow
 @pytest.mark.not_on("ray", "its workers are ended as for a stuck function")
 def test_reward_pool_async_blocks_loop(make_pool: MakePool, gate: Gate) -> None:
-    pool = make_pool(AACT, timeout_s=1.0, num=1)
+    pool = make_pool(AACT, timeout=1.0, num=1)
     blocking, beside = asyncio.run(outcomes(pool("block", gate.release), pool("for ever")))
     assert isinstance(blocking, RewardTimeoutError)
     assert isinstance(beside, RewardTimeoutError | RewardLostError)
@@ -326,7 +326,7 @@ def test_reward_pool_close_during_restart(make_pool: MakePool, threads: ThreadPo
 
 def test_reward_pool_invalid_options(scheduler: Scheduler) -> None:
     job = Job(role="reward")
-    for options in ({"timeout_s": 0.0}, {"max_in_flight_per_worker": 0}, {"max_restarts": -1}):
+    for options in ({"timeout": 0.0}, {"max_in_flight_per_worker": 0}, {"max_restarts": -1}):
         with pytest.raises(ValueError, match=next(iter(options))):
             RewardPool(scheduler, act, job, **options)
     with pytest.raises(HelmsmanError, match="call initialize"):
