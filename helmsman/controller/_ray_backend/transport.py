@@ -347,18 +347,18 @@ class RayWorker:
         self._killed = True
 
     def _end_here(self) -> None:
-        """End the process if it is still there: Ray (2.52 to 2.56 at least) reports the death of a
-        stopped worker seconds before it ends it.
+        """End the process if it is stopped: Ray (2.52 to 2.56 at least) reports its death seconds
+        before it ends it. Any other is left to Ray, which would report our kill as a failure.
         """
 
-        def has_ended() -> bool:
-            fields = stat_fields(self._pid)
-            return not fields or fields[0] in b"ZX"
+        def state() -> list[bytes]:
+            return stat_fields(self._pid)[:1]
 
-        if find_page(self._pid, self._tag) is not None:  # the pid is not another process's by now
+        # A page of this tag shows that the pid is not another process's by now.
+        if state() == [b"T"] and find_page(self._pid, self._tag) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
-            wait_until(has_ended, _DEATH_S)
+            wait_until(lambda: state() in ([], [b"Z"], [b"X"]), _DEATH_S)
 
 
 def _reason_text(error: BaseException) -> str:
