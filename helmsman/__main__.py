@@ -3,7 +3,12 @@
 import sys
 from collections.abc import Sequence
 
-RECIPES = {"grpo": "train a model by GRPO, Dr. GRPO or DAPO"}
+RECIPES = {
+    "grpo": "train a model by GRPO, Dr. GRPO or DAPO, on prompts and rewards",
+    "ppo": "train a model by PPO with a critic, on prompts and rewards",
+    "sft": "fine-tune a model on given answers",
+    "dpo": "train a model on preferences by DPO",
+}
 """Commands that are recipes, for the help."""
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
     "optional-dependencies"
 ]
-FOR_USERS = sorted(EXTRAS.keys() - {"dev", "docs", "bench"})
+FOR_USERS = sorted(EXTRAS.keys() - {"dev", "bench", "docs"})
 
 
 def _import_name(requirement: str) -> str:
@@ -28,7 +28,7 @@ def test_extra_of_matches_pyproject() -> None:
     declared = {
         (_import_name(each), extra)
         for extra, requirements in EXTRAS.items()
-        if extra not in ("dev", "docs", "bench", "all")
+        if extra not in ("dev", "bench", "docs", "all")
         for each in requirements
         if not each.startswith("helmsman")
     }

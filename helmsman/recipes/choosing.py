@@ -67,6 +67,10 @@ class _Choices:
         if self.is_given(key):
             return
         section, _, name = key.partition(".")
+        if not name:
+            self.settings = msgspec.structs.replace(self.settings, **{key: value})
+            self.made.append(Choice(key, value, reason))
+            return
         found = getattr(self.settings, section)
         below, _, entry = name.partition(".")
         if entry:  # of a mapping, such as train.engine
@@ -92,6 +96,9 @@ def choose(settings: S, given: frozenset[str]) -> tuple[S, list[Choice]]:
     _choose_groups(choices)
     _choose_threads(choices)
     _choose_trackers(choices)
+    if isinstance(settings, GRPOSettings) and settings.algorithm.preset == "ppo":
+        choices.take("samples_per_prompt", 1, "PPO compares an answer with the critic")
+        choices.take("out", "runs/ppo", "the recipe's own folder")
     for key, value, reason in sizes(choices.settings):
         choices.take(key, value, reason)
     chosen: Any = choices.settings

@@ -26,15 +26,19 @@ from helmsman.recipes.config import CONFIGS, all_keys
 from helmsman.recipes.interrupts import Interrupted, interruptible
 from helmsman.recipes.recipe import Recipe
 
-RECIPES = {"grpo": "helmsman.recipes.grpo:GRPO"}
+RECIPES = {
+    "grpo": "helmsman.recipes.grpo:GRPO",
+    "ppo": "helmsman.recipes.grpo:PPO",
+    "sft": "helmsman.recipes.offline:SFT",
+    "dpo": "helmsman.recipes.offline:DPO",
+}
 """Command -> class of the recipe."""
 
 
-def recipe_of(command: str) -> type[Recipe[Any]]:
-    """Return the class of a command's recipe."""
+def recipe_of(command: str) -> Any:
+    """Return the class of a command's recipe, or the function that makes it."""
     module, _, name = RECIPES[command].partition(":")
-    found: type[Recipe[Any]] = getattr(importlib.import_module(module), name)
-    return found
+    return getattr(importlib.import_module(module), name)
 
 
 def parse(

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from helmsman import Job, Scheduler, TrainController
+from helmsman.recipes.critic import CriticModel
 from helmsman.recipes.loop import Loop
 from helmsman.recipes.prompts import ChatTokenizer, Dataset, load_dataset
 from helmsman.recipes.recipe import Recipe
+from helmsman.recipes.reference import Reference
 from helmsman.recipes.rewards import Scorer, make_caller
 from helmsman.recipes.roles import make_jobs, make_rollout, make_trainer
 from helmsman.recipes.run import Run
@@ -90,14 +92,54 @@ class GRPO(Recipe[GRPOSettings]):
         scorer = held.enter_context(Scorer(settings.rewards, scheduler, self.functions))
         trainer = make_trainer(settings, scheduler, jobs["train"])
         rollout = make_rollout(settings, scheduler, jobs["rollout"])
-        reference = (
+        ranks = (
             make_trainer(settings, scheduler, jobs["reference"]) if "reference" in jobs else None
         )
-        for controller in (trainer, reference, rollout):
+        values = make_trainer(settings, scheduler, jobs["critic"]) if "critic" in jobs else None
+        for controller in (trainer, ranks, values, rollout):
             if controller is not None:
                 controller.initialize()
             if isinstance(controller, TrainController) and settings.cluster.takes_turns:
                 controller.sleep()  # the next one needs the devices
-        return lambda trackers: Run(
-            settings, self.dataset, self.tokenizer, trainer, rollout, reference, scorer, trackers
+        most, takes_turns = settings.checkpoints.max_recoveries, settings.cluster.takes_turns
+        reference = None if ranks is None else Reference(ranks, most, takes_turns=takes_turns)
+        critic = (
+            None
+            if values is None
+            else CriticModel(values, settings.critic, takes_turns=takes_turns)
         )
+        return lambda trackers: Run(
+            settings,
+            self.dataset,
+            self.tokenizer,
+            trainer,
+            rollout,
+            reference,
+            critic,
+            scorer,
+            trackers,
+        )
+
+
+def PPO(  # noqa: N802 - it is used as the classes of the other recipes are
+    model: str | Path | None = None,
+    data: str | Path | Mapping[str, Any] | Iterable[Any] | None = None,
+    rewards: Sequence[RewardLike] | None = None,
+    **settings: Any,
+) -> GRPO:
+    """Train a language model by PPO with a critic: the loop of GRPO with the preset ``ppo``.
+
+    Args:
+        model: local Hugging Face folder to start from; the critic starts from it, too.
+        data: as of GRPO.
+        rewards: as of GRPO.
+        settings: as of Recipe; ``critic`` has those of the value model.
+
+    Returns: the recipe; ``.train()`` runs it.
+    Raises: as Recipe.
+    """
+    algorithm = {**settings.pop("algorithm", {}), "preset": "ppo"}
+    return GRPO(model, data, rewards, algorithm=algorithm, **settings)
+
+
+PPO.kind = GRPOSettings  # type: ignore[attr-defined]  # as the classes have it, for the command line

@@ -14,6 +14,7 @@ from helmsman import Checkpoints, RecoverableTraining, RecoveryPolicy, TrainCont
 from helmsman.api.errors import CheckpointError
 from helmsman.recipes.files import write_json
 from helmsman.recipes.prompts import Draws, DrawState
+from helmsman.recipes.samples import SampleLog
 from helmsman.recipes.settings import RunSettings
 from helmsman.recipes.trackers import Trackers
 
@@ -63,6 +64,7 @@ class Loop(abc.ABC):
         )
         self.out = Path(settings.out)
         self.clock = Clock()
+        self.sample_log = SampleLog(self.out / "samples.jsonl", settings.tracking)
 
     def train(self) -> None:
         """Do all steps that no checkpoint has; step 0 is the evaluation before training.
@@ -102,6 +104,7 @@ class Loop(abc.ABC):
         later ones."""
         self.close()
         self.trackers.rewind(step - 1)
+        self.sample_log.rewind(step - 1)
         self.draws.restore(self._saved_draws())
 
     def add_files(self, folder: Path) -> None:

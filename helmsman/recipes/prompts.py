@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ class Row(msgspec.Struct, frozen=True):
     """The whole row."""
     asked: Any = None
     """The prompt as the row has it: a text, a chat or token ids."""
+    samples: list[dict[str, Any]] = []
+    """The samples of a row with given answers, as the trainer takes them; ``prompt_ids`` are the
+    longest one's tokens then."""
 
 
 class Dataset(msgspec.Struct, frozen=True):
@@ -97,6 +100,22 @@ class ChatTokenizer(FolderTokenizer):
             )
         return text, list(self._tokenizer.encode(text))
 
+    def encode_text(self, text: str) -> list[int]:
+        """Return the tokens of a text that stands by itself."""
+        return list(self._tokenizer.encode(text))
+
+    def sample(self, prompt: Any, answer: str) -> dict[str, list[int]]:
+        """Return a training sample of a prompt and its answer, of which the answer and its end
+        count.
+
+        Args:
+            prompt: a text, a chat or token ids.
+            answer: the text.
+        """
+        _, ids = self.encode(prompt)
+        tokens = self.encode_answer(answer)
+        return {"input_ids": ids + tokens, "loss_mask": [0] * len(ids) + [1] * len(tokens)}
+
 
 class _Generation(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
@@ -114,7 +133,11 @@ def _end_tokens(folder: Path) -> list[int]:
 
 
 def load_dataset(
-    data: Data, tokenizer: ChatTokenizer, seed: int, rows: list[Any] | None = None
+    data: Data,
+    tokenizer: ChatTokenizer,
+    seed: int,
+    rows: list[Any] | None = None,
+    encode: Callable[[str, str, dict[str, Any]], Row] | None = None,
 ) -> Dataset:
     """Read, encode and split.
 
@@ -123,19 +146,16 @@ def load_dataset(
         tokenizer: of the model.
         seed: of the split.
         rows: to train on, in place of ``data.train``.
+        encode: makes a row with samples of (source, place, entry); prompts alone when None.
 
     Raises: ValueError for a row that makes no sense (with its place) or too few of them; OSError.
     """
-    found, num_too_long = _read(data.train, data, tokenizer, rows)
+    found, num_too_long = _read(data.train, data, tokenizer, rows, encode)
     if data.held_out is not None:
-        held_out, num_more = _read(data.held_out, data, tokenizer)
+        held_out, num_more = _read(data.held_out, data, tokenizer, None, encode)
         trained_on = {row.prompt for row in found}
-        return Dataset(
-            found,
-            held_out,
-            num_too_long + num_more,
-            sum(row.prompt in trained_on for row in held_out),
-        )
+        num_in_both = sum(row.prompt in trained_on for row in held_out)
+        return Dataset(found, held_out, num_too_long + num_more, num_in_both)
     order = list(range(len(found)))
     random.Random(f"{seed}/held out").shuffle(order)
     held_out = [found[index] for index in sorted(order[: data.num_held_out])]
@@ -145,51 +165,68 @@ def load_dataset(
     if len(held_out) < data.num_held_out or not train:
         raise ValueError(
             f"{data.train} has {len(found)} prompts that can be used, which do not give "
-            f"{data.num_held_out} to hold out and "
-            "others to train on"
+            f"{data.num_held_out} to hold out and others to train on"
         )
     return Dataset(train, held_out, num_too_long)
 
 
 def _read(
-    source: str, data: Data, tokenizer: ChatTokenizer, given: list[Any] | None = None
+    source: str,
+    data: Data,
+    tokenizer: ChatTokenizer,
+    given: list[Any] | None,
+    encode: Callable[[str, str, dict[str, Any]], Row] | None,
 ) -> tuple[list[Row], int]:
+    key, limit = (
+        ("max_prompt_tokens", data.max_prompt_tokens)
+        if encode is None
+        else ("max_tokens", data.max_tokens)
+    )
     rows: list[Row] = []
     num_too_long = 0
     for place, entry in read_rows(source, given, data.prompt_key):
-        prompt: Any = entry.get(data.prompt_key)
-        if not _is_prompt(prompt):
-            raise ValueError(
-                f"{place}: {data.prompt_key!r} is {prompt!r:.80}; expected a text, a list of "
-                f"{{role, content}}, or a list "
-                "of token ids"
-            )
-        try:
-            text, ids = tokenizer.encode(prompt)
-        except Exception as error:  # templates raise what their authors made them raise
-            raise ValueError(
-                f"{place}: the chat template does not take this prompt: {error}"
-            ) from error
-        if not ids:
-            raise ValueError(f"{place}: the prompt has no tokens")
-        if len(ids) > data.max_prompt_tokens:
+        row = (
+            _prompt_row(source, place, entry, data, tokenizer)
+            if encode is None
+            else encode(source, place, entry)
+        )
+        if len(row.prompt_ids) > limit:
             if data.on_long_prompt == "error":
+                what = "prompt" if encode is None else "sequence"
                 raise ValueError(
-                    f"{place}: the prompt has {len(ids)} tokens; data.max_prompt_tokens is "
-                    f"{data.max_prompt_tokens}, and "
-                    "data.on_long_prompt is 'error'"
+                    f"{place}: the {what} has {len(row.prompt_ids)} tokens; data.{key} is {limit}, "
+                    "and data.on_long_prompt is 'error'"
                 )
             num_too_long += 1
             continue
-        name = entry.get(data.source_key)
-        source_name = Path(source).stem if name is None else str(name)
-        rows.append(Row(ids, text, _answer_of(entry, data.answer_key), source_name, entry, prompt))
+        rows.append(row)
     if not rows:
         raise ValueError(
-            f"{source} has no prompt that can be used; {num_too_long} are above "
-            f"data.max_prompt_tokens"
+            f"{source} has no row that can be used; {num_too_long} are above data.{key}"
         )
     return rows, num_too_long
+
+
+def _prompt_row(
+    source: str, place: str, entry: dict[str, Any], data: Data, tokenizer: ChatTokenizer
+) -> Row:
+    prompt: Any = entry.get(data.prompt_key)
+    if not _is_prompt(prompt):
+        raise ValueError(
+            f"{place}: {data.prompt_key!r} is {prompt!r:.80}; expected a text, a list of "
+            "{role, content}, or a list of token ids"
+        )
+    try:
+        text, ids = tokenizer.encode(prompt)
+    except Exception as error:  # templates raise what their authors made them raise
+        raise ValueError(
+            f"{place}: the chat template does not take this prompt: {error}"
+        ) from error
+    if not ids:
+        raise ValueError(f"{place}: the prompt has no tokens")
+    name = entry.get(data.source_key)
+    source_name = Path(source).stem if name is None else str(name)
+    return Row(ids, text, _answer_of(entry, data.answer_key), source_name, entry, prompt)
 
 
 def _answer_of(entry: Mapping[str, Any], key: str) -> Any:

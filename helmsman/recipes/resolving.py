@@ -14,7 +14,7 @@ import msgspec
 from helmsman.api.suggestions import did_you_mean
 from helmsman.engines.train_config import TrainConfig
 from helmsman.recipes.roles import ENGINES
-from helmsman.recipes.settings import GRPOSettings, RunSettings, name_of
+from helmsman.recipes.settings import DPOSettings, GRPOSettings, RunSettings, SFTSettings, name_of
 
 S = TypeVar("S", bound=RunSettings)
 PRESETS: dict[str, dict[str, Any]] = {
@@ -25,6 +25,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_low": 0.2,
         "clip_high": 0.2,
     },
+    "ppo": {"normalize_std": False, "aggregation": "token", "clip_low": 0.2, "clip_high": 0.2},
     "dapo": {
         "normalize_std": True,
         "aggregation": "token",
@@ -43,6 +44,8 @@ _LEAST: dict[str, float] = {
                 "steps",
                 "prompts_per_step",
                 "samples_per_prompt",
+                "batch_size",
+                "data.max_tokens",
                 "cluster.num_nodes",
                 "cluster.train_workers",
             ),
@@ -93,6 +96,12 @@ _LEAST: dict[str, float] = {
             ),
             *(
                 "evaluation.every",
+                "evaluate_every",
+                "critic.lr",
+                "critic.gamma",
+                "critic.lam",
+                "critic.clip",
+                "beta",
                 "evaluation.samples",
                 "evaluation.temperature",
                 "checkpoints.max_recoveries",
@@ -129,6 +138,14 @@ def resolve(settings: S) -> S:
     settings = msgspec.structs.replace(settings, model=str(Path(settings.model).absolute()))
     _check_train(settings)
     _check_data(settings)
+    if (
+        isinstance(settings, SFTSettings | DPOSettings)
+        and settings.batch_size % settings.train.minibatches
+    ):
+        raise ValueError(
+            f"train.minibatches is {settings.train.minibatches}, which does not divide batch_size, "
+            f"{settings.batch_size}"
+        )
     if isinstance(settings, GRPOSettings):
         given = msgspec.structs.asdict(settings.algorithm)
         preset = {**_OFF, **PRESETS[settings.algorithm.preset]}
@@ -247,11 +264,13 @@ def _check_cluster(settings: GRPOSettings) -> None:
                 "sync.in_flight 'recall' has nothing to take back with placement 'colocated'; use "
                 "'continue'"
             )
-    if cluster.scheduler == "inline" and (cluster.train_workers > 1 or settings.algorithm.kl_coef):
+    algorithm = settings.algorithm
+    has_siblings = bool(algorithm.kl_coef) or algorithm.preset == "ppo"
+    if cluster.scheduler == "inline" and (cluster.train_workers > 1 or has_siblings):
         raise ValueError(
             "cluster.scheduler 'inline' has one process and so one rank; expected "
-            "cluster.train_workers 1, and "
-            "algorithm.kl_coef 0, as the reference is another"
+            "cluster.train_workers 1, algorithm.kl_coef 0 and another preset than 'ppo', since "
+            "reference and critic are further ranks"
         )
 
 
@@ -301,7 +320,7 @@ def _check_rest(settings: GRPOSettings) -> None:
             "prompts_per_step, "
             f"{settings.prompts_per_step}"
         )
-    if settings.samples_per_prompt < 2:
+    if settings.samples_per_prompt < 2 and algorithm.preset != "ppo":
         raise ValueError(
             "samples_per_prompt is 1; expected 2 or more, since answers are compared with each "
             "other"

@@ -19,7 +19,6 @@ from helmsman import (
     WeightSync,
     make_scheduler,
 )
-from helmsman.api.scheduler import PlacementStrategy
 from helmsman.policies import LeastOutstandingTokens, PrefixAffinity, RoundRobin
 from helmsman.recipes.settings import Cluster, GRPOSettings, RunSettings
 from helmsman.weights import ViaCollective, ViaDisk, ViaMemory, WeightFormat
@@ -40,59 +39,70 @@ _POLICIES = {
 }
 
 
+_BESIDE_TRAINER = SchedulingStrategy(type="colocation", target="train", fork=True)
+
+
 def make_jobs(settings: GRPOSettings) -> list[Job]:
     """Trainer, rollout, and the reference where there is a KL term, in the order of their start."""
     cluster = settings.cluster
-    has_devices = bool(cluster.devices_per_node)
-
-    def env_vars(threads: int) -> dict[str, str]:
-        return {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **cluster.env_vars}
-
-    def spec(role: str, devices: int, cpus: float, mem: float, threads: int) -> SchedulingSpec:
-        spans_nodes = has_devices and devices > cluster.devices_per_node
-        placement: PlacementStrategy = (
-            "shared" if role == "train" else "deferred" if spans_nodes else "separate"
-        )
-        return SchedulingSpec(
-            cpu=cpus,
-            gpu=devices if has_devices else 0,
-            mem=mem,
-            port_count=1,  # for the ranks to meet, or for the instance's server
-            env_vars=env_vars(threads),
-            ray_placement_strategy=placement,
-        )
-
-    train = spec("train", 1, cluster.train_cpus, cluster.train_mem, cluster.train_threads)
-    rollout = spec(
-        "rollout",
-        cluster.rollout_devices,
-        cluster.rollout_cpus,
-        cluster.rollout_mem,
-        cluster.rollout_threads,
-    )
-    beside = SchedulingStrategy(type="colocation", target="train", fork=True)
-    forked = SchedulingSpec(env_vars=env_vars(cluster.rollout_threads), port_count=1)
-    is_colocated = cluster.placement == "colocated"
-    jobs = [
-        Job(role="train", replicas=cluster.train_workers, tasks=[train]),
-        Job(
-            role="rollout",
-            replicas=cluster.rollout_instances,
-            tasks=[forked if is_colocated else rollout],
-            scheduling_strategy=beside if is_colocated else SchedulingStrategy(),
-        ),
-    ]
-    if settings.algorithm.kl_coef:
-        reference = SchedulingSpec(env_vars=env_vars(cluster.train_threads), port_count=1)
+    jobs = [train_job(settings)]
+    if cluster.placement == "colocated":
+        forked = SchedulingSpec(env_vars=_env_vars(cluster, cluster.rollout_threads), port_count=1)
         jobs.append(
             Job(
-                role="reference",
-                replicas=cluster.train_workers,
-                tasks=[reference],
-                scheduling_strategy=beside,
+                role="rollout",
+                replicas=cluster.rollout_instances,
+                tasks=[forked],
+                scheduling_strategy=_BESIDE_TRAINER,
             )
         )
+    else:
+        has_devices = bool(cluster.devices_per_node)
+        spans_nodes = has_devices and cluster.rollout_devices > cluster.devices_per_node
+        spec = SchedulingSpec(
+            cpu=cluster.rollout_cpus,
+            gpu=cluster.rollout_devices if has_devices else 0,
+            mem=cluster.rollout_mem,
+            port_count=1,  # for the instance's server
+            env_vars=_env_vars(cluster, cluster.rollout_threads),
+            ray_placement_strategy="deferred" if spans_nodes else "separate",
+        )
+        jobs.append(Job(role="rollout", replicas=cluster.rollout_instances, tasks=[spec]))
+    if settings.algorithm.kl_coef:
+        jobs.append(sibling_job(settings, "reference"))
+    if settings.algorithm.preset == "ppo":
+        jobs.append(sibling_job(settings, "critic"))
     return jobs
+
+
+def train_job(settings: RunSettings) -> Job:
+    """Return the job of the trainer."""
+    cluster = settings.cluster
+    spec = SchedulingSpec(
+        cpu=cluster.train_cpus,
+        gpu=1 if cluster.devices_per_node else 0,
+        mem=cluster.train_mem,
+        port_count=1,  # for the ranks to meet
+        env_vars=_env_vars(cluster, cluster.train_threads),
+        ray_placement_strategy="shared",
+    )
+    return Job(role="train", replicas=cluster.train_workers, tasks=[spec])
+
+
+def sibling_job(settings: RunSettings, role: str) -> Job:
+    """Return the job of a model beside the trainer: a process next to each rank, on its device."""
+    cluster = settings.cluster
+    spec = SchedulingSpec(env_vars=_env_vars(cluster, cluster.train_threads), port_count=1)
+    return Job(
+        role=role,
+        replicas=cluster.train_workers,
+        tasks=[spec],
+        scheduling_strategy=_BESIDE_TRAINER,
+    )
+
+
+def _env_vars(cluster: Cluster, threads: int) -> dict[str, str]:
+    return {**({"OMP_NUM_THREADS": str(threads)} if threads else {}), **cluster.env_vars}
 
 
 def start_scheduler(cluster: Cluster, seed: int, log_dir: Path | None) -> Scheduler:
@@ -111,19 +121,22 @@ def start_scheduler(cluster: Cluster, seed: int, log_dir: Path | None) -> Schedu
 
 
 def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> TrainController:
-    """The controller of the trainer, or of the reference, which is such an engine that takes no
-    step."""
+    """Return the controller of the trainer, the reference or the critic, by the job's role."""
     arguments = {
         "model": settings.model,
         "seed": settings.seed,
         "lr": settings.train.lr,
         **settings.train.engine,
     }
+    if job.role == "reference":
+        arguments["frozen"] = True
+    if job.role == "critic" and isinstance(settings, GRPOSettings):
+        arguments |= {"head": "value", "lr": settings.critic.lr}
     return TrainController(
         scheduler,
         TRAINER,
         job,
-        engine_kwargs={**arguments, "frozen": True} if job.role == "reference" else arguments,
+        engine_kwargs=arguments,
         model_parallel_size=settings.train.model_parallel_size,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from helmsman import (
     TrainController,
     WorkflowExecutor,
 )
-from helmsman.api.errors import EngineCallError, GroupCallError, StartError, WorkerFailedError
+from helmsman.api.errors import EngineCallError
 from helmsman.recipes.batches import (
     Answer,
     Group,
@@ -31,12 +32,15 @@ from helmsman.recipes.batches import (
     train_metrics,
     with_weights,
 )
+from helmsman.recipes.critic import CriticModel
 from helmsman.recipes.evaluation import EvaluationResult, evaluate
 from helmsman.recipes.files import append_line, write_json
 from helmsman.recipes.loop import Loop, is_due
 from helmsman.recipes.prompts import ChatTokenizer, Dataset, Draw, Draws, Row
+from helmsman.recipes.reference import Reference
 from helmsman.recipes.rewards import Scored, Scorer
 from helmsman.recipes.roles import learning_rate, make_sync
+from helmsman.recipes.samples import SampleRow
 from helmsman.recipes.settings import GRPOSettings, name_of
 from helmsman.recipes.trackers import Trackers
 from helmsman.recipes.weight_check import Differences, WeightCheck
@@ -53,6 +57,7 @@ class Run(Loop):
 
     Args:
         reference: the frozen model of the start, where there is a KL term.
+        critic: the value model of PPO.
     """
 
     def __init__(
@@ -62,7 +67,8 @@ class Run(Loop):
         tokenizer: ChatTokenizer,
         trainer: TrainController,
         rollout: RolloutController,
-        reference: TrainController | None,
+        reference: Reference | None,
+        critic: CriticModel | None,
         scorer: Scorer,
         trackers: Trackers,
     ) -> None:
@@ -75,6 +81,7 @@ class Run(Loop):
         super().__init__(settings, trainer, draws, trackers)
         self.settings, self.dataset, self.tokenizer = settings, dataset, tokenizer
         self.rollout, self.reference, self.scorer = rollout, reference, scorer
+        self.critic = critic
         self.sampling = msgspec.structs.replace(
             settings.sampling, stop_token_ids=tokenizer.stop_ids
         )
@@ -104,9 +111,17 @@ class Run(Loop):
     def begin(self, step: int) -> None:
         """Prepare the next step, and bring the trainer's weights to the instances."""
         super().begin(step)
+        if self.critic is not None and (folder := self.saved()) is not None:
+            self.critic.load(folder)
         self.num_filtered = 0
         if self.turns is None:
             self.sync.push()
+
+    def add_files(self, folder: Path) -> None:
+        """Add the critic to a checkpoint."""
+        super().add_files(folder)
+        if self.critic is not None:
+            self.critic.save(folder)
 
     def end_step(self) -> None:
         """Give shared devices back to the trainer, for a checkpoint and the next step."""
@@ -133,8 +148,13 @@ class Run(Loop):
         metrics = rollout_metrics(groups, version, self.right, settings.evaluation.right_from)
         metrics["groups/filtered"], self.num_filtered = float(self.num_filtered), 0
         metrics["epoch"] = self.draws.epoch
+        self.trackers.show(self.sample_log.log(step, self._sample_rows(step, groups)))
         samples = make_samples(groups, settings)
         metrics |= self._add_logprobs(samples, groups, version)
+        if self.critic is not None:
+            with clock.phase("critic"):
+                scores = [answer.reward for group in groups for answer in group.answers]
+                self.critic.judge(samples, scores)
         self.trainer.set_lr(learning_rate(settings, step))
         with clock.phase("train"):
             metrics |= self._optimize(samples)
@@ -172,48 +192,22 @@ class Run(Loop):
                     sample["logprobs" if old == "trainer" else "prox_logprobs"] = logprobs
         if self.reference is not None:
             with self.clock.phase("reference"):
-                for sample, logprobs in zip(
-                    samples, self._ask(self.reference, tokens), strict=True
-                ):
+                for sample, logprobs in zip(samples, self.reference.logprobs(tokens), strict=True):
                     sample["ref_logprobs"] = logprobs
         return metrics
 
-    def _ask(self, reference: TrainController, tokens: list[dict[str, Any]]) -> list[Any]:
-        """The reference's log-probabilities. Its ranks are rebuilt when one dies: they have nothing
-        of their own.
-        """
-        most, is_lost = self.settings.checkpoints.max_recoveries, False
-        while True:
-            try:
-                if is_lost:
-                    reference.recover()
-                if self.turns is not None:
-                    reference.wake()
-                logprobs: list[Any] = reference.forward(tokens)
-                if self.turns is not None:
-                    reference.sleep()
-            except (WorkerFailedError, GroupCallError, StartError) as error:
-                errors = error.errors.values() if isinstance(error, GroupCallError) else [error]
-                loss = next(
-                    (each for each in errors if isinstance(each, WorkerFailedError | StartError)),
-                    None,
-                )
-                if loss is None:
-                    raise
-                is_lost, said = True, str(loss).split("\n", 1)[0]
-                if reference.num_recoveries >= most:
-                    log.warning(
-                        "a rank of the reference was lost, and checkpoints.max_recoveries is %d: "
-                        "%s",
-                        most,
-                        said,
-                    )
-                    raise
-                log.warning(
-                    "a rank of the reference was lost, and all of them are rebuilt: %s", said
-                )
-            else:
-                return logprobs
+    def _sample_rows(self, step: int, groups: list[Group]) -> list[SampleRow]:
+        """The first answer of each group, with its reward."""
+        return [
+            SampleRow(
+                step=step,
+                prompt=group.draw.row.prompt,
+                completion=self.tokenizer.decode(group.answers[0].result.token_ids),
+                reward=group.answers[0].reward,
+                values=group.answers[0].scored.values,
+            )
+            for group in groups[: self.settings.tracking.samples]
+        ]
 
     def _to_rollout(self) -> None:
         """Give the devices, where they are shared, to the instances, with the weights of now."""
@@ -224,16 +218,22 @@ class Run(Loop):
     def _optimize(self, samples: list[dict[str, Any]]) -> dict[str, float]:
         """The optimizer steps of a step; parts of which no token counts are left out."""
         algorithm, size = self.settings.algorithm, len(samples) // self.settings.train.minibatches
-        every = []
+        every, values = [], dict[str, float]()
         for begin in range(0, len(samples), size):
             part = samples[begin : begin + size]
             if any(any(sample["loss_mask"]) for sample in part):
+                if self.critic is not None:
+                    values = self.critic.train(part)
                 every.append(
                     self.trainer.train_batch(
                         with_weights(part, self.settings), algorithm.loss, loss_arguments(algorithm)
                     )
                 )
-        return {**(train_metrics(every) if every else {}), "optimizer_steps": float(len(every))}
+        return {
+            **(train_metrics(every) if every else {}),
+            **values,
+            "optimizer_steps": float(len(every)),
+        }
 
     def _compare(self, found: Differences, step: int) -> dict[str, float]:
         append_line(self.out / "checks.jsonl", {"step": step, **msgspec.structs.asdict(found)})

@@ -153,6 +153,8 @@ class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Further variables of the template, such as enable_thinking."""
     max_prompt_tokens: int = 1024
     """Longest prompt, template included."""
+    max_tokens: int = 2048
+    """Longest sequence of SFT and DPO, prompt and answer."""
     on_long_prompt: Literal["drop", "error"] = "drop"
     """What is done with longer ones: they are left out and counted, or end the run before it
     starts.
@@ -186,10 +188,9 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is optimised. The fields that are null come from the preset."""
 
-    preset: Literal["grpo", "dr_grpo", "dapo"] = "grpo"
-    """``grpo`` (arXiv:2402.03300), ``dr_grpo`` (arXiv:2503.20783) or ``dapo``
-    (arXiv:2503.14476).
-    """
+    preset: Literal["grpo", "dr_grpo", "dapo", "ppo"] = "grpo"
+    """``grpo`` (arXiv:2402.03300), ``dr_grpo`` (arXiv:2503.20783), ``dapo`` (arXiv:2503.14476), or
+    ``ppo`` with a critic (arXiv:1707.06347)."""
     normalize_std: bool | None = None
     """Divide advantages by the standard deviation of their group."""
     aggregation: Literal["token", "sequence", "constant"] | None = None
@@ -228,6 +229,19 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
     loss_args: dict[str, Any] = {}
     """Further arguments of the loss."""
+
+
+class Critic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The value model of PPO, which the preset ``ppo`` has."""
+
+    lr: float = 1e-5
+    """Learning rate."""
+    gamma: float = 1.0
+    """Discount of a token."""
+    lam: float = 0.95
+    """Weight of longer estimates of the advantage (arXiv:1506.02438)."""
+    clip: float | None = 0.2
+    """Largest step of a value away from its old one; null for no limit."""
 
 
 class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -344,12 +358,40 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Output folder; every node reaches it."""
 
 
+class SFTSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run of supervised fine-tuning."""
+
+    train: Train = Train(lr=1e-5)
+    batch_size: int = 64
+    """Rows of a step."""
+    evaluate_every: int = 10
+    """Steps between evaluations on held-out rows; 0 for none."""
+    out: str = "runs/sft"
+    """Output folder; every node reaches it."""
+
+
+class DPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run of DPO."""
+
+    batch_size: int = 64
+    """Pairs of a step."""
+    beta: float = 0.1
+    """Weight of the distance to the reference (arXiv:2305.18290)."""
+    loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """Form of the loss (arXiv:2305.18290, arXiv:2310.12036)."""
+    evaluate_every: int = 10
+    """Steps between evaluations on held-out pairs; 0 for none."""
+    out: str = "runs/dpo"
+    """Output folder; every node reaches it."""
+
+
 class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run of GRPO, Dr. GRPO or DAPO."""
 
     rewards: tuple[Reward, ...]
     rollout: Rollout = Rollout()
     algorithm: Algorithm = Algorithm()
+    critic: Critic = Critic()
     sync: Sync = Sync()
     check: Check = Check()
     evaluation: Evaluation = Evaluation()

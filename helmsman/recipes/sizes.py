@@ -93,7 +93,7 @@ def _tokens(
     )
     per_token = width * shape.num_hidden_layers * kept + 8 * shape.vocab_size
     left = _USABLE * memory - state
-    longest = settings.data.max_prompt_tokens
+    longest = settings.data.max_tokens
     if isinstance(settings, GRPOSettings):
         longest = settings.max_model_len
     tokens = _power_of_two(left / per_token) if left > 0 else 1

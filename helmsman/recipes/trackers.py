@@ -59,7 +59,12 @@ class MetricsFile:
 
 
 class Console:
-    """A row for each step; the names again from time to time."""
+    """A row for each step; the names again from time to time. With rich on a terminal also a
+    progress bar.
+
+    Args:
+        num_steps: of the run; 0 for no progress bar.
+    """
 
     _COLUMNS = (
         ("step", "", 6, "g"),
@@ -77,14 +82,17 @@ class Console:
     )
     _NAMES_EVERY = 20
 
-    def __init__(self) -> None:
+    def __init__(self, num_steps: int = 0) -> None:
         self._num_rows = 0
+        self._bar = _progress_bar(num_steps)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """See Tracker."""
         if self._num_rows % self._NAMES_EVERY == 0:
             self._print("  ".join(name.rjust(width) for name, _, width, _ in self._COLUMNS))
         self._num_rows += 1
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step)
         cells = []
         for _, key, width, form in self._COLUMNS:
             value = metrics.get(key) if key else float(step)
@@ -92,7 +100,11 @@ class Console:
         overall = [
             (name.split("/"), value) for name, value in metrics.items() if name.startswith("eval/")
         ]
-        evaluated = [f"{parts[1]} {value:.1%}" for parts, value in overall if len(parts) == 2]
+        evaluated = [
+            f"{parts[1]} {value:{'.1%' if _is_share(parts[1]) else '.4f'}}"
+            for parts, value in overall
+            if len(parts) == 2
+        ]
         self._print("  ".join([*cells, *evaluated]))
 
     def rewind(self, step: int) -> None:
@@ -100,10 +112,36 @@ class Console:
 
     def close(self) -> None:
         """See Tracker."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, text: str) -> None:
+        """Print lines above the progress bar."""
+        self._print(text)
 
     def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            return
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+
+def _progress_bar(num_steps: int) -> Any:
+    """Return a running progress bar; None without rich, without a terminal or without steps."""
+    if not num_steps or not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        return None
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    bar = Progress("step", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar.add_task("step", total=num_steps)
+    bar.start()
+    return bar
+
+
+def _is_share(name: str) -> bool:
+    """Whether a metric is a share from 0 to 1."""
+    return "accuracy" in name or name.startswith("pass@")
 
 
 class TensorBoard:
@@ -180,6 +218,12 @@ class WeightsAndBiases:
 class Trackers:
     """Several at once."""
 
+    def show(self, text: str) -> None:
+        """Print lines where the steps are shown; nothing for an empty text."""
+        for tracker in self._trackers:
+            if text and isinstance(tracker, Console):
+                tracker.show(text)
+
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = trackers
 
@@ -203,7 +247,7 @@ def open_trackers(settings: RunSettings, metrics: MetricsFile) -> Iterator[Track
         trackers: list[Tracker] = [metrics]
         for name in dict.fromkeys(settings.tracking.to):
             tracker: Tracker = (
-                Console()
+                Console(settings.steps)
                 if name == "console"
                 else TensorBoard(out / "tensorboard")
                 if name == "tensorboard"

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from helmsman.recipes import GRPO, GRPOSettings, make_model
+from helmsman.recipes import GRPO, PPO, GRPOSettings, make_model
 from helmsman.recipes.choosing import choose, num_cores
 from helmsman.recipes.config import read
 from helmsman.recipes.roles import make_jobs
@@ -221,3 +221,35 @@ def test_command_help_lists_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["grpo", "--help"])
     assert "one_machine_8gpu_colocated" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(250)
+def test_ppo_critic_learns_and_resumes(model: Path, tmp_path: Path) -> None:
+    def run(steps: int, **settings: Any) -> list[dict[str, Any]]:
+        PPO(
+            model,
+            [f"{number}+1=" for number in range(8)],
+            [digits_of],
+            steps=steps,
+            prompts_per_step=8,
+            rollout={"max_new_tokens": 6},
+            critic={"lr": 1e-2},
+            cluster={"scheduler": "local"},
+            checkpoints={"every": 2},
+            out=str(tmp_path / "out"),
+            **settings,
+        ).train()
+        return lines(tmp_path / "out" / "metrics.jsonl")
+
+    found = run(4)
+    assert found[-1]["critic/loss"] < found[1]["critic/loss"]
+    assert "advantages" not in found[-1]
+    assert (tmp_path / "out" / "checkpoints" / "latest" / "critic").exists()
+    found = run(5, resume=True)
+    assert [row["step"] for row in found] == list(range(6))
+    assert found[-1]["critic/loss"] < found[1]["critic/loss"], "it goes on from what it has learnt"
+
+
+def digits_of(completion: str) -> float:
+    return sum(map(str.isdigit, completion)) / max(1, len(completion))

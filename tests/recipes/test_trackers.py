@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,18 @@ def test_open_trackers_several(tmp_path: Path, capsys: pytest.CaptureFixture[str
         trackers.log(1, {"loss": 2.0})
     assert file.read() == [{"step": 1, "loss": 2.0}]
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_console_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console(4)
+    console.log(2, {"loss": 0.25})
+    console.show("a table")
+    console.close()
+    assert "0.2500" in terminal.getvalue()
+    assert "a table" in terminal.getvalue()
+    assert "2/4" in terminal.getvalue()

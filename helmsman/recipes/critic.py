@@ -1,0 +1,72 @@
+"""The critic of PPO: a value model beside the policy, and the advantages that it gives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from helmsman import TrainController
+from helmsman.api.advantages import gae, whiten
+from helmsman.api.reward_shaping import token_rewards
+from helmsman.recipes.settings import Critic
+
+FOLDER = "critic"
+"""In a checkpoint: the state of the critic."""
+
+
+class CriticModel:
+    """Estimates the value of each token, and learns from the returns.
+
+    Args:
+        ranks: the controller of the value model.
+        settings: of the critic.
+        takes_turns: the ranks wake for a call and sleep afterwards, since others use their devices.
+    """
+
+    def __init__(self, ranks: TrainController, settings: Critic, *, takes_turns: bool) -> None:
+        self._ranks, self._settings, self._takes_turns = ranks, settings, takes_turns
+
+    def judge(self, samples: Sequence[dict[str, Any]], scores: Sequence[float]) -> None:
+        """Add ``values``, ``returns`` and whitened ``advantages``, each (T,), to the samples.
+
+        Args:
+            samples: with ``input_ids`` and ``loss_mask``.
+            scores: the reward of each.
+        """
+        with self._awake():
+            values = self._ranks.forward([{"input_ids": each["input_ids"]} for each in samples])
+        masks = [sample["loss_mask"] for sample in samples]
+        rewards, _ = token_rewards(scores, masks)
+        rows = [row.tolist() for row in values]
+        found = self._settings
+        advantages, returns = gae(rewards, rows, masks, gamma=found.gamma, lam=found.lam)
+        columns = zip(samples, rows, returns, whiten(advantages, masks), strict=True)
+        for sample, value, gained, advantage in columns:
+            sample |= {"values": value, "returns": gained, "advantages": advantage}
+
+    def train(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Take an optimizer step on samples that ``judge`` has seen; returns its metrics."""
+        with self._awake():
+            stats = self._ranks.train_batch(samples, "value", {"clip": self._settings.clip})
+        kept = ("loss", "grad_norm", "value", "return", "value_clip_fraction")
+        return {f"critic/{name}": stats[name] for name in kept if name in stats}
+
+    def save(self, folder: Path) -> None:
+        """Write the state into a checkpoint."""
+        with self._awake():
+            self._ranks.save(str(folder / FOLDER))
+
+    def load(self, folder: Path) -> None:
+        """Read the state of a checkpoint. Raises: CheckpointError."""
+        with self._awake():
+            self._ranks.load(str(folder / FOLDER))
+
+    @contextlib.contextmanager
+    def _awake(self) -> Iterator[None]:
+        if self._takes_turns:
+            self._ranks.wake()
+        yield
+        if self._takes_turns:
+            self._ranks.sleep()

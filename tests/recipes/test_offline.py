@@ -1,0 +1,121 @@
+"""Supervised fine-tuning and DPO as recipes, and the rows that they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmsman.recipes import DPO, SFT, make_model
+from helmsman.recipes.examples import preferences, supervised
+from helmsman.recipes.prompts import ChatTokenizer
+from helmsman.recipes.settings import Data
+from tests.recipes.runs import lines
+
+CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+WRONG = [CHAT[0], {"role": "assistant", "content": "33"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("given") / "model", num_layers=1, width=32)
+
+
+@pytest.fixture
+def tokenizer(model: Path) -> ChatTokenizer:
+    return ChatTokenizer(str(model), Data(train=""))
+
+
+@pytest.mark.parametrize(
+    ("entry", "text", "num_trained"),
+    [
+        ({"prompt": "1+1=", "answer": 2}, "<user>1+1=\n<assistant>2", 2),
+        ({"prompt": "1+1=", "completion": "2"}, "<user>1+1=\n<assistant>2", 2),
+        ({"messages": CHAT}, "<user>1+1=\n<assistant>2", 2),
+        ({"prompt": CHAT}, "<user>1+1=\n<assistant>2", 2),
+        ({"text": "1+1=2"}, "1+1=2", 6),
+        ({"prompt": "1+1=2"}, "1+1=2", 6),
+        ({"input_ids": [4, 5, 6], "loss_mask": [0, 0, 1]}, "123", 1),
+    ],
+)
+def test_supervised_rows(
+    tokenizer: ChatTokenizer, entry: dict[str, Any], text: str, num_trained: int
+) -> None:
+    row = supervised(Data(train=""), tokenizer)("file", "line 1", entry)
+    assert row.prompt == text
+    assert sum(row.samples[0]["loss_mask"]) == num_trained
+
+
+def test_supervised_row_without_answer(tokenizer: ChatTokenizer) -> None:
+    encode = supervised(Data(train=""), tokenizer)
+    message = "line 1 has 'prompt', 'level'; expected 'input_ids', 'messages', 'text', or 'prompt'"
+    with pytest.raises(ValueError, match=message):
+        encode("file", "line 1", {"prompt": "1+1=", "level": 3})
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"prompt": "1+1=", "chosen": "2", "rejected": "33"},
+        {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": WRONG[1:]},
+        {"chosen": CHAT, "rejected": WRONG},
+    ],
+)
+def test_preference_rows(tokenizer: ChatTokenizer, entry: dict[str, Any]) -> None:
+    row = preferences(Data(train=""), tokenizer)("file", "line 1", entry)
+    texts = [tokenizer.decode(sample["input_ids"]) for sample in row.samples]
+    assert texts == ["<user>1+1=\n<assistant>2", "<user>1+1=\n<assistant>33"]
+    with pytest.raises(ValueError, match="line 1 has no 'rejected'"):
+        preferences(Data(train=""), tokenizer)("file", "line 1", {"prompt": "x", "chosen": "y"})
+
+
+def test_sft_learns_and_resumes(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}+0=", "answer": number} for number in range(10)]
+
+    def run(steps: int, **settings: Any) -> SFT:
+        data = {"train": rows, "num_held_out": 2}
+        return SFT(
+            model,
+            data,
+            steps=steps,
+            batch_size=4,
+            evaluate_every=3,
+            train={"lr": 1e-2},
+            cluster={"scheduler": "inline"},
+            out=str(tmp_path / "out"),
+            **settings,
+        )
+
+    summary = run(6).train()
+    assert summary.loss_first is not None
+    assert summary.loss_last is not None
+    assert summary.loss_last < summary.loss_first - 1
+    found = lines(tmp_path / "out" / "metrics.jsonl")
+    assert [row["step"] for row in found if "eval/loss" in row] == [0, 3, 6]
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+    run(8, resume=True).train()
+    assert [row["step"] for row in lines(tmp_path / "out" / "metrics.jsonl")] == list(range(9))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_dpo_prefers_chosen(model: Path, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"{number}+0=", "chosen": f"{number}", "rejected": "x"} for number in range(10)
+    ]
+    summary = DPO(
+        model,
+        {"train": rows, "num_held_out": 2},
+        steps=6,
+        batch_size=4,
+        evaluate_every=6,
+        train={"lr": 1e-2},
+        cluster={"scheduler": "local"},
+        out=str(tmp_path / "out"),
+    ).train()
+    found = lines(tmp_path / "out" / "metrics.jsonl")
+    assert found[0]["eval/reward_margin"] == pytest.approx(0.0, abs=1e-4), "it is the reference"
+    assert found[-1]["eval/accuracy"] == 1.0
+    assert found[-1]["reward_margin"] > found[1]["reward_margin"]
+    assert summary.loss_last is not None
