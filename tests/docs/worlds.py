@@ -320,6 +320,7 @@ WORLDS: dict[str, World] = {
         sizes=[
             ('"/models/qwen"', '"qwen"'),
             ('train={"lr": 1e-6}', 'train={"lr": 1e-6}, steps=1, prompts_per_step=2'),
+            ("steps=100", "steps=1, batch_size=1"),
         ],
     ),
     "docs/rollouts.md": World(
