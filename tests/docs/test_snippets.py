@@ -40,7 +40,7 @@ def run(folder: Path, *command: str) -> str:
         env=env,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -48,7 +48,7 @@ def run(folder: Path, *command: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda each: each.name)
 def test_scripts_run(script: Snippet, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script.code)
@@ -57,7 +57,7 @@ def test_scripts_run(script: Snippet, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
 def test_pages_run(page: Path, tmp_path: Path) -> None:
     printed = run(tmp_path, "-m", "tests.docs.snippets", str(page))
