@@ -144,7 +144,7 @@ if __name__ == "__main__":
         (worker_id,) = scheduler.create_workers(Job(role=role))
         engine = "helmsman.testing.contract_engine.CountingEngine"
         asyncio.run(scheduler.create_engine(worker_id, engine))
-        pids[role] = scheduler.call_engine(worker_id, "start_child", timeout=60)
+        pids[role] = scheduler.call_engine(worker_id, "start_child", rpc_timeout=60)
     scheduler.delete_workers("deleted")
     print(json.dumps({"pids": pids, "has_torch": "torch" in sys.modules}), flush=True)
     sys.stdin.read()

@@ -83,7 +83,7 @@ for index in range(2):
     own = os.path.join(folder, str(index))
     os.mkdir(own)
     asyncio.run(scheduler.create_engine(f"family/{index}", engines.Family, None, own))
-    started = scheduler.call_engine(f"family/{index}", "start", timeout=60)
+    started = scheduler.call_engine(f"family/{index}", "start", rpc_timeout=60)
     pids |= {f"{name} of {index}": pid for name, pid in started.items()}
     memory.append(scheduler.call_engine(f"family/{index}", "share_memory"))
 tell(pids=pids, memory=memory)

@@ -17,7 +17,9 @@ from tests.docs.snippets import PAGES, ROOT
 
 
 @pytest.mark.parametrize(
-    ("path", "content"), generated(), ids=lambda each: each.name if isinstance(each, Path) else ""
+    ("path", "content"),
+    [*generated()],
+    ids=lambda each: each.name if isinstance(each, Path) else "",
 )
 def test_generated_pages_up_to_date(path: Path, content: str) -> None:
     assert path.read_text() == content, f"{path.relative_to(ROOT)} is out of date; run: {COMMAND}"
@@ -51,6 +53,8 @@ def test_reference_pages_name_modules() -> None:
         "helmsman.testing",
         "helmsman.weights",
         "helmsman.recipes",
+        "helmsman.policies",
+        "helmsman.worker_groups",
     } == set(MARK.findall(text))
     assert all(source_of(module) for module in MODULE.findall(text))
 

@@ -24,11 +24,11 @@ RUN = [
 ]
 YAML = [each for page in PAGES for each in snippets(page) if each.language == "yaml"]
 PRINTS = {
-    "README.md": "[42, 42]\n",
-    "docs/index.md": "[42, 42]\n",
-    "docs/tutorial.md": "step 9  reward 0.",
+    "class Counter": "[42, 42]\n",
+    "GRPO(": "model:   runs/grpo/model",
+    "samples_of": "step 9  reward 0.",
 }
-"""Page -> part of the output of its script."""
+"""Part of a script -> part of its output."""
 
 
 def run(folder: Path, *command: str) -> str:
@@ -52,7 +52,8 @@ def run(folder: Path, *command: str) -> str:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda each: each.name)
 def test_scripts_run(script: Snippet, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script.code)
-    assert PRINTS[str(script.page.relative_to(ROOT))] in run(tmp_path, "script.py")
+    (expected,) = [printed for part, printed in PRINTS.items() if part in script.code]
+    assert expected in run(tmp_path, "script.py")
 
 
 @pytest.mark.slow
@@ -91,6 +92,7 @@ def test_yaml_parses(snippet: Snippet) -> None:
 def test_yaml_of_helmsman_has_known_settings(snippet: Snippet, tmp_path: Path) -> None:
     from helmsman.recipes import GRPOSettings
     from helmsman.recipes.config import load
+    from helmsman.recipes.settings import GRPOSettings
 
     (tmp_path / "run.yaml").write_text(snippet.code)
     assert load(GRPOSettings, tmp_path / "run.yaml")

@@ -14,6 +14,9 @@ from types import TracebackType
 from typing import Any
 
 import helmsman
+import helmsman.policies
+import helmsman.weights
+import helmsman.worker_groups
 from helmsman import (
     Batch,
     GroupWorker,
@@ -31,6 +34,7 @@ from helmsman.api.generation import GenerationResult
 from helmsman.api.pairs import pair_samples
 from helmsman.api.reward_shaping import token_rewards
 from helmsman.engines.rollout import HFRolloutEngine
+from helmsman.recipes import make_model
 from tests.docs.snippets import ROOT, Snippet
 from tests.engines.small_models import QWEN2
 
@@ -133,7 +137,11 @@ class World:
         self.names: dict[str, Any] = {}
 
     def __enter__(self) -> dict[str, Any]:
-        public = {name: getattr(helmsman, name) for name in helmsman.__all__}
+        public = {
+            name: getattr(module, name)
+            for module in (helmsman, helmsman.policies, helmsman.weights, helmsman.worker_groups)
+            for name in module.__all__
+        }
         self.names |= public | {"__name__": "page"}
         self.names |= self._setup(self._stack) if self._setup else {}
         return self.names
@@ -179,13 +187,14 @@ def roles(
         else SchedulingStrategy()
     )
     job = Job(role="rollout", replicas=1 if colocated else 2, scheduling_strategy=strategy)
-    train = stack.enter_context(
-        TrainController(scheduler, TRAINER, Job(role="train"), engine_kwargs={**TINY, "lr": 1e-3})
-    )
-    rollout = stack.enter_context(RolloutController(scheduler, ROLLOUT, job, engine_kwargs=TINY))
-    if not colocated:
-        train.initialize()
-        rollout.initialize()
+    kwargs = {**TINY, "lr": 1e-3}
+    train = TrainController(scheduler, TRAINER, Job(role="train"), engine_kwargs=kwargs)
+    rollout = RolloutController(scheduler, ROLLOUT, job, engine_kwargs=TINY)
+    for each in (train, rollout):
+        if colocated:  # the snippet starts them
+            stack.callback(each.close)
+        else:
+            stack.enter_context(each)
     return {"train": train, "rollout": rollout}
 
 
@@ -268,6 +277,8 @@ def groups(stack: contextlib.ExitStack) -> dict[str, Any]:
 def others(stack: contextlib.ExitStack) -> dict[str, Any]:
     scheduler = stack.enter_context(make_scheduler("inline", num_cpus=64, num_gpus=16))
     tasks = [{"prompt_ids": prompt} for prompt in PROMPTS * 20]
+    make_model(Path("qwen"), num_layers=2, width=64)
+    Path("train.jsonl").write_text('{"prompt": "1+1="}\n' * 4)
     return {**roles(stack, scheduler), "scheduler": scheduler, "tasks": tasks, "PPO": Role}
 
 
@@ -286,11 +297,19 @@ WORLDS: dict[str, World] = {
         losses,
         before={
             "logprobs, ref_logprobs": "for each in (policy, critic, reference):\n"
-            "    stack.enter_context(each).initialize()"
+            "    stack.enter_context(each)"
         },
     ),
     "docs/worker_groups.md": World(groups, sizes=[("num_gpus_per_node=8", "num_gpus_per_node=24")]),
-    "docs/coming_from.md": World(others, sizes=[("num_gpus_per_node=8", "num_gpus_per_node=16")]),
+    "docs/coming_from.md": World(
+        others,
+        sizes=[
+            ("num_gpus_per_node=8", "num_gpus_per_node=16"),
+            ('"/models/qwen"', '"qwen"'),
+            ('"max_new_tokens": 256}', '"max_new_tokens": 8}, steps=1, prompts_per_step=2'),
+            ('{"placement": "colocated"}', '{"scheduler": "local"}'),
+        ],
+    ),
     "docs/rollouts.md": World(
         rollouts,
         sizes=[

@@ -31,7 +31,7 @@ from helmsman.controller._transport.base import (
     tail_of,
 )
 from helmsman.controller._transport.channel import Channel
-from helmsman.rpc_server._process.guardian import read_record
+from helmsman.rpc_server._process.guardian import read_record, stat_fields, wait_until
 from helmsman.rpc_server._process.oom import OomCount, oom_kills_since
 from helmsman.rpc_server._process.pulse import find_page, observe
 from helmsman.rpc_server._server.observer import ask_observer
@@ -122,6 +122,7 @@ class RayWorker:
         self._store = store
         self._watch: asyncio.Future[None] | None = None
         self._killing: asyncio.Future[None] | None = None
+        self._tag = ""
         self._page: mmap.mmap | None = None
         """The worker's pulse, where it can be mapped here."""
         self._observer: Callable[[float], Awaitable[bytes]] | None = None
@@ -151,8 +152,9 @@ class RayWorker:
         # for an error until it answers, where its node is this one
         self.log_start = log_size(identity.log_path)
         self.log_start = await self._await(self._actor.adopt.remote(identity))
+        self._tag = f"{identity.run_id}/{identity.worker_id}"
         if HAS_SEGMENTS:
-            self._page = find_page(self._pid, f"{identity.run_id}/{identity.worker_id}")
+            self._page = find_page(self._pid, self._tag)
         # A key for each worker: a relay in the network cannot lead its connection to another worker
         # of the run.
         channel = await self._open_channel(secrets.token_bytes(32), tls)
@@ -340,7 +342,23 @@ class RayWorker:
             async with asyncio.timeout(_DEATH_S):
                 # fails as soon as the actor is known to be dead
                 await self._await(self._actor.greet.remote())
+        if self._page is not None:
+            await in_thread(self._end_here)
         self._killed = True
+
+    def _end_here(self) -> None:
+        """End the process if it is still there: Ray (2.52 to 2.56 at least) reports the death of a
+        stopped worker seconds before it ends it.
+        """
+
+        def has_ended() -> bool:
+            fields = stat_fields(self._pid)
+            return not fields or fields[0] in b"ZX"
+
+        if find_page(self._pid, self._tag) is not None:  # the pid is not another process's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            wait_until(has_ended, _DEATH_S)
 
 
 def _reason_text(error: BaseException) -> str:
@@ -356,7 +374,5 @@ def _read_remains(
     """The record of a worker's end, for which its guardian needs a moment, OOM kills since
     ``before``, and its log's tail.
     """
-    from helmsman.rpc_server._process.guardian import wait_until
-
     wait_until(lambda: read_record(log_path, pid) is not None, limit_s)
     return read_record(log_path, pid), oom_kills_since(before), tail_of(log_path, start=log_start)

@@ -212,7 +212,7 @@ class TrainController(RoleController):
     @checked
     async def async_wake(self, timeout: float | None = None) -> None:
         """Take the devices' memory again. Idempotent. Raises: DeviceMemoryError for a trainer that
-        takes DeviceHandoff, when there is not enough; it sleeps on."""
+        is in a DeviceHandoff, when there is not enough; it sleeps on."""
         await run_async(self._ranks.replicated("wake", timeout=timeout))
 
     wake = blocking(async_wake)

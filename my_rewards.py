@@ -1,0 +1,2 @@
+def score(answer):
+    return float(answer)
