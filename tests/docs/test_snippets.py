@@ -92,7 +92,6 @@ def test_yaml_parses(snippet: Snippet) -> None:
 def test_yaml_of_helmsman_has_known_settings(snippet: Snippet, tmp_path: Path) -> None:
     from helmsman.recipes import GRPOSettings
     from helmsman.recipes.config import load
-    from helmsman.recipes.settings import GRPOSettings
 
     (tmp_path / "run.yaml").write_text(snippet.code)
     assert load(GRPOSettings, tmp_path / "run.yaml")
