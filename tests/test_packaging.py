@@ -98,7 +98,7 @@ def test_wheel_has_package_alone(wheel: Path, tracked: set[str]) -> None:
         "cloudpickle",
         "msgspec",
     }
-    assert "helmsman = helmsman.__main__:main" in scripts
+    assert scripts.split() == ["[console_scripts]", "helmsman", "=", "helmsman.__main__:main"]
 
 
 def test_wheel_runs_readme_elsewhere(wheel: Path, tmp_path: Path) -> None:

@@ -13,7 +13,10 @@ import yaml
 
 from tests.docs.snippets import OTHERS, PAGES, ROOT, Snippet, python_of, snippets
 
-ELSEWHERE = {"docs/testing.md": "tests/testing/test_contract.py"}
+ELSEWHERE = {
+    "docs/recipes.md": "tests/examples/test_quickstart.py",
+    "docs/testing.md": "tests/testing/test_contract.py",
+}
 """Pages whose snippets another test runs."""
 
 SCRIPTS = [each for page in PAGES for each in python_of(page) if each.is_script]

@@ -13,6 +13,12 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "examples" / "quickstart_grpo.py"
 
 
+def test_guide_shows_quickstart() -> None:
+    """docs/recipes.md has the script as it is."""
+    guide = (SCRIPT.parents[1] / "docs" / "recipes.md").read_text()
+    assert SCRIPT.read_text().rstrip() in guide
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_quickstart_grpo_learns(tmp_path: Path) -> None:
