@@ -326,7 +326,7 @@ def test_reward_pool_close_during_restart(make_pool: MakePool, threads: ThreadPo
 
 def test_reward_pool_invalid_options(scheduler: Scheduler) -> None:
     job = Job(role="reward")
-    for options in ({"timeout_s": 0.0}, {"max_in_flight_per_worker": 0}, {"max_restarts": -1}):
+    for options in ({"timeout": 0.0}, {"max_in_flight_per_worker": 0}, {"max_restarts": -1}):
         with pytest.raises(ValueError, match=next(iter(options))):
             RewardPool(scheduler, act, job, **options)
     with pytest.raises(HelmsmanError, match="call initialize"):
