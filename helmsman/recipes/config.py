@@ -75,6 +75,8 @@ def read(
         return resolve(settings), choices
     except msgspec.ValidationError as error:
         text = told(error, kind)
+        if missing := re.fullmatch(r"Object missing required field `(\w+)`.*", text):
+            text = f"{missing[1]} is not given. Set it in the file, by --{missing[1]}, or in Python"
         raise ValueError(f"{_origin(text, where, overrides)}: {text}") from error
     except ValueError as error:
         raise ValueError(f"{_origin(str(error), where, overrides)}: {error}") from error

@@ -85,6 +85,13 @@ def test_load_unknown_keys(file: Path) -> None:
         settings(("rollout.temprature", "1"))
 
 
+def test_load_missing_key() -> None:
+    with pytest.raises(
+        ValueError, match=r"data is not given. Set it in the file, by --data, or in"
+    ):
+        config.load(GRPOSettings, None, [("model", "m")])
+
+
 def test_load_unknown_key_in_list(file: Path) -> None:
     file.write_text(file.read_text().replace('use = "exact"', 'use = "exact"\nwieght = 2'))
     with pytest.raises(
