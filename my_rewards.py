@@ -1,2 +1,0 @@
-def score(answer):
-    return float(answer)
