@@ -72,7 +72,7 @@ _HOMES: dict[str, str] = {
 }
 """The modules of the names above, read from this file, so that each name stands here once."""
 
-_MODULES = ("errors", "policies", "testing", "weights", "worker_groups")
+_MODULES = ("errors", "policies", "recipes", "testing", "weights", "worker_groups")
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - the imports above are the one list of names
 

@@ -91,6 +91,7 @@ def test_all_names() -> None:
 MODULES = {
     "errors": ["CallTimeoutError", "HelmsmanError", "WorkerFailedError"],
     "policies": ["LeastOutstandingTokens", "RetryGeneration", "SupervisionPolicy"],
+    "recipes": ["DPO", "GRPO", "PPO", "SFT"],
     "testing": ["FaultPlan", "SimulatedBackend"],
     "weights": ["ViaCollective", "ViaDisk", "ViaMemory", "WeightFormat", "WeightSync"],
     "worker_groups": ["Cluster", "Collect", "Replicate", "Shard", "register"],

@@ -22,7 +22,7 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import InvalidSpecError
 from helmsman.api.fan_out import Fanout
 from helmsman.api.faults import Fault, Injection
-from helmsman.api.forms import awaitable, begin_in_thread
+from helmsman.api.forms import awaitable
 from helmsman.api.plan import Node, Plan, Reservation
 from helmsman.api.suggestions import Suggesting
 from helmsman.api.supervision import Monitor
@@ -449,6 +449,7 @@ class Scheduler(Closing):
         CallTimeoutError, WorkerFailedError.
         """
 
+    @abc.abstractmethod
     def create_engines(
         self,
         worker_ids: Collection[str | Worker],
@@ -470,8 +471,6 @@ class Scheduler(Closing):
             HelmsmanError: The first error of create_engine, in the order of the workers. The
                 others have ended then, too.
         """
-        work = self.async_create_engines(worker_ids, engine, engine_name, *args, **kwargs)
-        begin_in_thread(asyncio.run, work).result()
 
     async def async_create_engines(
         self,

@@ -21,6 +21,35 @@ from tests.contract.engines import Counter, Forking
 from tests.contract.helpers import LIMIT_S, Driver, Engine, Gate, is_running, wait_until
 
 
+def test_create_engines_in_all_workers(
+    scheduler: Scheduler, shared_workers: list[str], role: str
+) -> None:
+    """Workers may be given as ids or as themselves; one failure is raised once all have ended."""
+    workers = scheduler.get_workers("shared")
+    scheduler.create_engines(workers, Counter, role, 3)
+    assert [scheduler.call_engine(each, "add", role, 2) for each in workers] == [5, 5]
+    asyncio.run(scheduler.async_create_engines(shared_workers[:1], Counter, f"{role}-x", 4))
+    with pytest.raises(errors.EngineExistsError, match=f"{role}-x"):
+        scheduler.create_engines(shared_workers, Counter, f"{role}-x", 4)
+    assert scheduler.call_engine(shared_workers[1], "add", f"{role}-x", 1) == 5
+    with pytest.raises(TypeError, match="create_engines: the argument worker_ids is 7"):
+        scheduler.create_engines(7, Counter)  # type: ignore[arg-type]
+
+
+async def test_async_forms_of_blocking_operations(scheduler: Scheduler, role: str) -> None:
+    """They have the results and errors of the blocking forms, beside a caller's event loop."""
+    workers = await scheduler.async_create_workers(Job(role=role))
+    assert workers == [f"{role}/0"]
+    assert [each.id for each in await scheduler.async_get_workers(role, timeout=0)] == workers
+    assert workers[0] in {each.worker_id for each in await scheduler.async_status()}
+    handle = await scheduler.async_put([1, 2])
+    assert await scheduler.async_get(handle) == [1, 2]
+    await scheduler.async_release(handle)
+    await scheduler.async_delete_workers(role)
+    with pytest.raises(errors.RoleNotFoundError, match=role):
+        await scheduler.async_delete_workers(role)
+
+
 def test_create_engine_default_name(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     asyncio.run(scheduler.create_engine(worker, Counter, None, 3))

@@ -197,7 +197,7 @@ class RewardTimeoutError(HelmsmanError, TimeoutError):
     """Where the worker's engine thread was; empty for an async function."""
     template = (
         "{worker_id}: {call} did not end within {elapsed_s:.2f} s (limit {limit_s:g} s, "
-        "RewardPool.timeout_s). {then}. Raise "
+        "RewardPool's timeout). {then}. Raise "
         "the limit if the function is only slow.{at}"
     )
 

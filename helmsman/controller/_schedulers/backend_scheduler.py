@@ -327,8 +327,7 @@ class BackendScheduler(Scheduler):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        forbid_blocking()
-        super().create_engines(worker_ids, engine, engine_name, *args, **kwargs)
+        run_sync(self.async_create_engines(worker_ids, engine, engine_name, *args, **kwargs))
 
     @checked
     async def async_create_engines(

@@ -103,3 +103,28 @@ def test_run_sync_in_a_child_forked_under_the_lock() -> None:
 
 async def _seven() -> int:
     return 7
+
+
+def test_run_blocking_runs_in_the_callers_thread() -> None:
+    """Each run_async in it blocks, also in a coroutine that it awaits; afterwards none does."""
+
+    async def on_loop() -> int:
+        return threading.get_ident()
+
+    async def core() -> tuple[int, int]:
+        async def nested() -> int:
+            return await loops.run_async(on_loop())
+
+        return threading.get_ident(), await nested()
+
+    here, there = loops.run_blocking(core())
+    assert (here, there != here) == (threading.get_ident(), True)
+    assert asyncio.run(core())[1] == there
+
+
+def test_run_blocking_refuses_other_awaits() -> None:
+    async def core() -> None:
+        await asyncio.sleep(0)
+
+    with pytest.raises(RuntimeError, match="has awaited something other than run_async"):
+        loops.run_blocking(core())

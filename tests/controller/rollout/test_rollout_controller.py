@@ -169,10 +169,47 @@ def test_controller_refuses_invalid_bounds_and_early_use(scheduler: FakeSchedule
         RolloutController(scheduler, Gated, Job(role="rollout")).generate([[1]])
 
 
+def test_controller_with_statement_starts_and_closes(scheduler: FakeScheduler) -> None:
+    job = Job(role="rollout")
+    with RolloutController(scheduler, CountingRollout, job) as rollout:
+        rollout.initialize()
+        assert scheduler.methods("rollout/0").count("__init__") == 1, "it had started"
+        assert len(rollout.generate([[1], [2]], num_samples=2)) == 4
+        assert rollout.generate_one([1]).token_ids
+        assert len(rollout.generate_samples([1], 3)) == 3
+        assert rollout.stats().num_queued == 0
+    assert scheduler.jobs == {}
+    with pytest.raises(HelmsmanError, match="is closed; make a new one"):
+        rollout.initialize()
+
+
+async def test_controller_async_with_starts_and_closes(scheduler: FakeScheduler) -> None:
+    async with RolloutController(scheduler, CountingRollout, Job(role="rollout")) as rollout:
+        assert len(await rollout.async_generate([[1], [2]], num_samples=2)) == 4
+        assert (await rollout.async_stats()).num_queued == 0
+        assert set(await rollout.async_versions()) == {"rollout/0"}
+    assert scheduler.jobs == {}
+
+
+def test_controller_with_statement_leaves_nothing_of_a_failed_start(
+    scheduler: FakeScheduler,
+) -> None:
+    class Broken(CountingRollout):
+        def __init__(self) -> None:
+            raise OSError("no model there")
+
+    with (
+        pytest.raises(HelmsmanError, match="no model there"),
+        RolloutController(scheduler, Broken, Job(role="rollout")),
+    ):
+        pytest.fail("it has not started")
+    assert scheduler.jobs == {}
+
+
 # --- abort, pause, cancel -------------------------------------------------------------------------
 
 
-def test_agenerate_cancelled_withdraws_the_request(scheduler: FakeScheduler) -> None:
+def test_generate_one_cancelled_withdraws_the_request(scheduler: FakeScheduler) -> None:
     with started(scheduler, 1, max_in_flight_per_worker=1) as rollout:
         running, waiting = (
             asyncio.run_coroutine_threadsafe(rollout.async_generate_one([1]), background_loop())
