@@ -240,7 +240,7 @@ class Run:
             return [self.scored(draw, [next(answers) for _ in draw.seeds]) for draw in draws]
         if self.executor is None:
             self.executor = WorkflowExecutor(
-                self.episode, sampler=BoundedStaleness(self.settings.staleness)
+                self.episode, batch_policy=BoundedStaleness(self.settings.staleness)
             )
             self.executor.set_version(step - self.settings.sft_steps - 1)
             self.draws = (draw for later in itertools.count(step) for draw in self.draw(later))

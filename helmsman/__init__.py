@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from helmsman.api.worker_group import ClusterConfig as ClusterConfig
     from helmsman.api.worker_group import GroupWorker as GroupWorker
     from helmsman.controller._bootstrap.initialize import initialize as initialize
-    from helmsman.controller._device_handoff.turns import DeviceHandoff as DeviceHandoff
+    from helmsman.controller._device_handoff.handoff import DeviceHandoff as DeviceHandoff
     from helmsman.controller._generation.health import SupervisionPolicy as SupervisionPolicy
     from helmsman.controller._generation.request import RequestOptions as RequestOptions
     from helmsman.controller._generation.retries import RetryGeneration as RetryGeneration

@@ -31,7 +31,7 @@ def begin_in_thread(
     return ended
 
 
-async def in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
+async def run_in_new_thread(function: Callable[..., T], *arguments: Any) -> T:
     """Await a blocking function that runs in a thread of its own.
 
     The executor of an event loop has few threads. Blocking calls that wait for each other would
@@ -52,7 +52,7 @@ def awaitable(
 
     async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         bound: Callable[..., T] = functools.partial(getattr(self, name), *args, **kwargs)
-        return await in_own_thread(bound)
+        return await run_in_new_thread(bound)
 
     functools.update_wrapper(call, method)
     vars(call).pop("__isabstractmethod__", None)  # a subclass defines the blocking form only

@@ -11,7 +11,7 @@ import msgspec
 from helmsman.api.suggestions import Suggesting
 
 StopReason = Literal["stop", "length", "abort"]
-InFlight = Literal["continue", "finish", "recall"]
+InFlight = Literal["keep", "wait", "abort"]
 """What becomes of the requests that workers have, when nothing more is to start; see
 RolloutController.pause.
 """

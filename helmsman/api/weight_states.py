@@ -52,7 +52,7 @@ class WeightState(Enum):
     WARM_EMPTY = "awake for its weights alone, which it lacks"
 
     @property
-    def serves(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether it can generate."""
         return self is WeightState.AWAKE
 

@@ -56,7 +56,7 @@ class WeightFormat(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=Tr
         return name
 
 
-class IntoMemory(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class MemoryTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To be returned, as WeightsInMemory."""
 
     version: int
@@ -65,23 +65,23 @@ class IntoMemory(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
 
 
-class OntoDisk(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class DiskTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Into a folder of its own below ``folder``; returned are WeightsOnDisk."""
 
     version: int
-    """As of IntoMemory."""
+    """As of MemoryTarget."""
     folder: str
     num_kept: int = 2
     """Versions that stay there, this one included."""
 
 
-class ByCollective(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class CollectiveTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """By broadcasts of a process group of one trainer rank, which is its rank 0, and the rollout
     instances; it is also what an instance is given for its weights. Returned is the number of
     bytes."""
 
     version: int
-    """As of IntoMemory."""
+    """As of MemoryTarget."""
     group_id: str
     """Who is in it: a member leaves an earlier group when it is given another id."""
     address: str
@@ -93,7 +93,7 @@ class ByCollective(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How long a member waits for the others, at the start and in each broadcast."""
 
 
-WeightTarget: TypeAlias = IntoMemory | OntoDisk | ByCollective
+WeightTarget: TypeAlias = MemoryTarget | DiskTarget | CollectiveTarget
 
 
 class WeightsInMemory(msgspec.Struct, frozen=True):
@@ -112,6 +112,6 @@ class WeightsOnDisk(msgspec.Struct, frozen=True):
     num_bytes: int = 0
 
 
-Weights: TypeAlias = Mapping[str, Any] | WeightsInMemory | WeightsOnDisk | ByCollective
+Weights: TypeAlias = Mapping[str, Any] | WeightsInMemory | WeightsOnDisk | CollectiveTarget
 """What ``InferenceEngine.update_weights`` is given: tensors by name, or where to get them;
 ``helmsman.engines.weight_transfer`` reads them all alike."""

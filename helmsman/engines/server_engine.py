@@ -439,7 +439,7 @@ class ServerEngine(InferenceEngine):
             self._requests.hold()
 
     async def _go_on(self) -> None:
-        if self._state.serves and self._requests is not None:
+        if self._state.is_serving and self._requests is not None:
             await self._requests.release()
 
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from helmsman.api.engines import LossFn, Sample, TrainEngine
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import (
-    IntoMemory,
+    MemoryTarget,
     WeightFormat,
     WeightsInMemory,
     WeightsOnDisk,
@@ -430,7 +430,7 @@ class FSDPTrainEngine(TrainEngine):
         """The full parameters by Hugging Face name on rank 0's host, float32, tied ones once; None
         elsewhere. A collective.
         """
-        sent = self.publish_weights(IntoMemory(version=self._progress.version), WeightFormat())
+        sent = self.publish_weights(MemoryTarget(version=self._progress.version), WeightFormat())
         return dict(sent.tensors) if isinstance(sent, WeightsInMemory) else None
 
     def open_weight_store(self, address: str) -> int:

@@ -22,9 +22,9 @@ import torch
 from safetensors import safe_open
 
 from helmsman.api.weights import (
-    ByCollective,
-    IntoMemory,
-    OntoDisk,
+    CollectiveTarget,
+    DiskTarget,
+    MemoryTarget,
     WeightFormat,
     Weights,
     WeightsInMemory,
@@ -72,7 +72,7 @@ def publish(
         dtype = None if form.dtype is None else resolve_dtype(form.dtype)
         named = _renamed(tensors, form)
     except ValueError as wrong:
-        if is_root and isinstance(target, ByCollective):
+        if is_root and isinstance(target, CollectiveTarget):
             GroupSink(target, group).give_up(wrong)
         raise
 
@@ -106,9 +106,9 @@ def _sink_for(
     group: WeightGroup,
     until_the_end: contextlib.ExitStack,
 ) -> Sink[Any]:
-    if isinstance(target, IntoMemory):
+    if isinstance(target, MemoryTarget):
         return _MemorySink()
-    if isinstance(target, OntoDisk):
+    if isinstance(target, DiskTarget):
         return _DiskSink(target, until_the_end)
     sink = GroupSink(target, group)
     sink.announce(shapes)
@@ -136,7 +136,7 @@ class _MemorySink(Sink[WeightsInMemory]):
 class _DiskSink(Sink[WeightsOnDisk]):
     """Files in a folder that gets its name when it is complete."""
 
-    def __init__(self, target: OntoDisk, until_the_end: contextlib.ExitStack) -> None:
+    def __init__(self, target: DiskTarget, until_the_end: contextlib.ExitStack) -> None:
         self._folder, self._version, self._num_kept = (
             os.path.abspath(target.folder),
             target.version,
@@ -188,7 +188,7 @@ class _Header(msgspec.Struct, frozen=True):
 class GroupSink(Sink[int]):
     """Broadcasts of rank 0 of a group."""
 
-    def __init__(self, place: ByCollective, group: WeightGroup) -> None:
+    def __init__(self, place: CollectiveTarget, group: WeightGroup) -> None:
         self._group, self._num_bytes, self._is_over = group, 0, False
         self._buffer = torch.empty(0, dtype=torch.uint8, device=group.device)
         group.join(place)
@@ -261,7 +261,7 @@ class Incoming:
 @contextlib.contextmanager
 def incoming(weights: Weights, group: WeightGroup) -> Iterator[Incoming]:
     """Read weights, however they come. Raises: ConnectionError, OSError, ValueError."""
-    if isinstance(weights, ByCollective):
+    if isinstance(weights, CollectiveTarget):
         received = _Received(weights, group)
         try:
             yield Incoming(received.shapes, received.buckets())
@@ -313,7 +313,7 @@ class _Received:
     not wait.
     """
 
-    def __init__(self, place: ByCollective, group: WeightGroup) -> None:
+    def __init__(self, place: CollectiveTarget, group: WeightGroup) -> None:
         self._group = group
         self._is_over = True  # nothing is to be received if it cannot begin
         self._buffer = torch.empty(0, dtype=torch.uint8, device=group.device)

@@ -259,10 +259,10 @@ def _check_cluster(settings: GRPOSettings) -> None:
                 "sync.way 'collective' takes one member for each device; with placement "
                 "'colocated' use 'memory'"
             )
-        if settings.sync.in_flight == "recall":
+        if settings.sync.in_flight == "abort":
             raise ValueError(
-                "sync.in_flight 'recall' has nothing to take back with placement 'colocated'; use "
-                "'continue'"
+                "sync.in_flight 'abort' has nothing to take back with placement 'colocated'; use "
+                "'keep'"
             )
     algorithm = settings.algorithm
     has_siblings = bool(algorithm.kl_coef) or algorithm.preset == "ppo"

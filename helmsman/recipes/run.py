@@ -245,11 +245,13 @@ class Run(Loop):
         """The groups of a step, generated now or since earlier steps."""
         settings = self.settings
         if self.executor is None:
-            sampler = BoundedStaleness(
+            batch_policy = BoundedStaleness(
                 settings.rollout.staleness, keep=self._keep, oversample=settings.rollout.oversample
             )
             self.executor = WorkflowExecutor(
-                self.episode, sampler=sampler, episode_timeout=settings.rollout.episode_timeout
+                self.episode,
+                batch_policy=batch_policy,
+                episode_timeout=settings.rollout.episode_timeout,
             )
             self.source = iter(self.draws)
         self.executor.set_version(step - 1)

@@ -257,7 +257,7 @@ class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Parameters that are sent together."""
     checksum: bool = False
     """Check every parameter's bytes where they arrive."""
-    in_flight: Literal["continue", "finish", "recall"] = "continue"
+    in_flight: Literal["keep", "wait", "abort"] = "keep"
     """What becomes of answers that are under way: they go on with the new weights, end first by the
     old ones, or are taken back and go on with the new ones on any instance (partial rollout)."""
 

@@ -57,7 +57,7 @@ class WeightCheck:
         self._num_asked += 1
         sampling = SamplingParams(max_new_tokens=self._settings.max_new_tokens, temperature=0.0)
         serving = [
-            id_ for id_, instance in rollout.stats().instances.items() if instance.state.serves
+            id_ for id_, instance in rollout.stats().instances.items() if instance.state.is_serving
         ]
 
         async def ask(worker_id: str) -> list[GenerationResult]:

@@ -37,7 +37,7 @@ def test_weight_state_all_pairs() -> None:
                     is_whole = False
             following = state.after(event)
             assert (memory(following), following.is_whole) == (expected, is_whole), (state, event)
-            assert following.serves == (following.has_cache and following.is_whole)
+            assert following.is_serving == (following.has_cache and following.is_whole)
 
 
 def test_weight_state_each_is_another_situation() -> None:

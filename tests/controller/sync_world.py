@@ -21,7 +21,13 @@ from helmsman import (
     TrainController,
 )
 from helmsman.controller._generation.health import Health
-from helmsman.controller._weight_sync.sync import ViaCollective, ViaDisk, ViaMemory, Way, WeightSync
+from helmsman.controller._weight_sync.sync import (
+    ViaCollective,
+    ViaDisk,
+    ViaMemory,
+    WeightSync,
+    WeightTransport,
+)
 from tests.engines.small_models import QWEN2, random_tokens
 
 ENGINES = "tests.controller.sync_engines"
@@ -99,7 +105,7 @@ class World:
     def health(self) -> list[Health]:
         return [load.state for load in self.rollout.stats().instances.values()]
 
-    def sync(self, way: Way | None = None, **options: Any) -> WeightSync:
+    def sync(self, way: WeightTransport | None = None, **options: Any) -> WeightSync:
         """From the trainer to the rollout."""
         return WeightSync(self.trainer, self.rollout, way, **options)
 

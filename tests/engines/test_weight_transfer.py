@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from helmsman.api.weights import (
-    ByCollective,
-    IntoMemory,
-    OntoDisk,
+    CollectiveTarget,
+    DiskTarget,
+    MemoryTarget,
     WeightFormat,
     Weights,
     WeightTarget,
@@ -66,10 +66,10 @@ def read(weights: Weights, group: WeightGroup) -> dict[str, torch.Tensor]:
 
 def members(
     world_size: int, timeout_s: float = 60.0
-) -> tuple[list[WeightGroup], list[ByCollective]]:
+) -> tuple[list[WeightGroup], list[CollectiveTarget]]:
     groups = [WeightGroup(CPU) for _ in range(world_size)]
     port = groups[0].open_store("127.0.0.1")
-    place = ByCollective(
+    place = CollectiveTarget(
         version=1,
         group_id="a",
         address="127.0.0.1",
@@ -98,7 +98,9 @@ def test_incoming_every_dtype_and_bucket_size(way: str, bucket_bytes: int, tmp_p
             group.close()
     else:
         target = (
-            IntoMemory(version=1) if way == "memory" else OntoDisk(version=1, folder=str(tmp_path))
+            MemoryTarget(version=1)
+            if way == "memory"
+            else DiskTarget(version=1, folder=str(tmp_path))
         )
         group = WeightGroup(CPU)
         arrived = [read(send(ODD, target, form, group), group)]
@@ -115,7 +117,7 @@ def test_incoming_checksum_mismatch() -> None:
     bucket, when they come.
     """
     form = WeightFormat(checksum=True)
-    weights = send(ODD, IntoMemory(version=1), form, WeightGroup(CPU))
+    weights = send(ODD, MemoryTarget(version=1), form, WeightGroup(CPU))
     weights.checksums["half"] += 1
     with pytest.raises(
         ValueError, match=r"1 of 9 parameters did not arrive as they were sent \(CRC-32\): half"
@@ -147,7 +149,7 @@ def test_publish_removes_versions_of_earlier_runs(tmp_path: Path) -> None:
     def write(version: int) -> None:
         send(
             ODD,
-            OntoDisk(version=version, folder=str(tmp_path), num_kept=2),
+            DiskTarget(version=version, folder=str(tmp_path), num_kept=2),
             WeightFormat(),
             WeightGroup(CPU),
         )
@@ -183,7 +185,7 @@ def test_publish_other_version() -> None:
     with pytest.raises(ValueError, match="weight version 2.*1"):
         publish(
             ODD,
-            IntoMemory(version=1),
+            MemoryTarget(version=1),
             WeightFormat(),
             version=2,
             is_root=True,

@@ -312,7 +312,7 @@ def test_grpo_hf_asynchronous_reference_killed_twice(
         "--rollout.oversample",
         "1.5",
         "--sync.in_flight",
-        "recall",
+        "abort",
         "--sync.way",
         "collective",
     )

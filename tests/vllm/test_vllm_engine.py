@@ -14,7 +14,7 @@ import torch
 
 from helmsman.api.errors import EngineDeadError
 from helmsman.api.generation import SamplingParams
-from helmsman.api.weights import ByCollective
+from helmsman.api.weights import CollectiveTarget
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.vllm_engine import VLLMEngine
 from helmsman.engines.weights import PartialWeightUpdateError
@@ -317,7 +317,7 @@ def test_failed_start_leaves_no_thread(tmp_path: Path) -> None:
 async def test_destroy_ends_requests_and_update(served: Served) -> None:
     """The last test of this module: it ends what the others share."""
     store = WeightGroup(torch.device("cpu"))
-    place = ByCollective(
+    place = CollectiveTarget(
         version=99,
         group_id="nobody",
         address="127.0.0.1",

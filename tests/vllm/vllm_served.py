@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
-from helmsman.api.weights import ByCollective, WeightFormat, WeightsOnDisk
+from helmsman.api.weights import CollectiveTarget, WeightFormat, WeightsOnDisk
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines._weights.sending import checksum_of
 from helmsman.engines.server_engine import ServerEngine
@@ -172,7 +172,7 @@ async def broadcast(
 async def _broadcast_by(
     group: WeightGroup, served: Served, version: int, tensors: dict[str, torch.Tensor]
 ) -> None:
-    place = ByCollective(
+    place = CollectiveTarget(
         version=version,
         group_id=f"g{version}",
         address="127.0.0.1",

@@ -197,7 +197,7 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError(f"{coroutine!r} has awaited something other than run_async")
 
 
-async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+async def run_in_executor(function: Callable[..., T], *arguments: Any) -> T:
     """Run a blocking function off the loop; on it, at the end of the interpreter, where no thread
     can be had any more.
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import msgspec
 
 from helmsman.api.errors import ProtocolError
-from helmsman.api.forms import in_own_thread
+from helmsman.api.forms import run_in_new_thread
 from helmsman.rpc_server._wire.auth import authenticate_listener
 from helmsman.rpc_server._wire.stream import Stream, open_tcp
 from helmsman.rpc_server._wire.wire import LENGTH_BYTES, pack_length, unpack_length
@@ -216,7 +216,7 @@ async def _open(host: str, port: int, limit_s: float) -> Stream:
     try:
         # Where the name server does not answer, it takes half a minute until the host's name is
         # known to be unknown.
-        found = await in_own_thread(socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM)
+        found = await run_in_new_thread(socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM)
     except UnicodeError as error:
         raise OSError(f"{host!r} is no name of a host") from error
     failure: OSError | None = None

@@ -33,12 +33,12 @@ class Health(Enum):
     """It lives, and has not the weights that are served: only a completed update lets it serve."""
 
     @property
-    def serves(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether it may be given requests."""
         return self is Health.HEALTHY
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether it is there, as far as is known."""
         return self not in (Health.DEAD, Health.RESTARTING)
 
@@ -51,7 +51,7 @@ class Event(Enum):
     """Its process has ended, or those of its engine, or a probe has been without an answer for
     ``dead_s``.
     """
-    LEFT = "left"
+    EVACUATED = "evacuated"
     """It is about to go, as its node is, and has nothing any more: it is given up, to be rebuilt
     elsewhere.
     """
@@ -62,7 +62,12 @@ class Event(Enum):
 
 
 _H, _E = Health, Event
-_ALIVE = {_E.LOST: _H.DEAD, _E.LEFT: _H.DEAD, _E.UPDATED: _H.HEALTHY, _E.UPDATE_FAILED: _H.STALE}
+_ALIVE = {
+    _E.LOST: _H.DEAD,
+    _E.EVACUATED: _H.DEAD,
+    _E.UPDATED: _H.HEALTHY,
+    _E.UPDATE_FAILED: _H.STALE,
+}
 _LATE_NEWS = (_E.ANSWERED, _E.LATE, _E.UPDATED, _E.UPDATE_FAILED)
 """Of a process that has ended; they change nothing."""
 TRANSITIONS: Mapping[Health, Mapping[Event, Health]] = MappingProxyType(

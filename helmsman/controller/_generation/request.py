@@ -219,14 +219,14 @@ class Instance:
         return bool(self.drains)
 
     @property
-    def serves(self) -> bool:
-        return self.health.serves and not self.is_draining
+    def is_serving(self) -> bool:
+        return self.health.is_serving and not self.is_draining
 
     def has_room_for(self, num: int) -> bool:
         """Whether it serves, and may be given so many more, or as many as it ever may be."""
         # The full ones first: under load they are most of them, and each is asked whenever a
         # request may be given out.
-        return len(self.tickets) + min(num, self.capacity) <= self.capacity and self.serves
+        return len(self.tickets) + min(num, self.capacity) <= self.capacity and self.is_serving
 
     def take(self, ticket: Ticket) -> None:
         self.tickets[ticket] = None

@@ -155,7 +155,7 @@ class RequestFlow:
         """Why no instance serves or will; None while one does or may."""
         return (
             None
-            if any(instance.health.serves for instance in self.instances.values())
+            if any(instance.health.is_serving for instance in self.instances.values())
             else self._why_hopeless()
         )
 
@@ -188,7 +188,7 @@ class RequestFlow:
             for each in samples
             if each.instance is instance and each.state is RequestState.ADMITTED
         ]
-        if self.suspended or not instance.serves:
+        if self.suspended or not instance.is_serving:
             for ticket in admitted:
                 self.requeue(ticket)
             self.pump()
@@ -212,7 +212,7 @@ class RequestFlow:
                 self._settle(ticket, outcome)
                 if isinstance(outcome, InstanceLostError):
                     lost = outcome
-        if lost is not None and instance.health.lives:
+        if lost is not None and instance.health.is_alive:
             # or the requests would go there again, and again
             self.on_lost(instance.instance_id, lost)
         self.pump()
@@ -375,7 +375,7 @@ class RequestFlow:
     def set_health(self, instance_id: str, health: Health, error: Exception | None = None) -> None:
         instance = self.instances[instance_id]
         instance.health = health
-        instance.error = None if health.serves else error or instance.error
+        instance.error = None if health.is_serving else error or instance.error
         if health is Health.DEAD:
             for ticket in list(instance.tickets):
                 if ticket.instance is not instance:

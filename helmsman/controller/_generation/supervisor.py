@@ -90,7 +90,7 @@ class Supervisor:
         policy = self._policy
         budget = RestartBudget(policy.max_restarts, policy.restart_window_s, policy.restart_pause_s)
         supervised = self._supervised[instance_id] = _Supervised(health, budget)
-        if self._watch is not None and health.lives:
+        if self._watch is not None and health.is_alive:
             self._watch.add(instance_id)
         elif health is Health.DEAD:
             self._plan_restart(instance_id, supervised, pause_s=None)
@@ -105,7 +105,7 @@ class Supervisor:
         instances.
         """
         living = [
-            instance_id for instance_id, each in self._supervised.items() if each.health.lives
+            instance_id for instance_id, each in self._supervised.items() if each.health.is_alive
         ]
         self._watch = Watch(
             self._monitor, self._policy, self._on_report, living, suspect_s=self._policy.suspect_s
@@ -130,7 +130,7 @@ class Supervisor:
         if after is Health.DEAD:
             self._mark_gone(instance_id, supervised)
             self._plan_restart(
-                instance_id, supervised, pause_s=0.0 if event is Event.LEFT else None
+                instance_id, supervised, pause_s=0.0 if event is Event.EVACUATED else None
             )
         elif before is Health.RESTARTING and self._watch is not None:
             self._watch.add(instance_id)
@@ -192,7 +192,7 @@ class Supervisor:
         # While it is being rebuilt, it is stale for a moment before it serves.
         return supervised.health in (Health.RESTARTING, Health.SUSPECT) or supervised.is_restarting
 
-    async def while_they_answer(self, instance_ids: Collection[str], work: Awaitable[T]) -> T:
+    async def with_liveness_check(self, instance_ids: Collection[str], work: Awaitable[T]) -> T:
         """Await work on instances that are not probed yet, such as the load of a model, without a
         limit of its own. Raises: the errors of ``work``; after start, InstanceLostError when one of
         the instances stops answering probes."""
@@ -252,10 +252,10 @@ class Supervisor:
         except HelmsmanError as error:
             log.warning("%s is not drained: %s", instance_id, error)
             return
-        if supervised.health.lives:  # it may have died meanwhile
+        if supervised.health.is_alive:  # it may have died meanwhile
             self.note(
                 instance_id,
-                Event.LEFT,
+                Event.EVACUATED,
                 InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=False),
             )
         self._requests.undrain(instance_id, drain)
@@ -276,7 +276,7 @@ class Supervisor:
             supervised.restart_at = None
             self.note(instance_id, Event.RESTART)
             try:
-                await self.while_they_answer([instance_id], rebuild())
+                await self.with_liveness_check([instance_id], rebuild())
             # The instance is not there, whatever the error
             except Exception as error:  # noqa: BLE001
                 log.warning("%s could not be rebuilt: %s", instance_id, error)

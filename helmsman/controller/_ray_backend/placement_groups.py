@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import (
 from helmsman.api.errors import ClusterLostError
 from helmsman.api.plan import Plan, PlannedInstance, PlannedRole, Reservation
 from helmsman.api.scheduler import Job
-from helmsman.controller._aio.event_loop import Deadline, in_thread
+from helmsman.controller._aio.event_loop import Deadline, run_in_executor
 from helmsman.controller._placement.admission import busy, require_feasible
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._placement.planner import plan_jobs
@@ -133,14 +133,14 @@ async def admit(
         snapshot = ClusterSnapshot(
             nodes=tuple(node for node in seen.nodes if node.node_id not in silent)
         )
-        outcome = await in_thread(plan_jobs, snapshot, jobs)
+        outcome = await run_in_executor(plan_jobs, snapshot, jobs)
         if isinstance(outcome, Plan):
             slots, refused = await _request(outcome, jobs, prefix, deadline, resources, per_device)
             if not refused:
                 return slots
             silent = await bounded(_silent_nodes, silent | refused)
         else:
-            await in_thread(require_feasible, snapshot, jobs, ())
+            await run_in_executor(require_feasible, snapshot, jobs, ())
         own = not isinstance(outcome, Plan) and await bounded(
             is_held_by_run, prefix, snapshot, jobs
         )

@@ -18,7 +18,7 @@ import ray
 
 from helmsman.api import errors
 from helmsman.api.scheduler import CONTROLLER, ResultHandle
-from helmsman.controller._aio.event_loop import in_thread
+from helmsman.controller._aio.event_loop import run_in_executor
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._ray_backend import cluster_state
 from helmsman.controller._ray_backend import placement_groups as placement
@@ -198,7 +198,7 @@ class RayWorker:
 
     async def observe(self, limit_s: float) -> bytes:
         if self._page is not None:
-            return await in_thread(observe, self._page, self._pid)
+            return await run_in_executor(observe, self._page, self._pid)
         if self._observer is None:
             return b""
         try:
@@ -317,7 +317,7 @@ class RayWorker:
             self._page is not None and os.path.exists(self.log_path)
         ):
             # on this machine
-            return await in_thread(
+            return await run_in_executor(
                 _read_remains, self.log_path, self._pid, self.log_start, self._oom, limit_s
             )
         reader = ray.remote(num_cpus=0, max_retries=0)(_read_remains)
@@ -343,7 +343,7 @@ class RayWorker:
                 # fails as soon as the actor is known to be dead
                 await self._await(self._actor.greet.remote())
         if self._page is not None:
-            await in_thread(self._end_here)
+            await run_in_executor(self._end_here)
         self._killed = True
 
     def _end_here(self) -> None:

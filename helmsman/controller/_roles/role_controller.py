@@ -22,7 +22,7 @@ from helmsman.controller._validation.argument_types import checked, refusal
 logger = logging.getLogger(__name__)
 
 
-class Turn(Protocol):
+class DeviceOwner(Protocol):
     """Whose devices these are now."""
 
     def require(self, role: str, method: str) -> None:

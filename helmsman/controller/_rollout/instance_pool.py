@@ -7,7 +7,7 @@ from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from helmsman.api.errors import InvalidSpecError, JobError, WorkerNotFoundError
-from helmsman.api.forms import in_own_thread
+from helmsman.api.forms import run_in_new_thread
 from helmsman.controller._aio.event_loop import await_all
 from helmsman.controller._generation.health import Health
 from helmsman.controller._generation.request import Instance
@@ -37,7 +37,7 @@ class InstancePool:
         await self._weights.wait_for_room()
         self._instances.num_builds[worker_id] += 1
         self._weights.group_id = ""
-        await in_own_thread(self._instances.scheduler.restart_worker, worker_id)
+        await run_in_new_thread(self._instances.scheduler.restart_worker, worker_id)
         await self._look()
         await self._instances.build([worker_id])
         return await self._weights.bring(worker_id)
@@ -69,12 +69,12 @@ class InstancePool:
     async def add(self, count: int) -> list[str]:
         requests = self._instances.requests
         adding = asyncio.ensure_future(
-            in_own_thread(self._instances.scheduler.add_workers, self._instances.role, count)
+            run_in_new_thread(self._instances.scheduler.add_workers, self._instances.role, count)
         )
         try:
             new = await asyncio.shield(adding)
             await self._look()
-            await self._supervisor.while_they_answer(new, self._instances.build(new))
+            await self._supervisor.with_liveness_check(new, self._instances.build(new))
             have_weights = await self._bring_weights(new)
         except BaseException:
             await _to_its_end(self._undo_add(adding))
@@ -98,7 +98,7 @@ class InstancePool:
         """
 
         async def bring(worker_id: str) -> bool:
-            return await self._supervisor.while_they_answer(
+            return await self._supervisor.with_liveness_check(
                 [worker_id], self._weights.bring(worker_id)
             )
 
@@ -162,7 +162,7 @@ class InstancePool:
 
     async def _end(self, worker_ids: Sequence[str], gone: Sequence[Instance]) -> None:
         try:
-            await in_own_thread(
+            await run_in_new_thread(
                 self._instances.scheduler.remove_workers, self._instances.role, worker_ids
             )
         except JobError:  # it ends none of them

@@ -16,7 +16,7 @@ from helmsman.api.errors import (
     InstanceLostError,
     WorkerFailedError,
 )
-from helmsman.api.forms import in_own_thread
+from helmsman.api.forms import run_in_new_thread
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.scheduler import Job, Scheduler
 from helmsman.api.supervision import Sign
@@ -27,7 +27,7 @@ from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.supervisor import Supervisor
 from helmsman.controller._roles.call_all import DEFAULT_GRACE_S, gather_all, group_error
-from helmsman.controller._roles.role_controller import RoleController, Turn
+from helmsman.controller._roles.role_controller import DeviceOwner, RoleController
 
 
 class Instances(RoleController):
@@ -58,16 +58,16 @@ class Instances(RoleController):
         *,
         make_queue: Callable[..., GenerateScheduler],
         why_hopeless: Callable[[], Exception | None],
-        turn: Callable[[], Turn | None],
+        device_owner: Callable[[], DeviceOwner | None],
         rebuild: Callable[[str], Awaitable[bool]],
         on_closed: Callable[[], None],
     ) -> None:
         super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
         if capacity < 1:
             raise ValueError(f"max_in_flight_per_worker is {capacity}; expected 1 or more")
-        self.capacity, self.turn, self._on_closed, self._request_timeout = (
+        self.capacity, self.device_owner, self._on_closed, self._request_timeout = (
             capacity,
-            turn,
+            device_owner,
             on_closed,
             request_timeout,
         )
@@ -84,7 +84,7 @@ class Instances(RoleController):
         """
 
     async def look(self) -> None:
-        self._workers = tuple(await in_own_thread(self.scheduler.get_workers, self.role, 0))
+        self._workers = tuple(await run_in_new_thread(self.scheduler.get_workers, self.role, 0))
 
     async def build(self, worker_ids: Sequence[str]) -> None:
         """Build the engines of workers that have just come, and make them ready."""
@@ -145,12 +145,12 @@ class Instances(RoleController):
 
     def some_live(self) -> bool:
         """Whether an instance has not died, as far as is known."""
-        return any(each.health.lives for each in self._requests.instances.values())
+        return any(each.health.is_alive for each in self._requests.instances.values())
 
     def living_ids(self, *, with_suspects: bool = True) -> list[str]:
         """Ids of instances that have not died; none while all are being rebuilt. Suspects are late
         with the answer to a probe. Raises: the reason when none lives or will."""
-        living = [each for each in self.requests.instances.values() if each.health.lives]
+        living = [each for each in self.requests.instances.values() if each.health.is_alive]
         if not living and (reason := self.why_none_will_serve("any call")) is not None:
             raise reason
         return [
@@ -160,7 +160,7 @@ class Instances(RoleController):
         ]
 
     def serving_ids(self) -> list[str]:
-        return [id_ for id_, instance in self.requests.instances.items() if instance.serves]
+        return [id_ for id_, instance in self.requests.instances.items() if instance.is_serving]
 
     async def answering_ids(self) -> list[str]:
         ask, limit_s = self.scheduler.monitor.ask, self.scheduler.timeouts.health_s
@@ -175,7 +175,7 @@ class Instances(RoleController):
         """
         instances = self._requests.instances
         if any(
-            each.health.serves or self.supervisor.is_coming_back(id_)
+            each.health.is_serving or self.supervisor.is_coming_back(id_)
             for id_, each in instances.items()
         ):
             return None
@@ -236,8 +236,8 @@ class Instances(RoleController):
         """Raise DeviceMemoryError from an error of devices without room, where a trainer takes
         turns with the role.
         """
-        if (turn := self.turn()) is not None:
-            await turn.explain(error)
+        if (device_owner := self.device_owner()) is not None:
+            await device_owner.explain(error)
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
         result: GenerationResult = await self._serve(

@@ -368,8 +368,8 @@ class RolloutRequests:
         return self._instances.requests.put(requests, options, together=together, kept=kept)
 
     def _require_turn(self, method: str) -> None:
-        if (turn := self._instances.turn()) is not None:
-            turn.require(self._instances.role, method)
+        if (device_owner := self._instances.device_owner()) is not None:
+            device_owner.require(self._instances.role, method)
 
     # --- control ----------------------------------------------------------------------------------
 
@@ -390,8 +390,8 @@ class RolloutRequests:
             if by
             else f"pause(in_flight={in_flight!r})"
         )
-        if in_flight != "continue":
-            ended = requests.wait_ended() if in_flight == "finish" else requests.take_back()
+        if in_flight != "keep":
+            ended = requests.wait_ended() if in_flight == "wait" else requests.take_back()
             await self.within(ended, operation, timeout, resumes=bool(by))
 
     async def resume(self) -> None:

@@ -19,7 +19,7 @@ from helmsman.controller._generation.request import RequestOptions, RolloutStats
 from helmsman.controller._generation.retries import RetryPolicy
 from helmsman.controller._generation.routing import RoutingPolicy
 from helmsman.controller._generation.scheduler import GenerateScheduler
-from helmsman.controller._roles.role_controller import Turn, blocking
+from helmsman.controller._roles.role_controller import DeviceOwner, blocking
 from helmsman.controller._rollout.instance_pool import InstancePool
 from helmsman.controller._rollout.instances import Instances
 from helmsman.controller._rollout.request_api import OnError, Prompt, RolloutRequests, samples_of
@@ -80,7 +80,7 @@ class RolloutController(Starting):
                 ``timeouts.call_s`` when None.
         """
         self.scheduler, self.job, self.engine_name = scheduler, job, engine_name
-        self.turn: Turn | None = (
+        self.device_owner: DeviceOwner | None = (
             None  # whose devices these are, where a trainer takes turns with it
         )
         self._instances = Instances(
@@ -94,7 +94,7 @@ class RolloutController(Starting):
                 max_queue=max_queue,
             ),
             why_hopeless=lambda: self.weight_sink.why_hopeless(),
-            turn=lambda: self.turn,
+            device_owner=lambda: self.device_owner,
             rebuild=lambda worker_id: self._pool.rebuild(worker_id),
             on_closed=lambda: self.weight_sink.forget(),
         )
@@ -364,9 +364,7 @@ class RolloutController(Starting):
     abort = blocking(async_abort)
 
     @checked
-    async def async_pause(
-        self, in_flight: InFlight = "continue", timeout: float | None = None
-    ) -> None:
+    async def async_pause(self, in_flight: InFlight = "keep", timeout: float | None = None) -> None:
         """Give no request to a worker from now on until resume; submission stays open.
 
         Args:
@@ -500,7 +498,7 @@ class RolloutController(Starting):
 
     @checked
     async def async_sleep(
-        self, level: int = 1, in_flight: InFlight = "finish", timeout: float | None = None
+        self, level: int = 1, in_flight: InFlight = "wait", timeout: float | None = None
     ) -> None:
         """Give the devices' memory back: the instances accept nothing until wake, and requests are
         held here. Idempotent.

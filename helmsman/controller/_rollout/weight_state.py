@@ -68,7 +68,7 @@ class RolloutWeights:
     def why_hopeless(self) -> Exception | None:
         """Why requests that wait will never be served; None while a live instance may still become
         ready, by the update that is under way, or by the next one after sleep."""
-        if (self._is_updating or not self.state.serves) and self._instances.some_live():
+        if (self._is_updating or not self.state.is_serving) and self._instances.some_live():
             return None
         return self._instances.why_none_will_serve()
 
@@ -93,18 +93,21 @@ class RolloutWeights:
                 f"level is {level}; expected 1, which keeps the weights on the hosts, or 2, which "
                 "drops them"
             )
-        if in_flight not in ("finish", "recall"):
+        if in_flight not in ("wait", "abort"):
             raise ValueError(
-                f"in_flight is {in_flight!r}; expected 'finish' or 'recall', as nothing goes on "
+                f"in_flight is {in_flight!r}; expected 'wait' or 'abort', as nothing goes on "
                 "without a device"
             )
         requests = self._instances.requests
         async with self._in_turn(timeout) as left_s:
             requests.suspend(_ASLEEP)
             try:
-                ended = requests.wait_ended() if in_flight == "finish" else requests.take_back()
+                ended = requests.wait_ended() if in_flight == "wait" else requests.take_back()
                 await self._requests.within(
-                    ended, f"sleep(in_flight={in_flight!r})", left_s(), resumes=self.state.serves
+                    ended,
+                    f"sleep(in_flight={in_flight!r})",
+                    left_s(),
+                    resumes=self.state.is_serving,
                 )
             except BaseException:
                 self._resume_if_awake()
@@ -163,7 +166,7 @@ class RolloutWeights:
             self._resume_if_awake()
 
     def _resume_if_awake(self) -> None:
-        if self.state.serves:
+        if self.state.is_serving:
             self._instances.requests.resume(_ASLEEP)
 
     # --- updates ----------------------------------------------------------------------------------
@@ -172,7 +175,7 @@ class RolloutWeights:
         self, weights: ResultHandle | Weights, version: int, timeout: float | None
     ) -> int:
         deadline = time.monotonic() + self._limit_s(timeout)
-        async with self.hold("continue", timeout):
+        async with self.hold("keep", timeout):
             each = dict.fromkeys(self._instances.living_ids(), weights)
             await self.update(each, version, deadline - time.monotonic(), kept=weights)
         return version
@@ -324,10 +327,10 @@ class RolloutWeights:
         async with self._in_turn(timeout) as left_s:
             self._is_updating = True
             try:
-                if in_flight == "finish":  # what has no whole weights finishes nothing
+                if in_flight == "wait":  # what has no whole weights finishes nothing
                     requests.suspend(by)
                     self._take_back_stale()
-                if in_flight != "continue":
+                if in_flight != "keep":
                     await self._requests.pause(in_flight, left_s(), by=by)
                 yield
             finally:
@@ -408,7 +411,7 @@ class RolloutWeights:
         updated: list[str] = []
         failed: dict[str, str] = {}
         for id_, instance in self._instances.requests.instances.items():
-            if instance.health.serves:
+            if instance.health.is_serving:
                 updated.append(id_)
             else:
                 reason = failures.get(id_) or instance.error or f"it is {instance.health.value}"

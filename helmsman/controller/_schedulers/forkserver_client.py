@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from helmsman.controller._aio.event_loop import Deadline, in_thread
+from helmsman.controller._aio.event_loop import Deadline, run_in_executor
 from helmsman.controller._transport.base import tail_of
 from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._process.driver_watch import NO_PIDFD, pidfd_of_this_process
@@ -150,7 +150,7 @@ class ForkServer(asyncio.Protocol):
             pid: worker.tag for pid, worker in self._workers.items() if not worker.survivors.done()
         }
         if left:
-            for pid, survivors in (await in_thread(_end_families, left)).items():
+            for pid, survivors in (await run_in_executor(_end_families, left)).items():
                 self._workers[pid].survivors.set_result(survivors)
 
     def _error(self) -> ForkServerGoneError:

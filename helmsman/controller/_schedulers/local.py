@@ -15,7 +15,7 @@ from pathlib import Path
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Timeouts
-from helmsman.controller._aio.event_loop import Deadline, await_all, in_thread
+from helmsman.controller._aio.event_loop import Deadline, await_all, run_in_executor
 from helmsman.controller._node.environment import as_mapping, worker_environment
 from helmsman.controller._node.run_registry import make_log_dir
 from helmsman.controller._placement.allocator import ADDRESS, OneMachine
@@ -192,7 +192,7 @@ class LocalProcess:
             # the forkserver has looked once; a process can take longer to exit, if it frees much
             # memory
             if survivors:
-                survivors = await in_thread(end_members, survivors, self.pid, self.tag)
+                survivors = await run_in_executor(end_members, survivors, self.pid, self.tag)
         if survivors:
             raise errors.ShutdownIncompleteError(
                 operation=f"ending {self._worker_id}",
@@ -224,7 +224,7 @@ class LocalProcess:
         )
 
     async def observe(self, limit_s: float) -> bytes:
-        return b"" if self._page is None else await in_thread(observe, self._page, self.pid)
+        return b"" if self._page is None else await run_in_executor(observe, self._page, self.pid)
 
     def _log_tail(self) -> str:
         return tail_of(self._log_path, start=self._log_start)

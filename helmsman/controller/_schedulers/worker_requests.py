@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from helmsman.api import errors
 from helmsman.api.errors import CallError, CallTimeoutError, HelmsmanError, WorkerFailedError
 from helmsman.api.faults import DropNode, Fault, Hang, Injection, Kill, Slow
-from helmsman.controller._aio.event_loop import Deadline, in_thread
+from helmsman.controller._aio.event_loop import Deadline, run_in_executor
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._wire.messages import FaultCommand, Verb
@@ -39,14 +39,16 @@ async def probe(role: str, ranks: Mapping[str, WorkerClient], address: str, port
         try:
             return str(
                 await client.control(
-                    Verb.REACH, address, port, proof, limit_s - _ANSWER_S, limit_s=limit_s
+                    Verb.CHECK_CONNECT, address, port, proof, limit_s - _ANSWER_S, limit_s=limit_s
                 )
             )
         except errors.CallError as error:
             return str(error).split("\n", 1)[0]
 
     try:
-        refused = await master.control(Verb.LISTEN, port, proof, LIMIT_S, limit_s=deadline.limit_s)
+        refused = await master.control(
+            Verb.PROBE_LISTEN, port, proof, LIMIT_S, limit_s=deadline.limit_s
+        )
         reasons = (
             {}
             if refused
@@ -55,7 +57,7 @@ async def probe(role: str, ranks: Mapping[str, WorkerClient], address: str, port
     finally:
         with contextlib.suppress(errors.CallError):
             # it has ended, or it listens for LIMIT_S at most
-            await master.control(Verb.LISTEN, None)
+            await master.control(Verb.PROBE_LISTEN, None)
     failed = {worker_id: reason for worker_id, reason in reasons.items() if reason}
     if refused or failed:
         leased = f"port {port} is{'' if str(port) in master.engine_ports else ' not'} leased to it"
@@ -89,7 +91,7 @@ async def inject(
     """
     if not isinstance(fault, DropNode):
         return [await _health(target) or await _tell(target, _command(fault))]
-    why = await in_thread(why_node_stays, target.place)
+    why = await run_in_executor(why_node_stays, target.place)
     there = {client: None for client in clients if client.place.node_id == target.place.node_id}
     found = await asyncio.gather(*(_health(client) for client in there))
     living = [client for client, problem in zip(there, found, strict=True) if problem is None]

@@ -13,10 +13,10 @@ from helmsman.api.engines import LossFn, Sample, SampleShare
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError
 from helmsman.api.pairs import sample_units
 from helmsman.api.scheduler import Call, ResultHandle, Scheduler, Worker
-from helmsman.api.weights import IntoMemory, WeightFormat, WeightTarget
+from helmsman.api.weights import MemoryTarget, WeightFormat, WeightTarget
 from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._roles.call_all import call_all, release
-from helmsman.controller._roles.role_controller import RoleController, Turn
+from helmsman.controller._roles.role_controller import DeviceOwner, RoleController
 from helmsman.controller._validation.argument_names import require_loss_settings
 
 
@@ -138,13 +138,13 @@ class Ranks:
         model_parallel_size: int,
         *,
         has_our_engine: bool,
-        turn: Callable[[], Turn | None],
+        device_owner: Callable[[], DeviceOwner | None],
     ) -> None:
-        self._controller, self._size, self._has_our_engine, self._turn = (
+        self._controller, self._size, self._has_our_engine, self._device_owner = (
             controller,
             model_parallel_size,
             has_our_engine,
-            turn,
+            device_owner,
         )
         self.scheduler: Scheduler = controller.scheduler
         self.role = controller.role
@@ -160,16 +160,16 @@ class Ranks:
         self, method: str, calls: Mapping[str, Call], timeout: float | None = None
     ) -> list[Any]:
         """Call ranks; see call_all. Raises also: DevicesNotOwnedError, DeviceMemoryError."""
-        if (turn := self._turn()) is not None and method in _NEEDS_DEVICES:
-            turn.require(self.role, method)
+        if (device_owner := self._device_owner()) is not None and method in _NEEDS_DEVICES:
+            device_owner.require(self.role, method)
         name = self._controller.engine_name
         try:
             return await call_all(
                 self.scheduler, self.role, method, calls, engine_name=name, timeout=timeout
             )
         except (EngineCallError, GroupCallError) as error:
-            if turn is not None:
-                await turn.explain(error)
+            if device_owner is not None:
+                await device_owner.explain(error)
             raise
 
     async def replicated(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
@@ -310,7 +310,7 @@ class Ranks:
         return handle
 
     async def publish(self, target: WeightTarget, form: WeightFormat, timeout: float | None) -> Any:
-        keep = isinstance(target, IntoMemory)
+        keep = isinstance(target, MemoryTarget)
         return await self.on_root("publish_weights", target, form, timeout=timeout, keep=keep)
 
     async def open_store(self, timeout: float | None) -> int:

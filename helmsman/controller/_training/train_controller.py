@@ -26,8 +26,8 @@ from helmsman.api.weight_exchange import ReceivesWeights
 from helmsman.controller._aio.event_loop import run_async, run_sync
 from helmsman.controller._roles.call_all import is_communication_error
 from helmsman.controller._roles.role_controller import (
+    DeviceOwner,
     RoleController,
-    Turn,
     blocking,
     rank_environment,
 )
@@ -82,14 +82,14 @@ class TrainController(RoleController):
         self.data_parallel_size = job.replicas // model_parallel_size
         self.num_recoveries = 0
         """How often a rebuild of all ranks has begun."""
-        self.turn: Turn | None = None
+        self.device_owner: DeviceOwner | None = None
         """Whose devices these are, where a rollout takes turns with it."""
         engine_path = engine if isinstance(engine, str) else engine.__module__
         self._ranks = Ranks(
             self,
             model_parallel_size,
             has_our_engine=engine_path.startswith("helmsman."),
-            turn=lambda: self.turn,
+            device_owner=lambda: self.device_owner,
         )
         self.weight_source = self._ranks
 
@@ -297,8 +297,8 @@ class TrainController(RoleController):
         self._check_started()
         self.num_recoveries += 1
         self.weight_source.group_id = ""
-        if self.turn is not None:
-            self.turn.make_room()
+        if self.device_owner is not None:
+            self.device_owner.make_room()
         self._restart()
         workers = tuple(self.scheduler.get_workers(self.role, timeout=0))  # they have just answered
         run_sync(self._make_ready(workers, range(len(workers))))

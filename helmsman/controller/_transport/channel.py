@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from helmsman.api.errors import ProtocolError, WorkerBacklogError
-from helmsman.controller._aio.event_loop import Deadline, in_thread, threads_awaited
+from helmsman.controller._aio.event_loop import Deadline, run_in_executor, threads_awaited
 from helmsman.controller._transport.base import Awaited, Ending, Transport, TransportLostError
 from helmsman.rpc_server._server.channel import can_carry
 from helmsman.rpc_server._wire.codec import Payload
@@ -357,7 +357,7 @@ class Channel(Transport):
             await self._side_path.bring(outgoing.request.id, outgoing.payload)
             return body, None
         if outgoing.num_bytes >= _IN_THREAD_BYTES:
-            return await in_thread(
+            return await run_in_executor(
                 functools.partial(outgoing.packed, shares_memory=self.shares_memory)
             )
         return outgoing.packed(shares_memory=self.shares_memory)
@@ -529,7 +529,7 @@ class Channel(Transport):
         failure: Exception | None = None
         try:
             if payload is not None:
-                await in_thread(populate, payload.buffers)
+                await run_in_executor(populate, payload.buffers)
             elif self._side_path is not None:
                 payload = await self._side_path.fetch(reply.id)
             else:

@@ -31,8 +31,8 @@ from helmsman.api.scheduler import (
 from helmsman.controller._aio.event_loop import (
     background_loop,
     forbid_blocking,
-    in_thread,
     mailbox_of,
+    run_in_executor,
     run_on_loop,
 )
 from helmsman.controller._node.driver_log import story
@@ -533,7 +533,7 @@ class GroupPendingCall(PendingCall):
     async def _decode(self, payload: Payload) -> None:
         """Unpickle a result off the loop, since it may be large, and import modules."""
         try:
-            value = await in_thread(decode, payload)
+            value = await run_in_executor(decode, payload)
         except Exception as error:  # noqa: BLE001 - handed to the caller that awaits the answer
             self._group.failed(self._worker_id, error)
         else:

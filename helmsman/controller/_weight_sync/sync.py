@@ -4,6 +4,7 @@ several ways.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import os
 import time
@@ -17,7 +18,13 @@ from helmsman.api.errors import EngineCallError, GroupCallError, WorkerFailedErr
 from helmsman.api.generation import InFlight
 from helmsman.api.scheduler import ResultHandle
 from helmsman.api.weight_exchange import ReceivesWeights, SendsWeights, WeightSink, WeightSource
-from helmsman.api.weights import ByCollective, IntoMemory, OntoDisk, WeightFormat, WeightsOnDisk
+from helmsman.api.weights import (
+    CollectiveTarget,
+    DiskTarget,
+    MemoryTarget,
+    WeightFormat,
+    WeightsOnDisk,
+)
 from helmsman.controller._aio.event_loop import run_async
 from helmsman.controller._roles.call_all import is_communication_error, release
 from helmsman.controller._roles.role_controller import blocking
@@ -53,10 +60,10 @@ class WeightSync:
         self,
         trainer: SendsWeights,
         rollout: ReceivesWeights,
-        way: Way | None = None,
+        way: WeightTransport | None = None,
         *,
         form: WeightFormat | None = None,
-        in_flight: InFlight = "continue",
+        in_flight: InFlight = "keep",
     ) -> None:
         self._source, self._sink = source, sink = trainer.weight_source, rollout.weight_sink
         if source.scheduler is not sink.scheduler:
@@ -64,12 +71,12 @@ class WeightSync:
                 f"role {source.role!r} and role {sink.role!r} run on two schedulers, and weights "
                 "go between workers of one"
             )
-        self._way, self._form, self._in_flight = (
+        self._transport, self._form, self._in_flight = (
             way or ViaMemory(),
             form or WeightFormat(),
             in_flight,
         )
-        self._way.check(source, sink)
+        self._transport.check(source, sink)
 
     @checked
     async def async_push(self, timeout: float | None = None) -> SyncReport:
@@ -93,7 +100,7 @@ class WeightSync:
         )
         async with self._sink.hold(self._in_flight, deadline - time.monotonic()):
             version = await self._source.version(deadline - time.monotonic())
-            num_bytes, failures = await self._way.carry(
+            num_bytes, failures = await self._transport.transfer(
                 self._source, self._sink, self._form, version, deadline
             )
             updated, failed = self._sink.served_by(failures)
@@ -106,15 +113,15 @@ class WeightSync:
         )
 
 
-class Way:
-    """How weights travel: the trainer stores them once, and each instance reads them there, unless
-    ``carry`` does otherwise.
-    """
+class WeightTransport(abc.ABC):
+    """Moves weights from a trainer to the instances of a rollout."""
 
     def check(self, source: WeightSource, sink: WeightSink) -> None:
-        """Raise ValueError where it cannot be."""
+        """Raise ValueError if this transport cannot connect the two. By default it always can."""
+        return
 
-    async def carry(
+    @abc.abstractmethod
+    async def transfer(
         self,
         source: WeightSource,
         sink: WeightSink,
@@ -122,47 +129,73 @@ class Way:
         version: int,
         deadline: float,
     ) -> tuple[int, Mapping[str, Exception]]:
-        """Bring the weights until a deadline on time.monotonic's clock; returns how many bytes left
-        the trainer, and why they have not reached which instance."""
-        stored = await self._store(source, form, version, deadline - time.monotonic())
-        try:
-            weights = dict.fromkeys(sink.living_ids(), stored)
-            failures = await sink.update(weights, version, deadline - time.monotonic(), kept=stored)
-        finally:
-            if isinstance(stored, ResultHandle) and not sink.keeps(stored):
-                await asyncio.to_thread(release, source.scheduler, stored)
-        return stored.nbytes if isinstance(stored, ResultHandle) else stored.num_bytes, failures
+        """Transfer the weights of one version.
 
-    async def _store(
-        self, source: WeightSource, form: WeightFormat, version: int, timeout: float
-    ) -> ResultHandle | WeightsOnDisk:
-        raise NotImplementedError
+        Args:
+            source: The trainer.
+            sink: The rollout.
+            form: Dtype, names and bucket size of the weights.
+            version: Weight version that the trainer must have.
+            deadline: Time on the clock of ``time.monotonic`` until which the transfer may take.
+
+        Returns:
+            Bytes that left the trainer, and the error of each instance that did not receive them.
+        """
 
 
-class ViaMemory(Way):
+async def _read_by_all(
+    stored: ResultHandle | WeightsOnDisk,
+    source: WeightSource,
+    sink: WeightSink,
+    version: int,
+    deadline: float,
+) -> tuple[int, Mapping[str, Exception]]:
+    """Have each instance read weights that the trainer has stored; returns as ``transfer``."""
+    try:
+        weights = dict.fromkeys(sink.living_ids(), stored)
+        failures = await sink.update(weights, version, deadline - time.monotonic(), kept=stored)
+    finally:
+        if isinstance(stored, ResultHandle) and not sink.keeps(stored):
+            await asyncio.to_thread(release, source.scheduler, stored)
+    return stored.nbytes if isinstance(stored, ResultHandle) else stored.num_bytes, failures
+
+
+class ViaMemory(WeightTransport):
     """Worker to worker: once into shared memory of the trainer's node, or Ray's object store, from
     which each instance reads them; instances of one other node read one copy of it. Rank 0 holds
     all of them on its host."""
 
-    async def _store(
-        self, source: WeightSource, form: WeightFormat, version: int, timeout: float
-    ) -> ResultHandle:
-        handle: ResultHandle = await source.publish(IntoMemory(version=version), form, timeout)
-        return handle
+    async def transfer(
+        self,
+        source: WeightSource,
+        sink: WeightSink,
+        form: WeightFormat,
+        version: int,
+        deadline: float,
+    ) -> tuple[int, Mapping[str, Exception]]:
+        target = MemoryTarget(version=version)
+        stored = await source.publish(target, form, deadline - time.monotonic())
+        return await _read_by_all(stored, source, sink, version, deadline)
 
 
-class ViaExport(Way):
+class ViaExport(WeightTransport):
     """As ViaMemory, for trainers without publish_weights: all parameters as they are, by
     ``export_weights``.
     """
 
-    async def _store(
-        self, source: WeightSource, form: WeightFormat, version: int, timeout: float
-    ) -> ResultHandle:
-        return await source.export(version, timeout)
+    async def transfer(
+        self,
+        source: WeightSource,
+        sink: WeightSink,
+        form: WeightFormat,
+        version: int,
+        deadline: float,
+    ) -> tuple[int, Mapping[str, Exception]]:
+        stored = await source.export(version, deadline - time.monotonic())
+        return await _read_by_all(stored, source, sink, version, deadline)
 
 
-class ViaDisk(Way):
+class ViaDisk(WeightTransport):
     """Files of safetensors in a folder that all workers reach. A version's folder appears when it
     is complete, in the layout that Hugging Face reads, so that other programs can take weights from
     it, too.
@@ -177,15 +210,20 @@ class ViaDisk(Way):
             raise ValueError(f"num_kept is {num_kept}; expected 1 or more")
         self._folder, self._num_kept = os.path.abspath(folder), num_kept
 
-    async def _store(
-        self, source: WeightSource, form: WeightFormat, version: int, timeout: float
-    ) -> WeightsOnDisk:
-        target = OntoDisk(version=version, folder=self._folder, num_kept=self._num_kept)
-        written: WeightsOnDisk = await source.publish(target, form, timeout)
-        return written
+    async def transfer(
+        self,
+        source: WeightSource,
+        sink: WeightSink,
+        form: WeightFormat,
+        version: int,
+        deadline: float,
+    ) -> tuple[int, Mapping[str, Exception]]:
+        target = DiskTarget(version=version, folder=self._folder, num_kept=self._num_kept)
+        stored = await source.publish(target, form, deadline - time.monotonic())
+        return await _read_by_all(stored, source, sink, version, deadline)
 
 
-class ViaCollective(Way):
+class ViaCollective(WeightTransport):
     """Broadcasts of a process group (gloo on hosts, nccl, hccl) of the trainer's rank 0 and the
     instances, device to device.
 
@@ -224,7 +262,7 @@ class ViaCollective(Way):
                 "each device; use ViaMemory"
             )
 
-    async def carry(
+    async def transfer(
         self,
         source: WeightSource,
         sink: WeightSink,
@@ -235,16 +273,16 @@ class ViaCollective(Way):
         reachable = sink.living_ids(with_suspects=False)
         if not reachable:
             return 0, await sink.update({}, version, deadline - time.monotonic(), kept=None)
-        outcome = await self._carry(source, sink, reachable, form, version, deadline)
+        outcome = await self._broadcast(source, sink, reachable, form, version, deadline)
         if any(map(_is_broken, outcome.errors)) and not outcome.has_lost_trainer:
             left = [id_ for id_ in await sink.answering_ids() if id_ not in outcome.unable]
             if left:
-                outcome = await self._carry(source, sink, left, form, version, deadline)
+                outcome = await self._broadcast(source, sink, left, form, version, deadline)
         if outcome.errors and (outcome.num_bytes is None or outcome.failures is None):
             raise outcome.errors[0]
         return outcome.num_bytes or 0, outcome.failures or {}
 
-    async def _carry(
+    async def _broadcast(
         self,
         source: WeightSource,
         sink: WeightSink,
@@ -260,7 +298,7 @@ class ViaCollective(Way):
         # after an error or an interrupt it is not known where in the group's broadcasts each of
         # them is
         self._members = ()
-        place = ByCollective(
+        place = CollectiveTarget(
             version=version,
             group_id=self._group_id,
             address=source.workers[0].ip,

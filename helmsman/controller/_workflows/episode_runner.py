@@ -1,7 +1,7 @@
 """EpisodeRunner: a user's async function per episode, many at once on one event loop, and batches
 of what comes out.
 
-Everything here runs on that loop, and time is the loop's, so that samplers can be tried on a
+Everything here runs on that loop, and time is the loop's, so that batch policies can be tried on a
 virtual clock (helmsman.testing.run_virtually).
 """
 
@@ -23,7 +23,12 @@ from typing import Any
 import msgspec
 
 from helmsman.api.errors import EpisodeTimeoutError, HelmsmanError, WorkflowFailuresError
-from helmsman.controller._workflows.staleness import BoundedStaleness, Episode, Pipe, Sampler
+from helmsman.controller._workflows.staleness import (
+    BatchPolicy,
+    BoundedStaleness,
+    Episode,
+    ExecutorState,
+)
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +51,7 @@ class WorkflowFigures(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     num_used: int
     num_rejected: int
-    """Without a value, or not kept by the sampler."""
+    """Without a value, or not kept by the batch policy."""
     num_evicted: int
     """Ended, and then too old, or more than batches had room for."""
     num_stopped: int
@@ -64,7 +69,7 @@ class EpisodeRunner:
         self,
         workflow: Workflow,
         *,
-        sampler: Sampler | None = None,
+        batch_policy: BatchPolicy | None = None,
         max_in_flight: int = 4096,
         max_failures: int = 16,
         failure_window: int = 256,
@@ -82,7 +87,7 @@ class EpisodeRunner:
                 f"episode_timeout is {episode_timeout:g}; expected seconds above 0, or None"
             )
         _require_async(workflow)
-        self._workflow, self._sampler = workflow, sampler or BoundedStaleness()
+        self._workflow, self._batch_policy = workflow, batch_policy or BoundedStaleness()
         self._max_in_flight, self._max_failures, self._failure_window = (
             max_in_flight,
             max_failures,
@@ -149,8 +154,8 @@ class EpisodeRunner:
                 raise error
             has_more = self._turn(batch_size)
             self._require_few_failures()
-            with _no_exit("the sampler"):
-                batch = list(self._sampler.select(self._waiting, self._pipe(batch_size)))
+            with _no_exit("the batch policy"):
+                batch = list(self._batch_policy.select(self._waiting, self._state(batch_size)))
             _require_known(
                 "select",
                 [each.number for each in batch],
@@ -219,10 +224,11 @@ class EpisodeRunner:
         """Drop what is of no use any more, and start what may be started; whether the source may
         have more.
         """
-        with _no_exit("the sampler"):
-            stopped = list(self._sampler.stop(self._waiting, self._pipe(batch_size)))
+        with _no_exit("the batch policy"):
+            stopped = list(self._batch_policy.stop(self._waiting, self._state(batch_size)))
             old = {
-                each.number for each in self._sampler.evict(self._waiting, self._pipe(batch_size))
+                each.number
+                for each in self._batch_policy.evict(self._waiting, self._state(batch_size))
             }
         _require_known("stop", stopped, self._running, "run")
         _require_known("evict", old, (each.number for each in self._waiting), "wait")
@@ -234,8 +240,8 @@ class EpisodeRunner:
             self._num_evicted += len(old)
         return self._feed()
 
-    def _pipe(self, batch_size: int) -> Pipe:
-        return Pipe(
+    def _state(self, batch_size: int) -> ExecutorState:
+        return ExecutorState(
             version=self._version,
             batch_size=batch_size,
             has_batch=self._handed_at == self._version,
@@ -254,8 +260,8 @@ class EpisodeRunner:
         if self._feeding is None:
             return False
         source, batch_size = self._feeding
-        with _no_exit("the sampler"):
-            num_admitted = self._sampler.admit(self._pipe(batch_size))
+        with _no_exit("the batch policy"):
+            num_admitted = self._batch_policy.admit(self._state(batch_size))
         for _ in range(min(num_admitted, self._max_in_flight - len(self._running))):
             try:
                 with _no_exit("the source of items"):
@@ -314,8 +320,8 @@ class EpisodeRunner:
         try:
             value = await self._run(item)
             episode = Episode(item=item, value=value, number=number, version=version)
-            with _no_exit("the sampler"):
-                is_of_use = value is not None and self._sampler.keep(episode)
+            with _no_exit("the batch policy"):
+                is_of_use = value is not None and self._batch_policy.keep(episode)
         # It is this episode's failure; too many of them are the batch's
         except Exception as error:  # noqa: BLE001
             log.warning(
@@ -338,7 +344,7 @@ class EpisodeRunner:
         ):
             try:
                 self._turn(self._feeding[1])  # also while the script trains
-            # Of the source or the sampler, for the caller that asks for the next batch
+            # Of the source or the batch policy, for the caller that asks for the next batch
             except Exception as error:  # noqa: BLE001
                 self._feeding, self._source_error = None, error
 
@@ -418,7 +424,7 @@ def _no_exit(whose: str) -> Iterator[None]:
 
 
 def _require_known(what: str, chosen: Collection[int], known: Iterable[int], state: str) -> None:
-    """A sampler's choice: each once, and of those that there are; or an episode would be used
+    """A batch policy's choice: each once, and of those that there are; or an episode would be used
     twice, or counted twice.
     """
     if not chosen:
@@ -426,9 +432,8 @@ def _require_known(what: str, chosen: Collection[int], known: Iterable[int], sta
     there, distinct = set(known), set(chosen)
     if len(distinct) < len(chosen) or not distinct <= there:
         raise ValueError(
-            f"the sampler's {what} returned episodes {sorted(chosen)}; expected each once, and "
-            f"only those that {state}: "
-            f"{sorted(there)}"
+            f"the batch policy's {what} returned episodes {sorted(chosen)}; expected each once, "
+            f"and only those that {state}: {sorted(there)}"
         )
 
 

@@ -17,7 +17,7 @@ from helmsman.controller._workflows.episode_runner import (
     WorkflowFigures,
     closed_error,
 )
-from helmsman.controller._workflows.staleness import Episode, Sampler
+from helmsman.controller._workflows.staleness import BatchPolicy, Episode
 from helmsman.rpc_server._host.threads import start_loop
 
 T = TypeVar("T")
@@ -34,8 +34,8 @@ class WorkflowExecutor(Closing):
 
     Args:
         workflow: an ``async def``; see Workflow. TypeError for a function that is none.
-        sampler: decides what is started, kept, handed over and stopped; BoundedStaleness(0) when
-            None, which is synchronous.
+        batch_policy: decides what is started, kept, handed over and stopped; BoundedStaleness(0)
+            when None, which is synchronous.
         max_in_flight: episodes that run at once, at most.
         max_failures: failed episodes among the last ``failure_window``, beyond which the next batch
             raises.
@@ -49,7 +49,7 @@ class WorkflowExecutor(Closing):
         self,
         workflow: Workflow,
         *,
-        sampler: Sampler | None = None,
+        batch_policy: BatchPolicy | None = None,
         max_in_flight: int = 4096,
         max_failures: int = 16,
         failure_window: int = 256,
@@ -57,7 +57,7 @@ class WorkflowExecutor(Closing):
     ) -> None:
         self._episodes = EpisodeRunner(
             workflow,
-            sampler=sampler,
+            batch_policy=batch_policy,
             max_in_flight=max_in_flight,
             max_failures=max_failures,
             failure_window=failure_window,
@@ -80,14 +80,14 @@ class WorkflowExecutor(Closing):
 
     def prepare_batch(self, source: Iterator[Any], batch_size: int) -> list[Episode]:
         """The next ``batch_size`` episodes; meanwhile and afterwards as many more run as the
-        sampler lets.
+        batch_policy lets.
 
         Args:
             source: of items; drawn from when an episode starts, also while the script trains. It
-                holds up all episodes while it blocks, as the sampler does.
+                holds up all episodes while it blocks, as the batch policy does.
 
         When the source ends, the last batch is shorter, which is logged, and those after it are
-        empty. Raises: WorkflowFailuresError, or what the source or the sampler has raised.
+        empty. Raises: WorkflowFailuresError, or what the source or the batch policy has raised.
         """
         return self._run(self._episodes.prepare_batch(source, batch_size))
 
@@ -142,8 +142,8 @@ class WorkflowExecutor(Closing):
     def _forbid_blocking(self) -> None:
         if threading.current_thread() is self._thread:
             raise RuntimeError(
-                "an episode, a source or a sampler made a blocking call of the WorkflowExecutor "
-                "that runs it, which would wait "
+                "an episode, a source or a batch policy made a blocking call of the "
+                "WorkflowExecutor that runs it, which would wait "
                 "for itself; make it in the script, or by asyncio.to_thread"
             )
 

@@ -24,7 +24,7 @@ from helmsman.api.errors import (
     SchedulerClosedError,
     WorkerFailedError,
 )
-from helmsman.api.forms import in_own_thread
+from helmsman.api.forms import run_in_new_thread
 from helmsman.api.scheduler import Job, Scheduler, Timeouts, Worker
 from helmsman.api.supervision import ProbePolicy, Report, RestartBudget, Sign, Watch
 from helmsman.controller._aio.event_loop import run_async, run_sync
@@ -464,7 +464,7 @@ class RewardPool(RoleController):
         run_sync(start())
 
     async def _rebuild(self, worker_id: str) -> None:
-        await in_own_thread(self.scheduler.restart_worker, worker_id)
+        await run_in_new_thread(self.scheduler.restart_worker, worker_id)
         rank = [worker.id for worker in self._workers].index(worker_id)
         await self._make_ready(self._workers, [rank])
         if self._watch is not None:

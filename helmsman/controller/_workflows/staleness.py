@@ -27,8 +27,8 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     """Weight version when it was started: none of its tokens is older."""
 
 
-class Pipe(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a WorkflowExecutor, as its sampler sees it."""
+class ExecutorState(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a WorkflowExecutor, as its batch policy sees it."""
 
     version: int
     """Weight version that is served."""
@@ -45,26 +45,26 @@ class Pipe(msgspec.Struct, frozen=True, kw_only=True):
     """Handed over so far."""
 
 
-class Sampler(Protocol):
+class BatchPolicy(Protocol):
     """Decides what flows through a WorkflowExecutor, which asks it again whenever something has
     changed.
     """
 
-    def admit(self, pipe: Pipe) -> int:
+    def admit(self, state: ExecutorState) -> int:
         """How many more episodes may be started now."""
 
     def keep(self, episode: Episode) -> bool:
         """Whether an episode that has ended is of use; another is started for one that is not."""
 
-    def evict(self, waiting: Sequence[Episode], pipe: Pipe) -> Sequence[Episode]:
+    def evict(self, waiting: Sequence[Episode], state: ExecutorState) -> Sequence[Episode]:
         """Which of those that wait are of no use any more; others are started for them."""
 
-    def stop(self, waiting: Sequence[Episode], pipe: Pipe) -> Sequence[int]:
+    def stop(self, waiting: Sequence[Episode], state: ExecutorState) -> Sequence[int]:
         """Numbers of those that run and are of no use any more: they are cancelled, and others are
         started for them.
         """
 
-    def select(self, waiting: Sequence[Episode], pipe: Pipe) -> Sequence[Episode]:
+    def select(self, waiting: Sequence[Episode], state: ExecutorState) -> Sequence[Episode]:
         """The next batch, ``batch_size`` of those that wait (in the order in which they ended);
         none when it has to wait for others."""
 
@@ -127,69 +127,69 @@ class BoundedStaleness:
         self._oldest = math.ceil(max_staleness)
         self._keep, self._takes_first, self._stops_rest = keep, takes_first, stops_rest
 
-    def admit(self, pipe: Pipe) -> int:
-        num_batches = self.max_staleness + (0.0 if pipe.has_batch else self.oversample)
+    def admit(self, state: ExecutorState) -> int:
+        num_batches = self.max_staleness + (0.0 if state.has_batch else self.oversample)
         return max(
             0,
-            math.floor(num_batches * pipe.batch_size + _ROUNDING)
-            - pipe.num_waiting
-            - len(pipe.running),
+            math.floor(num_batches * state.batch_size + _ROUNDING)
+            - state.num_waiting
+            - len(state.running),
         )
 
     def keep(self, episode: Episode) -> bool:
         return self._keep is None or self._keep(episode)
 
-    def evict(self, waiting: Sequence[Episode], pipe: Pipe) -> Sequence[Episode]:
-        rest = self._rest(waiting, pipe)
+    def evict(self, waiting: Sequence[Episode], state: ExecutorState) -> Sequence[Episode]:
+        rest = self._rest(waiting, state)
         return [
             each
             for each in waiting
-            if pipe.version - each.version > self._oldest or each.number in rest
+            if state.version - each.version > self._oldest or each.number in rest
         ]
 
-    def stop(self, waiting: Sequence[Episode], pipe: Pipe) -> Sequence[int]:
+    def stop(self, waiting: Sequence[Episode], state: ExecutorState) -> Sequence[int]:
         old = itertools.takewhile(
-            lambda each: pipe.version - each[1] > self._oldest, pipe.running.items()
+            lambda each: state.version - each[1] > self._oldest, state.running.items()
         )
-        return [*{number for number, _ in old} | self._rest(waiting, pipe) & pipe.running.keys()]
+        return [*{number for number, _ in old} | self._rest(waiting, state) & state.running.keys()]
 
-    def select(self, waiting: Sequence[Episode], pipe: Pipe) -> Sequence[Episode]:
-        if len(waiting) < pipe.batch_size:
+    def select(self, waiting: Sequence[Episode], state: ExecutorState) -> Sequence[Episode]:
+        if len(waiting) < state.batch_size:
             return ()
         if self._takes_first:
-            return waiting[: pipe.batch_size]
+            return waiting[: state.batch_size]
         ended = {each.number: each for each in waiting}
         num_counted, batch = 0, list[Episode]()
-        for number, begun in _in_order(waiting, pipe):
+        for number, begun in _in_order(waiting, state):
             # For all that are as old as this one, or older, there is room in this batch and in
             # those that come before they are too old. What does not fit is spare: in no batch,
             # unless one before it fails.
-            room_later = (begun + self._oldest - pipe.version) * pipe.batch_size
-            if num_counted >= room_later + pipe.batch_size:
+            room_later = (begun + self._oldest - state.version) * state.batch_size
+            if num_counted >= room_later + state.batch_size:
                 continue
             num_counted += 1
-            if number in ended and len(batch) < pipe.batch_size:
+            if number in ended and len(batch) < state.batch_size:
                 batch.append(ended[number])
             if num_counted - len(batch) > room_later:
                 return ()
-        return batch if len(batch) == pipe.batch_size else ()
+        return batch if len(batch) == state.batch_size else ()
 
-    def _rest(self, waiting: Sequence[Episode], pipe: Pipe) -> frozenset[int]:
+    def _rest(self, waiting: Sequence[Episode], state: ExecutorState) -> frozenset[int]:
         """What is beyond the bound once a batch is handed over, and is to be stopped then: the last
         in the order of starts.
         """
-        if not (self._stops_rest and pipe.has_batch):
+        if not (self._stops_rest and state.has_batch):
             return frozenset()
-        bound = math.floor(self.max_staleness * pipe.batch_size + _ROUNDING)
+        bound = math.floor(self.max_staleness * state.batch_size + _ROUNDING)
         num_kept, rest = 0, set[int]()
-        for number, begun in _in_order(waiting, pipe):
-            if num_kept < min(bound, (begun + self._oldest - pipe.version) * pipe.batch_size):
+        for number, begun in _in_order(waiting, state):
+            if num_kept < min(bound, (begun + self._oldest - state.version) * state.batch_size):
                 num_kept += 1  # a batch of a later version may have it
             else:
                 rest.add(number)
         return frozenset(rest)
 
 
-def _in_order(waiting: Sequence[Episode], pipe: Pipe) -> list[tuple[int, int]]:
+def _in_order(waiting: Sequence[Episode], state: ExecutorState) -> list[tuple[int, int]]:
     """(number, version at the start) of all that run or wait, in the order of the starts."""
-    return sorted([*pipe.running.items(), *((each.number, each.version) for each in waiting)])
+    return sorted([*state.running.items(), *((each.number, each.version) for each in waiting)])

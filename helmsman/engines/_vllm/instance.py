@@ -265,7 +265,7 @@ class VLLMInstance:
 
     async def _go_on(self) -> None:
         """Decode again if the weights are whole and there is a cache."""
-        if self.failure is not None or not self.state.serves:
+        if self.failure is not None or not self.state.is_serving:
             return
         if self._is_frozen:
             await self._call(self._llm.resume_generation())

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from helmsman.api.errors import EngineDeadError
-from helmsman.api.weights import ByCollective, Weights, WeightsOnDisk
+from helmsman.api.weights import CollectiveTarget, Weights, WeightsOnDisk
 from helmsman.engines._weights.fit import Expected, expected_of, require_fit
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines._weights.sending import as_bytes
@@ -58,7 +58,7 @@ class VLLMTransfer:
         """
         if not self._forms:
             self._forms = await asyncio.to_thread(expected_of, self._model)
-        if isinstance(weights, ByCollective):
+        if isinstance(weights, CollectiveTarget):
             forms = msgspec.to_builtins(self._forms)
             _require_done(await call("helmsman_receive", msgspec.to_builtins(weights), forms))
             return

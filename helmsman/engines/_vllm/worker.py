@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from helmsman.api.weights import ByCollective, WeightsOnDisk
+from helmsman.api.weights import CollectiveTarget, WeightsOnDisk
 from helmsman.engines._vllm import internals
 from helmsman.engines._vllm.transfer import read_shared
 from helmsman.engines._weights.fit import Expected, require_fit
@@ -63,9 +63,9 @@ class VLLMWorkerExtension:
         self, place: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]
     ) -> Outcome:
         """Take all weights from a trainer's broadcasts. The first rank is the member of its group,
-        and sends them on to the others of this instance. ``place`` is a ByCollective and ``forms``
-        are Expected, as plain types."""
-        found = msgspec.convert(place, ByCollective), msgspec.convert(forms, list[Expected])
+        and sends them on to the others of this instance. ``place`` is a CollectiveTarget and
+        ``forms`` are Expected, as plain types."""
+        found = msgspec.convert(place, CollectiveTarget), msgspec.convert(forms, list[Expected])
         return _outcome(lambda: _loading_of(self).receive(*found))
 
 
@@ -112,7 +112,7 @@ class _Loading:
         with incoming(weights, WeightGroup(self._worker.device)) as arriving:
             self._take(arriving)
 
-    def receive(self, place: ByCollective, forms: Sequence[Expected]) -> None:
+    def receive(self, place: CollectiveTarget, forms: Sequence[Expected]) -> None:
         from vllm.distributed.parallel_state import get_world_group
 
         world = get_world_group()
@@ -161,7 +161,7 @@ class _InstanceGroup(WeightGroup):
         super().__init__(device)
         self._world = world
 
-    def join(self, place: ByCollective) -> None:
+    def join(self, place: CollectiveTarget) -> None:
         return
 
     def leave(self) -> None:

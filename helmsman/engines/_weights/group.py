@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from helmsman.api.platforms import current_platform
-from helmsman.api.weights import ByCollective
+from helmsman.api.weights import CollectiveTarget
 
 
 class WeightGroup:
@@ -36,7 +36,7 @@ class WeightGroup:
             self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
-    def join(self, place: ByCollective) -> None:
+    def join(self, place: CollectiveTarget) -> None:
         """Be a member, and of no earlier group; blocks until all are. Raises: ConnectionError when
         they do not come in time.
         """

@@ -132,7 +132,7 @@ class EngineHost:
                 self.engine_thread.submit(
                     request.id, "destroy", work, functools.partial(self._decline, request, reply)
                 )
-            elif request.verb is Verb.REACH:
+            elif request.verb is Verb.CHECK_CONNECT:
                 # it waits for another machine, and nothing else may wait for it
                 reach = functools.partial(connectivity.reach, *decode(payload))
                 threading.Thread(
@@ -235,7 +235,7 @@ class EngineHost:
                 return self._environment.describe()
             case Verb.LEASE_PORTS:
                 return self._ports.lease(arguments[0])
-            case Verb.LISTEN:
+            case Verb.PROBE_LISTEN:
                 return self._listener.listen(*arguments)
             case Verb.INSPECT:
                 return self._inspect(arguments[0])

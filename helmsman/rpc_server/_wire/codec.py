@@ -31,7 +31,7 @@ from helmsman.api.errors import (
 )
 from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server._wire.memory import own_copy, without_write_check
-from helmsman.rpc_server._wire.pickle_diagnostics import find_culprit
+from helmsman.rpc_server._wire.pickle_diagnostics import find_unpicklable
 from helmsman.rpc_server._wire.remote_errors import clipped
 from helmsman.rpc_server._wire.struct_classes import StructMeta, reduce_struct_class
 
@@ -111,7 +111,7 @@ def encode(obj: Any, *, root: str = "value", inband_below: int = 4096) -> Payloa
         return _encode(obj, inband_below)
     except Exception as exc:
         # the objects' own __reduce__ and __getstate__ run here, and may raise anything
-        path, value_type, reason = find_culprit(
+        path, value_type, reason = find_unpicklable(
             obj, exc, root, lambda part: _encode(part, inband_below)
         )
         raise NotSerializableError(

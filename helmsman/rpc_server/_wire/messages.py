@@ -27,10 +27,10 @@ class Verb(StrEnum):
     """() -> list[EnvironmentVariable], sorted by name, secrets masked."""
     LEASE_PORTS = "lease_ports"
     """(int) -> list[int], ports held for this worker until it ends."""
-    LISTEN = "listen"
+    PROBE_LISTEN = "probe_listen"
     """(port, proof, seconds) -> str. Listens on a port, so that others can try to reach it; a port
     of None ends that. Returns why it cannot, '' when it does."""
-    REACH = "reach"
+    CHECK_CONNECT = "check_connect"
     """(address, port, proof, seconds) -> str. Connects to a worker that listens; returns why it
     cannot, '' when it did.
     """

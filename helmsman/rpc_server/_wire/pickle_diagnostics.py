@@ -19,7 +19,7 @@ from helmsman.api.engines import SampleShare
 _MAX_DEPTH = 32
 
 
-def find_culprit(
+def find_unpicklable(
     obj: Any, error: Exception, root: str, pickles: Callable[[Any], object]
 ) -> tuple[str, str, str]:
     """Find the smallest part of ``obj``, whose pickling raised ``error``, that cannot be pickled;

@@ -24,7 +24,7 @@ LEGAL = [
     (H.SUSPECT, H.SUSPECT, [E.LATE]),
     (H.STALE, H.HEALTHY, [E.UPDATED]),
     (H.STALE, H.STALE, [E.ANSWERED, E.LATE, E.UPDATE_FAILED]),
-    *((health, H.DEAD, [E.LOST, E.LEFT]) for health in (H.HEALTHY, H.SUSPECT, H.STALE)),
+    *((health, H.DEAD, [E.LOST, E.EVACUATED]) for health in (H.HEALTHY, H.SUSPECT, H.STALE)),
     *((health, H.STALE, [E.UPDATE_FAILED]) for health in (H.HEALTHY, H.SUSPECT)),
     (H.DEAD, H.DEAD, [E.ANSWERED, E.LATE, E.LOST, E.UPDATED, E.UPDATE_FAILED]),
     (H.DEAD, H.RESTARTING, [E.RESTART]),
@@ -50,7 +50,7 @@ def test_follow_takes_every_event_in_every_state(before: Health, event: Event) -
 
 
 def test_health_serves() -> None:
-    assert [health for health in H if health.serves] == [H.HEALTHY]
+    assert [health for health in H if health.is_serving] == [H.HEALTHY]
 
 
 @given(events=st.lists(st.sampled_from(list(E)), max_size=40))
@@ -64,7 +64,7 @@ def test_follow_from_death_to_service(events: list[Event]) -> None:
             needed = [E.RESTART, E.RESTARTED, E.UPDATED]
         elif needed and event is needed[0]:
             needed.pop(0)
-        assert not (health.serves and needed)
+        assert not (health.is_serving and needed)
         if health is H.HEALTHY:
             break
 

@@ -222,12 +222,12 @@ async def test_drain_cancelled_while_it_asks_or_refused() -> None:
     drained = await waits(scheduler.drain("i0", migrate=True))
     drained.cancel()
     await settle()
-    assert scheduler.instances["i0"].serves
+    assert scheduler.instances["i0"].is_serving
     backend.abort_gate.set()
     backend.abort_error = RuntimeError("abort is not known here")
     with pytest.raises(RuntimeError, match="not known here"):
         await scheduler.drain("i0", migrate=True)
-    assert scheduler.instances["i0"].serves
+    assert scheduler.instances["i0"].is_serving
     await backend.end_all()
     assert set(states(tickets)) == {S.DONE}
 

@@ -230,7 +230,7 @@ class Soak:
 
     def is_up(self, instance_id: str) -> bool:
         instance = self.scheduler.instances.get(instance_id)
-        return instance is not None and instance.serves
+        return instance is not None and instance.is_serving
 
     def join(self) -> None:
         self.ids += 1

@@ -114,7 +114,7 @@ async def test_supervisor_notice_without_another_place() -> None:
     cluster.leaving = {"a": "its node is being drained"}
     await asyncio.sleep(60.0)
     assert len(cluster.rebuilt) == 1, "leaving it again and again would help nobody"
-    assert requests.instances["a"].serves
+    assert requests.instances["a"].is_serving
     cluster.leaving = {}
     await asyncio.sleep(5.0)
     cluster.leaving = {"a": "its node is being drained"}
@@ -226,9 +226,9 @@ async def test_supervisor_rebuilds_an_instance_whose_engine_has_failed() -> None
     cluster.failed_engines = {"a": "its server has ended"}
     await supervisor.until_dead("a")
     assert str(requests.instances["a"].error).count("its server has ended") == 1
-    assert requests.instances["b"].serves
+    assert requests.instances["b"].is_serving
     await asyncio.sleep(5.0)
-    assert requests.instances["a"].serves
+    assert requests.instances["a"].is_serving
     supervisor.stop()
 
 

@@ -267,7 +267,7 @@ def test_stream_ends_with_the_controller(scheduler: FakeScheduler) -> None:
 def test_pause_finish(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, max_in_flight_per_worker=1) as rollout:
         futures = submit_all(rollout, [[1]] * 4)
-        paused = asyncio.run_coroutine_threadsafe(rollout.async_pause("finish"), background_loop())
+        paused = asyncio.run_coroutine_threadsafe(rollout.async_pause("wait"), background_loop())
         settle()
         futures += submit_all(rollout, [[1]])
         finish(scheduler, 0)
@@ -287,7 +287,7 @@ def test_pause_finish(scheduler: FakeScheduler) -> None:
 def test_pause_recall(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
         futures = submit_all(rollout, [[1, 2]] * 5, max_new_tokens=6)
-        rollout.pause("recall", LIMIT_S)
+        rollout.pause("abort", LIMIT_S)
         load = rollout.stats()
         assert (load.num_queued, [each.num_in_flight for each in load.instances.values()]) == (
             5,
@@ -313,7 +313,7 @@ def test_pause_with_hanging_requests(scheduler: FakeScheduler) -> None:
         with pytest.raises(
             RequestsInFlightError, match="rollout/0 has 1. It is paused, and 1 wait"
         ) as caught:
-            rollout.pause("recall", 0.05)
+            rollout.pause("abort", 0.05)
         assert (caught.value.in_flight, caught.value.num_queued) == ({"rollout/0": 1}, 1)
         with pytest.raises(RequestsInFlightError, match="wait_idle has waited 0.05 s"):
             rollout.wait_idle(0.05)
@@ -328,7 +328,7 @@ def test_pause_with_hanging_requests(scheduler: FakeScheduler) -> None:
             finish(scheduler, 0)
         assert futures[0].result().token_ids == [2, 3, 2]
         with pytest.raises(
-            ValueError, match="in_flight is 'stop'; expected one of 'continue', 'finish', 'recall'"
+            ValueError, match="in_flight is 'stop'; expected one of 'keep', 'wait', 'abort'"
         ):
             rollout.pause("stop")  # type: ignore[arg-type]
         assert not rollout.stats().paused

@@ -75,7 +75,7 @@ def test_pause_and_resume_keep_the_tokens(scheduler: Scheduler, rollout: Rollout
             lambda before=before: _stat(scheduler, "num_generated_tokens") > before + 60,  # type: ignore[misc]
             "they have tokens",
         )
-        rollout.pause("recall", 30)
+        rollout.pause("abort", 30)
         assert rollout.stats().num_queued == len(PROMPTS), "none has come to its end yet"
         assert _stat(scheduler, "num_running") == 0
         rollout.update_weights(weights, version)

@@ -170,7 +170,7 @@ def test_via_disk_folder_that_cannot_be_written(pair: World) -> None:
     assert pair.sync().push().version == version
 
 
-@pytest.mark.parametrize("in_flight", ["continue", "finish", "recall"])
+@pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
 def test_push_with_requests_in_flight(in_flight: Any, pair: World) -> None:
     sync = pair.sync(in_flight=in_flight)
     before = sync.push().version
@@ -182,7 +182,7 @@ def test_push_with_requests_in_flight(in_flight: Any, pair: World) -> None:
     assert all(len(result.token_ids) == 110 for result in results)
     assert all(result.versions == sorted(result.versions) for result in results)
     assert {version for result in results for version in result.versions} <= {before, after}
-    if in_flight == "finish":
+    if in_flight == "wait":
         assert {version for result in results for version in result.versions} == {before}
     else:
         assert any(after in result.versions for result in results)
@@ -200,7 +200,7 @@ def test_push_refuses_a_lower_version(pair: World) -> None:
     assert sync.push().version == last + 1
 
 
-@pytest.mark.parametrize("in_flight", ["continue", "finish", "recall"])
+@pytest.mark.parametrize("in_flight", ["keep", "wait", "abort"])
 def test_via_disk_damaged_file_makes_readers_stale(
     in_flight: Any, supervised: World, tmp_path: Path
 ) -> None:

@@ -213,7 +213,7 @@ def test_push_reports_requests_that_do_not_end(world: World) -> None:
         ]
         assert set(world.sync().push(timeout=1.0).failed) == {last}
         until(lambda: not world.rollout.stats().instances[world.ids[0]].num_in_flight)
-        for in_flight in ("finish", "recall"):
+        for in_flight in ("wait", "abort"):
             sync = world.sync(in_flight=in_flight)  # type: ignore[arg-type]
             told = (
                 rf"an update of the weights with in_flight='{in_flight}' has waited 0\.\d+ s .*: "

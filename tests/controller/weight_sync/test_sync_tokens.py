@@ -57,7 +57,7 @@ def test_push_versions_of_tokens_among_faults(engines_scheduler: Scheduler, tmp_
         faults: list[Future[None]] = []
         for version in range(1, NUM_PUSHES + 1):
             mark(threads, world, version)
-            way, in_flight = draw.choice(ways), draw.choice(["continue", "finish", "recall"])
+            way, in_flight = draw.choice(ways), draw.choice(["keep", "wait", "abort"])
             form = WeightFormat(
                 bucket_bytes=draw.choice([1, 5000, 1 << 30]), checksum=draw.random() < 0.5
             )

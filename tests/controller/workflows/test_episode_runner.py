@@ -14,7 +14,7 @@ import pytest
 
 from helmsman.api.errors import EpisodeTimeoutError, HelmsmanError, WorkflowFailuresError
 from helmsman.controller._workflows.episode_runner import EpisodeRunner
-from helmsman.controller._workflows.staleness import BoundedStaleness, Episode, Pipe
+from helmsman.controller._workflows.staleness import BoundedStaleness, Episode, ExecutorState
 from tests.controller.generation.backends import settle, virtually, waits
 
 
@@ -89,9 +89,9 @@ async def test_episode_timeout_of_a_stubborn_episode() -> None:
 
 @virtually
 async def test_prepare_batch_stops_a_stubborn_episode() -> None:
-    sampler = BoundedStaleness(oversample=1.5, takes_first=True, stops_rest=True)
+    batch_policy = BoundedStaleness(oversample=1.5, takes_first=True, stops_rest=True)
     with Stubborn() as workflow:
-        runner = EpisodeRunner(workflow, sampler=sampler, max_in_flight=3)
+        runner = EpisodeRunner(workflow, batch_policy=batch_policy, max_in_flight=3)
         for version in range(3):
             assert len(await runner.prepare_batch(itertools.count(), 2)) == 2
             runner.set_version(version + 1)
@@ -133,7 +133,7 @@ async def test_prepare_batch_errors_of_episode_and_filter() -> None:
             raise asyncio.CancelledError
         return item
 
-    runner = EpisodeRunner(workflow, sampler=BoundedStaleness(keep=keep))
+    runner = EpisodeRunner(workflow, batch_policy=BoundedStaleness(keep=keep))
     assert [episode.item for episode in await runner.prepare_batch(itertools.count(), 3)] == [
         2,
         3,
@@ -154,7 +154,7 @@ async def test_prepare_batch_source_error() -> None:
         await asyncio.sleep(1.0 + item)
         return item if item < 4 else None
 
-    runner = EpisodeRunner(workflow, sampler=BoundedStaleness(1))
+    runner = EpisodeRunner(workflow, batch_policy=BoundedStaleness(1))
     items = source()
     assert len(await runner.prepare_batch(items, 4)) == 4
     await asyncio.sleep(100.0)
@@ -173,14 +173,14 @@ class Misbehaving(BoundedStaleness):
     def _with(self, what: str, answer: Sequence[Any], of: Callable[[int], Any]) -> list[Any]:
         return [*answer, *map(of, self._answers.get(what, []))]
 
-    def stop(self, waiting: Sequence[Episode], pipe: Pipe) -> Sequence[int]:
-        return self._with("stop", super().stop(waiting, pipe), int)
+    def stop(self, waiting: Sequence[Episode], state: ExecutorState) -> Sequence[int]:
+        return self._with("stop", super().stop(waiting, state), int)
 
-    def evict(self, waiting: Sequence[Episode], pipe: Pipe) -> Sequence[Episode]:
-        return self._with("evict", super().evict(waiting, pipe), episode_of)
+    def evict(self, waiting: Sequence[Episode], state: ExecutorState) -> Sequence[Episode]:
+        return self._with("evict", super().evict(waiting, state), episode_of)
 
-    def select(self, waiting: Sequence[Episode], pipe: Pipe) -> Sequence[Episode]:
-        batch = super().select(waiting, pipe)
+    def select(self, waiting: Sequence[Episode], state: ExecutorState) -> Sequence[Episode]:
+        batch = super().select(waiting, state)
         return self._with("select", batch, episode_of) if batch else batch
 
 
@@ -195,28 +195,31 @@ def episode_of(number: int) -> Episode:
         (
             {"stop": [77]},
             (
-                r"the sampler's stop returned episodes \[77\]; expected each once, and only those "
-                r"that run: \[\]"
+                r"the batch policy's stop returned episodes \[77\]; expected each once, and only "
+                r"those that run: \[\]"
             ),
         ),
-        ({"evict": [77]}, r"the sampler's evict returned episodes \[77\]; .*only those that wait"),
+        (
+            {"evict": [77]},
+            r"the batch policy's evict returned episodes \[77\]; .*only those that wait",
+        ),
         (
             {"select": [0]},
-            r"the sampler's select returned episodes \[0, 0, 1\]; expected each once",
+            r"the batch policy's select returned episodes \[0, 0, 1\]; expected each once",
         ),
         (
             {"select": [77]},
-            r"the sampler's select returned episodes \[0, 1, 77\]; .*those that wait: \[0, 1",
+            r"the batch policy's select returned episodes \[0, 1, 77\]; .*those that wait: \[0, 1",
         ),
     ],
 )
-async def test_prepare_batch_refuses_invalid_sampler_answers(
+async def test_prepare_batch_refuses_invalid_policy_answers(
     answers: dict[str, list[int]], message: str
 ) -> None:
     async def workflow(item: int) -> int:
         return item
 
-    runner = EpisodeRunner(workflow, sampler=Misbehaving(**answers))
+    runner = EpisodeRunner(workflow, batch_policy=Misbehaving(**answers))
     with pytest.raises(ValueError, match=message):
         await runner.prepare_batch(itertools.count(), 2)
     figures = runner.figures()

@@ -80,7 +80,7 @@ def test_prepare_batch_max_in_flight() -> None:
         running -= 1
         return item
 
-    with WorkflowExecutor(workflow, sampler=BoundedStaleness(4), max_in_flight=3) as executor:
+    with WorkflowExecutor(workflow, batch_policy=BoundedStaleness(4), max_in_flight=3) as executor:
         executor.prepare_batch(itertools.count(), 20)
     assert most == 3
 
@@ -130,7 +130,7 @@ def test_source_or_filter_that_raises_system_exit() -> None:
         yield from range(3)
         sys.exit("no more")
 
-    with WorkflowExecutor(_ten_times, sampler=BoundedStaleness(keep=keep)) as executor:
+    with WorkflowExecutor(_ten_times, batch_policy=BoundedStaleness(keep=keep)) as executor:
         with pytest.raises(
             HelmsmanError, match=r"the source of items raised SystemExit\('no more'\)"
         ):
@@ -156,7 +156,7 @@ def test_executor_refuses_calls_that_wait_for_themselves() -> None:
 
 def test_close_in_many_threads() -> None:
     for _ in range(30):
-        executor = WorkflowExecutor(_ten_times, sampler=BoundedStaleness(1))
+        executor = WorkflowExecutor(_ten_times, batch_policy=BoundedStaleness(1))
         barrier = threading.Barrier(6)
 
         def ask(

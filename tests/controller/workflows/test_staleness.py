@@ -56,7 +56,7 @@ def lasting(
 
 @virtually
 async def test_oversample_takes_the_order_of_starts() -> None:
-    runner = EpisodeRunner(lasting(5, 1, 9, 1, 1, 1), sampler=BoundedStaleness(oversample=1.5))
+    runner = EpisodeRunner(lasting(5, 1, 9, 1, 1, 1), batch_policy=BoundedStaleness(oversample=1.5))
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 1, 2, 3]
     assert now() == pytest.approx(9.0, abs=1e-3)
     assert runner.figures().num_waiting == 2, (
@@ -67,7 +67,7 @@ async def test_oversample_takes_the_order_of_starts() -> None:
 @virtually
 async def test_oversample_replaces_rejected_and_failed_ones() -> None:
     workflow = lasting(5, 1, 2, 1, 3, 1, 1, useless=(1,), failing=(2,))
-    runner = EpisodeRunner(workflow, sampler=BoundedStaleness(oversample=1.5))
+    runner = EpisodeRunner(workflow, batch_policy=BoundedStaleness(oversample=1.5))
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 3, 4, 5]
     assert now() == pytest.approx(5.0, abs=1e-3), "no wait for a fresh start"
     figures = runner.figures()
@@ -78,7 +78,7 @@ async def test_oversample_replaces_rejected_and_failed_ones() -> None:
 
 @virtually
 async def test_no_oversample_replaces_by_fresh_starts() -> None:
-    runner = EpisodeRunner(lasting(5, 1, 5, 5, 3, useless=(1,)), sampler=BoundedStaleness())
+    runner = EpisodeRunner(lasting(5, 1, 5, 5, 3, useless=(1,)), batch_policy=BoundedStaleness())
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 2, 3, 4]
     assert now() == pytest.approx(5.0, abs=1e-3), (
         "it was begun after 1 s, and not when the others had ended"
@@ -88,7 +88,7 @@ async def test_no_oversample_replaces_by_fresh_starts() -> None:
 @virtually
 async def test_takes_first() -> None:
     runner = EpisodeRunner(
-        lasting(5, 1, 9, 2, 3, 4), sampler=BoundedStaleness(oversample=1.5, takes_first=True)
+        lasting(5, 1, 9, 2, 3, 4), batch_policy=BoundedStaleness(oversample=1.5, takes_first=True)
     )
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [1, 3, 4, 5]
     assert now() == pytest.approx(4.0, abs=1e-3)
@@ -111,7 +111,7 @@ async def test_stops_rest_at_once() -> None:
         return item
 
     runner = EpisodeRunner(
-        workflow, sampler=BoundedStaleness(oversample=1.5, takes_first=True, stops_rest=True)
+        workflow, batch_policy=BoundedStaleness(oversample=1.5, takes_first=True, stops_rest=True)
     )
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 1, 2, 3]
     await settle()
@@ -122,7 +122,7 @@ async def test_stops_rest_at_once() -> None:
 async def test_stops_rest_but_for_early_starts() -> None:
     runner = EpisodeRunner(
         lasting(*[1.0] * 4, *[50.0] * 6),
-        sampler=BoundedStaleness(1, oversample=1.5, stops_rest=True),
+        batch_policy=BoundedStaleness(1, oversample=1.5, stops_rest=True),
     )
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 1, 2, 3]
     await settle()
@@ -137,7 +137,7 @@ async def test_stops_rest_but_for_early_starts() -> None:
 @virtually
 async def test_stops_rest_that_would_be_too_old() -> None:
     runner = EpisodeRunner(
-        lasting(100, 100), sampler=BoundedStaleness(1, takes_first=True, stops_rest=True)
+        lasting(100, 100), batch_policy=BoundedStaleness(1, takes_first=True, stops_rest=True)
     )
     source = itertools.count()
     assert numbers(await runner.prepare_batch(source, 2)) == [2, 3]
@@ -153,7 +153,7 @@ async def test_stops_rest_that_would_be_too_old() -> None:
 @virtually
 async def test_oversample_spares_serve_later_batches() -> None:
     workflow = lasting(*[1.0] * 12, useless=(4, 5, 6, 7))
-    runner = EpisodeRunner(workflow, sampler=BoundedStaleness(1, oversample=2))
+    runner = EpisodeRunner(workflow, batch_policy=BoundedStaleness(1, oversample=2))
     source = itertools.count()
     assert numbers(await runner.prepare_batch(source, 4)) == [0, 1, 2, 3]
     runner.set_version(1)
@@ -163,7 +163,7 @@ async def test_oversample_spares_serve_later_batches() -> None:
 
 
 def mean_lengths(
-    sampler: BoundedStaleness, num_batches: int = 12, batch_size: int = 64
+    batch_policy: BoundedStaleness, num_batches: int = 12, batch_size: int = 64
 ) -> tuple[float, float, float]:
     """Mean length of what was handed over, of all that was begun, and seconds for each batch; on
     simulated engines.
@@ -186,7 +186,7 @@ def mean_lengths(
                 await requests.abort([ticket.request_id])
                 raise
 
-        runner = EpisodeRunner(workflow, sampler=sampler)
+        runner = EpisodeRunner(workflow, batch_policy=batch_policy)
         source, used = itertools.count(), list[int]()
         for version in range(num_batches):
             used += [episode.value for episode in await runner.prepare_batch(source, batch_size)]
@@ -225,7 +225,9 @@ def test_takes_first_favours_short_episodes(staleness: int, stops_rest: bool) ->
 )
 @virtually
 async def test_max_staleness_early_starts(staleness: float, version: int, num_begun: int) -> None:
-    runner = EpisodeRunner(lasting(*[1.0] * 4, *[100.0] * 20), sampler=BoundedStaleness(staleness))
+    runner = EpisodeRunner(
+        lasting(*[1.0] * 4, *[100.0] * 20), batch_policy=BoundedStaleness(staleness)
+    )
     runner.set_version(version)
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 1, 2, 3]
     assert runner.figures().num_started == num_begun
@@ -233,7 +235,10 @@ async def test_max_staleness_early_starts(staleness: float, version: int, num_be
 
 @virtually
 async def test_max_staleness_slow_episode() -> None:
-    runner, source = EpisodeRunner(lasting(100.0), sampler=BoundedStaleness(1)), itertools.count()
+    runner, source = (
+        EpisodeRunner(lasting(100.0), batch_policy=BoundedStaleness(1)),
+        itertools.count(),
+    )
     assert numbers(await runner.prepare_batch(source, 2)) == [1, 2], (
         "item 0 may come a version later"
     )
@@ -244,7 +249,7 @@ async def test_max_staleness_slow_episode() -> None:
 
 @virtually
 async def test_max_staleness_batches_of_one_version() -> None:
-    runner = EpisodeRunner(lasting(), sampler=BoundedStaleness(1))
+    runner = EpisodeRunner(lasting(), batch_policy=BoundedStaleness(1))
     source = itertools.count()
     used = []
     for version in range(5):
@@ -257,7 +262,7 @@ async def test_max_staleness_batches_of_one_version() -> None:
 @virtually
 async def test_max_staleness_keeps_long_episodes() -> None:
     """Eight slow ones and a batch of four: one batch may leave them all, and then they are due."""
-    runner = EpisodeRunner(lasting(*[100.0] * 8), sampler=BoundedStaleness(2))
+    runner = EpisodeRunner(lasting(*[100.0] * 8), batch_policy=BoundedStaleness(2))
     source, used = itertools.count(), []
     for version in range(4):
         batch = await runner.prepare_batch(source, 4)
@@ -322,10 +327,10 @@ def test_bounded_staleness_holds_its_bounds(
             yield item
 
     async def run() -> None:
-        sampler = BoundedStaleness(
+        batch_policy = BoundedStaleness(
             staleness, oversample=oversample, takes_first=takes_first, stops_rest=stops_rest
         )
-        runner = EpisodeRunner(workflow, sampler=sampler, max_failures=10**6)
+        runner = EpisodeRunner(workflow, batch_policy=batch_policy, max_failures=10**6)
         items, used = source(), list[int]()
         for version in range(8):
             batch = await runner.prepare_batch(items, size)

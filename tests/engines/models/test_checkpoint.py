@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helmsman.api.weights import OntoDisk, WeightFormat
+from helmsman.api.weights import DiskTarget, WeightFormat
 from helmsman.engines._models.distributed import join_process_group, leave_process_group
 from helmsman.engines._server.weights import write_folder
 from helmsman.engines.train import FSDPTrainEngine
@@ -178,7 +178,7 @@ def write_too_much(folder: str) -> tuple[list[tuple[type, str]], list[str]]:
         lambda: engine.save(f"{folder}/checkpoint"),
         lambda: engine.export_hf(f"{folder}/model"),
         lambda: engine.publish_weights(
-            OntoDisk(version=0, folder=f"{folder}/weights", num_kept=1), WeightFormat()
+            DiskTarget(version=0, folder=f"{folder}/weights", num_kept=1), WeightFormat()
         ),
         lambda: write_folder([{"weight": torch.zeros(10_000)}], folder),
     )

@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from helmsman.api.errors import ParallelLayoutError
-from helmsman.api.weights import IntoMemory, OntoDisk, WeightFormat, WeightsInMemory, WeightsOnDisk
+from helmsman.api.weights import (
+    DiskTarget,
+    MemoryTarget,
+    WeightFormat,
+    WeightsInMemory,
+    WeightsOnDisk,
+)
 from helmsman.engines._models.distributed import join_process_group, leave_process_group
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.losses import sft_loss
@@ -172,9 +178,9 @@ def published(folder: str) -> dict[str, Any]:
     engine = build("qwen2", **TENSOR)
     train(engine, 1)
     version = engine.get_version()
-    in_memory = engine.publish_weights(IntoMemory(version=version), WeightFormat())
+    in_memory = engine.publish_weights(MemoryTarget(version=version), WeightFormat())
     on_disk = engine.publish_weights(
-        OntoDisk(version=version, folder=f"{folder}/published", num_kept=1), WeightFormat()
+        DiskTarget(version=version, folder=f"{folder}/published", num_kept=1), WeightFormat()
     )
     exported = engine.export_weights()
     engine.destroy()

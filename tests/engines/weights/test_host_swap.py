@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from helmsman.api.weights import IntoMemory, WeightFormat, WeightsInMemory
+from helmsman.api.weights import MemoryTarget, WeightFormat, WeightsInMemory
 from helmsman.engines._models.distributed import join_process_group, leave_process_group
 from helmsman.engines._weights.host_swap import HostSwap, storage_of
 from helmsman.engines.train import FSDPTrainEngine
@@ -114,7 +114,7 @@ def test_destroy_while_asleep(engine: FSDPTrainEngine) -> None:
 def test_publish_weights_unchanged_by_training(engine: FSDPTrainEngine) -> None:
     """A rollout keeps it for instances that are built anew."""
     expected = engine.export_weights()
-    published = engine.publish_weights(IntoMemory(version=0), WeightFormat())
+    published = engine.publish_weights(MemoryTarget(version=0), WeightFormat())
     assert isinstance(published, WeightsInMemory)
     assert expected is not None
     engine.train_batch(SAMPLES, "sft")
@@ -131,7 +131,7 @@ def train_and_sleep(offload: str, *, sleeps: bool) -> list[dict[str, float]]:
         steps.append(engine.train_batch(share, "sft"))
         engine.forward(share)
         if sleeps:
-            awake, target = engine.export_weights(), IntoMemory(version=engine.get_version())
+            awake, target = engine.export_weights(), MemoryTarget(version=engine.get_version())
             engine.sleep()
             asleep = engine.export_weights()
             published = engine.publish_weights(target, WeightFormat())

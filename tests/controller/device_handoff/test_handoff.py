@@ -33,7 +33,7 @@ from helmsman.api.errors import (
     WorkerFailedError,
 )
 from helmsman.api.platforms import MemoryStats
-from helmsman.controller._device_handoff.turns import DeviceHandoff, Owner
+from helmsman.controller._device_handoff.handoff import DeviceHandoff, Owner
 from helmsman.controller._generation.health import Health
 from tests.contract.helpers import wait_until
 from tests.engines.small_models import QWEN2, random_tokens
@@ -124,7 +124,7 @@ def shared(scheduler: Scheduler) -> Iterator[Pair]:
 @pytest.fixture
 def pair(shared: Pair) -> Iterator[Pair]:
     yield shared
-    shared.trainer.turn = shared.rollout.turn = shared.turns
+    shared.trainer.device_owner = shared.rollout.device_owner = shared.turns
     shared.turns.owner = Owner.NOBODY
     shared.generate()
     shared.step()
@@ -134,7 +134,7 @@ def pair(shared: Pair) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_turns_of_reinforcement_learning(scheduler: Scheduler, num_ranks: int) -> None:
+def test_handoff_of_reinforcement_learning(scheduler: Scheduler, num_ranks: int) -> None:
     """Each token was made by the weights of the step before, and the trainer computes the same
     log-probabilities.
     """
@@ -177,7 +177,7 @@ def test_turns_of_reinforcement_learning(scheduler: Scheduler, num_ranks: int) -
         pair.close()
 
 
-def test_turns_refuse_calls_out_of_turn(pair: Pair, tmp_path: Any) -> None:
+def test_handoff_refuse_calls_out_of_turn(pair: Pair, tmp_path: Any) -> None:
     pair.turns.to_training()
     assert pair.turns.owner is Owner.TRAINER
     figures = pair.turns.memory()
@@ -209,11 +209,11 @@ def test_turns_refuse_calls_out_of_turn(pair: Pair, tmp_path: Any) -> None:
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
-def test_turns_with_requests_in_flight(pair: Pair) -> None:
+def test_handoff_with_requests_in_flight(pair: Pair) -> None:
     """And, taken back instead, they go on after the trainer's turn with the tokens that they
     have.
     """
-    turns = DeviceHandoff(pair.trainer, pair.rollout, in_flight="recall", hold_requests=True)
+    turns = DeviceHandoff(pair.trainer, pair.rollout, in_flight="abort", hold_requests=True)
     turns.to_rollout()
     impatient = DeviceHandoff(pair.trainer, pair.rollout, timeout=0.1)
     impatient.owner = Owner.ROLLOUT
@@ -225,7 +225,7 @@ def test_turns_with_requests_in_flight(pair: Pair) -> None:
             hand_over()
         assert impatient.owner is Owner.ROLLOUT
     assert pair.asleep() == (True, False)
-    pair.trainer.turn = pair.rollout.turn = turns
+    pair.trainer.device_owner = pair.rollout.device_owner = turns
     turns.to_training()
     assert not future.done()
     held = pair.rollout.submit(PROMPTS[1], GREEDY)
@@ -293,7 +293,7 @@ def test_device_memory_error_when_the_rollout_is_closed() -> None:
         ("train", "wake", "training", "back"),
     ],
 )
-def test_turns_after_a_hand_over_that_fails(
+def test_handoff_after_a_hand_over_that_fails(
     pair: Pair, side: str, method: str, to: str, then: str
 ) -> None:
     steps = {"rollout": pair.turns.to_rollout, "training": pair.turns.to_training}
@@ -321,7 +321,7 @@ def test_turns_after_a_hand_over_that_fails(
 # --- deaths ---------------------------------------------------------------------------------------
 
 
-def test_turns_wait_for_an_instance_that_dies(scheduler: Scheduler) -> None:
+def test_handoff_wait_for_an_instance_that_dies(scheduler: Scheduler) -> None:
     """In a hand-over; it comes back in its turn."""
     pair = Pair(scheduler, "-supervised", supervision=SUPERVISED)
     for method in ("sleep", "wake", "update_weights"):
@@ -383,7 +383,7 @@ def test_rollout_asleep_holds_its_requests(pair: Pair) -> None:
     rollout.wake()
     assert future.result(60).token_ids == expected.token_ids
 
-    rollout.sleep(2, "recall")
+    rollout.sleep(2, "abort")
     waiting = rollout.submit(PROMPTS[0], GREEDY)
     rollout.wake()
     assert [each.state for each in rollout.stats().instances.values()] == [Health.STALE]
@@ -394,8 +394,8 @@ def test_rollout_asleep_holds_its_requests(pair: Pair) -> None:
         rollout.sleep(3)
 
 
-def test_turns_refuse_invalid_arguments(pair: Pair) -> None:
+def test_handoff_refuse_invalid_arguments(pair: Pair) -> None:
     with pytest.raises(ValueError, match="level is 0"):
         DeviceHandoff(pair.trainer, pair.rollout, level=0)
-    with pytest.raises(ValueError, match="in_flight is 'continue'"):
-        DeviceHandoff(pair.trainer, pair.rollout, in_flight="continue")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="in_flight is 'keep'"):
+        DeviceHandoff(pair.trainer, pair.rollout, in_flight="keep")  # type: ignore[arg-type]

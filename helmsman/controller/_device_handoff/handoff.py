@@ -83,29 +83,29 @@ class DeviceHandoff:
         sync: WeightSync | None = None,
         *,
         level: int = 2,
-        in_flight: Literal["finish", "recall"] = "finish",
+        in_flight: Literal["wait", "abort"] = "wait",
         hold_requests: bool = False,
         timeout: float | None = None,
     ) -> None:
         if level not in (1, 2):
             raise ValueError(f"level is {level}; expected 1 or 2")
-        if in_flight not in ("finish", "recall"):
-            raise ValueError(f"in_flight is {in_flight!r}; expected 'finish' or 'recall'")
+        if in_flight not in ("wait", "abort"):
+            raise ValueError(f"in_flight is {in_flight!r}; expected 'wait' or 'abort'")
         self.owner = Owner.NOBODY
         self._why_nobody = "as no turn was given yet"
         self._trainer, self._rollout = trainer, rollout
         self._sync = sync or WeightSync(trainer, rollout)
         self._level: int = level
-        self._in_flight: Literal["finish", "recall"] = in_flight
+        self._in_flight: Literal["wait", "abort"] = in_flight
         self._hold_requests = hold_requests
         self._limit_s = trainer.scheduler.timeouts.call_s if timeout is None else timeout
         self._one_hand_over = asyncio.Lock()
         run_sync(self._install_probes())
-        trainer.turn = rollout.turn = self
+        trainer.device_owner = rollout.device_owner = self
 
     def close(self) -> None:
         """Leave both sides to the script, as they are now. Idempotent."""
-        self._trainer.turn = self._rollout.turn = None
+        self._trainer.device_owner = self._rollout.device_owner = None
 
     async def async_to_training(self) -> None:
         """Give the devices to the trainer. Nothing happens when it has them.
