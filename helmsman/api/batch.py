@@ -108,7 +108,8 @@ class Batch(Frozen):
     @property
     def mask(self) -> Column:
         """(N,) bool, False for padding: a tensor where the batch has tensors (on the device of the
-        first), else an array where it has arrays, else a list."""
+        first), else an array where it has arrays, else a list.
+        """
         flags = [row < len(self) - self.num_padding for row in range(len(self))]
         dense: list[Any] = [
             column.values if isinstance(column, Ragged) else column

@@ -402,7 +402,8 @@ def _as_items(column: Any) -> Any:
 
 def _as_tensor(column: Any) -> Any:
     """A tensor in the same memory, if torch can use it; a tensor of its own for arrays that are
-    read-only, reversed or of the other byte order; None for what cannot be a tensor."""
+    read-only, reversed or of the other byte order; None for what cannot be a tensor.
+    """
     import torch
 
     kind = kind_of(column)

@@ -176,7 +176,8 @@ class TrainEngine(abc.ABC):
     def save_in_background(self, path: str) -> None:
         """As save, and return once the state is where training does not change it; it is written
         while training goes on. The next save and destroy wait for it. What goes wrong is raised by
-        the next call that the engine says, once, and leaves nothing at ``path``."""
+        the next call that the engine says, once, and leaves nothing at ``path``.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no save_in_background; use save")
 
     def wait_for_save(self) -> None:
@@ -291,7 +292,8 @@ class InferenceEngine(abc.ABC):
     @abc.abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """End these requests (None: all) early; each returns what it has with stop_reason 'abort'.
-        Unknown ids are skipped. Returns how many were ended."""
+        Unknown ids are skipped. Returns how many were ended.
+        """
 
     @abc.abstractmethod
     async def update_weights(self, weights: Weights, version: int) -> int:

@@ -50,7 +50,8 @@ class Member(Protocol):
 class Fanout:
     """Operations that were begun on several workers. Made and used on the event loop. Those that
     have not ended are late after ``limit_s`` seconds, which ``source`` says; None for operations
-    that have deadlines of their own."""
+    that have deadlines of their own.
+    """
 
     def __init__(self, limit_s: float | None = None, source: str = "") -> None:
         self.results: dict[str, Any] = {}

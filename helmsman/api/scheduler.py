@@ -527,7 +527,8 @@ class Scheduler(Closing):
         **kwargs: Any,
     ) -> Any:
         """As call_engine, awaited. Tensors among the arguments must not be written to before it is
-        done. Cancelling the await does not undo a call that has begun."""
+        done. Cancelling the await does not undo a call that has begun.
+        """
 
     def call_many(
         self,
@@ -571,7 +572,8 @@ class Scheduler(Closing):
     @abc.abstractmethod
     def release(self, handle: ResultHandle) -> None:
         """Let the worker that keeps the value of ``handle`` forget it. Idempotent; nothing happens
-        when that worker, or this scheduler, is gone."""
+        when that worker, or this scheduler, is gone.
+        """
 
     def advise(self, role: str, next_step: str) -> None:
         """Set the next step that WorkerFailedErrors of a role suggest; '' restores the scheduler's

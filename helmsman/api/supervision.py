@@ -74,7 +74,8 @@ class Report(NamedTuple):
 
 class Monitor:
     """Watches the workers of one scheduler by its ``check_health`` and its ``preemption_notices``.
-    It is used on Helmsman's event loop, whose clock it reads."""
+    It is used on Helmsman's event loop, whose clock it reads.
+    """
 
     def __init__(
         self,
@@ -151,7 +152,8 @@ class Monitor:
 class Watch:
     """Reports on some workers to a subscriber, on the event loop, until ``close``. The policy says
     when to probe, and when a worker is DEAD; it is SUSPECT after ``suspect_s`` seconds without an
-    answer (``policy.dead_s`` when None). Exceptions of the subscriber are logged."""
+    answer (``policy.dead_s`` when None). Exceptions of the subscriber are logged.
+    """
 
     def __init__(
         self,
@@ -235,7 +237,8 @@ class Watch:
 class RestartBudget:
     """Counts restarts within a window of ``window_s`` seconds that ends now. The time is given, in
     seconds on any clock that does not go back. There is a pause before each: ``pause_s`` before the
-    first, doubled with each more within the window."""
+    first, doubled with each more within the window.
+    """
 
     def __init__(self, max_restarts: int, window_s: float, pause_s: float = 0.0) -> None:
         self._max_restarts, self._window_s, self._pause_s = max_restarts, window_s, pause_s

@@ -78,7 +78,8 @@ class DiskTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class CollectiveTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """By broadcasts of a process group of one trainer rank, which is its rank 0, and the rollout
     instances; it is also what an instance is given for its weights. Returned is the number of
-    bytes."""
+    bytes.
+    """
 
     version: int
     """As of MemoryTarget."""

@@ -115,7 +115,8 @@ class GroupFuture(Generic[T_co]):
 
     def result(self, timeout: float | None = None) -> T_co:
         """What the call returns. Raises: what it raised; TimeoutError after ``timeout`` seconds of
-        waiting, and it goes on; RuntimeError on Helmsman's event loop, for what is not done."""
+        waiting, and it goes on; RuntimeError on Helmsman's event loop, for what is not done.
+        """
         if not self._results.done():
             self._forbid_blocking()
         return self._collected(self._results.result(timeout))
@@ -334,7 +335,8 @@ class RegisteredMethod(Generic[W_contra, P, R, G]):
 
 class GroupWorker:
     """Optional base of a group's workers: it knows its place before its constructor runs, or right
-    after it where a metaclass makes instances in a way of its own."""
+    after it where a metaclass makes instances in a way of its own.
+    """
 
     rank_info: RankInfo
     """What the controller has computed."""

@@ -317,7 +317,8 @@ def _clean_here(
     alive: Sequence[str] = (),
 ) -> list[tuple[str, list[str], list[str]]]:
     """(the action, lines about it, problems) for each run of this machine. Runs that are ``dead``
-    or ``alive`` are so by what is known from elsewhere."""
+    or ``alive`` are so by what is known from elsewhere.
+    """
     actions = [("not used", [f"place {path}"], [reason]) for path, reason in refused_places()]
     for left in leftovers(run_ids, logs=logs, alive=alive):
         is_named, lines = left.run_id in run_ids, describe(left)

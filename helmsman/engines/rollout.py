@@ -140,7 +140,8 @@ class HFRolloutEngine(InferenceEngine):
         self, requests: Sequence[GenerationRequest]
     ) -> list[GenerationResult]:
         """See InferenceEngine. Samples join the batch together, as soon as there are slots for all
-        of them (for ``max_concurrency`` of them, where they are more)."""
+        of them (for ``max_concurrency`` of them, where they are more).
+        """
         loop = self._running()
         for request in requests:
             check_request(
@@ -174,7 +175,8 @@ class HFRolloutEngine(InferenceEngine):
     def stats(self) -> dict[str, int]:
         """``num_running`` and ``num_waiting`` requests; ``num_prompt_tokens`` computed (of requests
         that join together with the same prompt, once) and ``num_generated_tokens`` so far; and the
-        ``version``. Takes no lock."""
+        ``version``. Takes no lock.
+        """
         return self._running().stats()
 
     def destroy(self) -> None:

@@ -223,7 +223,8 @@ class ServerEngine(InferenceEngine):
 
     async def stats(self) -> dict[str, float]:
         """``num_running`` and ``num_waiting`` requests of the server, ``kv_cache_usage`` from 0 to
-        1; ``num_generated_tokens`` that came from it so far; and the ``version``."""
+        1; ``num_generated_tokens`` that came from it so far; and the ``version``.
+        """
         text = (
             await self._running().call("GET", "/metrics", limit_s=self.config.control_timeout_s)
         ).decode()
@@ -271,7 +272,8 @@ class ServerEngine(InferenceEngine):
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
         """See InferenceEngine. Raises also ServerLostError when the server has ended or its
-        connection broke, and ServerRequestError when it refused the request."""
+        connection broke, and ServerRequestError when it refused the request.
+        """
         self._require_awake()
         return (await self._served().generate([request]))[0]
 
@@ -279,7 +281,8 @@ class ServerEngine(InferenceEngine):
         self, requests: Sequence[GenerationRequest]
     ) -> list[GenerationResult]:
         """See InferenceEngine. One request of vLLM has all samples where they have no seeds; else
-        each is a request, and the server's prefix cache has the prompt."""
+        each is a request, and the server's prefix cache has the prompt.
+        """
         check_samples_of_one(requests)
         self._require_awake()
         return await self._served().generate(requests)
@@ -337,7 +340,8 @@ class ServerEngine(InferenceEngine):
     async def update_weights(self, weights: Weights, version: int) -> int:
         """See InferenceEngine. The server generates by the old weights while the new ones come;
         weights that do not come as a folder of files are written to ``exchange_folder`` for it to
-        read."""
+        read.
+        """
         requests = self._served()
         async with self._one_update:
             if not self._state.has_weight_memory:

@@ -454,13 +454,15 @@ class FSDPTrainEngine(TrainEngine):
 
     def save(self, path: str) -> None:
         """Write parameters, optimizer state, version, step count and random state below ``path``,
-        all or nothing; every rank writes its part. See Checkpointer.save. A collective."""
+        all or nothing; every rank writes its part. See Checkpointer.save. A collective.
+        """
         self._save(path, background=False)
 
     def save_in_background(self, path: str) -> None:
         """As save, and return as soon as the state has been copied to the host. What goes wrong
         later is raised by the next train_batch, eval_batch, save, load or wait_for_save. A
-        collective."""
+        collective.
+        """
         self._save(path, background=True)
 
     def _save(self, path: str, *, background: bool) -> None:
@@ -512,7 +514,8 @@ class FSDPTrainEngine(TrainEngine):
     def sleep(self) -> None:
         """Have parameters and optimizer state wait on the host, pinned where there is a device, and
         give its memory back. export_hf, wait_for_save, set_version and set_lr are allowed
-        meanwhile, besides those that TrainEngine names."""
+        meanwhile, besides those that TrainEngine names.
+        """
         model = self._built_model(may_sleep=True)
         self._memory.sleep(model, self._optimizer)
 
@@ -531,7 +534,8 @@ class FSDPTrainEngine(TrainEngine):
 
     def set_lr(self, lr: float) -> None:
         """Use another learning rate from the next step on, such as for another phase of training;
-        not part of a checkpoint. Raises ValueError as TrainConfig."""
+        not part of a checkpoint. Raises ValueError as TrainConfig.
+        """
         self.config = msgspec.structs.replace(self.config, lr=lr)
 
     def destroy(self) -> None:
@@ -565,7 +569,8 @@ class FSDPTrainEngine(TrainEngine):
     @property
     def model_parallel_group(self) -> dist.ProcessGroup | None:
         """The tensor- and context-parallel ranks of one data-parallel coordinate; None when this
-        rank is alone in it, and before initialize."""
+        rank is alone in it, and before initialize.
+        """
         return None if self._mesh is None else self._mesh.model_group
 
     def _layout(self) -> Layout:

@@ -105,7 +105,8 @@ class VLLMEngine(InferenceEngine):
 
     def destroy(self) -> None:
         """End all requests as aborted, and vLLM's processes: those that have not ended after
-        ``close_timeout_s`` are killed. Idempotent."""
+        ``close_timeout_s`` are killed. Idempotent.
+        """
         self._destroyed = True
         instance, self._instance = self._instance, None
         if instance is None or self._loop is None:
@@ -164,7 +165,8 @@ class VLLMEngine(InferenceEngine):
     ) -> list[GenerationResult]:
         """See InferenceEngine. Each sample keeps its own seed; vLLM's ``n`` would derive one from
         another. The prompt is computed once but for the last of its blocks (``block_size`` tokens),
-        by way of the prefix cache."""
+        by way of the prefix cache.
+        """
         check_samples_of_one(requests)
         return await asyncio.wrap_future(self._begin(lambda instance: instance.generate(requests)))
 
@@ -178,14 +180,16 @@ class VLLMEngine(InferenceEngine):
         computed and ``num_generated_tokens`` so far; ``num_prefix_tokens`` of prompts that were
         looked up in the prefix cache, and ``num_prefix_hits`` of them that were found;
         ``kv_cache_usage``, the part of the cache that requests have, 0 to 1, as of the last step;
-        and the ``version``. Takes no lock."""
+        and the ``version``. Takes no lock.
+        """
         return self._running().stats()
 
     async def update_weights(self, weights: Weights, version: int) -> int:
         """See InferenceEngine; for requests in flight, see VLLMConfig.in_flight. Weights in memory
         go to vLLM's processes by shared memory of this node, copied once; files are read by each
         rank; broadcasts are received by the first rank, on its device, and passed on to the
-        others."""
+        others.
+        """
         return await self._to_its_end(lambda instance: instance.update_weights(weights, version))
 
     def get_version(self) -> int:
@@ -194,7 +198,8 @@ class VLLMEngine(InferenceEngine):
     async def sleep(self, level: int = 1) -> None:
         """See InferenceEngine. On devices this is vLLM's sleep mode, which ``enable_sleep_mode``
         prepares. On the CPU vLLM has none: requests are refused and the prefix cache is emptied, as
-        elsewhere, but no memory is given back."""
+        elsewhere, but no memory is given back.
+        """
         check_level(level)
         await self._to_its_end(lambda instance: instance.sleep(level))
 

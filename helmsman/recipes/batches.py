@@ -56,7 +56,8 @@ def overlong_cost(num_tokens: int, algorithm: Algorithm, max_new_tokens: int) ->
 
 def make_samples(groups: Sequence[Group], settings: GRPOSettings) -> list[dict[str, Any]]:
     """A sample for each answer, in their order, with ``input_ids``, ``loss_mask``, ``logprobs`` and
-    ``advantages``."""
+    ``advantages``.
+    """
     algorithm = settings.algorithm
     assert algorithm.normalize_std is not None
     answers = [(group.draw.row.prompt_ids, answer) for group in groups for answer in group.answers]
@@ -82,7 +83,8 @@ def make_samples(groups: Sequence[Group], settings: GRPOSettings) -> list[dict[s
 
 def with_weights(samples: Sequence[dict[str, Any]], settings: GRPOSettings) -> list[dict[str, Any]]:
     """With ``loss_weights`` for the samples of one optimizer step, which the mean over tokens is
-    taken with."""
+    taken with.
+    """
     aggregation = settings.algorithm.aggregation
     assert aggregation is not None
     counts = [sum(sample["loss_mask"]) for sample in samples]

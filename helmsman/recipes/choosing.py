@@ -1,5 +1,6 @@
 """Settings that are chosen when they are not given: scheduler, engine, sizes of the groups,
-threads, trackers."""
+threads, trackers.
+"""
 
 from __future__ import annotations
 
@@ -184,7 +185,8 @@ def _choose_groups(choices: _Choices) -> None:
 
 def _choose_threads(choices: _Choices) -> None:
     """Let roles that alternate on one machine without accelerators use all its cores, each in its
-    turn."""
+    turn.
+    """
     settings = choices.settings
     cluster = settings.cluster
     if cluster.devices_per_node or cluster.num_nodes > 1 or cluster.address is not None:
@@ -223,7 +225,8 @@ def _choose_trackers(choices: _Choices) -> None:
 
 def device_memory_gb() -> float:
     """Return the memory of this machine's smallest GPU in GB by nvidia-smi; 0 where that is not
-    known."""
+    known.
+    """
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)

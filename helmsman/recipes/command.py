@@ -45,7 +45,8 @@ def parse(
     command: str, argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, list[tuple[str, str]]]:
     """Return flags, and settings that were given as flags. Exits with code 2 and a message for
-    flags that make no sense."""
+    flags that make no sense.
+    """
     recipe = recipe_of(command)
     parser = argparse.ArgumentParser(
         prog=f"helmsman {command}",
@@ -142,7 +143,8 @@ def main(command: str = "grpo", argv: Sequence[str] | None = None) -> int:
 
 def how_to_continue(recipe: Recipe[Any] | None) -> str:
     """Return the next step after a run that was cut short; nothing when it has not saved
-    anything."""
+    anything.
+    """
     if recipe is None:
         return ""
     settings = recipe.settings

@@ -96,7 +96,8 @@ def draw(
     settings: RunSettings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], summary: RunSummary
 ) -> None:
     """Draw greedy accuracy and reward over the steps, or the loss where there are no rewards; needs
-    matplotlib."""
+    matplotlib.
+    """
 
     def points(name: str) -> list[tuple[int, float]]:
         return [(int(row["step"]), value) for row in rows if (value := row.get(name)) is not None]

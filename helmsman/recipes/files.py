@@ -1,5 +1,6 @@
 """The output folder of a run: one run at a time writes to it, and files are replaced all or
-nothing."""
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def append_line(path: Path, value: Any) -> None:
 
 def read_lines(path: Path, kind: type[T]) -> list[T]:
     """All lines but one that a crash cut short; none where there is no file. Raises ValueError when
-    they are something else."""
+    they are something else.
+    """
     data = path.read_bytes() if path.exists() else b""
     try:
         return [

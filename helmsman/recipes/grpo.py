@@ -73,7 +73,8 @@ class GRPO(Recipe[GRPOSettings]):
 
     def load_data(self) -> Dataset:
         """Read tokenizer and prompts, and find the rewards. Raises: ValueError, OSError,
-        BackendNotInstalledError."""
+        BackendNotInstalledError.
+        """
         self.tokenizer = ChatTokenizer(self.settings.model, self.settings.data)
         dataset = load_dataset(self.settings.data, self.tokenizer, self.settings.seed, self.rows)
         for reward in self.settings.rewards:

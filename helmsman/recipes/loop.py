@@ -101,7 +101,8 @@ class Loop(abc.ABC):
 
     def begin(self, step: int) -> None:
         """Prepare the next step after a start or a recovery: forget what was noted of it and of
-        later ones."""
+        later ones.
+        """
         self.close()
         self.trackers.rewind(step - 1)
         self.sample_log.rewind(step - 1)

@@ -1,5 +1,6 @@
 """Recipes on given answers: supervised fine-tuning and DPO. No rollouts, the same loop, data,
-trackers and checkpoints."""
+trackers and checkpoints.
+"""
 
 from __future__ import annotations
 

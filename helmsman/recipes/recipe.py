@@ -105,7 +105,8 @@ class Recipe(abc.ABC, Generic[S]):
 
     def plan(self) -> str:
         """Describe the run: settings, choices with their arithmetic, and places. Starts no worker,
-        writes no file."""
+        writes no file.
+        """
         self.load()
         with start_scheduler(self.settings.cluster, self.settings.seed, None) as scheduler:
             table = scheduler.plan(self.jobs()).table()
@@ -124,7 +125,8 @@ class Recipe(abc.ABC, Generic[S]):
     @contextlib.contextmanager
     def reserve(self) -> Iterator[None]:
         """Prepare the output folder, and keep other runs out of it for the block. Raises:
-        ValueError, OSError."""
+        ValueError, OSError.
+        """
         out = Path(self.settings.out)
         out.mkdir(parents=True, exist_ok=True)
         with only_run_in(out):

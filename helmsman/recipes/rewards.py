@@ -255,7 +255,8 @@ class Caller:
 
     def require_parameters(self) -> None:
         """Raise ValueError for a function that needs more than rewards are given; columns of a
-        batch come from the row."""
+        batch come from the row.
+        """
         if takes_batches(self.find()):
             return
         try:
@@ -287,7 +288,8 @@ class AsyncCaller(Caller):
 
 def takes_batches(function: Callable[..., Any]) -> bool:
     """Whether a function is written as TRL's reward functions are: it has a parameter
-    ``completions``."""
+    ``completions``.
+    """
     return "completions" in inspect.signature(function).parameters
 
 
@@ -316,7 +318,8 @@ def batch_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> d
 
 def one_of_batch(use: str, returned: Any) -> Any:
     """Return the value of a batch of one; None counts as 0, as TRL leaves such a reward out of the
-    sum."""
+    sum.
+    """
     try:
         (value,) = returned
     except (TypeError, ValueError):

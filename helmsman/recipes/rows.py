@@ -1,5 +1,6 @@
 """Rows of data: JSONL files, Hugging Face dataset folders, and objects of a script, as
-dictionaries."""
+dictionaries.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def rows_of(data: Iterable[Any]) -> list[Any]:
 
 def source_name(rows: list[Any]) -> str:
     """Return a name for rows of a script that changes with their content, so that a resumed run can
-    compare it."""
+    compare it.
+    """
     digest = hashlib.sha256(msgspec.json.encode(rows, enc_hook=repr)).hexdigest()
     return f"rows-{len(rows)}-{digest[:12]}"
 

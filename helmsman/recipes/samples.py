@@ -1,5 +1,6 @@
 """Samples of each step: a few prompts with their answers and rewards, in a file and on the
-console."""
+console.
+"""
 
 from __future__ import annotations
 

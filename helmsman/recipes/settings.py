@@ -1,5 +1,6 @@
 """The settings of recipes as typed structs. A field's docstring is what the documentation says of
-its key."""
+its key.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rows to train and to evaluate on: JSONL files with an object per line, or Hugging Face
-    dataset folders."""
+    dataset folders.
+    """
 
     train: str
     """File or dataset folder to train on. In Python also rows: any iterable of mappings, texts,

@@ -46,7 +46,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_shape(model: str) -> ModelShape | None:
     """Return the shape of the model in a folder; None where config.json is missing or of another
-    kind."""
+    kind.
+    """
     try:
         return msgspec.json.decode((Path(model) / "config.json").read_bytes(), type=ModelShape)
     except (OSError, msgspec.DecodeError):
@@ -55,7 +56,8 @@ def read_shape(model: str) -> ModelShape | None:
 
 def sizes(settings: RunSettings) -> list[tuple[str, Any, str]]:
     """Return (key, value, arithmetic) of the sizes that can be derived; none where model or memory
-    are not known."""
+    are not known.
+    """
     shape = read_shape(settings.model)
     if shape is None:
         return []

@@ -12,7 +12,8 @@ from helmsman.api.extras import needed_by
 
 class FolderTokenizer:
     """The tokenizer of a local Hugging Face folder; its chat template, if it has one, is put around
-    prompts."""
+    prompts.
+    """
 
     def __init__(self, folder: str) -> None:
         with needed_by("the tokenizer of a model folder", "transformers"):

@@ -241,7 +241,8 @@ class Trackers:
 @contextlib.contextmanager
 def open_trackers(settings: RunSettings, metrics: MetricsFile) -> Iterator[Trackers]:
     """Those of the settings, and the file. Raises: BackendNotInstalledError; what wandb raises when
-    it cannot be reached."""
+    it cannot be reached.
+    """
     out = Path(settings.out)
     with contextlib.ExitStack() as held:
         trackers: list[Tracker] = [metrics]
@@ -260,7 +261,8 @@ def open_trackers(settings: RunSettings, metrics: MetricsFile) -> Iterator[Track
 
 def require_trackers(settings: RunSettings) -> None:
     """Raise BackendNotInstalledError for one whose package is missing, before anything is
-    started."""
+    started.
+    """
     for name in settings.tracking.to:
         if name != "console":
             _require(name)

@@ -194,7 +194,8 @@ async def connect(
 ) -> PeerConnection:
     """Connect to a head, by the key of proof_key; ``tls`` must be the same there. Raises: OSError
     (no process listens), PeerLostError (the head accepts, and then is silent or closes, as when it
-    is overloaded or ends), ProtocolError (it is not the head of this run)."""
+    is overloaded or ends), ProtocolError (it is not the head of this run).
+    """
     stream = await _open(host, port, timeouts.connect_s)
     try:
         await authenticate_listener(

@@ -83,7 +83,8 @@ class Head:
 
     async def run(self) -> int:
         """Live; returns the exit code of the script, or 128 and the number of the signal that ended
-        the run. Raises: BootstrapError, with all nodes told to leave."""
+        the run. Raises: BootstrapError, with all nodes told to leave.
+        """
         reason = "the head's supervisor has failed"
         try:
             code = await self._live()

@@ -54,7 +54,8 @@ class JoiningNode:
 
     async def run(self) -> int:
         """Live; returns 0 when this node had joined and the head then ended its run, or 128 and the
-        number of the signal that ended this node. Raises: BootstrapError."""
+        number of the signal that ended this node. Raises: BootstrapError.
+        """
         guard(os.getpid(), self._plan.tag)
         try:
             ended = await self._live()
@@ -143,7 +144,8 @@ class JoiningNode:
     async def _introduce(self) -> Welcome:
         """Connect, and wait until the head takes this node. Raises: OSError and PeerLostError (the
         head does not answer), ProtocolError (another run's head, or no head, does), BootstrapError
-        (the head refuses this node, or has ended the run)."""
+        (the head refuses this node, or has ended the run).
+        """
         plan = self._plan
         key = proof_key(plan.secret, plan.job)
         connection = await connect(
@@ -209,7 +211,8 @@ class JoiningNode:
 
     async def _seek_again(self, why: str) -> Ended | None:
         """Connect again; None once that is done, or how the run has ended when its head is no more.
-        Raises: BootstrapError: the head is lost, or another node has taken this rank."""
+        Raises: BootstrapError: the head is lost, or another node has taken this rank.
+        """
         timeouts = self._plan.timeouts
         deadline, refusals = Deadline(timeouts.unreachable_s), Deadline(timeouts.refused_s)
         while True:

@@ -155,7 +155,8 @@ def worker_ports(taken: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 def ray_start(plan: NodePlan, run_id: str, leases: PortLeases, head: str = "") -> list[str]:
     """The command that starts Ray on this node, to join the cluster at ``head``; '' to be its head.
-    Raises: PreflightError when there are not enough ports."""
+    Raises: PreflightError when there are not enough ports.
+    """
     ports = [
         f"{flag}={port}"
         for flag, port in zip(_AGENT_PORTS, lease(leases, len(_AGENT_PORTS)), strict=True)

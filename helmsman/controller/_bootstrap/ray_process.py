@@ -61,7 +61,8 @@ class RayProcess:
         """Start it to join the cluster at ``head`` ('' to be its head), and wait until it prints
         that Ray is up; returns the address of the head. A start that fails within its time is tried
         once more. Raises: BootstrapError with the end of what it printed, and the warnings and
-        errors in the logs of Ray's processes."""
+        errors in the logs of Ray's processes.
+        """
         plan, limit_s = self._plan, self._plan.ray_start_s
         if not (head or plan.port):
             plan = msgspec.structs.replace(plan, port=lease(self._leases, 1)[0])

@@ -21,13 +21,15 @@ class Backend(Protocol):
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
         """Have an instance continue a prompt. Raises InstanceLostError when the instance has gone,
         or was never reached: it is taken for dead then, with all that it has, until set_health says
-        otherwise."""
+        otherwise.
+        """
 
     async def generate_samples(
         self, instance_id: str, requests: Sequence[GenerationRequest]
     ) -> Sequence[GenerationResult]:
         """As generate, for several samples of one prompt; their results in order, when all have
-        ended. Asked only for requests that were put ``together``."""
+        ended. Asked only for requests that were put ``together``.
+        """
 
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
         """End these requests there early; ``generate`` then returns what each has."""

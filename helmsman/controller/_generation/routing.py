@@ -21,7 +21,8 @@ class RoutingPolicy(Protocol):
 class LeastOutstandingTokens:
     """The instance with the fewest tokens to come: held and expected ones of all requests that it
     has. Of equals, which an idle cluster is full of, the one that was given a request longest
-    ago."""
+    ago.
+    """
 
     def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
         return min(able, key=lambda each: (each.outstanding_tokens, each.last_turn))

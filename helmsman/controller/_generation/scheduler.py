@@ -219,14 +219,16 @@ class GenerateScheduler:
     async def wait_idle(self) -> None:
         """Wait until no instance has a request and, unless it is suspended, none waits: what is put
         meanwhile is waited for, too. It is so when this returns, before anything else happens on
-        the event loop."""
+        the event loop.
+        """
         await self._flow.until(
             lambda: self._flow.num_in_flight == 0 and (self.is_suspended or not self._flow.waiting)
         )
 
     async def wait_ended(self) -> None:
         """Wait until instances have ended or given back what they have been sent by now; what they
-        are sent later is not waited for."""
+        are sent later is not waited for.
+        """
         await self._flow.until(
             _have_ended([each for each in self._flow.open.values() if each.is_running])
         )
@@ -340,7 +342,8 @@ class GenerateScheduler:
 
     def undrain(self, instance_id: str, drain: object = None) -> None:
         """Give an instance requests again, and end all drains of it; with a ``drain``, end that one
-        alone. Nothing happens when it is gone."""
+        alone. Nothing happens when it is gone.
+        """
         if (instance := self.instances.get(instance_id)) is None:
             return
         instance.drains = {mark for mark in instance.drains if drain not in (None, mark)}
@@ -349,7 +352,8 @@ class GenerateScheduler:
 
     async def recall(self, *instance_ids: str) -> None:
         """Have instances, as far as they are still there, give back what they run, to be continued
-        elsewhere with the tokens so far; does not wait for it."""
+        elsewhere with the tokens so far; does not wait for it.
+        """
         await self._recall(
             [
                 self.instances[instance_id]

@@ -195,7 +195,8 @@ class Supervisor:
     async def with_liveness_check(self, instance_ids: Collection[str], work: Awaitable[T]) -> T:
         """Await work on instances that are not probed yet, such as the load of a model, without a
         limit of its own. Raises: the errors of ``work``; after start, InstanceLostError when one of
-        the instances stops answering probes."""
+        the instances stops answering probes.
+        """
         if self._watch is None:
             return await work
         working = asyncio.ensure_future(work)

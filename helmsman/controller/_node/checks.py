@@ -111,7 +111,8 @@ def observe(
     environ: Mapping[str, str] | None = None,
 ) -> Observed:
     """Look at this node; starts nothing, and takes no device. ``rank``, ``count`` and ``head`` are
-    as for identify_node; the TCP ports ``ports`` are tried."""
+    as for identify_node; the TCP ports ``ports`` are tried.
+    """
     environ = os.environ if environ is None else environ
     launcher, launcher_error = "not clear", ""
     try:
@@ -335,7 +336,8 @@ def _proxies(seen: Observed) -> Check:
 
 def address_towards(head: str) -> str:
     """The address with which this node reaches the head, or the world when no head is named; ''
-    without a route. IPv4 where the target has both. Sends nothing."""
+    without a route. IPv4 where the target has both. Sends nothing.
+    """
     for target in (head, "192.0.2.1", "2001:db8::1"):
         if not target:
             continue

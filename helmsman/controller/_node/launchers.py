@@ -69,7 +69,8 @@ def identify_node(
 ) -> NodeIdentity:
     """This node's place in the run, by environment variables and the flags --node-rank, --num-nodes
     and --head. Raises: LauncherError where two sources say different things, a launcher starts
-    several processes on a node, or a part is missing or makes no sense."""
+    several processes on a node, or a part is missing or makes no sense.
+    """
     given = zip(_FIELDS.items(), (rank, count, head), strict=True)
     flags = {
         field: Fact(value, f"{flag} {value}")

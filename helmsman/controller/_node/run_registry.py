@@ -128,7 +128,8 @@ def default_log_dir(run_id: str) -> Path:
 
 def make_log_dir(path: Path, run_id: str) -> None:
     """Make a run's log directory, its default_log_dir or one that the user has named, or check that
-    an existing one is safe to use. Raises: UntrustedPathError, LogDirectoryError."""
+    an existing one is safe to use. Raises: UntrustedPathError, LogDirectoryError.
+    """
     own = next((place for place in log_places() if path == place.path / run_id), None)
     try:
         with own.open(run_id) if own is not None else log_directory(path, run_id):
@@ -149,7 +150,8 @@ it.
 
 class RunLock:
     """A controller's hold on the record of its run. Raises: UntrustedPathError where another user's
-    directory has the name of ours; OSError where the record cannot be written."""
+    directory has the name of ours; OSError where the record cannot be written.
+    """
 
     def __init__(self, run_id: str, scheduler: str, log_dir: Path) -> None:
         record = RunRecord(

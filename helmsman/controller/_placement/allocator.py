@@ -90,7 +90,8 @@ class Allocator(abc.ABC):
     def plan(self, jobs: Sequence[Job], running: Sequence[PlannedRole] = ()) -> Plan:
         """A place for every rank in the resources that are free now; the jobs may be colocated with
         roles that are ``running``. Raises: PlacementInfeasibleError; PlacementTimeoutError when the
-        jobs would fit if others held less."""
+        jobs would fit if others held less.
+        """
         snapshot = self.snapshot()
         outcome = plan_jobs(snapshot, jobs, running=running)
         if isinstance(outcome, Plan):

@@ -45,13 +45,15 @@ _NAMES = {"cpu": "CPU", "gpu": "GPU", "npu": "NPU", "mem": "memory"}
 def load_jobs(path: str) -> list[Job]:
     """Read the jobs of a file: a list, or one under 'jobs', with the fields of Job, SchedulingSpec
     and SchedulingStrategy. Raises: JobsFileError: The file cannot be read, or an entry is invalid;
-    the error names the entry."""
+    the error names the entry.
+    """
     return _load(path, "jobs", Job)
 
 
 def load_cluster(path: str) -> ClusterSnapshot:
     """Read the nodes of a file: a list, or one under 'nodes', with the fields of NodeShape. Raises:
-    JobsFileError: The file cannot be read, or an entry is invalid; the error names the entry."""
+    JobsFileError: The file cannot be read, or an entry is invalid; the error names the entry.
+    """
     nodes: dict[str, NodeState] = {}
     for at, shape in enumerate(_load(path, "nodes", NodeShape)):
         where = f"nodes[{at}].name"

@@ -19,7 +19,8 @@ from helmsman.api.scheduler import Job, SchedulingSpec
 def targets_first(jobs: Sequence[Job], running: Iterable[str]) -> list[Job]:
     """Return the colocated ones of these jobs, each after its target, which may be running. Raises:
     RoleNotFoundError where a target is neither among the jobs nor running, or depends on the job
-    itself."""
+    itself.
+    """
     known = {*running, *(job.role for job in jobs if job.scheduling_strategy.type == "separation")}
     waiting = [job for job in jobs if job.scheduling_strategy.type == "colocation"]
     ordered: list[Job] = []

@@ -109,7 +109,8 @@ def _selector(nodes: Sequence[NodeState], job: Job, spec: SchedulingSpec) -> Sho
 
 def _unmet(spec: SchedulingSpec, nodes: Sequence[NodeState]) -> tuple[str, str, str]:
     """Return the selectors up to the first that leaves no node, the values of the nodes left before
-    it, and the fields to change. A selector that no node meets at all is returned alone."""
+    it, and the fields to change. A selector that no node meets at all is returned alone.
+    """
     met: list[str] = []
     fields: list[str] = []
     left = list(nodes)

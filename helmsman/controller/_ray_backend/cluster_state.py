@@ -373,7 +373,8 @@ def choose_address(address: str | None) -> str | None:
 
 def _require_one_node(*, is_chosen: bool) -> None:
     """Raise ClusterNotUpError where each of several nodes would start a Ray of its own and train
-    alone; only log it where the user has asked for 'local'."""
+    alone; only log it where the user has asked for 'local'.
+    """
     said = find_many_nodes(os.environ)
     if said is None:
         return

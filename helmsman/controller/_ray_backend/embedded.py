@@ -184,7 +184,8 @@ async def answered(answer: Awaitable[T]) -> T:
 
 def settle(limit_s: float) -> None:
     """Disconnect this process from an embedded Ray that is lost, and wait until none is being
-    ended: that call would end the next one, too. Raises RayStartError after ``limit_s`` seconds."""
+    ended: that call would end the next one, too. Raises RayStartError after ``limit_s`` seconds.
+    """
     if _current is not None and _current.loss is not None:
         run_sync(_current.end(_END_S, keep_session=True))
     if concurrent.futures.wait(list(_shutdowns), limit_s).not_done:

@@ -185,7 +185,8 @@ def _watched() -> EmbeddedRay:
 
 def _failed_start(error: BaseException, start: RayStart, others: set[int]) -> RayStartError:
     """The error of a failed start, from that of ray.init; called while its processes still exist.
-    Processes ``others`` below this one were there before."""
+    Processes ``others`` below this one were there before.
+    """
     from ray._common import utils
 
     table = process_table()
@@ -223,7 +224,8 @@ def _name_of(pid: int) -> str:
 
 def _require_own_run(address: str) -> None:
     """Under ``helmsman up``: what was joined by RAY_ADDRESS must be the cluster that it has
-    started. An earlier one, or that of another job, may have taken its port."""
+    started. An earlier one, or that of another job, may have taken its port.
+    """
     run_id = os.environ.get(RUN_VARIABLE)
     if not run_id or address != os.environ.get("RAY_ADDRESS"):
         return

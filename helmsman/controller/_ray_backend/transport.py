@@ -147,7 +147,8 @@ class RayWorker:
 
     async def adopt(self, identity: WorkerIdentity, *, tls: bool) -> Channel:
         """Make it this worker, and open its channel, with TLS between machines if ``tls``. Raises:
-        TransportLostError with the reason."""
+        TransportLostError with the reason.
+        """
         self._worker_id, self.log_path = identity.worker_id, identity.log_path
         # for an error until it answers, where its node is this one
         self.log_start = log_size(identity.log_path)

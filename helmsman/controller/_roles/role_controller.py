@@ -145,7 +145,8 @@ class RoleController(Starting):
 
     def close(self) -> None:
         """Destroy the engines and end the workers. Idempotent; nothing happens when the scheduler
-        has been closed before. Raises: ShutdownIncompleteError."""
+        has been closed before. Raises: ShutdownIncompleteError.
+        """
         was_running = bool(self._workers) and not self._closed
         if was_running:
             forbid_blocking()  # before it counts as closed

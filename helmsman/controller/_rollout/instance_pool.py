@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 class InstancePool:
     """Adds, drains, removes and rebuilds instances. A new one is brought the weights before it
-    serves. See RolloutController."""
+    serves. See RolloutController.
+    """
 
     def __init__(self, instances: Instances, weights: RolloutWeights) -> None:
         self._instances, self._weights = instances, weights

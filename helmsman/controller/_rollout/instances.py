@@ -149,7 +149,8 @@ class Instances(RoleController):
 
     def living_ids(self, *, with_suspects: bool = True) -> list[str]:
         """Ids of instances that have not died; none while all are being rebuilt. Suspects are late
-        with the answer to a probe. Raises: the reason when none lives or will."""
+        with the answer to a probe. Raises: the reason when none lives or will.
+        """
         living = [each for each in self.requests.instances.values() if each.health.is_alive]
         if not living and (reason := self.why_none_will_serve("any call")) is not None:
             raise reason

@@ -50,7 +50,8 @@ class RequestMaker:
         name: str = "the prompt",
     ) -> GenerationRequest:
         """One request. Raises: ValueError for a prompt that makes no sense, called by this name, or
-        a ``resume_from`` that it cannot go on from."""
+        a ``resume_from`` that it cannot go on from.
+        """
         if isinstance(prompt, GenerationRequest):
             if sampling is not None:
                 raise ValueError(
@@ -107,7 +108,8 @@ def _token_ids(prompt: object, name: str) -> list[int]:
 
 def samples_of(request: GenerationRequest, num_samples: int) -> list[GenerationRequest]:
     """A request as its samples: itself when it is to have one, else requests with the ids ``id#0``,
-    ``id#1``... and seeds of their own. Raises: ValueError for a number below 1."""
+    ``id#1``... and seeds of their own. Raises: ValueError for a number below 1.
+    """
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; expected 1 or more")
     if num_samples == 1:
@@ -127,7 +129,8 @@ def samples_of(request: GenerationRequest, num_samples: int) -> list[GenerationR
 def sample_seed(seed: int | None, sample: int) -> int | None:
     """The seed of a prompt's sample: None for None, else a function of both, of 63 bits, however
     many samples there are. The first sample has the seed itself, so it is what the prompt alone
-    would have."""
+    would have.
+    """
     if seed is None or sample == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed} {sample}".encode(), digest_size=8).digest()) >> 1
@@ -245,7 +248,8 @@ async def async_stream(
 
 async def _put_into(tickets: list[Ticket], put: Put, tell: Callable[[int], None]) -> None:
     """Put requests, and report the number of each as it ends. The caller knows them once they are
-    put, also when it is interrupted before this returns."""
+    put, also when it is interrupted before this returns.
+    """
     tickets.extend(put())
     for number, ticket in enumerate(tickets):
         ticket.future.add_done_callback(lambda _, number=number: tell(number))  # type: ignore[misc]
@@ -280,7 +284,8 @@ async def _abort_if_open(requests: GenerateScheduler, request_ids: Sequence[str]
 class RolloutRequests:
     """Makes the requests of a role and gives them to its GenerateScheduler; see RolloutController.
     Coroutines run on Helmsman's event loop. With ``samples_by_engine`` a prompt's samples go to one
-    instance by one call."""
+    instance by one call.
+    """
 
     def __init__(self, instances: Instances, *, samples_by_engine: bool) -> None:
         self._instances, self._samples_by_engine = instances, samples_by_engine
@@ -381,7 +386,8 @@ class RolloutRequests:
 
     async def pause(self, in_flight: InFlight, timeout: float | None, by: str = "") -> None:
         """See RolloutController.pause. ``by`` names a holder, whose pause only its own resume ends:
-        an update of the weights, which resumes in any case."""
+        an update of the weights, which resumes in any case.
+        """
         _require_one_of("in_flight", in_flight, get_args(InFlight))
         requests = self._instances.requests
         requests.suspend(by)
@@ -409,7 +415,8 @@ class RolloutRequests:
         resumes: bool = False,
     ) -> None:
         """Await what becomes of requests, for an operation after whose error the flow goes on if it
-        ``resumes``. Raises: RequestsInFlightError after ``limit_s`` seconds."""
+        ``resumes``. Raises: RequestsInFlightError after ``limit_s`` seconds.
+        """
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:

@@ -320,7 +320,8 @@ class RolloutController(Starting):
         on_error: OnError = "raise",
     ) -> AsyncIterator[tuple[int, GenerationResult | Exception]]:
         """As stream, for ``async for``. A ``break`` aborts the rest when the loop drops the
-        iterator; ``contextlib.aclosing`` does so at a certain place."""
+        iterator; ``contextlib.aclosing`` does so at a certain place.
+        """
         requests = self._requests.maker.make_all(prompts, sampling, num_samples)
         return self._requests.async_stream(requests, options, num_samples, on_error)
 

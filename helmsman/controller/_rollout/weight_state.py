@@ -67,7 +67,8 @@ class RolloutWeights:
 
     def why_hopeless(self) -> Exception | None:
         """Why requests that wait will never be served; None while a live instance may still become
-        ready, by the update that is under way, or by the next one after sleep."""
+        ready, by the update that is under way, or by the next one after sleep.
+        """
         if (self._is_updating or not self.state.is_serving) and self._instances.some_live():
             return None
         return self._instances.why_none_will_serve()
@@ -298,7 +299,8 @@ class RolloutWeights:
     @contextlib.asynccontextmanager
     async def _in_turn(self, timeout: float | None) -> AsyncIterator[Callable[[], float]]:
         """Wait until no other update is under way: what instances serve is what the last one that
-        began has brought. Gives the seconds that are left of the time-out."""
+        began has brought. Gives the seconds that are left of the time-out.
+        """
         limit_s = self._limit_s(timeout)
         deadline = time.monotonic() + limit_s
         try:
@@ -321,7 +323,8 @@ class RolloutWeights:
     @contextlib.asynccontextmanager
     async def hold(self, in_flight: InFlight, timeout: float | None) -> AsyncIterator[None]:
         """See WeightSink. While weights are brought, an instance without them may get them yet;
-        afterwards what it has goes on elsewhere."""
+        afterwards what it has goes on elsewhere.
+        """
         by = f"hold {next(_holds)}"  # of its own: neither the script nor another hold ends it
         requests = self._instances.requests
         async with self._in_turn(timeout) as left_s:
@@ -355,7 +358,8 @@ class RolloutWeights:
 
     async def bring(self, worker_id: str) -> bool:
         """Bring a worker that was just built the weights that are served; returns whether it has
-        them now. Where the others sleep, it sleeps as well, and waits for the next update."""
+        them now. Where the others sleep, it sleeps as well, and waits for the next update.
+        """
         while True:
             if self.state.has_weight_memory:
                 has_weights = await self._bring_served(worker_id)

@@ -73,7 +73,8 @@ def start_error(
 
 class Backend(abc.ABC):
     """Runs the workers of one scheduler. A backend sets ``allocator`` and ``store``, in ``open`` at
-    the latest, and fills ``launch``; the rest has defaults."""
+    the latest, and fills ``launch``; the rest has defaults.
+    """
 
     allocator: Allocator
     """Finds places for workers; OneMachine where they all run on this machine."""

@@ -217,7 +217,8 @@ class RoleRegistry:
 
     def publish(self, roles: Sequence[Role], operation: str) -> None:
         """Add roles that are ready. Raises SchedulerClosedError, or RoleNotFoundError when another
-        thread has deleted the target of one meanwhile."""
+        thread has deleted the target of one meanwhile.
+        """
         with self._lock:
             self.require_open(operation)
             known = {*self._roles, *(role.name for role in roles)}
@@ -259,7 +260,8 @@ class RoleRegistry:
     def leave_to_parent(self) -> None:
         """Forked child only: give up the workers, which are the parent's. Replies to a child's
         calls would be taken for the parent's on the shared connections, and the end of a child must
-        not end them."""
+        not end them.
+        """
         self._lock = threading.Lock()
         self._closed = True
         self._roles, self._parents_roles = {}, self._roles

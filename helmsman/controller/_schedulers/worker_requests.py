@@ -29,7 +29,8 @@ _ANSWER_S = 1.0
 async def probe(role: str, ranks: Mapping[str, WorkerClient], address: str, port: int) -> None:
     """Let rank 0 listen on ``port`` and every rank, in order, itself too, connect to it at
     ``address``, all at once. Raises: RendezvousError; WorkerFailedError or CallTimeoutError when
-    rank 0 does not answer."""
+    rank 0 does not answer.
+    """
     deadline = Deadline(LIMIT_S)
     master_id, master = next(iter(ranks.items()))
     proof = secrets.token_bytes(16)

@@ -45,7 +45,8 @@ def split_by_tokens(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
 
 def split_samples(samples: Sequence[Mapping[str, Any]], num_parts: int) -> list[list[int]]:
     """Cut a batch as split_by_tokens does, the two samples of a pair (helmsman.api.pairs) always
-    into the same share. Raises: as sample_lengths and sample_units."""
+    into the same share. Raises: as sample_lengths and sample_units.
+    """
     lengths = sample_lengths(samples)
     units = sample_units(samples)
     shares = split_by_tokens([sum(lengths[index] for index in unit) for unit in units], num_parts)
@@ -56,7 +57,8 @@ def sample_lengths(samples: Sequence[Mapping[str, Any]]) -> list[int]:
     """Tokens of each sample of a batch, after checking that the batch makes sense. Raises:
     ValueError naming the sample and the column, when the batch is empty, a sample has no or no flat
     ``input_ids``, a per-token column has another length, or the samples do not all have the same
-    columns."""
+    columns.
+    """
     if not samples:
         raise ValueError("the batch has no samples; give at least one")
     columns = set(samples[0])

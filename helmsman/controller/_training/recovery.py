@@ -33,7 +33,8 @@ from helmsman.controller._training.train_controller import TrainController
 
 class RecoveryPolicy(ProbePolicy, frozen=True, kw_only=True):
     """How a training job outlives its workers. A rank that is dead by ``dead_s`` or ``busy_s`` is
-    ended, so that the calls which wait for it end. Times in seconds."""
+    ended, so that the calls which wait for it end. Times in seconds.
+    """
 
     checkpoints: str | os.PathLike[str]
     """Folder of the checkpoints, which every node reaches."""
@@ -436,7 +437,8 @@ class Checkpoints:
 
     def finish(self) -> Path | None:
         """Publish what ``begin`` began, if it is complete by now; returns its folder then, and None
-        when it is not, or there is nothing to be published."""
+        when it is not, or there is nothing to be published.
+        """
         if self._begun is None or not self._unfinished(self._begun).is_dir():
             return None
         step, self._begun = self._begun, None

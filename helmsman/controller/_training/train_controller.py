@@ -204,7 +204,8 @@ class TrainController(RoleController):
     async def async_sleep(self, timeout: float | None = None) -> None:
         """Give the devices' memory back: the state of all ranks waits on their hosts. Idempotent.
         Weights can still be brought to a rollout; training and checkpoints are refused until
-        wake."""
+        wake.
+        """
         await run_async(self._ranks.replicated("sleep", timeout=timeout))
 
     sleep = blocking(async_sleep)
@@ -212,7 +213,8 @@ class TrainController(RoleController):
     @checked
     async def async_wake(self, timeout: float | None = None) -> None:
         """Take the devices' memory again. Idempotent. Raises: DeviceMemoryError for a trainer that
-        is in a DeviceHandoff, when there is not enough; it sleeps on."""
+        is in a DeviceHandoff, when there is not enough; it sleeps on.
+        """
         await run_async(self._ranks.replicated("wake", timeout=timeout))
 
     wake = blocking(async_wake)

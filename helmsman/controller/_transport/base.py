@@ -78,7 +78,8 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
         """Send a request, whose reply is for ``awaited``; from any thread. It never times out by
-        itself. Raises: TransportLostError, ProtocolError, WorkerBacklogError."""
+        itself. Raises: TransportLostError, ProtocolError, WorkerBacklogError.
+        """
 
     # A transport without a connection has none to replace
     def renew(self, silent_since: float) -> None:  # noqa: B027

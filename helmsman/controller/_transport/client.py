@@ -235,7 +235,8 @@ class WorkerClient:
     ) -> errors.CallTimeoutError:
         """The error of a call that is late by a limit, which comes from the setting ``source``. One
         that has not begun is withdrawn if it may be, and its error waits a moment for that.
-        ``seen`` is the answer to ``locate``."""
+        ``seen`` is the answer to ``locate``.
+        """
         state, stack = "it did not answer within the limit", ""
         if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
             if seen is None:
@@ -426,7 +427,8 @@ class PendingCall(abc.ABC):
 
     def give_up(self, limit_s: float, source: str) -> None:
         """Fail a late call. The worker is OVERDUE until the reply, whose memory still has to be
-        freed. The error of a worker that has ended is pending."""
+        freed. The error of a worker that has ended is pending.
+        """
         if self._is_lost:
             return
         self._given_up = True

@@ -37,7 +37,8 @@ def require_engine_arguments(
     role: str, engine: str | type[Any], arguments: Mapping[str, Any]
 ) -> None:
     """Refuse named arguments that the constructor of an engine does not take. Raises:
-    InvalidSpecError for one that is known not to exist."""
+    InvalidSpecError for one that is known not to exist.
+    """
     known = _engine_arguments(engine) if arguments else None
     for name, value in arguments.items():
         if known is not None and name not in known:
@@ -111,7 +112,8 @@ def _signature_names(function: Any) -> list[str] | None:
 
 def _class_arguments(module: str, definition: ast.ClassDef) -> list[str] | None:
     """Arguments of a class whose constructor names them, or is ``(self, config: Config | None =
-    None, **fields)`` and so takes the fields of that struct; None for other classes."""
+    None, **fields)`` and so takes the fields of that struct; None for other classes.
+    """
     function = next(
         (
             each

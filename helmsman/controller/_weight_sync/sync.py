@@ -163,7 +163,8 @@ async def _read_by_all(
 class ViaMemory(WeightTransport):
     """Worker to worker: once into shared memory of the trainer's node, or Ray's object store, from
     which each instance reads them; instances of one other node read one copy of it. Rank 0 holds
-    all of them on its host."""
+    all of them on its host.
+    """
 
     async def transfer(
         self,

@@ -29,7 +29,8 @@ from helmsman.rpc_server._wire.codec import Packed, encode
 class CallOrder:
     """Lets the calls of a group pass in the order in which they were made, ``max_concurrency`` at a
     time. It is used on Helmsman's event loop. ``check`` compares the ranks' coordinates within a
-    limit in seconds, before the first call that is cut along an axis."""
+    limit in seconds, before the first call that is cut along an axis.
+    """
 
     def __init__(
         self, name: str, max_concurrency: int | None, check: Callable[[float], Awaitable[None]]
@@ -103,7 +104,8 @@ async def compare_coordinates(
 ) -> None:
     """Ask the workers of a cluster for their coordinates, if their class has a method for that, by
     ``call``, which is given the method's name, the calls by worker id and a limit in seconds.
-    Raises: TopologyMismatchError; GroupCallError where workers do not answer."""
+    Raises: TopologyMismatchError; GroupCallError where workers do not answer.
+    """
     if not (isinstance(engine, str) or hasattr(engine, "get_rank_info")):
         return
     calls = {

@@ -67,7 +67,8 @@ def dispatch(
     topology: Topology, spec: MethodSpec, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Dispatched:
     """Spread the arguments of a declared method. Raises: TypeError for arguments that the method
-    does not take; DispatchError, UnevenBatchError."""
+    does not take; DispatchError, UnevenBatchError.
+    """
     bound = _bind(spec, args, kwargs)
     world = range(topology.world_size)
 
@@ -116,7 +117,8 @@ def dispatch_ad_hoc(
     ranks: Sequence[int],
 ) -> Dispatched:
     """Spread arguments that say themselves what is to become of them: Shard(x), Replicate(x), and
-    bare ones, which are replicated. Raises: DispatchError, UnevenBatchError."""
+    bare ones, which are replicated. Raises: DispatchError, UnevenBatchError.
+    """
 
     def one(what: str, value: Any) -> Argument:
         if isinstance(value, Shard):
@@ -148,7 +150,8 @@ def _each(
 
 def collecting_ranks(topology: Topology, sharding: AxisSharding) -> list[int]:
     """The rank from which the results of each part come, in the order of the parts. Raises:
-    DispatchError for a ``take`` beyond the group's size."""
+    DispatchError for a ``take`` beyond the group's size.
+    """
     wanted = {
         axis: _coordinate(topology, "taken from", sharding.take, axis)
         for axis in AXES

@@ -62,7 +62,8 @@ class Process:
 class RewardWorkers:
     """Gives out places at workers, of which each has ``capacity``, and restarts those that are
     lost: by ``rebuild``, which raises when it cannot, and at most ``max_restarts`` of all together
-    within an hour."""
+    within an hour.
+    """
 
     def __init__(
         self,
@@ -97,7 +98,8 @@ class RewardWorkers:
     async def acquire(self, *, is_again: bool) -> Process:
         """A place at the worker that has the fewest scores, in the order of asking; who was sent in
         vain comes first. Raises: RewardWorkersSpentError when no worker is left; what close was
-        given."""
+        given.
+        """
         if self._closed is not None:
             raise self._closed
         place: asyncio.Future[Process] = asyncio.get_running_loop().create_future()

@@ -66,7 +66,8 @@ class BatchPolicy(Protocol):
 
     def select(self, waiting: Sequence[Episode], state: ExecutorState) -> Sequence[Episode]:
         """The next batch, ``batch_size`` of those that wait (in the order in which they ended);
-        none when it has to wait for others."""
+        none when it has to wait for others.
+        """
 
 
 class BoundedStaleness:

@@ -202,7 +202,8 @@ class Cursor:
     """Where the next forward pass writes; the layers of one cache share it. In prefill whole
     prompts are written, from slot ``start`` on, and ``rows`` (B,) is the pass's row for each slot.
     Decoding writes one token per row: ``rows`` (N,) are the slots, ``columns`` (N,) the column of
-    each, and attention looks at ``width`` columns."""
+    each, and attention looks at ``width`` columns.
+    """
 
     def __init__(self) -> None:
         self.prefill = True

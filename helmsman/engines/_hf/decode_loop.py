@@ -59,7 +59,8 @@ class _Sequence(Generation):
 class DecodeLoop:
     """Continuous batching in a thread of its own, which alone uses the model from now on. All
     public methods may be called from any thread. At most ``max_prefill_tokens`` prompt tokens,
-    padding included, are computed between two decoding steps."""
+    padding included, are computed between two decoding steps.
+    """
 
     def __init__(
         self,
@@ -107,7 +108,8 @@ class DecodeLoop:
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[GenerationResult]]:
         """Queue requests with the same prompt, which join together as soon as there are slots for
         all; on an error none. Raises: ValueError for an id that is in flight already; RuntimeError
-        when the engine is asleep or destroyed."""
+        when the engine is asleep or destroyed.
+        """
         sequences = [_Sequence(request, self._max_len) for request in requests]
         ids: set[str] = set()
         with self._changed:

@@ -51,7 +51,8 @@ logger = logging.getLogger(__name__)
 class Checkpointer:
     """Saves and loads the state of a training job, with the random state of ``device`` and the
     host. Every method but ``close`` is called on all ranks, which wait ``timeout_s`` for each
-    other's writing."""
+    other's writing.
+    """
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self._device, self._timeout_s = device, timeout_s

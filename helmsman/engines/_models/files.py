@@ -85,7 +85,8 @@ class FolderWriter:
         self, metadata: Mapping[str, Any] | None = None, *, indexes_one: bool = True
     ) -> None:
         """Name the files and write their index, with ``metadata`` beside the size. Without
-        ``indexes_one`` one file alone has no index, and the name model.safetensors."""
+        ``indexes_one`` one file alone has no index, and the name model.safetensors.
+        """
         count = len(self._files)
         if count == 1 and not indexes_one:
             os.rename(self._path("1.unnamed"), self._path("model.safetensors"))

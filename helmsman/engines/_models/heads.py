@@ -57,7 +57,8 @@ def check_saved_head(folder: str, head: Head, *, exact: bool = False) -> None:
 def give_values(model: nn.Module) -> None:
     """Make a model with a value head return (B, T) float32, a value for each token, in place of the
     scores of the last ones. It is the model's own ``forward`` that changes, so that a sharded model
-    gathers the parameters of the head with its own. Raises: ValueError."""
+    gathers the parameters of the head with its own. Raises: ValueError.
+    """
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ValueError(
             f"{type(model).__name__} has no linear layer 'score'; there is no value head for this "

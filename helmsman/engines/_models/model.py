@@ -126,7 +126,8 @@ _LENGTH_INCLUDED = ("longrope", "su", "llama3")
 def max_positions(config: Any) -> int | None:
     """Most tokens of a sequence for which a model was built; None where its configuration does not
     say. Rotary embeddings that are scaled allow ``factor`` times as many, by the rules of vLLM; the
-    larger number is returned where a configuration may include it."""
+    larger number is returned where a configuration may include it.
+    """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not positions or positions < 0:

@@ -66,7 +66,8 @@ def _report(report_fd: int, number: int) -> None:
 def _wake_at_childs_end() -> int:
     """A descriptor that becomes readable when a child has ended. Signals for the worker's group end
     no process here: the engine asks the server to end, or it goes with the worker. They have
-    handlers, as the server would inherit ignored ones."""
+    handlers, as the server would inherit ignored ones.
+    """
     read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)

@@ -67,7 +67,8 @@ class ServerClient:
     ) -> bytes:
         """Send a request and return the answer. Raises: ServerRequestError for another status than
         200, ServerLostError for a connection that broke, TimeoutError when there was no answer
-        within ``limit_s`` seconds."""
+        within ``limit_s`` seconds.
+        """
         try:
             async with (
                 asyncio.timeout(limit_s),
@@ -85,7 +86,8 @@ class ServerClient:
 
     async def events(self, route: str, body: Any) -> AsyncGenerator[bytes, None]:
         """Post a request and give the data of the events (text/event-stream) that answer it;
-        leaving early closes the connection. Raises: as call, without a limit."""
+        leaving early closes the connection. Raises: as call, without a limit.
+        """
         async with (
             self._broken_is_lost(route),
             await self._send("POST", route, body, None) as response,

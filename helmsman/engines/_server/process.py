@@ -114,7 +114,8 @@ class ServerProcess:
     ) -> None:
         """Wait until the server answers a GET of this route with 200. Raises: ServerStartError when
         it ended before, or did not within ``limit_s`` seconds; it is still running in the second
-        case."""
+        case.
+        """
         started = time.monotonic()
         observed, pause_s = "nothing was asked yet", _LEAST_PAUSE_S
 

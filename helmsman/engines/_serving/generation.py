@@ -19,7 +19,8 @@ def check_request(
     limit: str = "max_model_len",
 ) -> None:
     """Raise ValueError for a request that no engine can do. None is a number that is not known;
-    ``limit`` names the setting that ``max_model_len`` comes from."""
+    ``limit`` names the setting that ``max_model_len`` comes from.
+    """
     prompt, name, seed = (
         request.prompt_ids,
         f"request {request.request_id!r}",
@@ -99,7 +100,8 @@ class Generation:
     def attempt_seed(self) -> int | None:
         """Seed of the next attempt, 0 to 2**63 - 1. Servers number what they draw from an attempt's
         first token on, so the seed itself would give a continuation the same random numbers
-        again."""
+        again.
+        """
         seed, offset = self.request.sampling.seed, self.request.num_generated + len(self.tokens)
         if seed is None or (offset == 0 and seed < 2**63):
             return seed

@@ -20,7 +20,8 @@ from helmsman.engines._serving.generation import Generation, already_in_flight, 
 class Attempt:
     """One request to the server: the next tokens of some generations of one prompt. Its number
     makes its id unique, since an earlier attempt of the same request may not be quite over on the
-    server."""
+    server.
+    """
 
     def __init__(self, generations: Sequence[Generation], number: int) -> None:
         self.generations = generations
@@ -49,7 +50,8 @@ class Requests:
     generate an attempt, and calls ``take`` until all of it has ended; ``forget`` is called when an
     attempt is closed, for servers to which the end of the reader says nothing. When the server has
     ended nothing is held back, so that ``read`` raises. ``samples_together`` says whether one
-    attempt may have several samples, where these have no seeds."""
+    attempt may have several samples, where these have no seeds.
+    """
 
     def __init__(
         self,

@@ -109,7 +109,8 @@ def is_on_host() -> bool:
 
 async def freeze(llm: Any, max_outputs: int) -> None:
     """Decode nothing until ``resume_generation``. When this returns, the readers have every token
-    that was decoded, of at most ``max_outputs`` requests in a step."""
+    that was decoded, of at most ``max_outputs`` requests in a step.
+    """
     await llm.pause_generation(mode="keep", clear_cache=False)
     # vLLM's answer comes by the socket of the tokens, after them, and is given out at once while
     # they still go through a queue and a task. That task yields between two outputs at most, so

@@ -43,7 +43,8 @@ _TYPES: dict[str, type[Exception]] = {
 class VLLMTransfer:
     """Brings weights to all ranks of an instance, which decode nothing meanwhile; ``model`` is the
     folder that says which names and shapes fit, and ``bucket_bytes`` go through shared memory at
-    once."""
+    once.
+    """
 
     def __init__(self, model: str, bucket_bytes: int) -> None:
         self._model, self._bucket_bytes = model, bucket_bytes

@@ -64,7 +64,8 @@ class VLLMWorkerExtension:
     ) -> Outcome:
         """Take all weights from a trainer's broadcasts. The first rank is the member of its group,
         and sends them on to the others of this instance. ``place`` is a CollectiveTarget and
-        ``forms`` are Expected, as plain types."""
+        ``forms`` are Expected, as plain types.
+        """
         found = msgspec.convert(place, CollectiveTarget), msgspec.convert(forms, list[Expected])
         return _outcome(lambda: _loading_of(self).receive(*found))
 

@@ -19,7 +19,8 @@ from helmsman.api.weights import CollectiveTarget
 
 class WeightGroup:
     """What a process has of such groups: the one that it is a member of and, on rank 0, the store
-    where members meet. The tensors that go by it are on ``device``."""
+    where members meet. The tensors that go by it are on ``device``.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -75,7 +76,8 @@ class WeightGroup:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's bytes into everybody's tensor, contiguous and of one size. Raises:
         ConnectionError, after which this process is no member any more, so that the others do not
-        wait for it."""
+        wait for it.
+        """
         try:
             self._broadcast(tensor)
         except RuntimeError as error:

@@ -25,7 +25,8 @@ class HostSwap:
 
     def offload(self, tensors: Iterable[torch.Tensor]) -> None:
         """Bring tensors here and give their memory back. What is here already stays, and so does
-        memory that cannot be given back, such as a mapped file's."""
+        memory that cannot be given back, such as a mapped file's.
+        """
         new: dict[int, _Swapped] = {}
         for storage in map(storage_of, tensors):
             key = storage._cdata

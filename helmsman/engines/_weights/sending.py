@@ -48,7 +48,8 @@ class Sink(abc.ABC, Generic[T]):
 
 class Packer(Generic[T]):
     """Makes buckets of full tensors for a sink: casts floating-point tensors to ``dtype``, and adds
-    checksums where asked for. A tensor of more than ``bucket_bytes`` is a bucket of its own."""
+    checksums where asked for. A tensor of more than ``bucket_bytes`` is a bucket of its own.
+    """
 
     def __init__(
         self, sink: Sink[T], dtype: torch.dtype | None, bucket_bytes: int, *, checksum: bool = False

@@ -53,7 +53,8 @@ class RewardEngine:
 
     async def async_score(self, call: Arguments, limit_s: float) -> Any:
         """As score, awaited; Overtime when it takes longer than the limit. One that swallows its
-        cancellation goes on, and nobody waits for it."""
+        cancellation goes on, and nobody waits for it.
+        """
         args, kwargs = call
         started = time.monotonic()
         work = asyncio.ensure_future(self._function(*args, **kwargs))

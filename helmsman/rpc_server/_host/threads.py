@@ -1,5 +1,6 @@
 """The two places where engine code runs in a worker, one thread for synchronous methods and one
-event loop for async ones; and what their threads and tasks are doing, as text."""
+event loop for async ones; and what their threads and tasks are doing, as text.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class _Waiting:
 class EngineThread:
     """Runs work one after another, in the order of submission, always on the same thread: the order
     keeps collectives of several ranks aligned, and one thread keeps a device context current.
-    ``record`` is for observers outside this process."""
+    ``record`` is for observers outside this process.
+    """
 
     def __init__(self, record: CallRecord | None = None) -> None:
         self._record = record
@@ -169,7 +171,8 @@ def start_loop(
 
 class EngineLoop:
     """An event loop on a thread of its own, started when the first async method is called;
-    ``record`` is for observers outside this process."""
+    ``record`` is for observers outside this process.
+    """
 
     def __init__(self, name: str, record: CallRecord | None = None) -> None:
         self._record = record

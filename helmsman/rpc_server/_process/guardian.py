@@ -166,7 +166,8 @@ def descendants(root: int, table: dict[int, Process]) -> set[int]:
 
 def family(worker_pid: int, tag: str) -> set[int]:
     """Pids of the running processes of a worker's family, without the worker and the caller. The
-    tag begins with the run's id and a slash."""
+    tag begins with the run's id and a slash.
+    """
     mark, entry = Mark(tag.partition("/")[0], worker_pid), f"{TAG_VARIABLE}={tag}".encode()
 
     def belongs(row: Process) -> bool:
@@ -299,7 +300,8 @@ def record_path(log_path: str) -> str:
 
 def read_record(log_path: str, pid: int) -> dict[str, int | None] | None:
     """What the guardian recorded of a worker's end: {"exit_code", "exit_signal"}; None while there
-    is nothing of this process, whose predecessor may have had the same log."""
+    is nothing of this process, whose predecessor may have had the same log.
+    """
     try:
         with open(
             os.open(
@@ -323,7 +325,8 @@ def watch(
 ) -> None:
     """Wait for a process to end, record its exit status beside its log, whose directory is open as
     ``folder``, and end its family. The guardian's whole life. The tracker of shared memory is
-    started when the first bytes arrive on ``tracker_fd``."""
+    started when the first bytes arrive on ``tracker_fd``.
+    """
     waiting = select.poll()
     for fd in (pidfd, tracker_fd):
         waiting.register(fd, select.POLLIN)

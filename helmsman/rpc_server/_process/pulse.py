@@ -81,7 +81,8 @@ class Pulse:
 
     def start(self, describe: Callable[[], bytes]) -> None:
         """Beat on a thread of its own until this process ends; what ``describe`` returns is kept if
-        it fits into 3.8 kB. Raises RuntimeError where no thread can be started."""
+        it fits into 3.8 kB. Raises RuntimeError where no thread can be started.
+        """
         self._beat(describe)
         threading.Thread(
             target=self._keep_beating, args=(describe,), name="pulse", daemon=True

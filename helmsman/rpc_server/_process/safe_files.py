@@ -214,7 +214,8 @@ def _open_file(name: str, folder: int, whole: str, flags: int) -> int:
 def remove_tree(path: str | Path) -> None:
     """Remove a directory of this user with all that is in it; symbolic links are removed and not
     followed. Only for paths that are made from the id of a run, or from what this process itself
-    has created. Raises: UntrustedPathError, OSError."""
+    has created. Raises: UntrustedPathError, OSError.
+    """
     directory, name = os.path.split(os.path.abspath(path))
     with open_directory(directory) as folder:
         entry = _entry(name, folder, str(path), False)

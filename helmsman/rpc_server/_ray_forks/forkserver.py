@@ -131,7 +131,8 @@ class _RayletFirst(importlib.abc.MetaPathFinder):
 class _ForkServer:
     """The control connection ends with the driver, unless a child that the driver forked holds the
     other end; the driver's pidfd tells in any case. ``imported_with`` is the environment under
-    which modules were imported."""
+    which modules were imported.
+    """
 
     def __init__(
         self,
@@ -257,7 +258,8 @@ def read_order(
     request: bytes, client: int, descriptors: list[int], imported_with: Mapping[str, str]
 ) -> Order | None:
     """Understand a request; None when it is for anything but a plain Python worker, or for one
-    whose environment differs from that under which the modules were imported."""
+    whose environment differs from that under which the modules were imported.
+    """
     number, folder, *words = map(os.fsdecode, request.split(b"\0"))
     setup, script, *arguments = words[: int(number)]
     environment = dict(word.split("=", 1) for word in words[int(number) :])
@@ -303,7 +305,8 @@ def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
 
 def become_worker(order: Order, program: CodeType, driver_folders: Iterable[str]) -> None:
     """Run Ray's compiled program for workers in this process, a fork in which nothing else runs.
-    ``driver_folders`` are those that ``sys.path`` has for the fork server alone."""
+    ``driver_folders`` are those that ``sys.path`` has for the fork server alone.
+    """
     from ray._private import utils
 
     os.setpgid(0, 0)  # as the raylet does with those that it starts, and what it ends them by

@@ -138,7 +138,8 @@ def forked_workers(
 ) -> contextlib.AbstractContextManager[None]:
     """Within it, this thread starts a Ray whose Python workers are forked with the modules
     ``preload``, until end_forks(). None switches forking off, and so does a system other than
-    Linux."""
+    Linux.
+    """
     if preload is None or sys.platform != "linux":
         return contextlib.nullcontext()
     try:

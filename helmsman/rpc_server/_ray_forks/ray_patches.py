@@ -46,7 +46,8 @@ def replaced(module: Any, **replacements: Callable[..., Any]) -> Iterator[None]:
 
 def through_client(command: Sequence[str], workers: Path) -> list[str] | None:
     """A raylet's command whose Python workers, programs in Ray's folder ``workers``, are started
-    through our client; None where it is not as expected."""
+    through our client; None where it is not as expected.
+    """
     programs = [str(workers / "setup_worker.py"), str(workers / "default_worker.py")]
     expected = _COMMAND_OPTION + subprocess.list2cmdline([sys.executable, *programs]) + " "
     ours = (

@@ -293,7 +293,8 @@ class Connection:
 
 class AuthenticatedServer(abc.ABC):
     """Serves each connection to a listening socket, which close() closes, on a thread of its own,
-    once its peer is authenticated."""
+    once its peer is authenticated.
+    """
 
     def __init__(self, listener: socket.socket, key: bytes, tls: ServerTls | None = None) -> None:
         self._listener = listener

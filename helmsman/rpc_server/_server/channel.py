@@ -139,7 +139,8 @@ class _Peer:
     def replace(self, connection: Connection, attempt: int, num_received: int) -> None:
         """Go on with a new connection, unless a later attempt of the controller's has come before
         it, or comes meanwhile. Raises: EOFError for one that is too late, OSError,
-        ProtocolError."""
+        ProtocolError.
+        """
         with self._claiming:
             if attempt <= self._attempt:
                 raise EOFError
@@ -179,7 +180,8 @@ class _Peer:
 class ChannelServer(AuthenticatedServer):
     """Serves the channel of one worker. ``shares_memory`` says whether the controller is on this
     machine, so that large buffers need not go over the socket; ``side_path`` carries the payloads
-    that the channel cannot carry."""
+    that the channel cannot carry.
+    """
 
     def __init__(
         self,

@@ -109,7 +109,8 @@ decode_event = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited | FamilyEnd
 class _ForkServer:
     """It watches the driver's pidfd, too: a child that the driver forked holds the driver's end of
     the channel open. ``watcher`` is the pid of the process that ends the run where this one
-    cannot."""
+    cannot.
+    """
 
     def __init__(self, channel: socket.socket, driver: int, watcher: int, run_dir: str) -> None:
         self._channel = channel
@@ -294,7 +295,8 @@ def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) 
 def _take_notice(host: EngineHost) -> None:
     """Have SIGTERM tell that this process is to end: it says so with its health, so that its work
     can be taken elsewhere, and ends ``NOTICE_S`` later or when it is told again. Our own side ends
-    workers by SIGKILL."""
+    workers by SIGKILL.
+    """
     worker, code = os.getpid(), 128 + signal.SIGTERM
 
     def told(*_: Any) -> None:

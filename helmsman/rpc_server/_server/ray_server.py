@@ -38,7 +38,8 @@ from helmsman.rpc_server.ports import RANGE_VARIABLE, port_range
 class RayHandleStore:
     """Keeps results: in segments for processes of this machine, and in Ray's object store once
     another machine needs them, or from the start where the controller is on another machine. A
-    handle has the location of a segment, or a reference."""
+    handle has the location of a segment, or a reference.
+    """
 
     def __init__(self, *, in_segments: bool = False) -> None:
         self.in_segments = in_segments
@@ -68,7 +69,8 @@ class RayHandleStore:
 
     def publish(self, handle: ResultHandle) -> ray.ObjectRef[Payload]:
         """A reference to what is kept here in a segment, for other machines; copied into Ray's
-        store the first time. Raises HandleLostError."""
+        store the first time. Raises HandleLostError.
+        """
         with self._lock:
             if handle.id not in self._references:
                 self._references[handle.id] = ray.put(self._segments.fetch(handle))
@@ -236,7 +238,8 @@ class RayRPCServer:
     ) -> ChannelAddress:
         """Listen for the controller's connection, with a key for this worker alone: on a Unix
         socket where ``sample``, a segment of the controller, can be mapped here, else on this
-        node's own address. Raises: OSError."""
+        node's own address. Raises: OSError.
+        """
         if self._channel is not None:
             self._channel.close()
         shares_memory = sample is not None and can_attach(sample)

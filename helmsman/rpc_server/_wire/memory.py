@@ -194,7 +194,8 @@ def _unmap(address: int, size: int, owner: int | None) -> None:
 
 def own_copy(data: Any) -> Any:
     """A copy that can be written to. Large ones lie in huge pages where the system has them: fresh
-    pages of the usual size take several times as long as the copying. Raises OSError."""
+    pages of the usual size take several times as long as the copying. Raises OSError.
+    """
     view = memoryview(data)
     if view.nbytes < _PARALLEL_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
         return bytearray(view)

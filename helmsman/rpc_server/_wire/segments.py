@@ -74,7 +74,8 @@ class SegmentLocation(msgspec.Struct, frozen=True):
 
 class ShmSegment(Closing):
     """Buffers packed into shared memory, as their owner holds them. A context manager; ``close``
-    gives the memory back, or keeps it for a segment to come."""
+    gives the memory back, or keeps it for a segment to come.
+    """
 
     def __init__(self, location: SegmentLocation, memory: _Memory) -> None:
         self.location = location
@@ -342,7 +343,8 @@ def _nobody_else_has_it_open(fd: int) -> bool:
 
 def _sealed_mapping(fd: int, size: int) -> ctypes.Array[ctypes.c_char] | None:
     """A mapping to write by, of a memfd that is sealed against all other writes; None where the
-    kernel cannot do so, or has no leases: then the memfd can be used once."""
+    kernel cannot do so, or has no leases: then the memfd can be used once.
+    """
     if _leases_tell() and _nobody_else_has_it_open(fd):
         array = map_memory(fd, size, mmap.MAP_SHARED, owner=os.getpid())
         try:

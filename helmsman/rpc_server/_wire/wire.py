@@ -243,7 +243,8 @@ class Outgoing:
 
     def packed(self, *, shares_memory: bool) -> tuple[bytes, ShmSegment | None]:
         """The encoded RequestFrame of any, and the segment of its large buffers if there is one.
-        Raises OSError, ProtocolError."""
+        Raises OSError, ProtocolError.
+        """
         wire, segment = to_wire(self.payload, segments=shares_memory)
         try:
             return self.framed(wire), segment
