@@ -22,6 +22,11 @@ class Trainer(FSDPTrainEngine):
 
     _steps_on = False
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The log of a process that crashes outside of Python shows where, for all threads.
+        torch._C._set_print_stack_traces_on_fatal_signal(True)  # type: ignore[attr-defined]
+
     def step_after_next_version(self) -> None:
         """Have other weights as soon as it has told its version."""
         self._steps_on = True

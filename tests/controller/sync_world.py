@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ from helmsman import (
     SupervisionPolicy,
     TrainController,
 )
+from helmsman.api.workers import WorkerState
 from helmsman.controller._generation.health import Health
 from helmsman.controller._weight_sync.sync import (
     ViaCollective,
@@ -113,6 +114,9 @@ class World:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         """End the workers."""
         self.rollout.close()
         self.trainer.close()
@@ -128,6 +132,37 @@ class World:
         """How many segments of memory the trainer's rank 0 holds open."""
         folder = Path(f"/proc/{self.pid(self.trainer.workers[0].id)}/fd")
         return sum("memfd" in os.readlink(link) for link in folder.iterdir())
+
+
+class SharedWorld:
+    """A world that the tests of a module share. One whose workers died in a test is replaced."""
+
+    def __init__(self, make: Callable[[], World]) -> None:
+        self._make = make
+        self._world: World | None = None
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[World]:
+        """The world for one test; the logs of workers that die in it go to the test's output."""
+        world = self._world = self._world or self._make()
+        try:
+            yield world
+        finally:
+            ids = {each.id for each in (*world.trainer.workers, *world.rollout.workers)}
+            failed = [
+                each
+                for each in world.scheduler.status()
+                if each.worker_id in ids and each.state is WorkerState.FAILED
+            ]
+            for each in failed:
+                print(f"log of {each.worker_id}:\n{Path(each.log_path).read_text()}")
+            if failed:
+                self.close()
+
+    def close(self) -> None:
+        if self._world is not None:
+            self._world.close()
+            self._world = None
 
 
 def way_of(name: str, folder: Path) -> ViaMemory | ViaDisk | ViaCollective:

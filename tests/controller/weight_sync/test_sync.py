@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -26,7 +27,15 @@ from helmsman.api.weights import WeightFormat, WeightsOnDisk
 from helmsman.controller._generation.health import Health
 from helmsman.controller._weight_sync.sync import ViaCollective, ViaDisk, ViaMemory, WeightSync
 from tests.controller.sync_engines import KILL, STOP
-from tests.controller.sync_world import PROMPT, SPEC, SUPERVISED, World, going_on, way_of
+from tests.controller.sync_world import (
+    PROMPT,
+    SPEC,
+    SUPERVISED,
+    SharedWorld,
+    World,
+    going_on,
+    way_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -37,14 +46,28 @@ def scheduler(engines_scheduler: Scheduler) -> Scheduler:
 
 
 @pytest.fixture(scope="module")
-def pair(scheduler: Scheduler) -> Iterator[World]:
-    with World(scheduler, 2, 2) as world:
+def shared(scheduler: Scheduler) -> Iterator[dict[str, SharedWorld]]:
+    with contextlib.ExitStack() as stack:
+        shared = {
+            "pair": SharedWorld(lambda: World(scheduler, 2, 2)),
+            "supervised": SharedWorld(
+                lambda: World(scheduler, 1, 4, "-supervised", supervision=SUPERVISED)
+            ),
+        }
+        for each in shared.values():
+            stack.callback(each.close)
+        yield shared
+
+
+@pytest.fixture
+def pair(shared: dict[str, SharedWorld]) -> Iterator[World]:
+    with shared["pair"].lent() as world:
         yield world
 
 
-@pytest.fixture(scope="module")
-def supervised(scheduler: Scheduler) -> Iterator[World]:
-    with World(scheduler, 1, 4, "-supervised", supervision=SUPERVISED) as world:
+@pytest.fixture
+def supervised(shared: dict[str, SharedWorld]) -> Iterator[World]:
+    with shared["supervised"].lent() as world:
         yield world
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import shutil
 import threading
@@ -23,7 +24,14 @@ from helmsman.controller._generation.health import Health
 from helmsman.controller._weight_sync.sync import SyncReport, ViaCollective, ViaDisk, WeightSync
 from tests.contract.helpers import stop
 from tests.controller.sync_engines import KILL, STOP
-from tests.controller.sync_world import PROMPT, SUPERVISED, World, going_on, way_of
+from tests.controller.sync_world import (
+    PROMPT,
+    SUPERVISED,
+    SharedWorld,
+    World,
+    going_on,
+    way_of,
+)
 
 pytestmark = pytest.mark.slow
 WAYS = ["memory", "disk", "collective"]
@@ -37,8 +45,15 @@ def scheduler(engines_scheduler: Scheduler) -> Scheduler:
 
 
 @pytest.fixture(scope="module")
-def world(scheduler: Scheduler) -> Iterator[World]:
-    with World(scheduler, 2, 2, supervision=SUPERVISED) as world:
+def shared(scheduler: Scheduler) -> Iterator[SharedWorld]:
+    shared = SharedWorld(lambda: World(scheduler, 2, 2, supervision=SUPERVISED))
+    with contextlib.closing(shared):
+        yield shared
+
+
+@pytest.fixture
+def world(shared: SharedWorld) -> Iterator[World]:
+    with shared.lent() as world:
         yield world
 
 
