@@ -292,10 +292,5 @@ class Reward(Role):
     def score(self, rollout: Batch) -> Batch:
         """``rewards``: 1 for each token that counts on from the one before it."""
         self.note("score", rollout)
-        return Batch(
-            {
-                "rewards": (
-                    rollout["tokens"] == (tokens_before(rollout) + STRIDE) % VOCABULARY
-                ).astype(np.float64)
-            }
-        )
+        is_right = rollout["tokens"] == (tokens_before(rollout) + STRIDE) % VOCABULARY
+        return Batch({"rewards": is_right.astype(np.float64)})

@@ -43,7 +43,24 @@ POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "prefix affinity": PrefixAffinity,
 }
 _SHARED_PREFIXES = 16
-"""Different system prompts, of which each prompt begins with one."""
+"""Number of system prompts; each prompt begins with one of them."""
+FLAGS: list[tuple[str, int | float, str]] = [
+    ("--instances", 64, "rollout instances"),
+    ("--capacity", 64, "requests that an instance takes at once"),
+    ("--prompts", 512, "prompts of the batch"),
+    ("--samples", 8, "samples of each prompt"),
+    ("--mean-tokens", 1000.0, "mean length of a sample"),
+    ("--sigma", 1.0, "spread of the lengths' logarithm"),
+    ("--max-tokens", 16_384, "longest sample"),
+    ("--prompt-tokens", 256, "tokens of a prompt after its system prompt"),
+    ("--prefix-tokens", 1024, f"tokens of each of the {_SHARED_PREFIXES} system prompts"),
+    ("--cache-tokens", 65_536, "prompt tokens that the cache of an instance holds"),
+    ("--stragglers", 0.0, "fraction of instances that are slow"),
+    ("--slowdown", 3.0, "how many times slower these are"),
+    ("--failures", 0, "instances that are killed while they run"),
+    ("--rebuild-s", 30.0, "virtual seconds until a killed instance is back"),
+    ("--seed", 0, "seed of workload and failures"),
+]
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,9 +157,13 @@ async def simulate(
         requests.add(instance_id, options.capacity)
         supervisor.watch(instance_id)
     supervisor.start()
+
+    def kill(instance_id: str) -> None:
+        backend.instances[instance_id].kill()
+
     for doomed in drawn.sample(sorted(models), options.failures):
         at_s = drawn.uniform(1.0, options.mean_tokens * model.step_s)
-        loop.call_later(at_s, _kill, backend, doomed)
+        loop.call_later(at_s, kill, doomed)
     ended: list[float] = []
     running: list[tuple[float, int]] = []
     tickets = []
@@ -169,10 +190,6 @@ async def simulate(
         num_repeated_tokens=num_new - work,
         running=running,
     )
-
-
-def _kill(backend: SimulatedBackend, instance_id: str) -> None:
-    backend.instances[instance_id].kill()
 
 
 def _remaining(request: GenerationRequest, workload: Workload) -> int:
@@ -232,51 +249,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--instances", type=int, default=64, help="rollout instances")
-    parser.add_argument(
-        "--capacity", type=int, default=64, help="requests that an instance takes at once"
-    )
-    parser.add_argument("--prompts", type=int, default=512, help="prompts of the batch")
-    parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
-    parser.add_argument("--mean-tokens", type=float, default=1000.0, help="mean length of a sample")
-    parser.add_argument("--sigma", type=float, default=1.0, help="spread of the lengths' logarithm")
-    parser.add_argument("--max-tokens", type=int, default=16_384, help="longest sample")
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=256, help="tokens that a prompt has of its own"
-    )
-    parser.add_argument(
-        "--prefix-tokens",
-        type=int,
-        default=1024,
-        help="tokens of the system prompts, of which there are 16",
-    )
-    parser.add_argument(
-        "--cache-tokens",
-        type=int,
-        default=65_536,
-        help="prompt tokens that an instance's cache holds",
-    )
-    parser.add_argument(
-        "--stragglers", type=float, default=0.0, help="share of instances that are slow"
-    )
-    parser.add_argument(
-        "--slowdown", type=float, default=3.0, help="how many times slower these are"
-    )
-    parser.add_argument(
-        "--failures", type=int, default=0, help="instances that are killed while they run"
-    )
-    parser.add_argument(
-        "--rebuild-s", type=float, default=30.0, help="virtual seconds until a killed one is back"
-    )
+    for flag, default, text in FLAGS:
+        parser.add_argument(flag, type=type(default), default=default, help=text)
     parser.add_argument(
         "--known-lengths",
         action="store_true",
-        help="tell the scheduler each sample's length beforehand",
+        help="give the scheduler each sample's length beforehand",
     )
     parser.add_argument(
         "--policy", choices=sorted(POLICIES), action="append", help="only this one (repeatable)"
     )
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--out", type=Path, default=Path("runs/simulation.png"), help="where the picture goes"
     )

@@ -110,6 +110,15 @@ def test_modules_max_lines() -> None:
     assert not long
 
 
+def test_examples_max_lines() -> None:
+    """A reader sees a whole example, docstrings included, in at most 300 lines."""
+    lines = {
+        path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").rglob("*.py")
+    }
+    assert lines
+    assert not {name: n for name, n in lines.items() if n > 300}
+
+
 def test_classes_max_methods() -> None:
     large = {
         name: n

@@ -54,8 +54,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_steps(self) -> int:
-        """Supervised steps and GRPO steps together; they are numbered through, from 1."""
+        """Supervised steps and GRPO steps together; they are numbered consecutively, from 1."""
         return self.sft_steps + self.steps
+
+    def lr_of(self, step: int) -> float:
+        """Learning rate of the phase of a step."""
+        return self.sft_lr if step <= self.sft_steps else self.lr
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether an action of every ``every`` steps of a phase is due; it is at a phase's end."""
+        steps_of_phase = step - self.sft_steps if step > self.sft_steps else step
+        return steps_of_phase % every == 0 or step in (self.sft_steps, self.total_steps)
 
 
 TASK_PARAMS: dict[str, dict[str, Any]] = {
