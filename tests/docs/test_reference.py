@@ -11,6 +11,7 @@ from tests.docs.snippets import ROOT
 griffe = pytest.importorskip("griffe", reason="needs the extra `docs`")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["RolloutController", "TrainController"])
 def test_reference_has_signature_of_blocking_forms(name: str) -> None:
     """Every public ``x = blocking(async form)`` has the parameters and the text of that form."""

@@ -70,6 +70,7 @@ def test_preference_rows(tokenizer: ChatTokenizer, entry: dict[str, Any]) -> Non
         preferences(Data(train=""), tokenizer)("file", "line 1", {"prompt": "x", "chosen": "y"})
 
 
+@pytest.mark.slow
 def test_sft_learns_and_resumes(model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{number}+0=", "answer": number} for number in range(10)]
 

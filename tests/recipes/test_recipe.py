@@ -49,6 +49,7 @@ def inline(model: Path, out: Path, **settings: Any) -> GRPO:
     return GRPO(model, cluster={"scheduler": "inline"}, out=str(out), **given)
 
 
+@pytest.mark.slow
 def test_grpo_of_rows_and_functions(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,6 +61,7 @@ def test_grpo_of_rows_and_functions(
     assert "8 prompts to train on, 0 held out" in said
 
 
+@pytest.mark.slow
 def test_grpo_earlier_run_in_folder(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     inline(model, out).train()

@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 EXAMPLE = re.search(r"```python\n(.*?)```", (ROOT / "docs/testing.md").read_text(), re.DOTALL)[1]  # type: ignore[index]
 

@@ -126,6 +126,7 @@ async def test_instance_prefix_cache() -> None:
     assert await prefill_s("e-1", shared) == pytest.approx(0.128), "it was pushed out"
 
 
+@pytest.mark.slow
 @virtually
 async def test_instance_counts_tokens() -> None:
     instance = make_instance(EngineModel(), log_normal_lengths(0, 50.0, 1.0))
@@ -205,6 +206,7 @@ async def test_instance_versions_of_tokens() -> None:
 # --- lengths and the clock ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_log_normal_lengths_mean() -> None:
     lengths = log_normal_lengths(1, mean=500.0, sigma=1.0)
     drawn = [lengths(make_request(f"r{number}")) for number in range(20_000)]
@@ -274,6 +276,7 @@ async def makespan(
     return now() - start, cached / sum(each.num_prompt_tokens for each in instances.values())
 
 
+@pytest.mark.slow
 def test_routing_long_tail_near_bound() -> None:
     """4,096 log-normal requests on 64 instances: within 5 % of what no policy can beat."""
     model, limit, num = EngineModel(), 16_384, 64

@@ -210,6 +210,7 @@ def outcome(seed: int) -> bool:
     return isinstance(plan, Plan)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.integers(0, 10**9))
 def test_plan_jobs_finds_a_plan_if_one_exists(seed: int) -> None:

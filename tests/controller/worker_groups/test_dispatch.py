@@ -109,6 +109,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "topology", TOPOLOGIES, ids=lambda topology: "x".join(map(str, topology.sizes.values()))
 )

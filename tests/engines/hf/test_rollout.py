@@ -97,6 +97,7 @@ def reference_tokens(config: dict[str, Any], prompt: list[int], num_tokens: int)
     return tokens[len(prompt) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [QWEN2, LLAMA, GPT2, MISTRAL_SLIDING, GEMMA3_MIXED],
@@ -180,6 +181,7 @@ async def test_agenerate_without_seed(make: Make) -> None:
     assert len({tuple(result.token_ids) for result in results}) > 8
 
 
+@pytest.mark.slow
 async def test_agenerate_distribution_of_first_tokens(make: Make) -> None:
     config = {**QWEN2, "initializer_range": 0.1}
     num, prompt = 4000, PROMPTS[2]
@@ -441,6 +443,7 @@ def test_agenerate_from_any_event_loop(engine: HFRolloutEngine) -> None:
     assert [result.token_ids for result in first] == [result.token_ids for result in second]
 
 
+@pytest.mark.slow
 def test_initialize_unsupported_layers() -> None:
     engine = HFRolloutEngine(model=QWEN3_NEXT_LINEAR)
     with pytest.raises(ValueError, match="linear_attention"):

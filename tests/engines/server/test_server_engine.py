@@ -128,6 +128,7 @@ def require(result: GenerationResult, prompt: list[int], weight: float = 0.0) ->
     assert result.logprobs == pytest.approx(logprobs)
 
 
+@pytest.mark.slow
 async def test_agenerate_many_requests_few_connections(engine: ServerEngine) -> None:
     prompts, before = (
         {f"r{i}": [i, i + 1] for i in range(12)},
@@ -426,6 +427,7 @@ async def test_update_weights_during_samples(tmp_path: Path) -> None:
             assert result.versions[-1] == 1
 
 
+@pytest.mark.slow
 async def test_update_weights_that_do_not_fit(engine: ServerEngine) -> None:
     (task,) = await begun(engine, "a")
     right, name = tensors_of(1.0), "model.norm.weight"

@@ -22,6 +22,7 @@ def _own_processes(run_id: str) -> dict[int, int]:
     return {pid: row.parent for pid, row in table.items() if guardian.mark_of(pid) == (run_id, 0)}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="there is no watcher without pidfds")
 def test_driver_watch_leaves_next_forkserver(tmp_path: Path) -> None:
     with LocalScheduler(log_dir=tmp_path, preload=()) as scheduler:

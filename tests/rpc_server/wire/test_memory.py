@@ -28,6 +28,7 @@ def test_own_copy_sizes(size: int) -> None:
         numpy.frombuffer(made, numpy.uint8)[-1] = 0
 
 
+@pytest.mark.slow
 def test_own_copy_memory_freed() -> None:
     def mapped() -> int:
         gc.collect()

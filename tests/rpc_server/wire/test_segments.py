@@ -339,6 +339,7 @@ def test_from_wire_buffer_missing() -> None:
 # --- payloads -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 3000), max_size=12),
