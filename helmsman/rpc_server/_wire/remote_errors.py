@@ -75,7 +75,7 @@ def _text(error: BaseException) -> str:
     try:
         return clipped(str(error))
     except Exception as failure:  # noqa: BLE001 - a broken __str__ must not hide the error
-        return f"<its text could not be made: {type(failure).__name__}>"
+        return f"<no text: str() raised {type(failure).__name__}>"
 
 
 def traceback_text(error: BaseException) -> str:

@@ -479,7 +479,7 @@ def test_from_wire_sender_killed() -> None:
         assert np.array_equal(got, np.arange(1_000_000))
         got += 1
         assert np.array_equal(got, np.arange(1, 1_000_001))
-        with pytest.raises(ProtocolError, match="cannot be opened any more") as caught:
+        with pytest.raises(ProtocolError, match="can no longer be opened") as caught:
             from_wire(wire)
     assert str(process.pid) in str(caught.value)
     assert pickle.loads(pickle.dumps(caught.value)).location == wire.segment
