@@ -153,10 +153,10 @@ def test_driver_log_tells_the_story(
     expected = [
         rf"run {scheduler._run.id} begins: \w+Backend, pid {os.getpid()}, helmsman ",  # type: ignore[attr-defined]
         rf"create_workers of {role} took \d+\.\d s: {role}/0 {place}, {role}/1 {place}$",
-        rf"added to role {role}, now of 3: {role}/2 \(pid",
+        rf"added to role {role}, which now has 3 workers: {role}/2 \(pid",
         *([] if backend == "inline" else [rf"{role}/1 was ended by SIGKILL"]),
         rf"restarted {role}/1 \(pid",
-        rf"removing from role {role}, now of 1: {role}/1, {role}/2$",
+        rf"removing from role {role}, leaving 1: {role}/1, {role}/2$",
         r"create_workers of large failed: PlacementInfeasibleError: ",
         r"a warning of the library$",
         rf"deleting {role}$",
