@@ -107,7 +107,7 @@ def test_kill_fails_calls(scheduler: Scheduler, worker: Engine, engine: Engine, 
 
     again = _inject(scheduler, Kill(worker.worker_id, at_step=4))
     assert not again.done
-    assert "had ended before: it was ended by SIGKILL" in again.outcome
+    assert "had already ended: it was ended by SIGKILL" in again.outcome
     with pytest.raises(errors.WorkerNotFoundError):
         asyncio.run(scheduler.inject(Kill("nobody/0", at_step=1)))
 
