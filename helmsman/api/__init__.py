@@ -1,3 +1,5 @@
-"""Contracts. Nothing here imports another room of Helmsman, nor Ray; torch is imported only when a
-platform is resolved.
+"""Contracts between the parts of Helmsman.
+
+This package imports no other part of Helmsman and no Ray. torch is imported only when a platform is
+resolved.
 """

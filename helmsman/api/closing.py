@@ -1,4 +1,4 @@
-"""Context managers that close themselves."""
+"""Base classes of context managers that start and close themselves."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from helmsman.api.forms import awaitable
 
 
 class Closing(abc.ABC):
-    """A ``with`` or ``async with`` statement closes it at its end."""
+    """A context manager, sync or async, that closes itself on exit."""
 
     __slots__ = ()
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release all that it holds."""
+        """Release all resources."""
 
     async_close = awaitable(close)
 
@@ -33,18 +33,18 @@ class Closing(abc.ABC):
 
 
 class Starting(Closing):
-    """A ``with`` or ``async with`` statement starts it, unless that was done before."""
+    """A context manager, sync or async, that starts itself on entry unless already started."""
 
     __slots__ = ()
 
     @property
     @abc.abstractmethod
     def is_started(self) -> bool:
-        """Whether ``initialize`` has succeeded, also when it has been closed since."""
+        """Whether ``initialize`` has succeeded; stays True after ``close``."""
 
     @abc.abstractmethod
     def initialize(self) -> None:
-        """Start it, in the caller's thread, so that an interrupt reaches the start itself."""
+        """Start in the caller's thread, so that an interrupt reaches the start itself."""
 
     async_initialize = awaitable(initialize)
 

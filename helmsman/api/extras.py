@@ -21,22 +21,24 @@ _PACKAGES = {
 EXTRA_OF: Mapping[str, str] = {
     package: extra for extra, packages in _PACKAGES.items() for package in packages
 }
-"""Name by which a package is imported -> the extra of Helmsman that brings it; pyproject.toml says
-the same.
-"""
+"""Import name of a package -> the extra of Helmsman that installs it; matches pyproject.toml."""
 
 
 def install_command(package: str) -> str:
-    """The command that brings a package of EXTRA_OF."""
+    """Return the command that installs a package of EXTRA_OF."""
     return f"pip install 'helmsman[{EXTRA_OF[package]}]'"
 
 
 @contextlib.contextmanager
 def needed_by(what: str, *packages: str) -> Iterator[None]:
-    """A block that imports optional packages for ``what``.
+    """Wrap a block that imports optional packages.
 
-    Raises: BackendNotInstalledError where one of ``packages`` (none given: any of EXTRA_OF) is
-    missing; other errors as they are.
+    Args:
+        what: The feature that needs the packages, for the message.
+        *packages: The packages; any of EXTRA_OF if none is given.
+
+    Raises:
+        BackendNotInstalledError: One of the packages is missing. Other errors pass through.
     """
     try:
         yield

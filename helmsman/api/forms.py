@@ -17,7 +17,16 @@ T = TypeVar("T")
 def begin_in_thread(
     function: Callable[..., T], *arguments: Any, name: str = "helmsman-blocking"
 ) -> concurrent.futures.Future[T]:
-    """Run a function in a daemon thread of its own. Cancelling the future has no effect."""
+    """Run a function in a new daemon thread. Cancelling the future has no effect.
+
+    Args:
+        function: The function to run.
+        *arguments: Its positional arguments.
+        name: Name of the thread.
+
+    Returns:
+        A future of the function's result.
+    """
     ended: concurrent.futures.Future[T] = concurrent.futures.Future()
     ended.set_running_or_notify_cancel()
 
@@ -32,10 +41,17 @@ def begin_in_thread(
 
 
 async def run_in_new_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Await a blocking function that runs in a thread of its own.
+    """Await a blocking function that runs in a new thread.
 
-    The executor of an event loop has few threads. Blocking calls that wait for each other would
-    occupy all of them.
+    An event loop's executor has few threads; blocking calls that wait for each other could occupy
+    all of them.
+
+    Args:
+        function: The function to run.
+        *arguments: Its positional arguments.
+
+    Returns:
+        The function's result.
     """
     return await asyncio.wrap_future(begin_in_thread(function, *arguments))
 

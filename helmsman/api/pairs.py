@@ -1,8 +1,8 @@
 """Pairs of samples for losses that compare two answers to one prompt: DPO and the reward model.
 
-The scalar entry ``pair`` of a sample, any integer, names its pair. Exactly two samples of a batch
-have the same; the one that stands first in the batch is the preferred one. They stay together
-wherever a batch is cut: over data-parallel ranks and into micro-batches.
+The scalar entry ``pair`` of a sample, any integer, identifies its pair. Exactly two samples of a
+batch share each value; the first one in the batch is the preferred one. Both stay together when a
+batch is split over data-parallel ranks or into micro-batches.
 """
 
 from __future__ import annotations
@@ -13,27 +13,24 @@ from typing import Any
 from helmsman.api.engines import sample_numbers
 
 PAIR = "pair"
-"""The entry of a sample that names its pair."""
+"""Key of the sample entry that identifies its pair."""
 
 
 def pair_samples(
     pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
 ) -> list[dict[str, Any]]:
-    """Samples of a batch from (preferred, rejected) pairs of them: neighbours, with ``pair``
-    numbered from 0.
-    """
+    """Flatten (preferred, rejected) pairs into adjacent samples, with ``pair`` numbered from 0."""
     return [{**sample, PAIR: number} for number, pair in enumerate(pairs) for sample in pair]
 
 
 def sample_units(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, ...]]:
-    """The indices of samples that must stay together, in the order of the batch: pairs, or each
-    sample alone.
+    """Group sample indices that must stay together, in batch order: pairs, or single samples.
 
     Args:
         samples: All with ``pair``, or all without.
 
     Raises:
-        ValueError: ``pair`` is not one integer, or is not that of exactly two samples.
+        ValueError: ``pair`` is not an integer, or is not shared by exactly two samples.
     """
     if not samples or PAIR not in samples[0]:
         return [(index,) for index in range(len(samples))]

@@ -1,8 +1,7 @@
-"""The contract between a controller script and whatever runs its workers.
+"""The contract between a controller script and the backend that runs its workers.
 
-A script describes a Job, a Scheduler starts its workers, and engines in those workers are created
-and called by worker id. Names follow the field's existing Scheduler API, so that scripts written to
-it carry over.
+A script describes a Job, a Scheduler starts its workers, and the script creates and calls engines
+in them by worker id. Names follow the field's existing Scheduler API, so that scripts carry over.
 """
 
 from __future__ import annotations
@@ -46,36 +45,40 @@ StrategyType = Literal["separation", "colocation"]
 
 
 class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """What one worker needs."""
+    """The resources and environment of one worker."""
 
     cpu: float = 1
-    """CPU cores. Thread counts (OMP_NUM_THREADS and its like, torch's) are these, 1 at least."""
+    """CPU cores. Also the thread count (OMP_NUM_THREADS and similar, torch's), at least 1."""
     gpu: float = 0
-    """Accelerators of whatever kind the cluster has."""
+    """Number of accelerators, of any kind that the cluster has."""
     mem: float = 0
-    """Memory in GB (10^9 bytes); 0 asks for none in particular."""
+    """Memory in GB (10^9 bytes); 0 requests no specific amount."""
     port_count: int = 0
     """Ports leased to the worker for its engine, below the ephemeral range or in
-    HELMSMAN_PORT_RANGE ('20000-20200'). No other worker of any run on the node is given them until
-    this one ends. A worker with a ``cmd`` has one at least."""
+    HELMSMAN_PORT_RANGE ('20000-20200'). No other worker of any run on the node receives them until
+    this worker ends. A worker with a ``cmd`` has at least one.
+    """
     env_vars: dict[str, str] = {}
-    """Environment variables of the worker; they win over everything that is forwarded."""
+    """Environment variables of the worker; they override all forwarded variables."""
     cmd: str | None = None
-    """Module and arguments to run (``python -m``) as the worker's child, which ends with it; None
-    for engines alone. Quoted as for a shell; ``{port0}``, ``{port1}``, ... are the worker's leased
-    ports, ``{port}`` the first; HELMSMAN_PORTS has all."""
+    """Module and arguments to run (``python -m``) as a child process, which ends with the worker.
+    None: the worker runs engines only. Quoted as for a shell. ``{port0}``, ``{port1}``, ... are the
+    worker's leased ports, ``{port}`` is the first; HELMSMAN_PORTS holds all.
+    """
     ray_placement_strategy: PlacementStrategy = "shared"
-    """shared: one placement group, a bundle per worker; separate: a group per worker; deferred: a
-    group per instance whose devices are left to the server that the worker launches."""
+    """shared: one placement group with a bundle per worker; separate: one group per worker;
+    deferred: one group per instance, whose devices are left to the server that the worker launches.
+    """
     resources: dict[str, float] = {}
-    """Extra custom resources by name."""
+    """Additional custom resources by name."""
     node_labels: dict[str, str] = {}
-    """Labels that the worker's node must carry. A value may also be '!x', 'in(x, y)' or '!in(x,
-    y)', as Ray's selectors have it."""
+    """Labels that the worker's node must have. A value may also be '!x', 'in(x, y)' or '!in(x, y)',
+    as in Ray's label selectors.
+    """
     accelerator_type: str | None = None
-    """Accelerator model that the worker's node must have, as Ray names it."""
+    """Accelerator model that the worker's node must have, by Ray's name."""
     nodelist: Sequence[str] = ()
-    """Addresses, host names or ids of the only nodes that may be used; empty for all."""
+    """Addresses, host names or ids of the only nodes that may be used; empty allows all nodes."""
     exclude: Sequence[str] = ()
     """Addresses, host names or ids of nodes that must not be used."""
     node_packing: NodePacking = "pack"
@@ -84,19 +87,21 @@ class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
 
 
 class SchedulingStrategy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """Where a job's workers go in relation to another role's."""
+    """The placement of a job's workers relative to another role."""
 
     type: StrategyType = "separation"
-    """separation: resources of its own; colocation: those of ``target``."""
+    """separation: own resources; colocation: the resources of ``target``."""
     target: str | None = None
     """Role to colocate with."""
     fork: bool = False
-    """With colocation: False reuses the target's workers (engines are told apart by name), True
-    gives each a sibling process."""
+    """With colocation: False reuses the target's workers, where the engine name distinguishes
+    engines. True gives each worker a sibling process.
+    """
     device_mapping: Sequence[Sequence[int]] = ()
-    """With fork: for each replica the devices of the target that it gets, counted over the target's
-    workers in rank order, on one node. Several replicas may get the same device. Empty: neighbours
-    share evenly."""
+    """With fork: for each replica, the devices of the target that it gets, on one node. Devices are
+    numbered over the target's workers in rank order, and several replicas may share a device.
+    Empty: divides the devices evenly between adjacent replicas.
+    """
 
 
 class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
@@ -110,7 +115,11 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     scheduling_strategy: SchedulingStrategy = SchedulingStrategy()
 
     def validate(self) -> None:
-        """Raise a JobError unless the job makes sense on its own, whatever the cluster."""
+        """Check the job's fields, independently of any cluster.
+
+        Raises:
+            InvalidSpecError: A field has an invalid type or value.
+        """
         self._require_types()
         if not self.role or "/" in self.role or self.role != self.role.strip():
             raise self._wrong("role", self.role, "a name without '/' or outer blanks")
@@ -146,7 +155,8 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
             self._require_mapping(strategy)
 
     def _require_mapping(self, strategy: SchedulingStrategy) -> None:
-        """Which devices the target has is known later; see colocation.tile."""
+        """Check device_mapping; ``colocation.tile`` checks it against the target's devices later.
+        """
         field, mapping = "scheduling_strategy.device_mapping", strategy.device_mapping
         if not strategy.fork:
             raise self._wrong(field, mapping, "only with colocation and fork")
@@ -162,8 +172,9 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
         return InvalidSpecError(role=str(self.role), field=field, value=value, expected=expected)
 
     def _require_types(self) -> None:
-        """Structs made in Python are not checked by msgspec; a misspelt strategy would otherwise be
-        taken for another one.
+        """Check field types: msgspec does not check structs made in Python.
+
+        Without this check, a misspelt strategy would be taken for another one.
         """
         try:
             msgspec.convert(msgspec.to_builtins(self, enc_hook=_as_number), type=Job)
@@ -179,7 +190,7 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
             raise self._wrong(field, _at(self, field), expected) from error
 
     def spec(self, index: int) -> SchedulingSpec:
-        """The spec of replica ``index``."""
+        """Return the spec of replica ``index``."""
         return self.tasks[0] if len(self.tasks) == 1 else self.tasks[index]
 
 
@@ -191,14 +202,14 @@ _CHOICES = {
 
 
 def _as_number(value: Any) -> Any:
-    """A number of numpy's as Python's."""
+    """Convert a NumPy number to a Python number."""
     if hasattr(value, "item"):
         return value.item()
     raise NotImplementedError(f"Expected plain values, got `{type(value).__name__}`")
 
 
 def _at(job: Job, path: str) -> Any:
-    """The value at a path such as 'tasks[0].gpu'; the job itself where it leads nowhere."""
+    """Return the value at a path such as 'tasks[0].gpu', or the last value that exists on it."""
     value: Any = job
     for name, index in re.findall(r"(\w+)|\[(\d+)\]", path):
         try:
@@ -211,222 +222,311 @@ def _at(job: Job, path: str) -> Any:
 class Scheduler(Closing):
     """Starts workers and calls the engines in them.
 
-    Use it as a context manager, or call ``close()``. All methods may be called from any thread; the
-    ``async`` ones from any event loop.
+    Use it as a context manager, or call ``close()``. All methods may be called from any thread, and
+    the ``async`` ones from any event loop.
     """
 
     timeouts: Timeouts
 
     @property
     def n_gpus_per_node(self) -> int:
-        """Accelerators on each node of the cluster (the most that any node has); 0 without
-        accelerators.
-        """
+        """Number of accelerators per node (the maximum over all nodes); 0 without accelerators."""
         return max((node.num_devices for node in self.nodes()), default=0)
 
     @property
     def shares_process(self) -> bool:
-        """Whether the workers live in the script's own process, and so have one environment and no
-        devices of their own.
+        """Whether workers run in the script's process: one environment, and no devices of their
+        own.
         """
         return False
 
     @functools.cached_property
     def monitor(self) -> Monitor:
-        """Watches the workers by ``check_health`` and ``preemption_notices`` for all controllers of
-        this scheduler.
-        """
+        """Monitor of the workers' health and preemption notices, shared by all controllers."""
         return Monitor(self.check_health, self.preemption_notices)
 
     @abc.abstractmethod
     def nodes(self) -> list[Node]:
-        """The nodes that live, neighbours together, with what each has and what of it is free."""
+        """List the live nodes with their total and free resources; close nodes are adjacent."""
 
     @abc.abstractmethod
     def create_workers(self, job: Job | Collection[Job]) -> list[str]:
-        """Start the workers of a job, or of several jobs together, and return their ids in the
-        order of the jobs.
+        """Start the workers of one or several jobs and return their ids in the order of the jobs.
 
-        Several jobs start together or not at all; on an error nothing of any of them remains. They
-        are placed together, so two controllers that each need what the other has half of cannot
-        starve each other. A colocated job may name another of them as its target.
+        Several jobs start together or not at all; after an error nothing of any job remains.
+        Placing them together prevents a deadlock between two controllers that each hold half of the
+        resources that both need. A colocated job may name another job of the call as its target.
 
-        Raises: JobError (a job makes no sense, or its role exists), StartError (it could not
-            start).
+        Raises:
+            JobError: A job is invalid, or its role exists.
+            StartError: The jobs could not start.
         """
 
     @abc.abstractmethod
     def plan(self, jobs: Job | Collection[Job]) -> Plan:
-        """Where ``create_workers(jobs)`` would put every rank now; starts nothing.
-        ``print(plan.table())`` shows it.
+        """Compute where ``create_workers(jobs)`` would place every rank now; starts nothing.
 
-        Raises: JobError; PlacementInfeasibleError (never on this cluster, with the smallest change
-        that would fit); PlacementTimeoutError (not now, with who holds what is missing).
+        ``print(plan.table())`` shows the plan.
+
+        Raises:
+            JobError: A job is invalid, or its role exists.
+            PlacementInfeasibleError: The jobs can never fit; states the smallest change that would
+                fit.
+            PlacementTimeoutError: The jobs do not fit now; names the holders of the resources.
         """
 
     @abc.abstractmethod
     def reserve(self, job: Job) -> list[Reservation]:
-        """Hold what the replicas of a job need without starting a process for any, until
-        delete_workers(role).
+        """Reserve the resources of a job until delete_workers(role), without starting processes.
 
-        Jobs that are colocated with it with fork run there, and go with it. On Ray every device is
-        a bundle of its own, in a placement group for each replica of a 'separate' job.
+        Returns one reservation per replica. Jobs that are colocated with it by fork run on these
+        resources and are deleted with it. On Ray, every device is a separate bundle, in one
+        placement group per replica of a 'separate' job.
 
-        Raises: as create_workers; nothing is held then.
+        Raises:
+            JobError: The job is invalid, or its role exists. Nothing is reserved.
+            StartError: The resources could not be reserved. Nothing is reserved.
         """
 
     @abc.abstractmethod
     def restart_worker(self, worker_id: str | Worker) -> None:
-        """End a worker's process, if it lives, and start another in its place.
+        """End a worker's process, if it is alive, and start a replacement with the same id.
 
-        It has the same id, but new ports and no engines. It is on the same node and devices unless
-        that node is gone, or is about to go, as Ray tells: then it is placed anew, as a job of one.
-        One that shares the devices of another role's worker cannot be placed anew.
+        The replacement has new ports and no engines. It uses the same node and devices, unless that
+        node has left or Ray reports that it is about to leave; then the worker is placed again, as
+        a job of one. A worker that shares devices with another role's worker cannot be placed
+        again.
 
-        Raises: WorkerNotFoundError, also when it is removed meanwhile; InvalidSpecError for a
-        worker that belongs to another role; StartError, after which the worker counts as failed and
-        may be restarted again.
+        Raises:
+            WorkerNotFoundError: The worker does not exist, or is removed meanwhile.
+            InvalidSpecError: The worker belongs to another role.
+            StartError: The replacement did not start. The worker counts as failed and may be
+                restarted again.
         """
 
     @abc.abstractmethod
     def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
-        """End all processes of a role, and start as many anew once the last of them has ended:
-        ranks of one process group.
+        """End all processes of a role, then start their replacements: ranks of one process group.
 
-        They are on the same nodes and devices or, with ``elsewhere``, wherever the job fits now, as
-        after delete_workers and create_workers. They have the same ids, new ports and no engines;
-        ``elsewhere`` numbers them anew where some were removed.
+        Replacements start once the last old process has ended. They have the same ids, new ports
+        and no engines.
 
-        Raises: RoleNotFoundError; InvalidSpecError for a role whose workers are another's, or are
-            used by a role that is colocated without fork, or with ``elsewhere`` by any other role;
-            StartError, after which the workers count as failed and may be restarted again or, with
-            ``elsewhere``, the role is gone.
+        Args:
+            role: The role.
+            elsewhere: False: use the same nodes and devices. True: place the job again wherever it
+                fits, as delete_workers and create_workers would; ids are renumbered if some were
+                removed.
+
+        Raises:
+            RoleNotFoundError: The role does not exist.
+            InvalidSpecError: The role's workers belong to another role, or are used by a role
+                colocated without fork (with ``elsewhere``, by any other role).
+            StartError: The replacements did not start. The workers count as failed and may be
+                restarted again; with ``elsewhere`` the role no longer exists.
         """
 
     @abc.abstractmethod
     def scale(self, role: str, replicas: int) -> list[str]:
-        """Let a role have so many workers that live: more at its end, placed as a job of one each,
-        or fewer, the last ones ended as by remove_workers.
+        """Resize a role to ``replicas`` live workers.
 
-        New workers are ready and have no engines; their ids go on after the highest that the role
-        ever had. Workers that stay are not touched.
+        New workers are each placed as a job of one, are ready and have no engines. Their ids
+        continue after the highest that the role ever had. Shrinking ends the last workers as
+        remove_workers does. The remaining workers are not affected.
 
-        Returns: ids of the workers that are new.
-        Raises: as create_workers, and then the role is as it was; RoleNotFoundError;
-            InvalidSpecError for a role whose workers are another's, whose replicas have specs of
-            their own, or on whose last workers another role stands.
+        Args:
+            role: The role.
+            replicas: Number of workers.
+
+        Returns:
+            Ids of the new workers.
+
+        Raises:
+            RoleNotFoundError: The role does not exist.
+            InvalidSpecError: The role's workers belong to another role, its replicas have
+                individual specs, or another role uses its last workers.
+            JobError: The job is invalid. The role is unchanged.
+            StartError: New workers could not start. The role is unchanged.
         """
 
     @abc.abstractmethod
     def add_workers(self, role: str, count: int) -> list[str]:
-        """Let a role have so many workers more than it has, as ``scale`` does; returns their
-        ids.
+        """Add workers to a role.
+
+        Args:
+            role: The role.
+            count: Number of workers to add.
+
+        Returns:
+            Ids of the new workers.
+
+        Raises:
+            HelmsmanError: The errors of ``scale``.
         """
 
     @abc.abstractmethod
     def remove_workers(self, role: str, worker_ids: Sequence[str | Worker]) -> None:
-        """End these workers of a role, whichever they are; the others keep their ids, and these are
-        never given again.
+        """End some workers of a role; the others keep their ids, and removed ids are not reused.
 
-        Their engines are destroyed first. What they held is free again, but for a worker of a
-        'shared' job, whose placement group goes with the last of those that it was made for.
-        Whether the others can go on without them is the caller's to know: ranks of one process
-        group cannot. A removal that has begun is finished, also when its caller is interrupted.
+        Engines are destroyed first. The workers' resources are freed; a 'shared' job keeps its
+        placement group until the last of its original workers ends. The caller decides whether the
+        other workers can continue: ranks of one process group cannot. A removal that has begun
+        completes even if its caller is interrupted.
 
-        Raises: RoleNotFoundError, WorkerNotFoundError, and then nothing has been ended;
-            InvalidSpecError for all workers of a role (delete_workers), for workers that are
-            another's, or on which another role stands; ShutdownIncompleteError.
+        Args:
+            role: The role.
+            worker_ids: The workers, or their ids, in any position.
+
+        Raises:
+            RoleNotFoundError: The role does not exist.
+            WorkerNotFoundError: A worker does not exist. No worker has been ended.
+            InvalidSpecError: The workers are all workers of the role (use delete_workers), belong
+                to another role, or are used by another role.
+            ShutdownIncompleteError: A worker could not be ended within the deadline.
         """
 
     @abc.abstractmethod
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
-        """The role's workers in rank order, each having answered within ``timeout`` seconds; 0 asks
-        nobody.
+        """Return the role's workers in rank order, once each has answered.
 
-        Raises: RoleNotFoundError, WorkerFailedError, CallTimeoutError.
+        Args:
+            role: The role.
+            timeout: Limit in seconds for all answers; 0 skips the check.
+
+        Returns:
+            The workers in rank order.
+
+        Raises:
+            RoleNotFoundError: The role does not exist.
+            WorkerFailedError: A worker has died.
+            CallTimeoutError: A worker did not answer in time.
         """
 
     @abc.abstractmethod
     def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
-        """Destroy the role's engines and end its workers (None: all roles); ``reverse_order`` ends
-        rank 0 last.
+        """Destroy a role's engines and end its workers.
 
-        Deleting what is not there is an error for a named role (RoleNotFoundError) and nothing for
-        None. Raises: ShutdownIncompleteError.
+        Args:
+            role: The role; None deletes all roles, of which there may be none.
+            reverse_order: Whether to end rank 0 last.
+
+        Raises:
+            RoleNotFoundError: A named role does not exist.
+            ShutdownIncompleteError: Something could not be removed within the deadline.
         """
 
     @abc.abstractmethod
     def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
-        """Give each worker of ``target_role`` a sibling process in ``role``, on the same node and
-        devices.
+        """Start a sibling process for each worker of a role, on the same node and devices.
+
+        Args:
+            role: Name of the new role.
+            target_role: The role whose workers get siblings.
+            command: Module and arguments that each sibling runs, as in ``SchedulingSpec.cmd``.
+
+        Returns:
+            Ids of the new workers.
+
+        Raises:
+            RoleNotFoundError: The target role does not exist.
+            JobError: The new role exists, or is invalid.
+            StartError: The siblings could not start. None of them remains.
         """
 
     @abc.abstractmethod
     async def set_worker_env(
         self, worker_id: str | Worker | Worker, env: Mapping[str, str]
     ) -> None:
-        """Set environment variables in a worker, before its engines are created."""
+        """Set environment variables in a worker, before its engines are created.
+
+        Args:
+            worker_id: The worker, or its id.
+            env: Name -> value.
+
+        Raises:
+            WorkerNotFoundError: The worker does not exist.
+            InvalidSpecError: Inline workers share one environment, and another worker has set
+                another value.
+            TypeError: A name or value is not a string.
+        """
 
     @abc.abstractmethod
     async def check_health(
         self, worker_id: str | Worker | Worker, timeout: float | None = None
     ) -> WorkerHealth:
-        """Ask a worker whether it is there; it answers beside a call that runs.
+        """Return a worker's health; it answers even during a call.
 
         A worker that does not answer within half a second is observed from outside, so that its
-        health is known within a second. This needs Linux. Inline workers share the script's
-        interpreter, so a lock that is held there holds up the script, too.
+        health is known within a second. This requires Linux. Inline workers share the script's
+        interpreter, so a lock held there also blocks the script.
 
         Args:
-            timeout: seconds for a worker that cannot be observed; ``timeouts.health_s`` when None.
-        Returns: its answer, or the observation (``WorkerHealth.answered`` is False).
-        Raises: WorkerFailedError when it has died, CallTimeoutError when it neither answers nor can
-            be observed, WorkerNotFoundError.
+            worker_id: The worker, or its id.
+            timeout: Limit in seconds if the worker cannot be observed; ``timeouts.health_s`` if
+                None.
+
+        Returns:
+            The worker's answer, or the observation (``WorkerHealth.answered`` is False).
+
+        Raises:
+            WorkerFailedError: The worker has died.
+            CallTimeoutError: The worker does not answer and cannot be observed.
+            WorkerNotFoundError: The worker does not exist.
         """
 
     @abc.abstractmethod
     async def inject(self, fault: Fault) -> list[Injection]:
-        """Have a worker do this to itself now, whatever the fault's step, to see that the run
-        survives it; see FaultPlan.
+        """Inject a fault into a worker now, whatever its ``at_step``, to test recovery; see
+        FaultPlan.
 
-        It costs other calls nothing. A worker that does not answer cannot be told, and nothing is
-        inflicted on it later.
+        Returns the outcome for each affected worker; a DropNode affects all workers of this run on
+        the node. Other calls are not affected. If a worker does not answer, the fault is not
+        injected, now or later.
 
-        Returns: what became of it at each worker that it concerns; a DropNode concerns all workers
-            of this run on the node.
-        Raises: WorkerNotFoundError; FaultsUnsupportedError where workers are no processes of their
-            own.
+        Raises:
+            WorkerNotFoundError: The worker does not exist.
+            FaultsUnsupportedError: Workers are not processes of their own.
         """
 
     @abc.abstractmethod
     async def preemption_notices(self) -> dict[str, PreemptionNotice]:
-        """Workers that are about to go, by id.
+        """Return the notices of workers that are about to be preempted, by worker id.
 
-        On Ray these are the workers of nodes that are being drained: before a preemption, by an
-        autoscaler or by ``ray drain-node``, and where ``ray start --block`` was sent SIGTERM. A
-        worker of the local scheduler is one once it was sent SIGTERM, which it says with its next
-        answer to check_health or status; it ends 25 s later, or at a second one. On Ray, SIGTERM
-        ends a worker at once, since it is how Ray itself ends them.
+        On Ray these are the workers on draining nodes: before a preemption, an autoscaler's removal
+        or ``ray drain-node``, and after SIGTERM to ``ray start --block``. Ray itself ends a worker
+        by SIGTERM, so a worker that receives it ends at once. A worker of the local scheduler
+        reports SIGTERM with its next answer to check_health or status; it ends 25 s later, or at a
+        second SIGTERM.
         """
 
     @abc.abstractmethod
     async def kill_worker(self, worker_id: str | Worker | Worker, cause: str) -> None:
-        """End a worker's process at once, whatever it does, such as one that is stopped. Calls that
-        wait for it fail.
+        """End a worker's process at once, even if it is stopped. Its pending calls fail.
 
         Args:
-            cause: why, for the WorkerFailedError of its calls, as part of a sentence: 'was ended
+            worker_id: The worker, or its id.
+            cause: Reason for the WorkerFailedError of its calls, as a sentence part: 'was ended
                 because it ...'.
-        Raises: WorkerNotFoundError; ShutdownIncompleteError.
+
+        Raises:
+            WorkerNotFoundError: The worker does not exist.
+            ShutdownIncompleteError: The process could not be ended.
         """
 
     @abc.abstractmethod
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
-        """Try whether a process group of the role can meet: rank 0 listens on ``port``, every rank
-        connects to ``address``.
+        """Check that a process group can form: rank 0 listens, and every rank connects to it.
 
-        TrainController does so before it sets MASTER_ADDR and MASTER_PORT.
-        Raises: RendezvousError, RoleNotFoundError, WorkerFailedError.
+        TrainController does this before it sets MASTER_ADDR and MASTER_PORT.
+
+        Args:
+            role: The role.
+            address: Address of rank 0.
+            port: Port on which rank 0 listens.
+
+        Raises:
+            RendezvousError: Rank 0 cannot listen, or a rank cannot connect.
+            RoleNotFoundError: The role does not exist.
+            WorkerFailedError: A worker has died.
         """
 
     @abc.abstractmethod
@@ -441,12 +541,20 @@ class Scheduler(Closing):
         """Build ``engine(*args, **kwargs)`` in the worker.
 
         Args:
-            engine: import path 'package.module.Class', or a class or another callable that returns
-                the engine (sent by cloudpickle when it is not importable), or an EngineSpec that
-                says more.
-            engine_name: its name in the worker; the worker's id when None.
-        Raises: WorkerNotFoundError, EngineImportError, EngineCreationError, EngineExistsError,
-        CallTimeoutError, WorkerFailedError.
+            worker_id: The worker, or its id.
+            engine: Import path 'package.module.Class'; a class or other callable that returns the
+                engine (sent by cloudpickle if it is not importable); or an EngineSpec.
+            engine_name: Name of the engine in the worker; the worker's id if None.
+            *args: Positional arguments of the engine.
+            **kwargs: Named arguments of the engine.
+
+        Raises:
+            WorkerNotFoundError: The worker does not exist.
+            EngineImportError: The import path cannot be resolved in the worker.
+            EngineCreationError: The constructor raised.
+            EngineExistsError: The worker already holds an engine of this name.
+            CallTimeoutError: The constructor did not return within ``timeouts.create_engine_s``.
+            WorkerFailedError: The worker died.
         """
 
     @abc.abstractmethod
@@ -463,13 +571,13 @@ class Scheduler(Closing):
         Args:
             worker_ids: The workers, or their ids.
             engine: As for create_engine.
-            engine_name: Its name in each worker; the worker's id when None.
+            engine_name: Name of the engine in each worker; the worker's id if None.
             *args: Positional arguments of the engine.
             **kwargs: Named arguments of the engine.
 
         Raises:
-            HelmsmanError: The first error of create_engine, in the order of the workers. The
-                others have ended then, too.
+            HelmsmanError: The first error of create_engine, in the order of the workers. All other
+                attempts have ended by then.
         """
 
     async def async_create_engines(
@@ -480,7 +588,11 @@ class Scheduler(Closing):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Build the same engine in several workers at once; see create_engines."""
+        """Build the same engine in several workers; see create_engines for the arguments.
+
+        Raises:
+            HelmsmanError: The first error of create_engine, in the order of the workers.
+        """
         ids = ids_of(worker_ids)
         starts = [self.create_engine(id_, engine, engine_name, *args, **kwargs) for id_ in ids]
         for outcome in await asyncio.gather(*starts, return_exceptions=True):
@@ -498,21 +610,28 @@ class Scheduler(Closing):
         rpc_timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call a method of an engine and return its result. The call is sent once and never again.
+        """Call a method of an engine and return its result.
+
+        The call is sent once and never again.
 
         Args:
             worker_id: The worker, or its id.
             method: Name of the method.
-            engine_name: The worker's id when None.
-            *args: The method's positional arguments.
-            rpc_timeout: seconds; ``timeouts.call_s`` when None.
-            rpc_meta: {"broadcast": bool} whether arguments given to the data-parallel head reach
-                its model-parallel group; {"keep": True} leaves the result in the worker and returns
-                a ResultHandle, which may be an argument of any other call; {"discard": True} drops
-                the result there and returns None; {"kwargs": {...}} are named arguments beside
-                ``kwargs``, for a method whose names, such as 'method', this call takes itself.
-            **kwargs: The method's named arguments.
-        Raises: a CallError that says what happened; see helmsman.api.errors.
+            engine_name: Name of the engine; the worker's id if None.
+            *args: Positional arguments of the method.
+            rpc_timeout: Limit in seconds; ``timeouts.call_s`` if None.
+            rpc_meta: Options of the call. {"broadcast": bool}: whether arguments given to the
+                data-parallel head reach its model-parallel group. {"keep": True}: leave the result
+                in the worker and return a ResultHandle, which may be an argument of any other call.
+                {"discard": True}: drop the result there and return None. {"kwargs": {...}}: more
+                named arguments, for names such as 'method' that call_engine itself uses.
+            **kwargs: Named arguments of the method.
+
+        Returns:
+            The method's result, or a ResultHandle.
+
+        Raises:
+            CallError: The call failed; the subclasses in helmsman.api.errors state the reason.
         """
 
     @abc.abstractmethod
@@ -526,8 +645,13 @@ class Scheduler(Closing):
         rpc_timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As call_engine, awaited. Tensors among the arguments must not be written to before it is
-        done. Cancelling the await does not undo a call that has begun.
+        """Await a method of an engine; see call_engine for the arguments.
+
+        Tensor arguments must not be written to before the await ends. Cancelling the await does not
+        undo a call that has begun.
+
+        Raises:
+            CallError: The call failed; the subclasses in helmsman.api.errors state the reason.
         """
 
     def call_many(
@@ -537,19 +661,23 @@ class Scheduler(Closing):
         engine_name: str | None = None,
         timeout: float | None = None,
     ) -> Fanout:
-        """Begin a call of ``method`` on each of these workers; it is used on Helmsman's own event
-        loop.
+        """Begin a call of ``method`` on several workers; for use on Helmsman's own event loop.
 
-        A call that cannot be begun is a failure of its worker in the fan-out and does not affect
-        the others. This default makes them by async_call_engine.
+        A call that cannot begin is recorded as a failure of its worker and does not affect the
+        others. This default implementation uses async_call_engine.
 
         Args:
-            calls: worker id -> the arguments of its call.
-            engine_name, timeout: as for call_engine, for all calls.
+            calls: Worker id -> the arguments of its call.
+            method: Name of the method.
+            engine_name: Name of the engine; each worker's id if None.
+            timeout: Limit in seconds for every call; ``timeouts.call_s`` if None.
+
+        Returns:
+            The pending calls.
         """
         fanout = Fanout()
         for worker_id, (args, kwargs, rpc_meta, _) in calls.items():
-            # a 'timeout' among them is the method's
+            # A named argument such as 'timeout' belongs to the method.
             meta = {**(rpc_meta or {}), "kwargs": kwargs} if kwargs else rpc_meta
             call = self.async_call_engine(
                 worker_id, method, engine_name, *args, rpc_meta=meta, rpc_timeout=timeout
@@ -559,59 +687,71 @@ class Scheduler(Closing):
 
     @abc.abstractmethod
     def put(self, value: Any) -> ResultHandle:
-        """Pack a value once, for arguments of many calls, until ``release``. It moves to each node
-        once, whoever asks for it.
+        """Pack a value once, to pass it to many calls until ``release``.
 
-        Raises: NotSerializableError.
+        Each node receives the value at most once.
+
+        Raises:
+            NotSerializableError: The value cannot be pickled.
         """
 
     @abc.abstractmethod
     def get(self, handle: ResultHandle) -> Any:
-        """The value of a handle, here. Raises: HandleLostError."""
+        """Fetch the value of a handle into the script.
+
+        Raises:
+            HandleLostError: The value no longer exists.
+        """
 
     @abc.abstractmethod
     def release(self, handle: ResultHandle) -> None:
-        """Let the worker that keeps the value of ``handle`` forget it. Idempotent; nothing happens
-        when that worker, or this scheduler, is gone.
+        """Release the value of ``handle`` in its worker.
+
+        Idempotent; does nothing if the worker or this scheduler no longer exists.
         """
 
     def advise(self, role: str, next_step: str) -> None:
-        """Set the next step that WorkerFailedErrors of a role suggest; '' restores the scheduler's
-        own. For controllers.
+        """Set the next step in the WorkerFailedErrors of a role; for controllers.
+
+        Args:
+            role: The role.
+            next_step: The text; '' restores the scheduler's own.
         """
 
     @abc.abstractmethod
     def status(self) -> list[WorkerStatus]:
-        """Every worker of every role, asked for its health under one short deadline. Never raises
-        for a dead worker.
+        """Return the status of all workers under one short deadline; never raises for a dead
+        worker.
         """
 
     @abc.abstractmethod
     def stacks(self, role: str) -> dict[str, str]:
-        """The Python stacks of all threads of each of the role's workers; a line saying why for one
-        that does not answer.
-        """
+        """Return the Python stacks of all threads by worker id, or why a worker did not answer."""
 
     @abc.abstractmethod
     def environment(self, role: str) -> dict[str, list[EnvironmentVariable]]:
-        """Each variable of the role's workers, by worker id, sorted by name, and who set it.
-        Secrets are masked in the worker.
+        """Return the environment variables of a role's workers, and their sources, by worker id.
 
-        What is forwarded from the script's environment is a list (``helmsman env`` shows it);
-        ``SchedulingSpec.env_vars`` win over everything. Thread counts follow
+        Variables are sorted by name; secrets are masked in the worker. A fixed list of variables is
+        forwarded from the script's environment (``helmsman env`` shows it);
+        ``SchedulingSpec.env_vars`` override everything. Thread counts follow
         ``SchedulingSpec.cpu``, except on the inline scheduler, whose workers have the script's own
         environment.
 
-        Raises: RoleNotFoundError, WorkerFailedError, CallTimeoutError.
+        Raises:
+            RoleNotFoundError: The role does not exist.
+            WorkerFailedError: A worker has died.
+            CallTimeoutError: A worker did not answer in time.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End everything this scheduler started. Idempotent; works after a half-failed start and
-        with dead workers.
+        """End everything that this scheduler started.
+
+        Idempotent; works after a half-failed start and with dead workers.
         """
 
-    # --- the awaited form of each blocking operation above ---------------------------------------
+    # --- awaitable forms of the blocking operations above -----------------------------------------
 
     async_nodes = awaitable(nodes)
     async_create_workers = awaitable(create_workers)

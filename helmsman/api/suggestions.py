@@ -1,4 +1,4 @@
-"""Suggestions for names that do not exist: of fields, arguments, settings and methods."""
+"""Suggestions for unknown names of fields, arguments, settings and methods."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 _MIN_PART = 3
-"""Fewest letters of a name that is suggested as a part of another name."""
+"""Minimum length of a name that is suggested as a part of another name."""
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """The known names that are most like a name, best first: by spelling, as its abbreviation, or
-    as a part of it.
+    """Return the most similar known names, best first: by spelling, abbreviation or substring.
+
+    Args:
+        name: The unknown name.
+        known: The known names.
+        most: Maximum number of suggestions.
+
+    Returns:
+        The suggestions.
     """
-    import difflib  # only where something is wrong
+    import difflib  # Needed for errors only.
 
     names = list(known)
     close = difflib.get_close_matches(name, names, n=most)
@@ -29,8 +36,14 @@ def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """End of a message about an unknown name: the nearest known name, or all known names if none is
-    near.
+    """Return the end of a message about an unknown name: the nearest name, or all known names.
+
+    Args:
+        name: The unknown name.
+        known: The known names.
+
+    Returns:
+        Text such as "did you mean 'role'?".
     """
     names = list(known)
     near = nearest(name, names, 1)
@@ -43,13 +56,12 @@ def _initials(name: str) -> str:
 
 
 class Suggesting(msgspec.StructMeta):
-    """Metaclass of structs that scripts create: the error for an unknown field suggests the nearest
-    field.
-    """
+    """Metaclass of user-facing structs: the error for an unknown field suggests the nearest one."""
 
     if not TYPE_CHECKING:  # type checkers take the signature from the fields
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Create the struct; the TypeError for an unknown field suggests the nearest one."""
             try:
                 return super().__call__(*args, **kwargs)
             except TypeError:

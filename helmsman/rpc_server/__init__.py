@@ -1,0 +1,1 @@
+"""Worker side: processes, engine host, authenticated servers and wire format."""

@@ -1,9 +1,9 @@
-"""Ports leased by the process that will bind them.
+"""Leases of ports, held by the process that will bind them.
 
-A lease is a Unix socket in the kernel's abstract namespace, named after the port: every process of
+A lease is a Unix socket in the kernel's abstract namespace, named after the port. Every process of
 the network namespace sees it, and it ends with its process. A port that another program has bound
-is passed over. Leased ports lie below the ephemeral range, from which the system serves programs
-that ask for any port.
+is skipped. Leased ports lie below the ephemeral range, from which the system serves programs that
+request any free port.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import sys
 from collections.abc import Mapping
 
 RANGE_VARIABLE = "HELMSMAN_PORT_RANGE"
-"""Environment variable with the first and the last port that may be leased: '20000-20200'."""
+"""Environment variable: first and last port that may be leased, such as '20000-20200'."""
 PORTS_VARIABLE = "HELMSMAN_PORTS"
-"""In a child that runs a spec's command: the ports leased for it, 'port,port'."""
+"""Environment variable of a child that runs a spec's command: its leased ports, 'port,port'."""
 FIRST_PORT = 20_000
 _EPHEMERAL_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 _TAKEN = (errno.EADDRINUSE, errno.EACCES)
@@ -30,27 +30,35 @@ _locks: set[socket.socket] = set()
 
 
 class PortLeases:
+    """The ports that this process has leased."""
+
     def __init__(self) -> None:
         self._held: dict[int, socket.socket] = {}
 
     @property
     def leased(self) -> tuple[int, ...]:
+        """The leased ports, in the order of their leases."""
         return tuple(self._held)
 
     def lease(self, count: int) -> list[int]:
-        """Lease ``count`` more ports that nobody holds or has bound: below the ephemeral range, or
-        of HELMSMAN_PORT_RANGE.
+        """Lease more ports, below the ephemeral range or in HELMSMAN_PORT_RANGE.
 
-        Raises: OSError when there are not that many; ValueError for a HELMSMAN_PORT_RANGE that is
-            none.
+        Args:
+            count: Number of ports.
+
+        Returns:
+            The new ports, which are neither leased nor bound by any other process.
+
+        Raises:
+            OSError: Fewer than ``count`` ports are free; none is leased then.
+            ValueError: HELMSMAN_PORT_RANGE is not a valid range.
         """
         first, last = port_range(os.environ)
         candidates = list(range(first, last + 1))
         if count > len(candidates):
             raise OSError(
-                f"at most {len(candidates)} of {count} ports are free: {first} to {last} are no "
-                "more; ask for fewer, "
-                f"or set {RANGE_VARIABLE} to a wider range"
+                f"{count} ports cannot be leased: the range {first}-{last} has "
+                f"{len(candidates)}; request fewer, or set {RANGE_VARIABLE} to a wider range"
             )
         random.SystemRandom().shuffle(candidates)
         with contextlib.ExitStack() as undo:
@@ -73,11 +81,9 @@ class PortLeases:
             if len(leased) < count:
                 raise OSError(
                     f"only {len(leased)} of {count} ports are free: of the {len(candidates)} "
-                    f"ports {first}-{last} of this node "
-                    f"Helmsman's workers have leased {num_ours}, other programs have bound "
-                    f"{num_foreign} (or had until a "
-                    f"minute ago); end what needs them no longer, or set {RANGE_VARIABLE} to a "
-                    "wider range"
+                    f"ports {first}-{last} of this node Helmsman's workers have leased {num_ours}, "
+                    f"other programs have bound {num_foreign} (or had until a minute ago); end "
+                    f"programs that are no longer needed, or set {RANGE_VARIABLE} to a wider range"
                 )
             undo.pop_all()
         return leased
@@ -89,14 +95,16 @@ class PortLeases:
             lock.close()
 
     def close(self) -> None:
+        """Release all ports. Idempotent."""
         for port in list(self._held):
             self._release(port)
 
 
 def port_range(environ: Mapping[str, str]) -> tuple[int, int]:
-    """The first and the last port that may be leased on this node.
+    """Return the first and the last port that may be leased on this node.
 
-    Raises: ValueError for a HELMSMAN_PORT_RANGE that is none.
+    Raises:
+        ValueError: HELMSMAN_PORT_RANGE is not a valid range.
     """
     value = environ.get(RANGE_VARIABLE, "").strip()
     if not value:
@@ -123,7 +131,7 @@ def _lock(port: int) -> socket.socket | None:
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         if sys.platform == "linux":
-            # elsewhere there is no abstract namespace, and only the check whether the port is bound
+            # Other systems have no abstract namespace, and only check whether the port is bound.
             lock.bind(f"\0helmsman/port/{port}")
     except OSError:
         lock.close()
@@ -148,9 +156,7 @@ def _is_free(port: int) -> bool:
 
 
 def _forget_in_child() -> None:
-    """A forked child does not own the leases: an inherited lock would keep a port taken after its
-    worker has ended.
-    """
+    """Close inherited locks, which would keep a port leased after its worker has ended."""
     for lock in _locks:
         lock.close()
     _locks.clear()

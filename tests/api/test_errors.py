@@ -345,7 +345,7 @@ def test_errors_messages_follow_fields() -> None:
             "\nlast lines of its output:\n  almost there\n  last words",
         ),
         (example(errors.ServerLostError, log_tail=""), "\nlast lines of its output:\n  (nothing)"),
-        (example(errors.ServerRequestError, answer=" "), "it said:\n  (nothing)"),
+        (example(errors.ServerRequestError, answer=" "), "response:\n  (nothing)"),
         (example(errors.RewardTimeoutError), "its engine thread was at:\n  | a stack"),
         (
             example(errors.RecoveryExhaustedError),

@@ -568,7 +568,7 @@ def test_submit_beside_topology_check(make_cluster: Callable[..., Members], tmp_
     late = group.execute_all_async("steps", timeout=0.3)
     with pytest.raises(
         errors.CallTimeoutError,
-        match="steps did not finish within .*not sent, since an earlier call still waits",
+        match="steps did not finish within .*not sent: an earlier call still waits",
     ):
         late.result(LIMIT_S)
     assert not (waiting.done() or summed.done() or added.done() or steps.done())
@@ -780,7 +780,7 @@ def test_device_mappings_overlap(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"device_mapping": "0-3,3"}, "each device once; 3 is there twice"),
+        ({"device_mapping": "0-3,3"}, "each device once; 3 is repeated"),
         (
             {"device_mapping": "0-8"},
             r"devices that this ResourceManager holds, which are 0 to 7 \(1 nodes x 8\)",
@@ -794,7 +794,7 @@ def test_device_mappings_overlap(
         ({"device_mapping": "0-2", "num_gpus_per_worker": 0}, "a divisor of the 3 devices"),
         (
             {"device_mapping": "0-2", "world_size": 2},
-            "3, which 3 devices with 1 for each worker give",
+            r"3 \(3 devices, 1 for each worker\), or None",
         ),
         ({}, "a number of workers, or a device_mapping"),
         ({"world_size": 0}, "'world_size'|world_size is 0|1 or more"),

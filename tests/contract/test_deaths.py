@@ -32,7 +32,7 @@ NOTICE_LIMIT_S = 2.0
 @pytest.mark.parametrize(
     ("how", "exit_signal", "exit_code", "cause"),
     [
-        ("SIGKILL", signal.SIGKILL, None, "was ended by SIGKILL (by whom is not known)"),
+        ("SIGKILL", signal.SIGKILL, None, "was ended by SIGKILL (sender unknown)"),
         ("SIGSEGV", signal.SIGSEGV, None, "was ended by SIGSEGV"),
         ("exit 3", None, 3, "exited with code 3"),
     ],

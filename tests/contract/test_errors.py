@@ -83,7 +83,7 @@ def _remove_from_path(path: str) -> None:
     [
         ("ValueError", "ValueError", "a bad value"),
         ("WithLockError", f"{ENGINES}.WithLockError", "it holds a lock"),
-        ("SilentError", f"{ENGINES}.SilentError", "its text could not be made: RuntimeError"),
+        ("SilentError", f"{ENGINES}.SilentError", "no text: str() raised RuntimeError"),
         ("SystemExit", "SystemExit", "7"),
         ("KeyboardInterrupt", "KeyboardInterrupt", ""),
         ("PlatformError with a lock", "helmsman.api.errors.PlatformError", "no such device"),
@@ -172,7 +172,7 @@ def test_call_engine_getattr_raises(scheduler: Scheduler, worker: str) -> None:
         ("KeyboardInterrupt", "", "KeyboardInterrupt", ""),
         ("WithLockError", "cannot be pickled", f"{ENGINES}.WithLockError", "it holds a lock"),
         ("TwoArgumentsError", "cannot be pickled", f"{ENGINES}.TwoArgumentsError", "one and two"),
-        ("SilentError", "", f"{ENGINES}.SilentError", "its text could not be made"),
+        ("SilentError", "", f"{ENGINES}.SilentError", "no text: str() raised"),
         (
             "PlatformError with a lock",
             "cannot be pickled",

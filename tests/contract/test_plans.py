@@ -43,6 +43,6 @@ def test_plan_names_holder(scheduler: Scheduler, role: str) -> None:
 
 
 def test_create_workers_refuses_same_names(scheduler: Scheduler, role: str) -> None:
-    with pytest.raises(errors.InvalidSpecError, match="a name of its own among the jobs"):
+    with pytest.raises(errors.InvalidSpecError, match="a different role for each job"):
         scheduler.create_workers([Job(role=role), Job(role=role)])
     assert scheduler.create_workers([]) == []

@@ -106,17 +106,18 @@ def test_restart_workers_names_dependents(scheduler: Scheduler, role: str) -> No
     scheduler.restart_workers(role)
     assert sibling.call("add", 1) == 1
     with pytest.raises(
-        errors.InvalidSpecError, match=f"no other stands on; {role}-sibling would go with them"
+        errors.InvalidSpecError, match=f"no other role uses; {role}-sibling would end with them"
     ):
         scheduler.restart_workers(role, elsewhere=True)
     inside = SchedulingStrategy(type="colocation", target=role)
     scheduler.create_workers(Job(role=f"{role}-guest", scheduling_strategy=inside))
     with pytest.raises(
-        errors.InvalidSpecError, match=f"no other stands on; {role}-guest would go with them"
+        errors.InvalidSpecError, match=f"no other role uses; {role}-guest would end with them"
     ):
         scheduler.restart_workers(role)
     with pytest.raises(
-        errors.InvalidSpecError, match=f"a role with workers of its own; these are {role}'s"
+        errors.InvalidSpecError,
+        match=f"a role with workers of its own; this one uses those of role '{role}'",
     ):
         scheduler.restart_workers(f"{role}-guest")
     with pytest.raises(errors.RoleNotFoundError):

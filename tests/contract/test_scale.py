@@ -73,8 +73,8 @@ def test_scale_refuses(scheduler: Scheduler, role: str) -> None:
     specs = [SchedulingSpec(cpu=0), SchedulingSpec(cpu=0)]
     scheduler.create_workers(Job(role=f"{role}-each", replicas=2, tasks=specs))
     for name, replicas, expected in (
-        (role, 1, f"{role}-guest stand on them"),
-        (f"{role}-guest", 3, f"these stand on role '{role}'"),
+        (role, 1, f"{role}-guest use them"),
+        (f"{role}-guest", 3, f"these are colocated with '{role}'"),
         (f"{role}-each", 3, "one spec for all of its replicas"),
     ):
         with pytest.raises(errors.InvalidSpecError, match=expected):
@@ -150,7 +150,7 @@ def test_remove_workers_leaves_holes(scheduler: Scheduler, backend: str, role: s
         for name in (role, f"{role}-beside")
     ]
     assert devices[0] == devices[1]
-    with pytest.raises(errors.InvalidSpecError, match="stand on them"):
+    with pytest.raises(errors.InvalidSpecError, match="use them"):
         scheduler.remove_workers(role, [f"{role}/1"])
     scheduler.delete_workers(f"{role}-beside")
     scheduler.delete_workers(f"{role}-guest")
@@ -179,7 +179,7 @@ def test_remove_workers_frees_devices(scheduler: Scheduler, backend: str, role: 
 def test_remove_workers_refuses(scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=role, replicas=2, tasks=[SchedulingSpec(cpu=0)]))
     guest = f"{role}-guest"
-    with pytest.raises(errors.InvalidSpecError, match="one worker at least to stay"):
+    with pytest.raises(errors.InvalidSpecError, match="at least one worker to remain"):
         scheduler.remove_workers(role, _ids(scheduler, role))
     with pytest.raises(errors.WorkerNotFoundError, match=f"{role}/7"):
         scheduler.remove_workers(role, [f"{role}/0", f"{role}/7"])
@@ -187,7 +187,7 @@ def test_remove_workers_refuses(scheduler: Scheduler, role: str) -> None:
         scheduler.remove_workers("nobody", ["nobody/0"])
     beside = SchedulingStrategy(type="colocation", target=role)
     scheduler.create_workers(Job(role=guest, replicas=2, scheduling_strategy=beside))
-    with pytest.raises(errors.InvalidSpecError, match=f"these stand on role '{role}'"):
+    with pytest.raises(errors.InvalidSpecError, match=f"these are colocated with '{role}'"):
         scheduler.remove_workers(guest, [f"{guest}/0"])
     assert len(scheduler.get_workers(role)) == 2
     scheduler.delete_workers(guest)

@@ -153,7 +153,7 @@ def test_timeout_of_stopped_worker(
             "",
         )
         assert error.elapsed_s < 1.5
-        assert "did not say in time where the call is; the log has it once it does" in str(error)
+        assert "the state of the call is unknown; it is logged once the worker" in str(error)
         os.kill(pid, signal.SIGCONT)
         late = wait_until(
             lambda: [each for each in caplog.messages if ".add timed out after" in each],

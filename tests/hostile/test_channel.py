@@ -163,7 +163,7 @@ async def test_channel_relay_terminates_tls(make_worker: MakeWorker, proxy: Prox
     port = await proxy.relay(worker.address[1], terminates_tls=True)
     with pytest.raises(ProtocolError, match=f"127.0.0.1:{port} has another key than this run"):
         await Controller.of(worker, port)
-    assert "a process on 127.0.0.1 is not taken: it has another token" in worker.end()
+    assert "a process on 127.0.0.1 was refused: it has another token" in worker.end()
 
 
 async def test_channel_listener_reflects_proof(make_worker: MakeWorker) -> None:
@@ -254,7 +254,7 @@ async def test_channel_unix_socket_of_another_user(make_worker: MakeWorker) -> N
     )
     assert done.stdout.strip() == "0"
     (await connect(worker.address, worker.key, LIMIT_S)).close()
-    assert "a process on this machine is not taken: it belongs to another user" in worker.end()
+    assert "a process on this machine was refused: it belongs to another user" in worker.end()
 
 
 # --- the log --------------------------------------------------------------------------------------
@@ -274,10 +274,9 @@ async def test_channel_refusals_log_is_bounded(worker: Worker) -> None:
     await asyncio.gather(*(be_refused(num_refused // 20) for _ in range(20)))
     refused: Any = worker.end().splitlines()
     assert refused[0] == (
-        "helmsman: a process on 127.0.0.1 is not taken: it did not prove that it belongs to this "
-        "run"
+        "helmsman: a process on 127.0.0.1 was refused: it did not prove that it belongs to this run"
         if worker.mode == "tls"
-        else "helmsman: a process on 127.0.0.1 is not taken: it has another token"
+        else "helmsman: a process on 127.0.0.1 was refused: it has another token"
     )
     assert f"{num_refused - 1} more connections were refused" in refused[-1]
     assert len(refused) <= 4, (

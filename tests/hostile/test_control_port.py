@@ -85,7 +85,7 @@ async def test_control_port_admits_beside_held_connections(head: Node, kind: str
     assert (
         len(
             head.lines(
-                "made way for newer connections before it had proved that it belongs to this run"
+                "had not proved that it belongs to this run when newer connections evicted it"
             )
         )
         <= 2
@@ -107,7 +107,7 @@ async def test_control_port_relay_terminates_tls(head: Node, proxy: Proxy) -> No
     port = await proxy.relay(head.plan.control_port, terminates_tls=True)
     with pytest.raises(ProtocolError, match=f"127.0.0.1:{port} has another key than this run"):
         await connected(head, port)
-    head.said("a process on 127.0.0.1 is not taken: it has another token")
+    head.said("a process on 127.0.0.1 was refused: it has another token")
 
 
 async def test_control_port_switch_differs(make_nodes: MakeNodes) -> None:

@@ -160,7 +160,7 @@ class TestAnothersDirectoryOfOurName:
         with make_scheduler("local", log_dir=tmp_path / "logs", preload=()) as scheduler:
             scheduler.create_workers(Job(role="a"))
         assert (
-            f"has no record, and helmsman clean will not know it: {planted} is not used"
+            f"has no record, so helmsman clean will not find it: {planted} is not used"
             in caplog.text
         )
 

@@ -59,7 +59,7 @@ def test_drop_node_of_foreign_cluster(nodes: Nodes, run: RayScheduler) -> None:
     raylet = doomed.all_processes["raylet"][0].process.pid
     records, there, elsewhere = _drop(run, doomed.node_id)
     assert {record.injection.outcome for record in records} == {
-        "killed; the node itself stays: it is a cluster that this run has not started"
+        "killed; the node itself stays: this run has not started the cluster"
     }
     wait_gone({record.injection.worker_id: record.injection.pid or 0 for record in records})
     for engine in there.values():

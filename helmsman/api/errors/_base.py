@@ -1,6 +1,4 @@
-"""The base of all errors: declared fields, a message made of them, and pickling; and parts of
-messages that several share.
-"""
+"""Base class of all errors, with declared fields and pickling, and shared parts of messages."""
 
 from __future__ import annotations
 
@@ -10,9 +8,7 @@ from typing import Any, ClassVar, dataclass_transform
 
 
 class _Shown:
-    """Fields and properties of an error as a template shows them: a sequence as its items, or
-    'none'.
-    """
+    """Values of an error's fields for its template; a sequence becomes its items, or 'none'."""
 
     def __init__(self, error: HelmsmanError) -> None:
         self._error = error
@@ -24,8 +20,8 @@ class _Shown:
 
 def _rebuild(cls: type[HelmsmanError], message: str, state: dict[str, Any]) -> HelmsmanError:
     error = cls.__new__(cls)
-    # The built-in __init__ must run: without it a TimeoutError comes back without its message, an
-    # ImportError without msg.
+    # The built-in __init__ must run. Without it, an unpickled TimeoutError has no message and an
+    # ImportError has no msg.
     super(HelmsmanError, error).__init__(message)
     error.__dict__.update(state)
     return error
@@ -35,13 +31,20 @@ def _rebuild(cls: type[HelmsmanError], message: str, state: dict[str, Any]) -> H
 class HelmsmanError(Exception):
     """Base of all our errors.
 
-    A subclass declares its fields as annotations, with a default where one may be left out; they
-    become keyword arguments and attributes, and survive pickling. Its message is ``template``,
-    where ``{name}`` is a field or a property, or what ``describe()`` returns. A class without
-    fields takes its message as the argument.
+    A subclass declares its fields as annotations; a field with a default is optional. Fields become
+    keyword arguments and attributes, and survive pickling. The message is ``template``, in which
+    ``{name}`` is a field or a property, or the result of ``describe()``. A class without fields
+    takes its message as the argument.
+
+    Args:
+        message: The message; computed by ``describe()`` when empty.
+        **fields: A value for each declared field.
+
+    Raises:
+        TypeError: A required field is missing, or a field is unknown.
     """
 
-    __module__ = "helmsman.api.errors"  # where all errors are imported from
+    __module__ = "helmsman.api.errors"  # the module that all errors are imported from
     template: ClassVar[str] = ""
     field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -69,9 +72,7 @@ class HelmsmanError(Exception):
         super().__init__(message or self.describe())
 
     def describe(self) -> str:
-        """The message: what failed, what was observed and expected, and the next step for the user
-        last.
-        """
+        """Compute the message: the failure, observed and expected values, then the next step."""
         return self.template.format_map(_Shown(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,7 +94,7 @@ class _LoggedError(HelmsmanError):
 
 
 def log_section(log_path: str, log_tail: str = "") -> str:
-    """Lines that name a log and quote its end; empty without a log."""
+    """Return lines that name a log and quote its end; empty without a log."""
     if not log_tail:
         return f"\n  log: {log_path}" if log_path else ""
     num_lines = log_tail.rstrip("\n").count("\n") + 1
@@ -117,13 +118,13 @@ def indented(text: str, prefix: str = "  ") -> str:
 
 
 def few(items: Sequence[str], limit: int = 8) -> str:
-    """The first items, and how many more there are."""
+    """Join the first items and state the number of the others."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more or "none"
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal number, such as ``SIGKILL``; ``signal 99`` for one that has none."""
+    """Return the name of a signal number, such as ``SIGKILL``, or ``signal 99`` if it has none."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,4 +1,4 @@
-"""Errors of calls to workers: one call, a call of several ranks, and how they travel."""
+"""Errors of calls to workers, of group calls and of serialization."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from helmsman.api.errors._base import HelmsmanError, _LoggedError, few, quoted, 
 
 
 class CallError(HelmsmanError):
-    """A call to one worker that did not return a result."""
+    """A call to one worker that returned no result."""
 
     worker_id: str
     engine_name: str | None
@@ -21,7 +21,7 @@ class CallError(HelmsmanError):
 
 
 class CallTimeoutError(CallError, _LoggedError, TimeoutError):
-    """A call that outlived its deadline. It is never sent again and may still be running."""
+    """A call that exceeded its deadline. It is never sent again and may still be running."""
 
     elapsed_s: float
     limit_s: float
@@ -47,21 +47,20 @@ class CallTimeoutError(CallError, _LoggedError, TimeoutError):
 
 
 class WorkerFailedError(CallError, _LoggedError):
-    """A worker process that died; the call that was in flight has no result and was not
-    repeated.
-    """
+    """A worker process that died. The call in flight has no result and is not repeated."""
 
     node: str
     pid: int | None
     cause: str
-    """How it ended, as 'was killed by SIGKILL'."""
+    """How the process ended, such as 'was killed by SIGKILL'."""
     exit_code: int | None = None
     exit_signal: int | None = None
     running: str | None = None
     running_s: float | None = None
     next_step: str = ""
     aftermath: str = ""
-    """Sentences about the other workers and the next step if a whole cluster was lost; else ''."""
+    """The state of the other workers and the next step after the loss of a whole cluster; else ''.
+    """
 
     @property
     def role(self) -> str:
@@ -106,7 +105,7 @@ class EngineExistsError(CallError):
 
 
 class EngineImportError(CallError, ImportError):
-    """An engine's import path that leads nowhere in the worker."""
+    """An engine's import path that the worker cannot resolve."""
 
     method: str = "create_engine"
     engine_path: str
@@ -120,7 +119,7 @@ class EngineImportError(CallError, ImportError):
 
 
 class _RemoteError(CallError, _LoggedError):
-    """An exception inside an engine; the template names the part of the engine that raised it."""
+    """An exception inside an engine; the template names the engine code that raised it."""
 
     remote_type: str
     remote_message: str
@@ -137,20 +136,21 @@ class _RemoteError(CallError, _LoggedError):
 
 
 class EngineCreationError(_RemoteError):
-    """An engine's constructor that raised; the name is free again."""
+    """An engine's constructor that raised an exception. The engine name is free again."""
 
     template = "the constructor of engine {engine_name!r}"
 
 
 class EngineCallError(_RemoteError):
-    """An engine method that raised. ``__cause__`` is the original exception where it could be
-    sent.
+    """An engine method that raised.
+
+    ``__cause__`` is the original exception, if it could be sent.
     """
 
     unsent: str = ""
-    """Why the original could not be sent, as 'cannot be pickled'; '' where it could."""
+    """Why the original could not be sent, such as 'cannot be pickled'; '' if it was sent."""
     original: bytes | None = None
-    """The pickled original, on its way to the controller."""
+    """The pickled original exception, as sent to the controller."""
     template = "{call}{without_cause}"
 
     @property
@@ -163,7 +163,7 @@ class EngineCallError(_RemoteError):
 
 
 class MethodNotFoundError(CallError, AttributeError):
-    """A method that the engine does not have, or may not be called from outside."""
+    """A method that the engine does not have, or that is not callable from outside."""
 
     engine_type: str
     suggestions: Sequence[str]
@@ -174,8 +174,7 @@ class MethodNotFoundError(CallError, AttributeError):
         hint = (
             f"Did you mean: {', '.join(self.suggestions)}?"
             if self.suggestions
-            else f"What may be called are the methods of {self.engine_type} without a leading "
-            "underscore."
+            else f"Call a method of {self.engine_type} without a leading underscore."
         )
         return (
             f"{self.worker_id}: engine {self.engine_name!r} (a {self.engine_type}) has no public "
@@ -191,7 +190,7 @@ class _PayloadError(CallError):
 
 
 class ArgumentNotSerializableError(_PayloadError, TypeError):
-    """An argument that cannot be pickled; nothing was sent."""
+    """An argument that cannot be pickled. Nothing was sent."""
 
     template = (
         "{worker_id}: {call}: the argument {path} (a {value_type}) cannot be sent to a worker: "
@@ -201,7 +200,7 @@ class ArgumentNotSerializableError(_PayloadError, TypeError):
 
 
 class ArgumentNotLoadableError(_PayloadError):
-    """An argument that the worker could not unpickle; the method did not run."""
+    """An argument that the worker could not unpickle. The method did not run."""
 
     template = (
         "{worker_id}: {call}: the worker could not load {path} ({value_type}): {reason}. The "
@@ -211,7 +210,7 @@ class ArgumentNotLoadableError(_PayloadError):
 
 
 class ResultNotSerializableError(_PayloadError, TypeError):
-    """A result that cannot be pickled. The method did run; it is not repeated."""
+    """A result that cannot be pickled. The method ran and is not repeated."""
 
     template = (
         "{worker_id}: {call} ran, but its {path} (a {value_type}) cannot be sent back: {reason}. "
@@ -221,7 +220,7 @@ class ResultNotSerializableError(_PayloadError, TypeError):
 
 
 class PeerNotReadyError(CallError):
-    """Another rank of the model-parallel group failed before a collective call; no rank ran it."""
+    """Another rank of the model-parallel group failed before a collective call. No rank ran it."""
 
     ranks: Sequence[int]
     reason: str
@@ -233,7 +232,7 @@ class PeerNotReadyError(CallError):
 
 
 class WorkerBacklogError(CallError):
-    """A request that was not sent, since its worker has not taken those before it."""
+    """A request that was not sent because the worker has not yet received earlier ones."""
 
     num_bytes: int
     num_waiting_bytes: int
@@ -249,7 +248,7 @@ class WorkerBacklogError(CallError):
 
 
 class HandleLostError(CallError, LookupError):
-    """A result handle whose value is gone: released, or its worker died."""
+    """A result handle whose value no longer exists: it was released, or its worker died."""
 
     engine_name: str | None = None
     method: str = ""
@@ -263,8 +262,9 @@ class HandleLostError(CallError, LookupError):
 
 
 class GroupCallError(HelmsmanError):
-    """A call to several ranks of which some failed; ``first`` is the root cause, raised as its
-    ``__cause__``.
+    """A call that failed on some of its ranks.
+
+    ``first`` is the root cause, and the ``__cause__``.
     """
 
     role: str
@@ -288,20 +288,20 @@ class GroupCallError(HelmsmanError):
 
 
 class RendezvousError(HelmsmanError, ConnectionError):
-    """The ranks of a role cannot meet: rank 0 cannot listen on the master's port, or others do not
-    reach it there.
-    """
+    """The ranks of a role cannot connect to rank 0, or rank 0 cannot listen on the master port."""
 
     role: str
     address: str
     port: int
     source: str
     refused: str
-    """The operating system's reason if rank 0 could not listen; else ''."""
+    """The operating system's error if rank 0 could not listen; else ''."""
     reached: Sequence[str]
-    """Worker ids that reached it."""
+    """Ids of the workers that reached rank 0."""
     failed: dict[str, str]
-    """Those that did not, and the operating system's reason; empty when rank 0 could not listen."""
+    """Worker id -> the operating system's error, for workers that did not reach rank 0. Empty if
+    rank 0 could not listen.
+    """
 
     def describe(self) -> str:
         if self.refused:
@@ -334,9 +334,7 @@ class RendezvousError(HelmsmanError, ConnectionError):
 
 
 class DispatchError(HelmsmanError, TypeError):
-    """A declaration, argument or result that does not go with how a group method is dispatched and
-    collected.
-    """
+    """A declaration, argument or result that does not fit the dispatch mode of a group method."""
 
     method: str
     reason: str
@@ -345,7 +343,7 @@ class DispatchError(HelmsmanError, TypeError):
 
 
 class UnevenBatchError(HelmsmanError, ValueError):
-    """Rows that do not divide over the ranks, where the method is declared to take nothing else."""
+    """Rows that do not divide over the ranks, for a method declared with ``remainder="error"``."""
 
     num_rows: int
     divisor: int
@@ -369,9 +367,7 @@ class UnevenBatchError(HelmsmanError, ValueError):
 
 
 class TopologyMismatchError(HelmsmanError):
-    """Workers whose own coordinates are not those that the controller has computed from the
-    configuration.
-    """
+    """Workers whose coordinates differ from those that the controller computed."""
 
     cluster: str
     num_ranks: int
@@ -396,8 +392,9 @@ class TopologyMismatchError(HelmsmanError):
 
 
 class CodecError(HelmsmanError):
-    """A payload that cannot be packed or unpacked; callers turn it into a CallError that names the
-    call.
+    """A payload that cannot be packed or unpacked.
+
+    Callers convert it to a CallError that names the call.
     """
 
     path: str
@@ -407,12 +404,12 @@ class CodecError(HelmsmanError):
 
 
 class NotSerializableError(CodecError, TypeError):
-    """A value that cannot be pickled; ``path`` leads to the field that is to blame."""
+    """A value that cannot be pickled; ``path`` locates the field that causes it."""
 
 
 class NotLoadableError(CodecError):
-    """Bytes that cannot be unpickled here."""
+    """Bytes that this process cannot unpickle."""
 
 
 class ProtocolError(HelmsmanError):
-    """A peer that broke the wire protocol or did not prove that it belongs to the run."""
+    """A peer that broke the wire protocol or did not authenticate as part of the run."""

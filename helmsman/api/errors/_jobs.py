@@ -1,4 +1,4 @@
-"""Errors of jobs and of their names, of clusters, launchers and accelerators."""
+"""Errors of jobs, roles, clusters, launchers and accelerators."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from helmsman.api.errors._base import HelmsmanError, _LoggedError, few, indented
 
 
 class JobError(HelmsmanError, ValueError):
-    """A job that can never start as it is described."""
+    """A job whose description is invalid, so that it can never start."""
 
     role: str
 
 
 class InvalidSpecError(JobError):
-    """A field of a job or of its specs that has no meaning."""
+    """An invalid value in a field of a job or its specs."""
 
     field: str
     value: Any
@@ -37,7 +37,7 @@ class JobsFileError(JobError):
 
 
 class RoleExistsError(JobError):
-    """A second job under the name of a role that runs."""
+    """A second job with the name of a running role."""
 
     num_workers: int
     template = (
@@ -48,7 +48,7 @@ class RoleExistsError(JobError):
 
 
 class NotFoundError(HelmsmanError, LookupError):
-    """A name that is not known; the message lists the names that are."""
+    """An unknown name; the message lists the known names."""
 
     name: str
     known: Sequence[str]
@@ -65,14 +65,14 @@ class NotFoundError(HelmsmanError, LookupError):
 
 
 class RoleNotFoundError(NotFoundError):
-    """A role for which no workers exist."""
+    """A role that has no workers."""
 
     kind = "role"
     step = "Create its workers with create_workers(job) first."
 
 
 class WorkerNotFoundError(NotFoundError):
-    """A worker id that no running role has."""
+    """A worker id that belongs to no running role."""
 
     kind = "worker"
     step = "Ids are 'role/index', as create_workers returned them."
@@ -107,7 +107,7 @@ class PlacementInfeasibleError(StartError):
 
 
 class PlacementTimeoutError(StartError, TimeoutError):
-    """The cluster has what the job asks for, but others held it until the deadline."""
+    """The cluster is large enough, but other jobs held the resources until the deadline."""
 
     requested: str
     free: str
@@ -124,7 +124,7 @@ class PlacementTimeoutError(StartError, TimeoutError):
 
     @property
     def state(self) -> str:
-        """What it waits for, for the log of a start that goes on waiting."""
+        """The requested, free and held resources, for the log of a start that is still waiting."""
         return (
             f"role {self.role!r}, for {self.elapsed_s:.0f} of at most {self.limit_s:.0f} s: "
             f"requested {self.requested}; free "
@@ -133,7 +133,7 @@ class PlacementTimeoutError(StartError, TimeoutError):
 
 
 class WorkerStartError(StartError, _LoggedError):
-    """A worker process that did not come up."""
+    """A worker process that did not start."""
 
     worker_id: str
     node: str
@@ -154,15 +154,13 @@ class ResourcesNotMetError(HelmsmanError):
 
     def describe(self) -> str:
         return (
-            f"the cluster does not have what the ResourceManager was told of. {self.step}.\n"
+            f"the cluster does not match the ResourceManager. {self.step}.\n"
             f"requested:\n{indented(self.requested)}\nobserved:\n{indented(self.observed)}"
         )
 
 
 class SchedulerClosedError(HelmsmanError):
-    """An operation on a scheduler that has been closed, or in a forked child of the process whose
-    scheduler it is.
-    """
+    """An operation on a closed scheduler, or in a forked child of the scheduler's process."""
 
     operation: str
     in_child: bool = False
@@ -179,7 +177,7 @@ class SchedulerClosedError(HelmsmanError):
 
 
 class ShutdownIncompleteError(HelmsmanError):
-    """Something of ours that could not be removed within the deadline."""
+    """Resources of the run that could not be removed within the deadline."""
 
     operation: str
     remaining: Sequence[str]
@@ -199,7 +197,7 @@ class BackendError(HelmsmanError):
 
 
 class BackendNotInstalledError(BackendError, ImportError):
-    """A backend whose package is missing; the message has the command that installs it."""
+    """A missing optional package; the message names the command that installs it."""
 
     backend: str
     package: str
@@ -219,7 +217,7 @@ class UnknownBackendError(BackendError, ValueError):
 
 
 class AmbiguousAddressError(BackendError, ValueError):
-    """More than one cluster could be meant."""
+    """An address that matches more than one cluster."""
 
     asked: str
     candidates: Sequence[str]
@@ -233,7 +231,7 @@ class AmbiguousAddressError(BackendError, ValueError):
 
 
 class ClusterNotFoundError(BackendError, ConnectionError):
-    """No cluster where one is asked for."""
+    """No cluster at the requested address."""
 
     asked: str
     reason: str
@@ -245,7 +243,7 @@ class ClusterNotFoundError(BackendError, ConnectionError):
 
 
 class ClusterNotUpError(BackendError, RuntimeError):
-    """A launcher has started the script on several nodes without a Ray cluster that spans them."""
+    """A launcher started the script on several nodes without a Ray cluster that spans them."""
 
     launcher: str
     said: Sequence[str]
@@ -283,7 +281,7 @@ class RayStartError(BackendError, _LoggedError):
 
     reason: str
     processes: Sequence[str]
-    """Those of its processes that were there when it was given up, each with its state."""
+    """Ray processes that were running when the start was abandoned, each with its state."""
 
     def describe(self) -> str:
         return (
@@ -298,12 +296,13 @@ class RayStartError(BackendError, _LoggedError):
 
 
 class ClusterLostError(BackendError, _LoggedError, ConnectionError):
-    """The embedded Ray of a scheduler has ended, and all of its workers with it; the log is that of
-    ``cause``.
+    """The embedded Ray of a scheduler has ended, and all its workers with it.
+
+    The log is that of ``cause``.
     """
 
     cause: str
-    """The process that ended first and how, as 'gcs_server (pid 7) was ended by SIGSEGV'."""
+    """The process that ended first and how, such as 'gcs_server (pid 7) was ended by SIGSEGV'."""
     exit_code: int | None = None
     exit_signal: int | None = None
     template = (
@@ -314,57 +313,52 @@ class ClusterLostError(BackendError, _LoggedError, ConnectionError):
 
 
 class LauncherError(HelmsmanError, ValueError):
-    """Flags and the variables of launchers conflict, or do not say which node of how many this
-    is.
-    """
+    """Flags and launcher variables conflict, or do not determine this node's rank."""
 
     said: Sequence[str]
-    """The facts that conflict or do not suffice, each with its source."""
+    """The conflicting or insufficient facts, each with its source."""
     problem: str
     step: str
     template = "{problem}. {step}."
 
 
 class BootstrapExit(enum.IntEnum):
-    """Exit codes of ``helmsman up`` when a cluster does not come up, or this node has to leave
-    it.
-    """
+    """Exit codes of ``helmsman up`` if the cluster does not start or this node must leave it."""
 
     PREFLIGHT = 90
-    """This node cannot take part as it is: a port, its address, its shared memory, or its
-    settings.
-    """
+    """This node does not meet the requirements: a port, its address, shared memory or settings."""
     NOT_JOINED = 91
-    """Nodes, or the head, have not come within the time, or left before the run began."""
+    """Nodes or the head did not join in time, or left before the run began."""
     REFUSED = 92
-    """The head does not take this node: another token, other versions, a rank that is taken."""
+    """The head rejected this node: wrong token, different versions, or a rank already in use."""
     RAY_DIED = 93
-    """Ray's own processes on this node have ended, or did not start."""
+    """Ray's processes on this node have ended, or did not start."""
     HEAD_LOST = 94
-    """The head cannot be reached any more; whether the run goes on is not known here."""
+    """The head is unreachable; this node cannot determine whether the run continues."""
     CLUSTER_MISMATCH = 95
     """The Ray cluster at the address belongs to another run."""
 
 
 class BootstrapError(HelmsmanError):
-    """A cluster that does not come up, or that this node has to leave.
+    """A cluster that did not start, or that this node must leave.
 
     Args:
-        exit_code: The code with which ``helmsman up`` ends.
-        log: The end of the output of the program that failed.
+        message: The message.
+        exit_code: Exit code of ``helmsman up``.
+        log: End of the output of the program that failed.
     """
 
     exit_code: BootstrapExit
 
     def __init__(self, message: str, *, exit_code: BootstrapExit, log: str = "") -> None:
         super().__init__(
-            f"{message}; the end of what it printed:\n{log}" if log else message,
+            f"{message}; the end of its output:\n{log}" if log else message,
             exit_code=exit_code,
         )
 
 
 class PreflightError(BootstrapError, ValueError):
-    """This node cannot take part as it is."""
+    """This node does not meet the requirements of the run."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, exit_code=BootstrapExit.PREFLIGHT)
@@ -378,7 +372,7 @@ class ClusterMismatchError(BootstrapError, ConnectionError):
 
 
 class PlatformError(HelmsmanError):
-    """An accelerator that is not what was granted, or is used where it must not be."""
+    """An accelerator that differs from the granted one, or a process that must not use one."""
 
 
 class PlatformPicklingError(PlatformError, TypeError):
@@ -392,7 +386,7 @@ class PlatformPicklingError(PlatformError, TypeError):
 
 
 class DeviceMismatchError(PlatformError):
-    """A process that does not see the accelerators that it was granted, or sees others."""
+    """A process that does not see exactly the accelerators that it was granted."""
 
     where: str
     granted: str
@@ -409,7 +403,7 @@ class DeviceMismatchError(PlatformError):
 
 
 class LogDirectoryError(HelmsmanError, OSError):
-    """The log directory of a run cannot be made or used."""
+    """The log directory of a run cannot be created or used."""
 
     path: str
     reason: str
@@ -421,8 +415,9 @@ class LogDirectoryError(HelmsmanError, OSError):
 
 
 class UntrustedPathError(HelmsmanError, PermissionError):
-    """A file or directory that another user may have planted; nothing was written, read or removed
-    through it.
+    """A file or directory that another user may have planted.
+
+    Nothing was written, read or removed through it.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Errors of training, rollouts, rewards and fault drills."""
+"""Errors of training, rollouts, rewards and fault injection."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class GenerationError(HelmsmanError):
 
 
 class InstanceLostError(GenerationError, ConnectionError):
-    """The rollout instance that had the request has exited, or could not be reached."""
+    """The rollout instance that held the request has exited or is unreachable."""
 
     instance_id: str
     reason: str
-    """How the instance was lost, without the request."""
+    """How the instance was lost, without naming the request."""
     may_have_begun: bool
-    """Whether it may have worked on the request."""
+    """Whether the instance may have started the request."""
     template = (
         "rollout instance {instance_id} was lost and {begun} the request: {reason}. Give the "
         "generation scheduler a "
@@ -32,7 +32,7 @@ class InstanceLostError(GenerationError, ConnectionError):
 
 
 class RequestDeadlineError(GenerationError, TimeoutError):
-    """A request did not end within its own deadline; it was aborted."""
+    """A request that exceeded its own deadline and was aborted."""
 
     request_id: str
     state: str
@@ -50,14 +50,12 @@ class RequestDeadlineError(GenerationError, TimeoutError):
 
 
 class RequestsInFlightError(GenerationError, TimeoutError):
-    """Requests that had not ended or been returned when the wait was over; they stay where they
-    are.
-    """
+    """Requests that did not end, or were not returned, before a wait timed out. They continue."""
 
     role: str
     operation: str
     in_flight: dict[str, int]
-    """Instance -> how many requests it has."""
+    """Instance id -> number of its requests."""
     num_queued: int
     paused: bool
     limit_s: float
@@ -81,8 +79,9 @@ class RequestsInFlightError(GenerationError, TimeoutError):
 
 
 class EngineDeadError(HelmsmanError, ConnectionError):
-    """The processes that an engine started have ended; a rollout controller treats it as the death
-    of the instance.
+    """The processes that an engine started have ended.
+
+    A rollout controller handles it as the death of the instance.
     """
 
     engine: str
@@ -98,7 +97,7 @@ class _ServerError(HelmsmanError):
     address: str
     reason: str
     exit_code: int | None
-    """Negative for a signal; None when it was running."""
+    """Negative for a signal; None if the server was still running."""
     log_tail: str
 
     @property
@@ -107,8 +106,9 @@ class _ServerError(HelmsmanError):
 
 
 class ServerLostError(_ServerError, EngineDeadError):
-    """An inference server that has ended, or whose connection broke; what it was generating is
-    lost.
+    """An inference server that has exited, or whose connection broke.
+
+    Its running generations are lost.
     """
 
     engine: str = "ServerEngine"
@@ -122,10 +122,10 @@ class ServerLostError(_ServerError, EngineDeadError):
 
 
 class ServerStartError(_ServerError):
-    """An inference server that did not get ready."""
+    """An inference server that did not become ready."""
 
     command: str
-    """Its command line, without the key."""
+    """The server's command line, without the key."""
     elapsed_s: float
     limit_s: float
     step: str
@@ -137,12 +137,12 @@ class ServerStartError(_ServerError):
 
 
 class ServerRequestError(HelmsmanError):
-    """A request that an inference server refused, or whose answer cannot be read."""
+    """A request that an inference server refused, or answered with an unreadable response."""
 
     address: str
     route: str
     status: int
-    """Of HTTP."""
+    """HTTP status code."""
     answer: str
     """The beginning of the server's answer."""
     expected: str
@@ -152,13 +152,13 @@ class ServerRequestError(HelmsmanError):
         return (
             f"the inference server at {self.address} answered {self.route} with status "
             f"{self.status}; expected "
-            f"{self.expected}. {self.step}.\nit "
-            f"said:\n{indented(self.answer.strip() or '(nothing)')}"
+            f"{self.expected}. {self.step}.\n"
+            f"response:\n{indented(self.answer.strip() or '(nothing)')}"
         )
 
 
 class EpisodeTimeoutError(HelmsmanError, TimeoutError):
-    """An episode of a workflow did not end within its limit; it was cancelled."""
+    """An episode of a workflow that exceeded its time limit and was cancelled."""
 
     item: str
     limit_s: float
@@ -170,13 +170,13 @@ class EpisodeTimeoutError(HelmsmanError, TimeoutError):
 
 
 class WorkflowFailuresError(HelmsmanError):
-    """More episodes of a workflow have failed than are tolerated."""
+    """More episodes of a workflow failed than are tolerated."""
 
     num_failed: int
     limit: int
     window: int
     last: str
-    """The last error: type and message."""
+    """Type and message of the last error."""
     template = (
         "{num_failed} of the last {window} episodes have failed, and {limit} are tolerated "
         "(WorkflowExecutor.max_failures). "
@@ -186,7 +186,7 @@ class WorkflowFailuresError(HelmsmanError):
 
 
 class RewardTimeoutError(HelmsmanError, TimeoutError):
-    """A score that took longer than the limit of its RewardPool."""
+    """A score that exceeded the time limit of its RewardPool."""
 
     worker_id: str
     call: str
@@ -194,7 +194,7 @@ class RewardTimeoutError(HelmsmanError, TimeoutError):
     limit_s: float
     then: str
     stack: str = ""
-    """Where the worker's engine thread was; empty for an async function."""
+    """Position of the worker's engine thread; empty for an async function."""
     template = (
         "{worker_id}: {call} did not end within {elapsed_s:.2f} s (limit {limit_s:g} s, "
         "RewardPool's timeout). {then}. Raise "
@@ -207,8 +207,9 @@ class RewardTimeoutError(HelmsmanError, TimeoutError):
 
 
 class RewardLostError(HelmsmanError):
-    """A score that a worker may have begun when it exited; it has no result and was not
-    repeated.
+    """A score whose worker exited, possibly after starting it.
+
+    It has no result and is not repeated.
     """
 
     worker_id: str
@@ -223,7 +224,7 @@ class RewardLostError(HelmsmanError):
 
 
 class RewardWorkersSpentError(HelmsmanError):
-    """No worker of a RewardPool is left, and its budget of restarts is spent."""
+    """A RewardPool that has no worker left and no restarts left in its budget."""
 
     role: str
     num_workers: int
@@ -255,7 +256,7 @@ class CheckpointError(HelmsmanError):
 
 
 class DevicesNotOwnedError(HelmsmanError):
-    """A call that needs devices which another role owns now."""
+    """A call that needs devices which another role currently owns."""
 
     role: str
     method: str
@@ -265,7 +266,7 @@ class DevicesNotOwnedError(HelmsmanError):
 
 
 class DeviceMemoryError(HelmsmanError):
-    """A call that found no room on devices on which two roles take turns."""
+    """A call that ran out of memory on devices that two roles use in turns."""
 
     worker_id: str
     method: str
@@ -277,7 +278,7 @@ class DeviceMemoryError(HelmsmanError):
         lines = "".join(f"\n  {line}" for line in self.figures)
         return (
             f"{self.worker_id}: {self.method} found no room: {self.reason}\n  the devices are "
-            f"{self.owner}; who holds what:"
+            f"{self.owner}; memory by worker:"
             f"{lines}\nGive less to the role that holds most: fewer tokens in a micro-batch, "
             "gradient checkpointing or offload "
             "for the trainer; a smaller cache, or sleep(level=2), for the rollout."
@@ -285,15 +286,13 @@ class DeviceMemoryError(HelmsmanError):
 
 
 class RecoveryExhaustedError(HelmsmanError):
-    """A train worker was lost, and the job has recovered from as many losses as its RecoveryPolicy
-    allows.
-    """
+    """A train worker was lost after the job had used all recoveries of its RecoveryPolicy."""
 
     loss: WorkerFailedError
     num_recoveries: int
     window_s: float
     checkpoint: str
-    """Folder of the last one; '' when there is none."""
+    """Directory of the last checkpoint; '' if there is none."""
     reason: str = ""
 
     @property
@@ -328,7 +327,7 @@ class RecoveryExhaustedError(HelmsmanError):
 
 
 class ParallelLayoutError(HelmsmanError, ValueError):
-    """A model or a world that cannot be divided as the training configuration asks."""
+    """A model or world size that the training configuration cannot divide."""
 
     what: str
     requested: int
@@ -338,7 +337,7 @@ class ParallelLayoutError(HelmsmanError, ValueError):
 
 
 class FaultsUnsupportedError(HelmsmanError):
-    """A scheduler whose workers cannot be killed or stopped alone."""
+    """A scheduler whose workers cannot be killed or stopped individually."""
 
     scheduler: str
     template = (

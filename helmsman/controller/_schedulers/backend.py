@@ -1,6 +1,4 @@
-"""The contract of a backend: it starts worker processes at places that its allocator finds for
-them.
-"""
+"""The contract of a backend, which starts workers at places that its allocator finds."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from helmsman.rpc_server._wire.messages import WorkerIdentity
 
 
 class Run:
-    """The facts of a run that all parts of its scheduler share."""
+    """Settings and identity of a run, shared by the parts of its scheduler."""
 
     def __init__(self, seed: int, log_dir: str | Path | None, timeouts: Timeouts | None) -> None:
         self.id = new_run_id()
@@ -35,7 +33,7 @@ class Run:
         self.log = DriverLog(self.log_dir, self.id)
 
     def identity(self, job: Job, rank: int, node: str) -> WorkerIdentity:
-        """The identity of a worker that starts on a node, with the path of its log."""
+        """Identity of a worker of this run, with the path of its log."""
         return WorkerIdentity(
             run_id=self.id,
             worker_id=f"{job.role}/{rank}",
@@ -51,7 +49,7 @@ class Launch(NamedTuple):
 
     job: Job
     places: Mapping[int, Placement]
-    """By rank. The place of a sibling (``Placement.shared``) has devices that its target holds."""
+    """By rank. A sibling's place (``Placement.shared``) has devices that its target holds."""
     deadline: Deadline
     resources: contextlib.AsyncExitStack
 
@@ -59,8 +57,9 @@ class Launch(NamedTuple):
 def start_error(
     worker_id: str, node: str, reason: str, log_path: str = "", log_start: int = 0
 ) -> WorkerStartError:
-    """The error of a worker that did not start, with the end of its log, which begins at byte
-    ``log_start`` of the file.
+    """Build the error of a worker that did not start.
+
+    It includes the tail of the worker's log, which begins at byte ``log_start`` of the file.
     """
     role, tail = (
         worker_id.rpartition("/")[0],
@@ -72,48 +71,50 @@ def start_error(
 
 
 class Backend(abc.ABC):
-    """Runs the workers of one scheduler. A backend sets ``allocator`` and ``store``, in ``open`` at
-    the latest, and fills ``launch``; the rest has defaults.
+    """Runs the workers of one scheduler.
+
+    A subclass implements ``launch`` and sets ``allocator`` and ``store`` before ``open`` returns.
     """
 
     allocator: Allocator
-    """Finds places for workers; OneMachine where they all run on this machine."""
+    """Finds places for workers; OneMachine if they all run on this machine."""
     store: HandleStore
     run: Run
     shares_process = False
-    """Whether workers are threads of the script's own process, whose environment and random state
-    they share.
+    """Whether workers are threads of the script's process and share its environment and random
+    state.
     """
     same_machine = False
-    """Whether a worker's environment is only what the script's process gives it."""
+    """Whether a worker gets its whole environment from the script's process."""
 
     def open(self, run: Run, find_worker: Callable[[str], WorkerClient]) -> None:
-        """Acquire what the backend itself needs; ``close`` follows in any case. ``find_worker``
-        raises WorkerNotFoundError.
+        """Acquire the backend's own resources; ``close`` follows even if this fails.
+
+        ``find_worker`` raises WorkerNotFoundError.
         """
         self.run = run
 
     @abc.abstractmethod
     async def launch(self, start: Launch) -> list[WorkerClient]:
-        """Start a process for each rank at its place; returns clients that can reach them, in rank
-        order.
+        """Start a worker for each rank at its place; return connected clients in rank order.
 
-        Everything acquired is pushed on ``start.resources`` as it is acquired, so that unwinding it
-        ends the processes at once and frees their resources. Raises: StartError.
+        Push every acquired resource on ``start.resources`` at once, so that unwinding it ends the
+        processes and frees their resources.
+
+        Raises:
+            StartError: A worker did not start.
         """
 
     def guard_platform(self) -> contextlib.ExitStack:
-        """Limits on the use of accelerators in the script's process, in force until the scheduler
-        closes.
-        """
+        """Restrict the use of accelerators in the script's process until the scheduler closes."""
         return current_platform.forbid("this process drives workers through a scheduler")
 
-    # Any, by default
+    # All variables are allowed by default.
     def require_environment(self, worker_id: str, env: Mapping[str, str]) -> None:  # noqa: B027
-        """Raise InvalidSpecError if a worker cannot be given these variables."""
+        """Raise InvalidSpecError if the worker cannot be given these variables."""
 
-    def closing(self) -> None:  # noqa: B027 - most have nothing to note
-        """Called in the thread that closes the scheduler, before the workers end."""
+    def closing(self) -> None:  # noqa: B027 - most do nothing here
+        """Hook in the thread that closes the scheduler, before the workers end."""
 
-    async def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Free what the backend itself holds, when all workers have ended."""
+    async def close(self) -> None:  # noqa: B027 - most hold no resources
+        """Free the backend's own resources, after all workers have ended."""

@@ -1,4 +1,4 @@
-"""The scheduler of every backend, composed of parts: registry, lifecycle, calls and values."""
+"""The scheduler of every backend, composed of registry, lifecycle, calls and values."""
 
 from __future__ import annotations
 
@@ -50,15 +50,17 @@ T = TypeVar("T")
 
 
 class BackendScheduler(Scheduler):
-    """Runs workers by a backend.
+    """A Scheduler whose workers a Backend runs.
 
     Args:
-        backend: starts the workers; it belongs to this scheduler alone.
-        seed: seed of the run; each worker seeds from (seed, role, rank).
-        log_dir: folder for a log file per worker; a folder of the run below the system's temporary
-            one when None.
-        timeouts: limits by class of operation.
-    Raises: what ``backend.open`` raises.
+        backend: Starts the workers; it belongs to this scheduler alone.
+        seed: Seed of the run; each worker derives its own from (seed, role, rank).
+        log_dir: Folder for one log file per worker; a folder of the run below the system's
+            temporary one when None.
+        timeouts: Limits in seconds by class of operation; the defaults of Timeouts when None.
+
+    Raises:
+        HelmsmanError: ``backend.open`` failed.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class BackendScheduler(Scheduler):
 
     def close(self) -> None:
         if not self._roles.is_closed:
-            forbid_blocking()  # before anything counts as closed
+            forbid_blocking()  # before the roles are marked as closed
         self._backend.closing()
         doomed = self._roles.close()
         if doomed is not None:
@@ -223,7 +225,7 @@ class BackendScheduler(Scheduler):
 
         async def ask() -> list[WorkerStatus]:
             there = {worker_id: client for worker_id, client in clients.items() if client.is_there}
-            # states say what failures mean
+            # The failures are ignored: the clients' states reflect them.
             found, _ = await ask_health(there, self.timeouts.health_s, "Timeouts.health_s")
             return [client.status(found.get(worker_id)) for worker_id, client in clients.items()]
 
@@ -401,7 +403,7 @@ def _valid(job: Job | Collection[Job]) -> list[Job]:
                 role=each.role,
                 field="role",
                 value=each.role,
-                expected="a name of its own among the jobs of one start",
+                expected="a different role for each job of one start",
             )
     return jobs
 
@@ -416,9 +418,9 @@ def _ask_all(
 
 
 def _open_record(run: Run, scheduler: str) -> RunLock | None:
-    """The record by which ``helmsman clean`` tells this run from one whose controller has died."""
+    """Write the record by which ``helmsman clean`` detects that the run's controller has died."""
     try:
         return RunLock(run.id, scheduler, run.log_dir)
     except OSError as error:
-        log.warning("run %s has no record, and helmsman clean will not know it: %s", run.id, error)
+        log.warning("run %s has no record, so helmsman clean will not find it: %s", run.id, error)
         return None

@@ -1,4 +1,4 @@
-"""Calls of engines, each sent once, and values that stay in workers or in the script's process."""
+"""Engine calls, each sent once, and values kept in workers or in the script's process."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _REMEMBERED = 10_000
 
 
 class ValueStore:
-    """Puts values in the backend's store, and knows which handles have lost their value."""
+    """Puts values in the backend's store and tracks which handles have lost their value."""
 
     def __init__(self, roles: RoleRegistry, backend: Backend) -> None:
         self._roles = roles
         self._backend = backend
         self._put: set[str] = set()
-        """Ids of the values that the script has put and not released."""
+        """Ids of values that the script has put and not released."""
         self._released: dict[str, None] = {}
-        """Ids of recently released handles; the stores know of all of them."""
+        """Ids of recently released handles; the stores detect older ones."""
 
     def put(self, value: Any) -> ResultHandle:
         payload = value.payload if isinstance(value, Packed) else encode(value)
@@ -48,13 +48,17 @@ class ValueStore:
         return handle
 
     def get(self, handle: ResultHandle) -> Any:
-        """The value of a handle. Raises HandleLostError."""
+        """Fetch the value of a handle.
+
+        Raises:
+            HandleLostError: The value is lost.
+        """
         self.require([handle])
         return decode(self._backend.store.fetch(handle))
 
     def release(self, handle: ResultHandle) -> None:
-        """Have the value of a handle forgotten. Idempotent; blocks."""
-        if self._roles.is_closed:  # so its value has gone as well
+        """Free the value of a handle. Idempotent; blocks."""
+        if self._roles.is_closed:  # its value was freed with the scheduler
             return
         if handle.worker_id == CONTROLLER:
             self._put.discard(handle.id)
@@ -65,12 +69,12 @@ class ValueStore:
         except (errors.NotFoundError, errors.SchedulerClosedError):
             client = None
         else:
-            forbid_blocking()  # before it counts as released
+            forbid_blocking()  # before the handle counts as released
         self._released[handle.id] = None
         if len(self._released) > _REMEMBERED:
             del self._released[next(iter(self._released))]
         if client is not None:
-            with contextlib.suppress(errors.WorkerFailedError):  # its memory went with it
+            with contextlib.suppress(errors.WorkerFailedError):  # its memory is freed already
                 run_sync(client.control(Verb.RELEASE, handle.id))
 
     def forget_all(self) -> None:
@@ -78,15 +82,16 @@ class ValueStore:
             self._backend.store.drop(self._put.pop())
 
     def require(self, handles: Iterable[ResultHandle]) -> None:
-        """Raise HandleLostError for a handle whose value is known to be lost. On Ray it may outlive
-        its maker for a while.
+        """Raise HandleLostError for a handle whose value is known to be lost.
+
+        On Ray a value may outlive its worker for a while.
         """
         for handle in handles:
             reason = "it was released" if handle.id in self._released else ""
             if handle.worker_id == CONTROLLER:
                 if handle.id in self._put:
                     continue
-                reason = "it was released, or is another scheduler's"
+                reason = "it was released, or belongs to another scheduler"
             else:
                 try:
                     if self._roles.client(handle.worker_id).state in (
@@ -170,8 +175,9 @@ class CallService:
     def call_many(
         self, calls: Mapping[str, Call], method: str, engine_name: str | None, timeout: float | None
     ) -> Fanout:
-        """As Scheduler.call_many. Workers with the same arguments get the same message, which is
-        made once.
+        """Call several workers; see ``Scheduler.call_many``.
+
+        Workers with the same arguments share one message, which is encoded once.
         """
         fanout = Fanout(*self._limit("call_many", timeout))
         shared: dict[tuple[Any, ...], Outgoing] = {}
@@ -190,7 +196,7 @@ class CallService:
                         client, worker_id, method, engine_name, call
                     )
                 GroupPendingCall(client, outgoing, fanout, worker_id).begin()
-            # One worker's failure, which must not hide what was sent to others
+            # One worker's failure must not hide calls sent to others
             except Exception as error:  # noqa: BLE001
                 fanout.failed(worker_id, error)
         return fanout
@@ -201,7 +207,7 @@ class CallService:
         if timeout is None:
             return self._run.timeouts.call_s, "Timeouts.call_s"
         require_seconds(caller, timeout, name)
-        return float(timeout), f"the call's {name} argument"  # NumPy's own are no numbers to a lock
+        return float(timeout), f"the call's {name} argument"  # locks reject NumPy's numbers
 
     def _packed(
         self, client: WorkerClient, worker_id: str, method: str, engine_name: str | None, call: Call
@@ -222,7 +228,7 @@ class CallService:
             payload = encode_arguments(worker_id, name, method, (call.args, kwargs))
         if payload.handles:
             self._values.require(payload.handles)
-        # What is sent has no subclasses of str: msgspec would refuse NumPy's.
+        # Plain str only: msgspec rejects NumPy's subclass.
         plain = None if (engine := _name_for(client, name)) is None else str.__str__(engine)
         request = Request(
             next(request_ids), Verb.CALL, plain, str.__str__(method), keeps, broadcast, discards
@@ -233,8 +239,9 @@ class CallService:
 def _require_call(
     caller: str, worker_id: object, method: object, engine_name: object, rpc_meta: object
 ) -> None:
-    """Raise TypeError for an argument of a wrong type; by hand, since it is a part of what an empty
-    call costs.
+    """Raise TypeError for an argument of a wrong type.
+
+    The checks are written out because they are part of the cost of an empty call.
     """
     if not isinstance(worker_id, str):
         raise refusal(caller, "worker_id", worker_id, "str, as 'role/0'")
@@ -263,7 +270,8 @@ def _require_meta(caller: str, rpc_meta: object) -> None:
 
 
 def _name_for(client: WorkerClient, engine_name: str) -> str | None:
-    """An engine's name in a request: none for one that bears its worker's, so that all workers can
-    be sent the same.
+    """Engine name in a request; None for an engine named after its worker.
+
+    Omitting that name lets all workers share one message.
     """
     return None if engine_name == client.worker_id else engine_name

@@ -1,4 +1,4 @@
-"""Schedulers by name, loaded when asked for."""
+"""Creates schedulers by name; their modules are imported on use."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ _SCHEDULERS = {
 
 
 def make_scheduler(name: str, **options: Any) -> Scheduler:
-    """The scheduler called ``name``: 'ray', 'local' or 'inline'.
+    """Create a scheduler by name.
 
     Args:
-        options: arguments of its class; ``seed``, ``log_dir`` and ``timeouts`` mean the same for
-            all.
-    Raises: UnknownBackendError, BackendNotInstalledError; TypeError for an option that it does not
-        have.
+        name: 'ray', 'local' or 'inline'.
+        options: Arguments of its class; ``seed``, ``log_dir`` and ``timeouts`` are common to all.
+
+    Returns:
+        The scheduler.
+
+    Raises:
+        UnknownBackendError: No scheduler has this name.
+        BackendNotInstalledError: The scheduler needs a package that is not installed.
+        TypeError: The scheduler has no such option.
     """
     if name not in _SCHEDULERS:
         raise UnknownBackendError(backend=name, known=list(_SCHEDULERS))

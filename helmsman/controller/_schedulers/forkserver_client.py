@@ -1,4 +1,4 @@
-"""The driver's end of the forkserver: starts it, asks it for workers, hears how they ended."""
+"""The driver's side of the forkserver: starts it, requests workers, receives their exit events."""
 
 from __future__ import annotations
 
@@ -44,24 +44,18 @@ _MAX_THREADS = 16
 
 
 class ForkServerGoneError(Exception):
-    """The forkserver died, and its workers with it."""
+    """The forkserver has died, and its workers with it."""
 
 
 class _Worker(NamedTuple):
     tag: str
     status: asyncio.Future[int]
     survivors: asyncio.Future[list[int]]
-    """Those of its family that could not be ended."""
+    """Pids of its descendants that could not be ended."""
 
 
 class ForkServer(asyncio.Protocol):
-    """A running forkserver. Its methods run on the background loop.
-
-    Args of start:
-        run_dir: folder of the workers' sockets; the forkserver removes it at its end.
-        log_path: where the forkserver's own output goes.
-        preload: modules it imports before it forks.
-    """
+    """A running forkserver. Its methods run on the background loop."""
 
     def __init__(self, process: subprocess.Popen[bytes], log_path: str) -> None:
         self._process = process
@@ -69,17 +63,24 @@ class ForkServer(asyncio.Protocol):
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._spawned: dict[str, tuple[asyncio.Future[int], str]] = {}
-        """Orders not obeyed yet: socket path -> (future of the pid, tag)."""
+        """Pending spawn requests: socket path -> (future of the pid, tag)."""
         self._workers: dict[int, _Worker] = {}
         self.has_ended = False
-        """Whether it has ended, and its workers with it."""
+        """Whether the forkserver has exited, and its workers with it."""
         self._ending: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
         cls, run_id: str, run_dir: Path, log_path: Path, preload: Sequence[str]
     ) -> ForkServer:
-        """Start it; it answers once its modules are imported."""
+        """Start a forkserver, which accepts requests once its modules are imported.
+
+        Args:
+            run_id: Id of the run.
+            run_dir: Folder of the workers' sockets, which the forkserver removes when it exits.
+            log_path: File for the forkserver's own output.
+            preload: Modules that it imports before it forks.
+        """
         ours, theirs = socket.socketpair()
         undo = contextlib.ExitStack()
         undo.callback(ours.close)
@@ -89,10 +90,10 @@ class ForkServer(asyncio.Protocol):
             pidfd_of_this_process() as driver,
             os.fdopen(open_log(log_path, run_id), "ab") as log,
         ):
-            # In a session of its own: the terminal's Ctrl-C is for the script, which then ends its
-            # workers in order.
+            # In a session of its own, so that the terminal's Ctrl-C reaches only the script, which
+            # then ends its workers in order.
             arguments = [run_id, str(theirs.fileno()), str(driver), str(run_dir), ",".join(preload)]
-            # A start is a few milliseconds, once in a run
+            # A start blocks for a few milliseconds, once per run
             process = subprocess.Popen(  # noqa: ASYNC220
                 [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *arguments],
                 stdin=subprocess.DEVNULL,
@@ -130,7 +131,7 @@ class ForkServer(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self._workers[event.pid] = _Worker(tag, loop.create_future(), loop.create_future())
         if waiting.cancelled():
-            self.kill(event.pid)  # its caller has given up
+            self.kill(event.pid)  # its caller was cancelled
         else:
             waiting.set_result(event.pid)
 
@@ -145,7 +146,7 @@ class ForkServer(asyncio.Protocol):
         self._ending = asyncio.ensure_future(self._end_families())
 
     async def _end_families(self) -> None:
-        """End what its workers had started: only this process still has the tags."""
+        """End the descendants of its workers; only this process still has their tags."""
         left = {
             pid: worker.tag for pid, worker in self._workers.items() if not worker.survivors.done()
         }
@@ -160,7 +161,12 @@ class ForkServer(asyncio.Protocol):
         )
 
     async def spawn(self, order: Spawn) -> int:
-        """Fork a worker and return its pid. Raises ForkServerGoneError, OSError."""
+        """Fork a worker and return its pid.
+
+        Raises:
+            ForkServerGoneError: The forkserver has died.
+            OSError: The fork failed.
+        """
         if self.has_ended:
             raise self._error()
         waiting: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -170,15 +176,15 @@ class ForkServer(asyncio.Protocol):
             return await waiting
         except asyncio.CancelledError:
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                self.kill(waiting.result())  # it was there at the same moment
+                self.kill(waiting.result())  # it was spawned just before the cancellation
             raise
 
     async def wait_exit(self, pid: int) -> int:
-        """Await the end of a worker; returns its wait status."""
+        """Wait until a worker has ended; returns its wait status."""
         return await asyncio.shield(self._workers[pid].status)
 
     async def wait_family(self, pid: int) -> list[int]:
-        """Await the end of a worker and of its family; returns those that could not be ended."""
+        """Wait until a worker and its descendants have ended; returns pids that could not be."""
         return await asyncio.shield(self._workers[pid].survivors)
 
     def kill(self, pid: int) -> None:
@@ -191,14 +197,14 @@ class ForkServer(asyncio.Protocol):
         self._transport.write(pack_length(len(message)) + message)
 
     async def stop(self, limit_s: float) -> None:
-        """Close the connection, upon which it ends everything, and await its end."""
+        """Close the connection, upon which the forkserver ends everything; wait for its exit."""
         if self._transport is not None:
-            # also for children that this process has forked and that hold a copy of the socket
+            # close() alone is not enough: forked children may hold a copy of the socket.
             self._transport.write_eof()
             self._transport.close()
         deadline = Deadline(limit_s)
         while self._process.poll() is None:
-            # and no thread that waits: at the end of the interpreter there is none to be had
+            # Polls, since no thread can be started for waiting while the interpreter exits.
             if deadline.passed:
                 self._process.kill()
             await asyncio.sleep(0.005)
@@ -207,7 +213,7 @@ class ForkServer(asyncio.Protocol):
 
 
 def _end_families(tags: Mapping[int, str]) -> dict[int, list[int]]:
-    """End the families of workers, all at a time; returns who is left of each."""
+    """End the descendants of all workers in parallel; returns the remaining pids of each."""
 
     def end(pid: int) -> list[int]:
         return sorted(guardian.end_family(pid, tags[pid], limit_s=1.0))
@@ -215,5 +221,5 @@ def _end_families(tags: Mapping[int, str]) -> dict[int, list[int]]:
     try:
         with ThreadPoolExecutor(min(len(tags), _MAX_THREADS)) as threads:
             return dict(zip(tags, threads.map(end, tags), strict=True))
-    except RuntimeError:  # at the end of the interpreter no thread starts
+    except RuntimeError:  # no thread can start while the interpreter exits
         return {pid: end(pid) for pid in tags}

@@ -1,8 +1,8 @@
-"""InlineScheduler: all workers in the driver's process, so that a debugger's breakpoints stop
-inside engines.
+"""InlineScheduler: runs all workers in the driver's process, for debugger breakpoints in engines.
 
-Messages go through the codec and an EngineHost as elsewhere. Environment, default process group and
-random state are shared by all workers, and an engine that ends the process ends the script.
+Messages pass through the codec and an EngineHost, as on other schedulers. All workers share one
+environment, default process group and random state; an engine that exits the process ends the
+script.
 """
 
 from __future__ import annotations
@@ -32,13 +32,20 @@ from helmsman.rpc_server._wire.wire import Outgoing
 
 
 class InlineScheduler(BackendScheduler):
-    """Workers as threads of this process; see BackendScheduler for the other arguments.
+    """Runs workers as threads of this process.
 
-    Environment variables that workers set are put back when the scheduler closes. Workers hold
-    accelerators as elsewhere, but nothing keeps them from seeing those of others.
+    Environment variables that workers set are restored when the scheduler closes. Workers hold
+    accelerators as on other schedulers, but each of them can see every accelerator.
 
     Args:
-        num_cpus, num_gpus, accelerator, resources: what the machine has; see OneMachine.
+        seed: Unused: inline workers are not seeded, since they share the script's random state.
+        log_dir: Folder for the logs of the run; a folder below the system's temporary one when
+            None.
+        timeouts: Limits in seconds by class of operation; the defaults of Timeouts when None.
+        num_cpus: Number of CPUs; those that this process may use when None.
+        num_gpus: Number of accelerators; those that this process may use when None.
+        accelerator: 'cuda' or 'npu'; the kind found on the machine when None.
+        resources: Custom resources by name.
     """
 
     def __init__(
@@ -59,6 +66,8 @@ class InlineScheduler(BackendScheduler):
 
 
 class InlineBackend(Backend):
+    """Starts workers as EngineHosts in the script's process."""
+
     shares_process = True
 
     def __init__(self, machine: OneMachine) -> None:
@@ -102,9 +111,8 @@ class InlineBackend(Backend):
                     role=worker_id.rpartition("/")[0],
                     field=f"environment variable {name} of {worker_id}",
                     value=value,
-                    expected=f"{current!r}, which {owner} has set: inline workers share one "
-                    "process, so one of them cannot be "
-                    "another rank than the others. Use replicas=1, or the 'local' scheduler",
+                    expected=f"{current!r}, as set by {owner}: inline workers share one process "
+                    "and its environment. Use replicas=1, or the 'local' scheduler",
                 )
         self._set_by.update((name, (worker_id, value)) for name, value in env.items())
 
@@ -115,6 +123,8 @@ class InlineBackend(Backend):
 
 
 class InlineTransport(Transport):
+    """Passes requests to an EngineHost in this process."""
+
     def __init__(self, host: EngineHost) -> None:
         self._host = host
         self._loop = asyncio.get_running_loop()

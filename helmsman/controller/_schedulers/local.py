@@ -1,4 +1,4 @@
-"""LocalScheduler: a process per worker on this machine, without Ray."""
+"""LocalScheduler: runs each worker in a process on this machine, without Ray."""
 
 from __future__ import annotations
 
@@ -42,19 +42,29 @@ from helmsman.rpc_server._wire.auth import connect
 
 _CONNECT_S = 30.0
 _END_S = 6.0
-"""Longest wait for the end of a killed worker and its family."""
+"""Longest wait for a killed worker and its descendants to end."""
 
 _REPORT_S = 0.8
-"""Longest wait for the report that a process has ended."""
+"""Longest wait for the exit report of a process."""
 
 
 class LocalScheduler(BackendScheduler):
-    """Workers as processes of this machine; see BackendScheduler for the other arguments.
+    """Runs workers as processes on this machine.
+
+    Accelerators, memory and custom resources are held by one worker at a time. CPUs are shared, so
+    that a laptop can run a job of many ranks.
 
     Args:
-        num_cpus, num_gpus, accelerator, resources: what the machine has; see OneMachine.
-        preload: modules that every worker finds imported already. Importing torch costs a worker
-            more than a second otherwise.
+        seed: Seed of the run; each worker derives its own from (seed, role, rank).
+        log_dir: Folder for one log file per worker; a folder of the run below the system's
+            temporary one when None.
+        timeouts: Limits in seconds by class of operation; the defaults of Timeouts when None.
+        num_cpus: Number of CPUs; those that this process may use when None.
+        num_gpus: Number of accelerators; those that this process may use when None.
+        accelerator: 'cuda' or 'npu'; the kind found on the machine when None.
+        resources: Custom resources by name.
+        preload: Modules imported before workers are forked, so that no worker imports them again.
+            Importing torch costs a worker more than a second otherwise.
     """
 
     def __init__(
@@ -78,7 +88,7 @@ class LocalScheduler(BackendScheduler):
 
 
 class LocalBackend(Backend):
-    """Worker processes that a fork server of this machine starts."""
+    """Starts worker processes through a fork server on this machine."""
 
     same_machine = True
 
@@ -101,7 +111,7 @@ class LocalBackend(Backend):
     async def _ensure_server(self) -> tuple[ForkServer, Path]:
         async with self._starting_server:
             if self._server is not None and self._server.has_ended:
-                await self.close()  # it was killed, and its workers with it; new ones get another
+                await self.close()  # it was killed, with its workers; start another
                 self._server = None
             if self._server is None or self._run_dir is None:
                 make_log_dir(self.run.log_dir, self.run.id)
@@ -148,12 +158,12 @@ class LocalBackend(Backend):
         if self._server is not None:
             await self._server.stop(self.run.timeouts.shutdown_s)
         if self._run_dir is not None:
-            with contextlib.suppress(OSError):  # the forkserver removes it, too
+            with contextlib.suppress(OSError):  # the forkserver may have removed it
                 remove_tree(self._run_dir)
 
 
 class LocalProcess:
-    """The end of a worker's process; its log begins at byte ``log_start`` of the file."""
+    """A worker's process and its end; its log begins at byte ``log_start`` of the file."""
 
     def __init__(
         self, server: ForkServer, pid: int, tag: str, log_path: str, log_start: int
@@ -169,7 +179,7 @@ class LocalProcess:
         self._watch: asyncio.Future[None] | None = None
 
     def on_end(self, react: Callable[[], None]) -> None:
-        """Call ``react`` when it has ended; it has started to serve by now."""
+        """Call ``react`` when the process has ended; requires that it already serves."""
 
         async def watch() -> None:
             await self._server.wait_family(self.pid)
@@ -179,7 +189,11 @@ class LocalProcess:
         self._watch = asyncio.ensure_future(watch())
 
     async def kill(self) -> None:
-        """End it and its family. Raises ShutdownIncompleteError naming who is left."""
+        """End the process and its descendants.
+
+        Raises:
+            ShutdownIncompleteError: Some of them are still running; it lists them.
+        """
         deadline = Deadline(_END_S)
         self._server.kill(self.pid)
         try:
@@ -189,8 +203,7 @@ class LocalProcess:
         except TimeoutError:
             survivors = {self.pid}
         else:
-            # the forkserver has looked once; a process can take longer to exit, if it frees much
-            # memory
+            # The forkserver has checked once; a process that frees much memory takes longer.
             if survivors:
                 survivors = await run_in_executor(end_members, survivors, self.pid, self.tag)
         if survivors:
@@ -202,13 +215,15 @@ class LocalProcess:
             )
 
     async def wait_ended(self, limit_s: float) -> None:
-        """Give it ``limit_s`` seconds to end by itself."""
+        """Wait at most ``limit_s`` seconds for the process to end by itself."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._server.wait_family(self.pid), limit_s)
 
     async def ending(self, lost_because: str) -> Ending:
-        """How it ended; a process that lives although its channel is lost is ended now, since it
-        cannot be reached.
+        """Return how the process ended.
+
+        A process that is still running after its channel was lost cannot be reached, so it is
+        killed.
         """
         try:
             status: int | None = await asyncio.wait_for(self._server.wait_exit(self.pid), _REPORT_S)
@@ -231,7 +246,12 @@ class LocalProcess:
 
 
 async def open_channel(worker_id: str, path: str, key: bytes, process: LocalProcess) -> Channel:
-    """Connect to the worker that listens at ``path``. Raises OSError, ProtocolError."""
+    """Connect to the worker that listens at ``path``.
+
+    Raises:
+        OSError: The connection failed.
+        ProtocolError: Authentication or the handshake failed.
+    """
     channel = Channel(
         worker_id, functools.partial(connect, path, key, _CONNECT_S), process, shares_memory=True
     )

@@ -1,7 +1,7 @@
-"""Starts of roles as transactions, and changes of those that run.
+"""Atomic starts of roles, and restarts, growth and removal of running ones.
 
-All jobs of a start are ready and published, or nothing of them remains. A worker that is restarted
-keeps its id, and no id is given twice.
+Either all jobs of a start are ready and published, or nothing of them remains. A restarted worker
+keeps its id; no id is assigned twice.
 """
 
 from __future__ import annotations
@@ -39,13 +39,11 @@ _COMMAND_ENGINE = "helmsman.rpc_server._process.command.CommandEngine"
 
 
 class RoleLifecycle:
-    """Starts, changes and ends the roles of a registry by a backend; see Scheduler for the
-    arguments.
-    """
+    """Starts, changes and ends the roles of a registry; see Scheduler for the arguments."""
 
     def __init__(self, run: Run, roles: RoleRegistry, backend: Backend, calls: CallService) -> None:
         self.advice: dict[str, str] = {}
-        """Role -> next step that its controller suggests when a worker has died."""
+        """Role -> next step that its controller suggests after the death of a worker."""
         self._run = run
         self._roles = roles
         self._backend = backend
@@ -61,7 +59,7 @@ class RoleLifecycle:
             )
         except BaseException:
             for role in reversed(roles):
-                with contextlib.suppress(errors.RoleNotFoundError):  # it went with its target
+                with contextlib.suppress(errors.RoleNotFoundError):  # deleted with its target
                     self.delete(role.name)
             raise
         return [worker_id for role in roles for worker_id in role.worker_ids]
@@ -72,7 +70,7 @@ class RoleLifecycle:
                 role=job.role,
                 field="scheduling_strategy",
                 value=job.scheduling_strategy,
-                expected="separation, to hold something",
+                expected="separation, since a colocated job holds no resources of its own",
             )
 
         async def hold() -> list[Role]:
@@ -86,7 +84,7 @@ class RoleLifecycle:
         return [place.as_reservation() for place in role.places.values()]
 
     def delete(self, name: str | None, reverse_order: bool = False) -> None:
-        forbid_blocking()  # before the roles are forgotten
+        forbid_blocking()  # before the roles are removed from the registry
         doomed = self._roles.forget(name)
         if doomed:
             story.info("deleting %s", listed([role.name for role in doomed]))
@@ -172,7 +170,7 @@ class RoleLifecycle:
         return clients
 
     async def _prepare(self, start: Launch, rank: int, client: WorkerClient) -> None:
-        """Configure a new worker and have it lease its ports, before it is published."""
+        """Configure a new worker and lease its ports, before it is published."""
         job = start.job
         client.advice = self.advice
         spec = job.spec(rank)
@@ -204,7 +202,7 @@ class RoleLifecycle:
             ) from error
 
     async def _run_commands(self, roles: Sequence[Role], worker_ids: Sequence[str]) -> None:
-        """Run a module beside each of these workers whose spec has a command."""
+        """Run the command of each worker whose spec has one, as a child of the worker."""
         jobs = {role.name: role.job for role in roles}
 
         async def run(worker_id: str, command: str) -> None:
@@ -240,15 +238,18 @@ class RoleLifecycle:
         ]
         expected = ""
         if role.reuses or not role.clients:
-            expected = f"a role with workers of its own; these are {role.target or 'nobody'}'s"
+            expected = (
+                "a role with workers of its own; this one "
+                f"{f'uses those of role {role.target!r}' if role.target else 'only holds devices'}"
+            )
         elif users:
             expected = (
-                f"a role whose workers no other stands on; {', '.join(users)} would go with them"
+                f"a role whose workers no other role uses; {', '.join(users)} would end with them"
             )
         if expected:
             raise errors.InvalidSpecError(role=name, field="role", value=name, expected=expected)
         if elsewhere:
-            # as many as there are, which is what may have changed
+            # The role may have been scaled since its job was started.
             ranks = [rank_of(worker_id) for worker_id in role.clients]
             specs = (
                 [role.job.spec(rank) for rank in ranks]
@@ -284,7 +285,7 @@ class RoleLifecycle:
             with self._roles.changing(role):
                 if role.clients.get(worker_id) is not old:
                     raise not_found(worker_id, role)
-                for entry in self._roles:  # also those that reuse it
+                for entry in self._roles:  # including roles that reuse it
                     for each in [each for each, reached in entry.clients.items() if reached is old]:
                         entry.clients = {**entry.clients, each: client}
                         entry.engine_names.pop(each, None)
@@ -334,11 +335,12 @@ class RoleLifecycle:
     def _require_own(
         self, role: Role, field: str, value: Any, shrinks: bool, expected: str = ""
     ) -> None:
-        """Raise InvalidSpecError unless the role has workers of its own, and none that another role
-        uses if some shall go.
+        """Raise InvalidSpecError unless the role owns its workers.
+
+        With ``shrinks``, also raise if another role uses them.
         """
         if role.target is not None:
-            expected = f"a role with workers of its own; these stand on role {role.target!r}"
+            expected = f"a role with workers of its own; these are colocated with {role.target!r}"
         elif not role.clients:
             expected = "a role with workers; this one only holds devices"
         elif (
@@ -347,8 +349,7 @@ class RoleLifecycle:
             and (dependents := [each.name for each in self._roles.with_dependents(role.name)[:-1]])
         ):
             expected = (
-                f"no fewer workers while {', '.join(dependents)} stand on them; delete "
-                "these roles first"
+                f"no fewer workers while {', '.join(dependents)} use them; delete these roles first"
             )
         if expected:
             raise errors.InvalidSpecError(
@@ -397,7 +398,7 @@ class RoleLifecycle:
                 for worker_id, stack in zip(clients, stacks.values(), strict=True):
                     role.own(worker_id, stack)
         story.info(
-            "added to role %s, now of %d: %s",
+            "added to role %s, which now has %d workers: %s",
             role.name,
             len(role.clients),
             _described(clients.values()),
@@ -413,18 +414,18 @@ class RoleLifecycle:
                     raise not_found(worker_id, role)
             self._require_own(role, "worker_ids", list(worker_ids), shrinks=True)
             if len(worker_ids) >= len(role.clients):
-                expected = "one worker at least to stay; delete_workers ends a role"
+                expected = "at least one worker to remain; delete_workers ends a role"
                 raise errors.InvalidSpecError(
                     role=role.name, field="worker_ids", value=list(worker_ids), expected=expected
                 )
             doomed = role.part(worker_ids)
         left = len(role.clients)
-        story.info("removing from role %s, now of %d: %s", role.name, left, listed(worker_ids))
+        story.info("removing from role %s, leaving %d: %s", role.name, left, listed(worker_ids))
         ending = asyncio.ensure_future(self._end(role, doomed))
         try:
             await asyncio.shield(ending)
         except asyncio.CancelledError:
-            await ending  # no registry has them any more, so nothing else would end them
+            await ending  # they are in no registry, so nothing else would end them
             raise
 
     async def _end(self, role: Role, doomed: Role) -> None:
@@ -441,8 +442,9 @@ class RoleLifecycle:
 
 @contextlib.asynccontextmanager
 async def _restarting(role: Role, worker_ids: Sequence[str]) -> AsyncIterator[None]:
-    """One restart at a time, or a place has two processes; the removal of one of these workers
-    cancels it.
+    """Serialize restarts, since two would start two processes in one place.
+
+    Removing one of the workers cancels the restart.
     """
     while running := {role.restarts[each] for each in worker_ids if each in role.restarts}:
         await asyncio.wait(running)
@@ -469,14 +471,15 @@ def _described(clients: Iterable[WorkerClient]) -> str:
 
 
 async def _kill_all(role: Role) -> None:
-    """End all processes of a role at once: in order, one that waits in a collective for a lost rank
-    would not end.
+    """End all processes of a role at once.
+
+    One after the other would hang on a rank that waits in a collective for a lost rank.
     """
     await await_all(client.kill("was ended by restart_workers") for client in role.clients.values())
 
 
 def _single(job: Job, rank: int) -> Job:
-    """The resources of one worker of a job, as a job of its own."""
+    """Job with the resources of one worker of ``job``."""
     return msgspec.structs.replace(
         job, role=f"{job.role}+{rank}", replicas=1, tasks=[job.spec(rank)]
     )

@@ -1,4 +1,4 @@
-"""Roles that run, by name, and how they end."""
+"""Registry of running roles, and their teardown."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ T = TypeVar("T")
 
 
 class Role:
-    """A role that runs: its workers, and what has to be undone when it goes. One that is only
-    reserved has places alone.
+    """A running role: its workers, and the resources to free when it ends.
+
+    A reserved role has places but no workers.
     """
 
     def __init__(
@@ -39,31 +40,34 @@ class Role:
         reserved: Mapping[str, Placement] | None = None,
     ) -> None:
         self.job = job
-        """As it was started: its workers may have become more or fewer since."""
+        """The job as started; the number of workers may have changed since."""
         self.clients = dict(clients)
-        """By worker id, in rank order. Ids need not follow each other: one that was removed is not
-        given again. It is replaced and never changed, since other threads go through it."""
+        """Clients by worker id, in rank order.
+
+        Ids may have gaps, since the id of a removed worker is not reused. The dict is replaced,
+        never mutated, because other threads iterate over it.
+        """
         self._reserved = dict(reserved or {})
         self.num_ids = job.replicas
-        """How many ids it has given so far."""
+        """Number of ids assigned so far."""
         self.resources = resources
         self.reuses = reuses
         """Whether the workers belong to another role (colocation without fork)."""
         self.engine_names: dict[str, set[str]] = {}
         self.growing = asyncio.Lock()
-        """Held while it gets more workers."""
+        """Held while workers are added."""
         self.restarts: dict[str, asyncio.Task[None]] = {}
         self._own: dict[str, contextlib.AsyncExitStack] = {}
-        """What has to be undone for a worker alone, of those that came later or were restarted."""
+        """Resources of single workers: those added later or restarted."""
 
     def own(self, worker_id: str, resources: contextlib.AsyncExitStack) -> None:
-        """Note what has to be undone when this worker goes, beside what all were started with."""
+        """Add resources to free when this worker ends, besides those shared by the role."""
         self._own.setdefault(worker_id, contextlib.AsyncExitStack()).push_async_callback(
             resources.pop_all().aclose
         )
 
     def part(self, worker_ids: Iterable[str]) -> Role:
-        """Let go of these workers; returns them as a role that is to be stopped."""
+        """Split these workers off; returns them as a role to stop."""
         doomed = Role(
             self.job,
             {worker_id: self.clients[worker_id] for worker_id in worker_ids},
@@ -106,8 +110,9 @@ class Role:
         return self.job.scheduling_strategy.target
 
     def as_planned(self) -> PlannedRole:
-        """The role as a plan has it; what its placement groups hold is counted by the cluster
-        itself.
+        """The role in the form of a plan.
+
+        It has no bundles: the cluster itself counts the resources of its placement groups.
         """
         return PlannedRole(
             role=self.name,
@@ -118,7 +123,7 @@ class Role:
 
 
 class RoleRegistry:
-    """Roles from the moment when they are ready until they end. It may be used from any thread."""
+    """The ready roles of a scheduler. Thread-safe."""
 
     def __init__(self) -> None:
         self._roles: dict[str, Role] = {}
@@ -127,13 +132,13 @@ class RoleRegistry:
         self._closed = False
         self._parents_roles: dict[str, Role] | None = None
         """Forked child only: keeps the parent's roles referenced, so that asyncio does not log
-        pending work of theirs.
+        their pending tasks.
         """
         _registries.add(self)
 
     @property
     def is_closed(self) -> bool:
-        """Whether the scheduler is closed, or this process is a forked child of its own."""
+        """Whether the scheduler is closed, or this process is a fork of the one that created it."""
         return self._closed
 
     def require_open(self, operation: str) -> None:
@@ -145,31 +150,43 @@ class RoleRegistry:
     # --- look-ups ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Role]:
-        """The roles in order of creation."""
+        """Iterate over the roles in order of creation."""
         return iter(list(self._roles.values()))
 
     def role(self, name: str) -> Role:
-        """The role of a name. Raises RoleNotFoundError."""
+        """Look up a role by name.
+
+        Raises:
+            RoleNotFoundError: There is no such role.
+        """
         role = self._roles.get(name)
         if role is None:
             raise errors.RoleNotFoundError(name=name, known=list(self._roles))
         return role
 
     def open_role(self, name: str, operation: str) -> Role:
-        """The role of a name. Raises SchedulerClosedError, RoleNotFoundError."""
+        """Look up a role by name, for an operation of the scheduler.
+
+        Raises:
+            SchedulerClosedError: The scheduler is closed.
+            RoleNotFoundError: There is no such role.
+        """
         self.require_open(operation)
         return self.role(name)
 
     def note_engine(self, worker_id: str, engine_name: str) -> None:
-        """Note an engine that a role has created, for the end of a role whose workers are
-        another's.
-        """
+        """Record an engine, so that a role that reuses workers can destroy its engines."""
         role = self._roles.get(worker_id.rpartition("/")[0])
         if role is not None:  # else it was deleted meanwhile
             role.engine_names.setdefault(worker_id, set()).add(engine_name)
 
     def client(self, worker_id: str) -> WorkerClient:
-        """The worker of an id. Raises SchedulerClosedError, WorkerNotFoundError."""
+        """Look up the client of a worker.
+
+        Raises:
+            SchedulerClosedError: The scheduler is closed.
+            WorkerNotFoundError: There is no such worker.
+        """
         if self._closed:
             self.require_open("a call")
         role = self._roles.get(worker_id.rpartition("/")[0])
@@ -179,12 +196,13 @@ class RoleRegistry:
         return client
 
     def clients(self) -> list[WorkerClient]:
-        """The workers of all roles; one that several roles use is there several times."""
+        """Clients of all roles; a client that several roles share is repeated."""
         return [client for role in self for client in role.clients.values()]
 
     def with_dependents(self, name: str) -> list[Role]:
-        """A role and all that are colocated with it, dependents first: they cannot outlive the
-        workers or devices they use.
+        """A role and all roles colocated with it, dependents first.
+
+        Dependents cannot outlive the workers or devices that they use.
         """
         found = [self.role(name)]
         for role in self:  # a dependent was created after the role that it depends on
@@ -196,8 +214,11 @@ class RoleRegistry:
 
     @contextlib.contextmanager
     def claim(self, jobs: Sequence[Job], operation: str) -> Iterator[None]:
-        """Hold the names of roles while they start. Raises SchedulerClosedError,
-        RoleExistsError.
+        """Hold the names of roles while they start.
+
+        Raises:
+            SchedulerClosedError: The scheduler is closed.
+            RoleExistsError: A role of this name runs or starts.
         """
         self.require_open(operation)
         names = {job.role for job in jobs}
@@ -216,8 +237,11 @@ class RoleRegistry:
                 self._starting -= names
 
     def publish(self, roles: Sequence[Role], operation: str) -> None:
-        """Add roles that are ready. Raises SchedulerClosedError, or RoleNotFoundError when another
-        thread has deleted the target of one meanwhile.
+        """Add roles that are ready.
+
+        Raises:
+            SchedulerClosedError: The scheduler has been closed meanwhile.
+            RoleNotFoundError: Another thread has deleted the target of a role meanwhile.
         """
         with self._lock:
             self.require_open(operation)
@@ -229,8 +253,10 @@ class RoleRegistry:
 
     @contextlib.contextmanager
     def changing(self, role: Role) -> Iterator[None]:
-        """Hold the registry while the workers of a role change. Raises RoleNotFoundError if the
-        role has been deleted.
+        """Lock the registry while the workers of a role change.
+
+        Raises:
+            RoleNotFoundError: The role has been deleted.
         """
         with self._lock:
             if self._roles.get(role.name) is not role:
@@ -246,9 +272,7 @@ class RoleRegistry:
         return doomed
 
     def close(self) -> list[Role] | None:
-        """Remove all roles for good; returns them, the last first, or None if it has been closed
-        before.
-        """
+        """Remove all roles for good; returns them, last first, or None if already closed."""
         with self._lock:
             if self._closed:
                 return None
@@ -258,9 +282,10 @@ class RoleRegistry:
         return doomed
 
     def leave_to_parent(self) -> None:
-        """Forked child only: give up the workers, which are the parent's. Replies to a child's
-        calls would be taken for the parent's on the shared connections, and the end of a child must
-        not end them.
+        """Forked child only: drop the workers, which belong to the parent.
+
+        The child must not end them, and on the shared connections replies to its calls would be
+        taken for replies to the parent's.
         """
         self._lock = threading.Lock()
         self._closed = True
@@ -279,14 +304,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-# --- the end of roles -----------------------------------------------------------------------------
+# --- teardown -------------------------------------------------------------------------------------
 
 
 async def stop_roles(
     doomed: list[Role], reverse_order: bool, operation: str, limit_s: float
 ) -> None:
-    """Destroy the engines of all roles at once, end the processes, free the resources; all under
-    one deadline.
+    """Destroy the engines of all roles at once, end their processes and free their resources.
+
+    One deadline covers everything.
+
+    Raises:
+        ShutdownIncompleteError: Processes are still running.
     """
     deadline = Deadline(limit_s)
     hung: set[WorkerClient] = set().union(
@@ -312,7 +341,7 @@ async def stop_roles(
                 elif outcome is not None:
                     raise outcome
         with contextlib.suppress(errors.ShutdownIncompleteError):
-            # of a process that is counted above
+            # the process is already listed in remaining
             await role.free()
     if remaining:
         raise errors.ShutdownIncompleteError(
@@ -325,20 +354,20 @@ async def stop_roles(
 
 
 async def _end_engines(role: Role, deadline: Deadline) -> set[WorkerClient]:
-    """Destroy the engines of a role; returns the workers that did not come to it."""
+    """Destroy the engines of a role; returns the workers that did not reply in time."""
     hung: set[WorkerClient] = set()
 
     async def end(worker_id: str, client: WorkerClient) -> None:
         names = sorted(role.engine_names.get(worker_id, ())) if role.reuses else None
         if names == []:
             return
-        # Half of the time: a hung engine must leave enough to end its process in order.
+        # Half of the time, so that a hung engine leaves the rest for ending its process.
         try:
             problems = await client.control(
                 Verb.DESTROY, names, limit_s=max(deadline.remaining_s / 2, 0.001)
             )
         except errors.CallTimeoutError:
-            hung.add(client)  # asking it to end would be in vain, too
+            hung.add(client)  # a shutdown request would hang as well
         except errors.CallError:
             return  # it is dead
         else:
@@ -350,12 +379,12 @@ async def _end_engines(role: Role, deadline: Deadline) -> set[WorkerClient]:
 
 
 async def _ask_to_end(client: WorkerClient, deadline: Deadline) -> None:
-    with contextlib.suppress(errors.CallError):  # dead already, or hung: it is killed next
+    with contextlib.suppress(errors.CallError):  # dead or hung; it is killed next
         await client.shut_down(max(deadline.remaining_s / 2, 0.001))
 
 
 def by_id(job: Job, replicas: Sequence[T]) -> dict[str, T]:
-    """What the replicas of a job that starts have, by worker id."""
+    """Map worker ids to the items of a starting job's replicas."""
     return {f"{job.role}/{index}": each for index, each in enumerate(replicas)}
 
 
@@ -364,7 +393,7 @@ def rank_of(worker_id: str) -> int:
 
 
 def not_found(worker_id: str, *roles: Role) -> errors.WorkerNotFoundError:
-    """The error of an id that none of these roles has."""
+    """Build the error for a worker id that none of these roles has."""
     return errors.WorkerNotFoundError(
         name=worker_id, known=[each for role in roles for each in role.worker_ids]
     )

@@ -1,6 +1,4 @@
-"""Requests to workers that only one method of a scheduler needs: a trial of a rendezvous, and a
-fault that they inflict.
-"""
+"""Requests to workers for single scheduler methods: rendezvous probe and fault injection."""
 
 from __future__ import annotations
 
@@ -19,17 +17,20 @@ from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._wire.messages import FaultCommand, Verb
 
 LIMIT_S = 10.0
-"""For all ranks together. Where a network drops what it does not route, this is how long it takes
-to be told.
-"""
+"""Limit of a probe for all ranks together; a network that drops packets uses it up."""
 _ANSWER_S = 1.0
-"""Of it, what a worker has to answer with once it has given up to connect."""
+"""Part of the limit reserved for a worker's reply after its connection attempt has failed."""
 
 
 async def probe(role: str, ranks: Mapping[str, WorkerClient], address: str, port: int) -> None:
-    """Let rank 0 listen on ``port`` and every rank, in order, itself too, connect to it at
-    ``address``, all at once. Raises: RendezvousError; WorkerFailedError or CallTimeoutError when
-    rank 0 does not answer.
+    """Check that every rank, rank 0 included, can connect to rank 0 at ``address`` and ``port``.
+
+    Rank 0 listens on the port; all ranks connect at once.
+
+    Raises:
+        RendezvousError: Rank 0 could not listen, or ranks could not connect.
+        WorkerFailedError: Rank 0 has died.
+        CallTimeoutError: Rank 0 did not reply.
     """
     deadline = Deadline(LIMIT_S)
     master_id, master = next(iter(ranks.items()))
@@ -57,7 +58,7 @@ async def probe(role: str, ranks: Mapping[str, WorkerClient], address: str, port
         )
     finally:
         with contextlib.suppress(errors.CallError):
-            # it has ended, or it listens for LIMIT_S at most
+            # it has died, or stops listening after LIMIT_S
             await master.control(Verb.PROBE_LISTEN, None)
     failed = {worker_id: reason for worker_id, reason in reasons.items() if reason}
     if refused or failed:
@@ -84,11 +85,10 @@ async def inject(
     clients: Iterable[WorkerClient],
     why_node_stays: Callable[[Placement], str],
 ) -> list[Injection]:
-    """Inflict a fault now; returns what became of it at each worker that it concerns, of all
-    ``clients`` of the run.
+    """Inject a fault now; returns the outcome at each affected worker among ``clients``.
 
-    ``why_node_stays`` tells why the node at a place cannot be dropped itself; '' when it can. It
-    may block.
+    ``why_node_stays`` returns the reason why the node of a place cannot be dropped, or ''. It may
+    block.
     """
     if not isinstance(fault, DropNode):
         return [await _health(target) or await _tell(target, _command(fault))]
@@ -119,21 +119,22 @@ def _command(fault: Kill | Hang | Slow) -> FaultCommand:
 
 
 async def _health(client: WorkerClient) -> Injection | None:
-    """Why a worker cannot be told anything. One that hangs would do it late, when nobody expects it
-    any more.
+    """Reason why a worker cannot take a fault; None if it can.
+
+    A hung worker is skipped, since it would apply the fault late, at an unexpected time.
     """
     try:
         await client.control(Verb.HEALTH)
     except WorkerFailedError as error:
-        return _injection(client, False, f"it had ended before: it {error.cause}")
+        return _injection(client, False, f"it had already ended: it {error.cause}")
     except CallTimeoutError as error:
         return _injection(
             client,
             False,
-            f"it was not told, since it gave no sign of life within {error.limit_s:g} s",
+            f"it did not respond within {error.limit_s:g} s, so the fault was not sent",
         )
     except CallError as error:
-        return _injection(client, False, f"it was not told: {error}")
+        return _injection(client, False, f"the fault was not sent: {error}")
     return None
 
 
@@ -142,10 +143,10 @@ async def _tell(client: WorkerClient, command: FaultCommand, more: str = "") -> 
     try:
         ended = await client.control(Verb.FAULT, command)
     except (WorkerFailedError, CallTimeoutError):
-        # It was there just now: its answer may be lost with it, or wait until it goes on.
+        # It has just replied to a health check, so the fault has hit before its reply was sent.
         return _injection(client, True, what)
     except HelmsmanError as error:
-        return _injection(client, False, f"it could not: {error}")
+        return _injection(client, False, f"the fault failed: {error}")
     return _injection(client, True, what + (f", no longer {ended}" if ended else ""))
 
 

@@ -1,4 +1,4 @@
-"""The way of requests to one worker, as the rest of the controller sees it."""
+"""The contract of a transport, which carries requests to one worker."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ LOG_TAIL_LINES = 50
 
 
 class TransportLostError(Exception):
-    """The worker's process has ended, or cannot be reached; only a transport raises it and only a
-    pending call sees it.
+    """The worker has died or cannot be reached.
+
+    Only transports raise it, and only pending calls receive it.
     """
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How a worker ended, as far as it can be known."""
+    """How a worker ended, as far as known."""
 
     cause: str
-    """Part of a sentence: 'was ended by SIGKILL'."""
+    """Predicate of a sentence about the worker, such as 'was ended by SIGKILL'."""
     exit_code: int | None = None
     exit_signal: int | None = None
     log_tail: str = ""
     log_path: str = ""
-    """The log of that tail, where it is not the worker's own."""
+    """File of ``log_tail``, if it is not the worker's own log."""
     aftermath: str = ""
-    """As WorkerFailedError's."""
+    """Becomes ``WorkerFailedError.aftermath``."""
 
 
 def error_in(answer: Payload) -> errors.HelmsmanError:
-    """The error in a reply, with the original exception as its cause where that can be unpickled
-    here.
-    """
+    """Decode the error in a reply; its cause is the original exception if that unpickles here."""
     try:
         error: errors.HelmsmanError = decode(answer)
     except errors.HelmsmanError as unreadable:
@@ -51,73 +50,76 @@ def error_in(answer: Payload) -> errors.HelmsmanError:
         error.original = None
         try:
             error.__cause__ = pickle.loads(original)
-        # Unpickling runs its own code; our error has its text
+        # Unpickling runs foreign code; our error has the original's text
         except (Exception, SystemExit):  # noqa: BLE001
             error.__cause__ = None
     return error
 
 
 class Awaited(Protocol):
-    """The receiver of a reply; called once, on the event loop."""
+    """Receives the outcome of one request; called once, on the event loop."""
 
     def replied(self, reply: Reply, payload: Payload) -> None:
-        """The worker has answered."""
+        """The worker has replied."""
 
     def failed(self, error: Exception) -> None:
-        """It will not; TransportLostError when it is gone."""
+        """No reply will come; ``error`` is a TransportLostError if the worker is lost."""
 
 
 class Transport(abc.ABC):
-    """Carries requests to one worker. A request arrives at most once, whatever happens.
+    """Carries requests to one worker, each at most once.
 
-    Engine work (``ENGINE_WORK``) arrives in the order in which ``post`` was called, however long
-    each takes to be packed: ranks that were called in one order must meet in their collectives in
-    that order. Control verbs wait for nothing.
+    Engine work (``ENGINE_WORK``) arrives in the order of the ``post`` calls, however long each
+    takes to pack: ranks that are called in one order must enter their collectives in that order.
+    Control verbs do not queue.
     """
 
     @abc.abstractmethod
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
-        """Send a request, whose reply is for ``awaited``; from any thread. It never times out by
-        itself. Raises: TransportLostError, ProtocolError, WorkerBacklogError.
+        """Send a request from any thread; ``awaited`` receives its outcome, without a time limit.
+
+        Raises:
+            TransportLostError: The worker has died or cannot be reached.
+            ProtocolError: The request cannot be encoded.
+            WorkerBacklogError: Too many bytes already wait for the worker.
         """
 
-    # A transport without a connection has none to replace
+    # A transport without a connection has nothing to replace.
     def renew(self, silent_since: float) -> None:  # noqa: B027
-        """Replace a connection by which nothing has come since then (time.monotonic()), though the
-        worker runs.
+        """Replace a connection that has been silent since this time, although the worker runs.
+
+        The time is that of time.monotonic().
         """
 
     @abc.abstractmethod
     async def ending(self) -> Ending:
-        """How the worker ended; called after TransportLostError, answers within about a second."""
+        """Return how the worker ended, within about a second; called after TransportLostError."""
 
     async def observe(self, limit_s: float) -> bytes:
-        """Observe the worker from outside its process, for ``pulse.read``; b'' when there is no
-        observation in time.
-        """
+        """Observe the worker from outside its process, for ``pulse.read``; b'' without a result."""
         return b""
 
-    # Where ending takes no time, there is nothing to wait for
+    # By default the worker ends in ``kill`` only.
     async def wait_ended(self, limit_s: float) -> None:  # noqa: B027
-        """Wait until the worker has ended by itself, at most ``limit_s`` seconds."""
+        """Wait at most ``limit_s`` seconds for the worker to end by itself."""
 
     @abc.abstractmethod
     async def kill(self) -> None:
-        """End the worker's process at once and await its end. Idempotent."""
+        """Kill the worker's process and wait until it has ended. Idempotent."""
 
 
 def split_returncode(status: int | None) -> tuple[int | None, int | None]:
-    """(exit code, signal) of a subprocess.Popen.returncode; both are None where it is None."""
+    """(exit code, signal) of a subprocess.Popen.returncode; both None if that is None."""
     if status is None:
         return None, None
     return (status, None) if status >= 0 else (None, -status)
 
 
 def describe_exit(exit_code: int | None, exit_signal: int | None, num_oom_kills: int = 0) -> str:
-    """How a process ended, as part of a sentence.
+    """Describe how a process ended, as the predicate of a sentence.
 
-    ``exit_code`` is None after a signal, and where it is not known; ``num_oom_kills`` counts
-    processes that the kernel's OOM killer has ended around it since it started.
+    ``exit_code`` is None after a signal or if unknown. ``num_oom_kills`` counts the processes in
+    its memory cgroup that the kernel's OOM killer has ended since it started.
     """
     if exit_signal is not None:
         name = errors.signal_name(exit_signal)
@@ -129,15 +131,16 @@ def describe_exit(exit_code: int | None, exit_signal: int | None, num_oom_kills:
                 f"{num_oom_kills} process{'es' if num_oom_kills > 1 else ''} of its memory cgroup "
                 "since it started)"
             )
-        return "was ended by SIGKILL (by whom is not known)"
+        return "was ended by SIGKILL (sender unknown)"
     if exit_code is not None:
         return f"exited with code {exit_code}"
-    return "ended without leaving its exit status"
+    return "ended with an unknown exit status"
 
 
 def log_size(path: str) -> int:
-    """Bytes of a log file; 0 when it cannot be read. A process that starts appends to what is there
-    of earlier ones.
+    """Size of a log file in bytes; 0 if it cannot be read.
+
+    A new process appends to the log, so this is where its output begins.
     """
     try:
         return os.path.getsize(path)
@@ -146,10 +149,10 @@ def log_size(path: str) -> int:
 
 
 def tail_of(path: str, num_lines: int = LOG_TAIL_LINES, *, start: int = 0) -> str:
-    """The last lines of a log file, of at most 64 KB; '' when it cannot be read.
+    """Last lines of a log file, at most 64 KB; '' if it cannot be read.
 
-    ``start`` bytes at its beginning are of earlier processes; a shorter file has been rotated and
-    has none.
+    The first ``start`` bytes belong to earlier processes. A file shorter than that has been rotated
+    and is read from its beginning.
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:

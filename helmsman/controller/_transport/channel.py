@@ -42,50 +42,50 @@ from helmsman.rpc_server._wire.wire import (
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 30.0
-"""How long the controller tries to reconnect to a worker that lives, before it gives the worker
-up.
-"""
+"""Longest attempt to reconnect to a live worker before it is given up."""
 
 _GREET_S = 5.0
 _EXIT_S = 1.0
-"""How long a killed process may take to exit. What it has forked may hold the connection for
-longer.
-"""
+"""Longest wait for a killed process to exit. Its forked children may hold the connection longer."""
 _RECONNECT_PAUSE_S = 0.05
 _READ_BYTES = 1 << 18
 _IN_THREAD_BYTES = 1 << 20
-"""From here on arguments are packed, and the pages of a result mapped, off the event loop."""
+"""From this size on, arguments are packed and the pages of a result mapped off the event loop."""
 
 Connect = Callable[[], Awaitable[socket.socket]]
-"""Makes an authenticated connection, plain or TLS. Raises OSError, ProtocolError."""
+"""Opens an authenticated connection, plain or TLS. Raises OSError or ProtocolError."""
 
 
 @functools.cache
 def backlog_limit_bytes() -> int:
-    """Most bytes, with shared memory, that wait for one worker to take them before another call: a
-    quarter of the machine's.
+    """Limit of the bytes, shared memory included, that wait for one worker before another call.
+
+    It is a quarter of the machine's memory.
     """
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
 class SidePath(Protocol):
-    """Carries payloads that a channel cannot carry. Both methods raise TransportLostError,
-    ProtocolError, HandleLostError.
+    """Carries payloads that a channel cannot carry.
+
+    Both methods raise TransportLostError, ProtocolError or HandleLostError.
     """
 
     async def bring(self, request_id: int, payload: Payload) -> None:
-        """Bring the arguments of a request to the worker, before the request itself."""
+        """Send the arguments of a request to the worker, before the request itself."""
 
     async def fetch(self, request_id: int) -> Payload:
         """Fetch the result of a request whose reply came without it."""
 
 
 class WorkerProcess(Protocol):
-    """The process behind a channel; its methods have the meaning of Transport's."""
+    """The process behind a channel; the methods are those of Transport."""
 
     async def ending(self, lost_because: str) -> Ending:
-        """How it ended; one that lives though its channel was given up is ended, and
-        ``lost_because`` is the cause.
+        """Return how the process ended.
+
+        A process that is still running after its channel was given up is killed; ``lost_because``
+        is then the cause.
         """
 
     async def observe(self, limit_s: float) -> bytes: ...
@@ -98,13 +98,15 @@ class WorkerProcess(Protocol):
 class Channel(Transport):
     """A session with a worker. Its methods run on the event loop, ``post`` on any thread.
 
-    Without asyncio's transports, which would be a third of the cost of a call: a message is written
-    with one system call, on the caller's own thread, and read with another.
+    It does not use asyncio's transports, which would be a third of the cost of a call. Each message
+    is written by one system call on the caller's thread and read by another.
 
     Args:
-        connect: makes the connection, and a new one when that is lost.
-        shares_memory: whether the worker is on this machine.
-        side_path: carries the payloads that the channel cannot carry; None where it can carry all.
+        worker_id: Id of the worker, for messages.
+        connect: Opens the connection, and a new one after a loss.
+        process: The worker's process.
+        shares_memory: Whether the worker is on this machine.
+        side_path: Carries the payloads that the channel cannot carry; None if it can carry all.
     """
 
     def __init__(
@@ -119,9 +121,9 @@ class Channel(Transport):
         self.process = process
         self.shares_memory = shares_memory
         self.lost_because = ""
-        """Why the worker was given up though its process may live."""
+        """Why the worker was given up although its process may be running."""
         self.is_open = True
-        """Whether requests may still be answered; also during a reconnection."""
+        """Whether requests may still be answered; remains True during a reconnection."""
         self._worker_id = worker_id
         self._connect = connect
         self._side_path = side_path
@@ -132,15 +134,15 @@ class Channel(Transport):
         self._socket: socket.socket | None = None
         """None during a reconnection."""
         self._heard_at = 0.0
-        """When the last bytes came, by time.monotonic()."""
+        """Time of the last received bytes, by time.monotonic()."""
         self._reader = FrameReader()
         self._writing = threading.Lock()
         """Held while a message is numbered and written, and while the connection is read or
-        changes.
+        replaced.
         """
         self._cut: socket.socket | None = None
-        """The connection that a message is being written to. While ``_writing`` is free: one with
-        an incomplete message.
+        """Connection to which a message is being written. If set while ``_writing`` is free: a
+        connection with an incomplete message.
         """
         self._unsent = bytearray()
         self._packing = asyncio.Lock()
@@ -149,17 +151,20 @@ class Channel(Transport):
         self._loop = asyncio.get_running_loop()
         self._resuming: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        """The event loop itself holds tasks only weakly."""
+        """Strong references, since the event loop holds tasks only weakly."""
 
     async def open(self) -> None:
-        """Connect for the first time. Raises OSError, ProtocolError."""
+        """Connect for the first time.
+
+        Raises:
+            OSError: The connection failed.
+            ProtocolError: Authentication or the handshake failed.
+        """
         sock, _ = await self._greet()
         self._attach(sock)
 
     def close(self, reason: str = "") -> None:
-        """End the session; ``reason`` is for the errors of requests that are not answered.
-        Idempotent.
-        """
+        """End the session; unanswered requests fail with ``reason``. Idempotent."""
         with self._writing:
             if not self.is_open:
                 return
@@ -186,7 +191,7 @@ class Channel(Transport):
             witness: socket.socket | None = None
             if self._socket is not None:
                 with contextlib.suppress(OSError):
-                    # without a free descriptor it is killed all the same
+                    # without a free descriptor it is killed without this wait
                     witness = stack.enter_context(
                         socket.socket(fileno=os.dup(self._socket.fileno()))
                     )
@@ -205,14 +210,13 @@ class Channel(Transport):
 
     def renew(self, silent_since: float) -> None:
         if self._socket is not None and self._heard_at < silent_since:
-            log.warning(
-                "%s: it runs and does not answer, so its connection is replaced", self._worker_id
-            )
+            log.warning("%s: replacing its connection: it runs but does not reply", self._worker_id)
             self._drop(self._socket)
 
     async def _greet(self) -> tuple[socket.socket, int]:
-        """Connect; returns the number of messages that the worker has received, too. Raises
-        OSError, ProtocolError.
+        """Connect; returns the socket and the number of messages that the worker has received.
+
+        Raises OSError or ProtocolError.
         """
         hello = HELLO.pack(self._token, self._num_attempts, self._session.num_received)
         self._num_attempts += 1
@@ -246,7 +250,7 @@ class Channel(Transport):
             self._unsent.clear()
 
     def _drop(self, sock: socket.socket) -> None:
-        """Replace a connection that is lost."""
+        """Replace a lost connection."""
         if self._socket is sock:
             with self._writing:
                 self._detach()
@@ -264,14 +268,14 @@ class Channel(Transport):
                 if self.shares_memory and isinstance(
                     error, ConnectionRefusedError | FileNotFoundError
                 ):
-                    self.close()  # no process listens there any more
+                    self.close()  # the process has ended
                     return
                 await asyncio.sleep(_RECONNECT_PAUSE_S)
                 continue
             if num_received < 0:
                 sock.close()
                 self.close(
-                    "its connection was lost, and it has ended the session of this controller"
+                    "its connection was lost, and the worker has ended this controller's session"
                 )
                 return
             try:
@@ -304,7 +308,7 @@ class Channel(Transport):
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
         thread = threading.get_ident()
         if thread in threads_awaited:
-            # called by a signal handler or finalizer that interrupted this method
+            # A signal handler or finalizer has interrupted this method in the same thread.
             self._loop.call_soon_threadsafe(self._post_here, outgoing, awaited)
             return
         try:
@@ -352,7 +356,7 @@ class Channel(Transport):
         if self._side_path is not None and not can_carry(
             outgoing.payload, shares_memory=self.shares_memory
         ):
-            # first: arguments of a request that cannot be sent would stay in the worker
+            # Encode first: if that failed later, the arguments would stay in the worker.
             body = outgoing.framed()
             await self._side_path.bring(outgoing.request.id, outgoing.payload)
             return body, None
@@ -365,8 +369,9 @@ class Channel(Transport):
     def _write(
         self, outgoing: Outgoing, body: bytes, awaited: Awaited, segment: ShmSegment | None = None
     ) -> None:
-        """Send a request; its segment is closed once the worker has taken it. ``_writing`` is
-        held.
+        """Send a request; its segment is closed once the worker has taken it.
+
+        ``_writing`` is held.
         """
         sock = self._socket
         try:
@@ -396,20 +401,20 @@ class Channel(Transport):
             self._awaited[outgoing.request.id] = awaited
             if sock is None or (is_whole and self._send(sock, message)):
                 self._cut = None
-            elif not is_whole:  # a second interrupt may have hindered the first one's drop
+            elif not is_whole:  # a second interrupt may have prevented the first one's drop
                 self._loop.call_soon_threadsafe(self._drop, sock)
-        except ProtocolError:  # it is too large, and was not kept
+        except ProtocolError:  # the message is too large and was not kept
             if is_whole:
                 self._cut = None
             raise
         except BaseException:
-            # an interrupt of the caller's thread: kept messages are sent by the next connection
+            # An interrupt of the caller's thread: the next connection sends all kept messages.
             if sock is not None:
                 self._loop.call_soon_threadsafe(self._drop, sock)
             raise
 
     def _send(self, sock: socket.socket, message: bytes) -> bool:
-        """Write as much as the socket takes; False where it is lost. ``_writing`` is held."""
+        """Write as much as the socket takes; False if it is lost. ``_writing`` is held."""
         if self._unsent:
             self._unsent += message
             return True
@@ -418,7 +423,7 @@ class Channel(Transport):
         except WOULD_BLOCK:
             num_sent = 0
         except OSError as error:
-            if error.errno is None:  # a signal handler's, such as TimeoutError("...")
+            if error.errno is None:  # raised by a signal handler, such as TimeoutError("...")
                 raise
             self._cut = sock
             self._loop.call_soon_threadsafe(self._drop, sock)
@@ -450,8 +455,8 @@ class Channel(Transport):
         sock = self._socket
         assert sock is not None
         try:
-            # TLS allows one thread at a time; else the loop does not wait for a signal handler that
-            # has interrupted a write.
+            # TLS allows one thread at a time. Otherwise no lock is taken, so that the loop does not
+            # wait for a signal handler that has interrupted a write.
             with self._writing if isinstance(sock, ssl.SSLSocket) else contextlib.nullcontext():
                 data = sock.recv(_READ_BYTES)
         except WOULD_BLOCK:
@@ -466,12 +471,12 @@ class Channel(Transport):
             for message in self._reader.feed(data):
                 self._take(message)
         except (ProtocolError, msgspec.MsgspecError) as error:
-            self.close(f"it sent a message that cannot be understood: {error}")
+            self.close(f"it sent a message that cannot be decoded: {error}")
         except Exception:
-            # such as MemoryError: the worker sends again, by the next connection, all that was not
-            # counted
+            # Such as MemoryError: over the next connection the worker sends all uncounted messages
+            # again.
             log.exception(
-                "%s: a message could not be taken, so its connection is replaced", self._worker_id
+                "%s: replacing its connection: a message could not be processed", self._worker_id
             )
             self._drop(sock)
 
@@ -492,7 +497,7 @@ class Channel(Transport):
         if awaited is not None and wire is not None:
             try:
                 payload = from_wire(wire, populated=not is_large)
-            # No memory is left, or it does not unpickle: the loss of this result alone
+            # No memory is left, or it does not unpickle: only this result is lost
             except Exception as error:  # noqa: BLE001
                 failure = error
         if self._session.taken(len(body), wire):
@@ -516,16 +521,14 @@ class Channel(Transport):
             elif payload is not None:
                 awaited.replied(reply, payload)
         except BaseException:
-            # taking an answer may unpickle it; the other messages of the same read must not be lost
-            # with it
+            # The receiver may unpickle the reply; its failure must not lose the other messages of
+            # the same read.
             log.exception(
-                "%s: the answer to request %d could not be taken", self._worker_id, reply.id
+                "%s: the reply to request %d could not be delivered", self._worker_id, reply.id
             )
 
     async def _complete(self, reply: Reply, payload: Payload | None) -> None:
-        """Hand over a reply once its result is here: its pages, or all of it where it came
-        without.
-        """
+        """Deliver a reply after mapping its pages, or fetching its result by the side path."""
         failure: Exception | None = None
         try:
             if payload is not None:

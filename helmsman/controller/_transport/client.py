@@ -1,6 +1,4 @@
-"""The controller's view of one worker: its pending calls, and the meaning of its errors. A
-Transport carries the requests.
-"""
+"""The controller's view of one worker: its state, pending calls and the errors of calls."""
 
 from __future__ import annotations
 
@@ -47,24 +45,22 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _WITHDRAWAL_S = 0.1
-"""How long the error of a call that had not begun waits for its withdrawal, so that it can say
-whether it ever will.
-"""
+"""Longest wait for the withdrawal of a queued call, so that its timeout error can report it."""
 _CAUSE_S = 1.8
-"""How long the error of a call waits for the cause of its worker's end."""
+"""Longest wait of a failed call for the cause of its worker's end."""
 _UNKNOWN_YET = Ending(
     f"has ended; its node did not report the cause within {_CAUSE_S:g} s. The log shows it when "
     "it arrives"
 )
 _LATE_ANSWER_S = 60.0
-"""How long a worker may take to withdraw a late call; its caller does not wait for that."""
+"""Limit for a worker to withdraw or locate a late call; the caller does not wait for it."""
 
 request_ids = itertools.count(1)
-"""Unique in this process, so that workers can be sent one and the same request."""
+"""Unique in this process, so that several workers can be sent the same request."""
 
 
 class WorkerClient:
-    """One worker, as the scheduler calls it. All methods run on the background loop."""
+    """One worker as the scheduler calls it. All methods run on the background loop."""
 
     def __init__(
         self,
@@ -83,33 +79,33 @@ class WorkerClient:
         self.transport = transport
         self.engine_ports: list[str] = []
         self.environment: dict[str, str] = {}
-        """Variables that the backend wants in the worker, such as device masks."""
+        """Variables that the backend sets in the worker, such as device masks."""
         self.advice: Mapping[str, str] = {}
-        """Role -> what to do about the death of one of its workers, where a controller knows better
-        than the scheduler.
+        """Role -> next step after the death of a worker, where a controller has a better one than
+        the default.
         """
         self._timeouts = timeouts
         self.in_flight: dict[int, PendingCall] = {}
-        """Engine work that is not answered, by request id."""
+        """Unanswered engine work, by request id."""
         self.overdue: set[int] = set()
-        """Requests that were given up and are not answered."""
+        """Ids of timed-out requests that are still unanswered."""
         self.unanswered: dict[int, float] = {}
-        """Requests for its health that an observation has replaced: when they began; they do not
-        make the worker OVERDUE.
+        """Start times of health requests that an observation has replaced, by request id. They do
+        not make the worker OVERDUE.
         """
         self._to_locate: list[int] = []
         self._locating: asyncio.Task[dict[int, CallState]] | None = None
-        """The question about all of ``_to_locate``, until it is sent."""
+        """The pending INSPECT request for all of ``_to_locate``, until it is sent."""
         self._background: set[asyncio.Task[Any]] = set()
-        """The event loop itself holds tasks only weakly."""
+        """Strong references, since the event loop holds tasks only weakly."""
         self._ending: Ending | None = None
         self._looking_up: asyncio.Task[Ending] | None = None
         self._is_cause_late = False
         self._ran_at_end = ("", 0.0)
-        """The oldest call in flight when the worker died, and for how many seconds."""
+        """The oldest call in flight when the worker died, and its duration in seconds."""
         self._stopped = False
         self._ends_at: float | None = None
-        """When its process ends, which was told to, by time.monotonic()."""
+        """When the process ends after a SIGTERM, by time.monotonic()."""
         self._killed_because = ""
 
     async def create_engine(self, engine_name: str, payload: Payload, limit_s: float) -> None:
@@ -118,16 +114,14 @@ class WorkerClient:
         await await_reply(self, Outgoing(request, payload), limit_s, "Timeouts.create_engine_s")
 
     async def control(self, verb: Verb, *arguments: Any, limit_s: float | None = None) -> Any:
-        """Ask a control verb and return its answer; ``Timeouts.health_s`` is the limit when none is
-        given.
-        """
+        """Send a control verb and return its reply; the limit defaults to ``Timeouts.health_s``."""
         outgoing = Outgoing(Request(next(request_ids), verb), encode(arguments))
         source = "Timeouts.health_s" if limit_s is None else "the operation's deadline"
         return decode(await await_reply(self, outgoing, limit_s or self._timeouts.health_s, source))
 
     @property
     def is_there(self) -> bool:
-        """Whether it may answer: it has neither ended nor been told to."""
+        """Whether the worker may reply: it has neither died nor been asked to end."""
         return self._ending is None and not self._stopped
 
     def note(self, health: WorkerHealth) -> None:
@@ -135,7 +129,7 @@ class WorkerClient:
 
     @property
     def preemption_notice(self) -> PreemptionNotice | None:
-        """What it has last said of its end, before its controller wants it."""
+        """The pending end that the worker reported last; None if the worker has ended."""
         if self._ends_at is None or not self.is_there:
             return None
         return PreemptionNotice(
@@ -162,13 +156,13 @@ class WorkerClient:
         return WorkerState.OVERDUE if self.overdue else WorkerState.READY
 
     async def shut_down(self, limit_s: float) -> None:
-        """Ask the process to end and give it time to."""
+        """Ask the process to end, and wait for it."""
         self._stopped = True
         await self.control(Verb.SHUTDOWN, limit_s=limit_s)
         await self.transport.wait_ended(limit_s)
 
     async def kill(self, cause: str) -> None:
-        """End the process at once; ``cause`` is how it ended, for whoever waits for it."""
+        """Kill the process; pending calls report ``cause`` as the way it ended."""
         self._killed_because = cause
         await self.transport.kill()
 
@@ -203,8 +197,9 @@ class WorkerClient:
             await self.control(Verb.RELEASE, handle.id)
 
     async def locate(self, request_id: int, limit_s: float) -> CallState | None:
-        """Ask the worker where a call is; None without an answer in time. Calls asked about
-        together share one question.
+        """Ask the worker for the state of a call; None without a reply in time.
+
+        Calls located at the same time share one request.
         """
         self._to_locate.append(request_id)
         if self._locating is None:
@@ -213,13 +208,13 @@ class WorkerClient:
         return found.get(request_id)
 
     async def _locate_all(self, limit_s: float) -> dict[int, CallState]:
-        await asyncio.sleep(0)  # the calls that become late at the same time add theirs
+        await asyncio.sleep(0)  # collects the calls that become late at the same time
         request_ids, self._to_locate, self._locating = self._to_locate, [], None
         try:
             found: dict[int, CallState] = await self.control(
                 Verb.INSPECT, request_ids, limit_s=limit_s
             )
-        except errors.CallError:  # no answer: the errors of the calls are raised without the line
+        except errors.CallError:  # the timeout errors are raised without the calls' states
             return {}
         return found
 
@@ -233,14 +228,15 @@ class WorkerClient:
         *,
         may_withdraw: bool,
     ) -> errors.CallTimeoutError:
-        """The error of a call that is late by a limit, which comes from the setting ``source``. One
-        that has not begun is withdrawn if it may be, and its error waits a moment for that.
-        ``seen`` is the answer to ``locate``.
+        """Build the error of a timed-out call.
+
+        A call that has not begun is withdrawn if ``may_withdraw``, and the error waits briefly for
+        that. ``source`` names the setting of the limit; ``seen`` is the result of ``locate``.
         """
-        state, stack = "it did not answer within the limit", ""
+        state, stack = "it did not reply within the limit", ""
         if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
             if seen is None:
-                state = "it did not say in time where the call is; the log has it once it does"
+                state = "the state of the call is unknown; it is logged once the worker reports it"
             if may_withdraw or seen is None:
                 found = self.in_background(
                     self._follow(
@@ -268,8 +264,9 @@ class WorkerClient:
     async def _follow(
         self, request: Request, elapsed_s: float, *, is_seen: bool, may_withdraw: bool
     ) -> CallState | None:
-        """Withdraw or find a late call; where its error could not say where it was, the log does.
-        None without an answer.
+        """Withdraw or locate a late call; log its state if the error could not report it.
+
+        Returns None without a reply.
         """
         call: CallState | None = None
         with contextlib.suppress(errors.CallError):
@@ -293,7 +290,7 @@ class WorkerClient:
         return call
 
     async def failed(self, request: Request) -> errors.WorkerFailedError:
-        """The error of a request whose worker has ended."""
+        """Build the error of a request whose worker has died."""
         if self._looking_up is None:
             if oldest := min(
                 list(self.in_flight.values()), key=lambda call: call.started, default=None
@@ -320,24 +317,25 @@ class WorkerClient:
         )
 
     async def _look_up_ending(self) -> Ending:
-        """Once for all calls that were in flight; it may take longer than they wait."""
+        """Look up how the worker ended, once for all its calls; may take longer than they wait."""
         try:
             ending = await self.transport.ending()
             if self._killed_because and ending.exit_signal in (
                 None,
                 signal.SIGKILL,
             ):
-                # else it ended before the kill
+                # with another signal or exit code it ended before the kill
                 ending = msgspec.structs.replace(ending, cause=self._killed_because)
-        except Exception as error:  # noqa: BLE001 - the calls must end
+        except Exception as error:  # noqa: BLE001 - pending calls must still fail
             ending = Ending(f"has ended; the look-up of its exit failed: {error}")
         (log.warning if self._is_cause_late else story.info)("%s %s", self.worker_id, ending.cause)
         return ending
 
 
 class PendingCall(abc.ABC):
-    """One request to one worker, from its sending to its answer; used on the event loop. No task
-    waits for it, callbacks do.
+    """One request to one worker, until its reply; used on the event loop.
+
+    It is driven by callbacks, so that no task waits for it.
     """
 
     __slots__ = (
@@ -358,15 +356,13 @@ class PendingCall(abc.ABC):
         self._given_up = False
         self._may_withdraw = True
         self._is_lost = False
-        """Whether the worker has ended while its exit status is still being looked up."""
+        """Whether the worker has died and its exit status is still being looked up."""
         self._seen: CallState | None = None
-        """State of the call as the worker reported it shortly before the limit."""
+        """State of the call as reported by the worker shortly before the limit."""
         self.started = time.monotonic() if started is None else started
 
     def begin(self) -> None:
-        """Send the request, on any thread. One that cannot be encoded fails as if the worker had
-        refused it.
-        """
+        """Send the request, from any thread; a failure to encode or send it is its outcome."""
         if self._outgoing.is_call:
             self._client.in_flight[self._outgoing.request.id] = self
         try:
@@ -375,7 +371,7 @@ class PendingCall(abc.ABC):
             TransportLostError,
             errors.HelmsmanError,
         ) as error:
-            # it is the answer of this request
+            # the outcome of this request
             run_on_loop(functools.partial(self.failed, error))
         except BaseException:  # an interrupt
             self._client.in_flight.pop(self._outgoing.request.id, None)
@@ -391,11 +387,11 @@ class PendingCall(abc.ABC):
 
     @abc.abstractmethod
     def _succeeded(self, payload: Payload) -> bool:
-        """Take the result; False when no caller waits for it any more."""
+        """Accept the result; returns False if no caller waits for it."""
 
     @abc.abstractmethod
     def _fail(self, error: Exception) -> None:
-        """Take the error."""
+        """Accept the error."""
 
     def replied(self, reply: Reply, payload: Payload) -> None:
         client, request = self._client, self._outgoing.request
@@ -416,9 +412,7 @@ class PendingCall(abc.ABC):
             self._fail(error)
 
     def inquire(self, lead_s: float) -> None:
-        """Ask the worker where the call is, for the error at the limit, which is ``lead_s`` seconds
-        away.
-        """
+        """Locate the call for its timeout error, ``lead_s`` seconds before the limit."""
         if self._outgoing.request.id in self._client.in_flight and not self._is_lost:
             self._client.in_background(self._inquire(lead_s))
 
@@ -426,8 +420,10 @@ class PendingCall(abc.ABC):
         self._seen = await self._client.locate(self._outgoing.request.id, max(lead_s, 0.001))
 
     def give_up(self, limit_s: float, source: str) -> None:
-        """Fail a late call. The worker is OVERDUE until the reply, whose memory still has to be
-        freed. The error of a worker that has ended is pending.
+        """Fail a late call.
+
+        The worker is OVERDUE until it replies, since it still holds the call's memory. The call of
+        a worker that has died fails with that error instead.
         """
         if self._is_lost:
             return
@@ -436,7 +432,7 @@ class PendingCall(abc.ABC):
         self._client.in_background(self._on_timeout(limit_s, source))
 
     def withdraw(self) -> None:
-        """Drop a request for health whose worker was observed instead."""
+        """Drop a health request, whose worker was observed instead."""
         self._given_up = True
         self._client.unanswered[self._outgoing.request.id] = self.started
 
@@ -463,9 +459,7 @@ class PendingCall(abc.ABC):
 
 
 class _AwaitedCall(PendingCall):
-    """A request whose caller, a thread or coroutine, is woken by its answer and keeps its
-    deadline.
-    """
+    """A request whose caller, a thread or coroutine, waits for it and enforces the deadline."""
 
     __slots__ = ("_on_filled", "error", "is_abandoned", "payload")
 
@@ -480,18 +474,18 @@ class _AwaitedCall(PendingCall):
         super().__init__(client, outgoing)
 
     def late(self, limit_s: float, source: str) -> None:
-        """End the call at its limit; on the event loop."""
+        """Time out the call; on the event loop."""
         if self.payload is None and self.error is None and not self.is_abandoned:
             self.give_up(limit_s, source)
 
     def result(self) -> Payload:
-        """What the worker answered. Raises the error."""
+        """Return the reply or raise the error."""
         if self.payload is None:
             assert self.error is not None
             try:
                 raise self.error
             finally:
-                self.error = None  # or it would keep itself alive, by its traceback and this frame
+                self.error = None  # breaks the cycle of error, traceback and this frame
         return self.payload
 
     def _succeeded(self, payload: Payload) -> bool:
@@ -508,7 +502,7 @@ class _AwaitedCall(PendingCall):
 
 
 class GroupPendingCall(PendingCall):
-    """A request that is one of many; their deadline is the group's."""
+    """One request of a group, which enforces a common deadline."""
 
     __slots__ = ("_group", "_is_answered", "_worker_id")
 
@@ -517,12 +511,12 @@ class GroupPendingCall(PendingCall):
     ) -> None:
         self._group = group
         self._is_answered = False
-        self._worker_id = worker_id  # with colocation the client may go by another role's name
+        self._worker_id = worker_id  # with colocation the client has the target role's id
         group.pending[worker_id] = self
         super().__init__(client, outgoing, group.started)
 
     def cancel(self) -> None:
-        """No caller waits any more; a request that was sent goes on."""
+        """The caller no longer waits; a sent request continues."""
 
     def _succeeded(self, payload: Payload) -> bool:
         if is_plain(payload):
@@ -533,7 +527,7 @@ class GroupPendingCall(PendingCall):
         return True
 
     async def _decode(self, payload: Payload) -> None:
-        """Unpickle a result off the loop, since it may be large, and import modules."""
+        """Unpickle a result off the loop, since it may be large and import modules."""
         try:
             value = await run_in_executor(decode, payload)
         except Exception as error:  # noqa: BLE001 - handed to the caller that awaits the answer
@@ -543,8 +537,7 @@ class GroupPendingCall(PendingCall):
 
     def give_up(self, limit_s: float, source: str) -> None:
         if not self._is_answered:
-            # A worker that has begun its call, or may have, could wait for this one in a
-            # collective.
+            # A rank that has begun its call, or may have, could wait for this one in a collective.
             group = self._group
             is_safe = len(group.pending) == 1 or all(
                 call.is_waiting for call in group.pending.values()
@@ -559,9 +552,7 @@ class GroupPendingCall(PendingCall):
 def wait_for_reply(
     client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str
 ) -> Payload:
-    """Send a request and block for its answer; an interrupt of the waiting thread leaves the call
-    to its worker.
-    """
+    """Send a request and block for its reply; an interrupt leaves the call to its worker."""
     forbid_blocking()
     waiting = threading.Lock()
     waiting.acquire()
@@ -585,7 +576,7 @@ def wait_for_reply(
 async def await_reply(
     client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str
 ) -> Payload:
-    """Send a request and await its answer, on any event loop."""
+    """Send a request and await its reply, on any event loop."""
     loop = asyncio.get_running_loop()
     is_background = loop is background_loop()
     filled: asyncio.Future[None] = loop.create_future()

@@ -1,6 +1,4 @@
-"""The health of workers: their own answers, and observations from outside of those that do not
-answer in time.
-"""
+"""Health of workers: their own replies, or observations from outside their processes."""
 
 from __future__ import annotations
 
@@ -20,18 +18,16 @@ from helmsman.rpc_server._wire.messages import Request, Verb
 from helmsman.rpc_server._wire.wire import Outgoing
 
 _PATIENCE_S = 0.5
-"""A worker that has not answered for so long is observed from outside."""
+"""A worker that has not replied within this time is observed from outside."""
 _OBSERVED_WITHIN_S = 0.4
-"""Limit of an observation; with ``_PATIENCE_S`` it is below the second within which health is
-known.
-"""
+"""Limit of an observation. Together with ``_PATIENCE_S`` it stays below the promised one second."""
 _MAX_UNANSWERED = 4
-"""Most unanswered questions to a worker that runs Python, such as one that waits in an engine's
-``failure``.
+"""Most unanswered health requests to a worker whose interpreter runs, for example one that waits in
+an engine's ``failure``.
 """
 _SILENT_S = 5.0
-"""A worker that runs Python gets a new connection when a question has been unanswered for so long,
-and nothing has come.
+"""A worker whose interpreter runs gets a new connection if a health request has been unanswered for
+this long and no bytes have arrived since.
 """
 _STATES: Mapping[str, ProcessState] = {"R": "running", "D": "disk", "T": "stopped", "t": "stopped"}
 
@@ -41,11 +37,14 @@ _decode_health = msgspec.msgpack.Decoder(WorkerHealth).decode
 async def ask_health(
     clients: Mapping[str, WorkerClient], limit_s: float, source: str
 ) -> tuple[dict[str, WorkerHealth], dict[str, BaseException]]:
-    """Ask workers for their health, all at once; on the background loop.
+    """Get the health of all workers at once; runs on the background loop.
 
-    A worker that has not answered an earlier question is asked again only once its interpreter
-    runs. One that cannot be observed has ``limit_s`` seconds, as ``source`` says. Returns the
-    health of those that answered or could be observed, and the error of each of the others.
+    A worker with an unanswered earlier request is asked again only once its interpreter runs. A
+    worker that cannot be observed has ``limit_s`` seconds to reply; ``source`` is the setting of
+    that limit.
+
+    Returns:
+        Health of the workers that replied or could be observed, and the errors of the others.
     """
     asked = Fanout(limit_s, source)
     question = Outgoing(Request(next(request_ids), Verb.HEALTH), encode(()))
@@ -68,7 +67,7 @@ async def ask_health(
     ask([worker_id for worker_id in clients if worker_id not in found and worker_id not in calls])
     patience_s, deadline = min(_PATIENCE_S, limit_s / 2), Deadline(limit_s)
     while asked.pending and deadline.remaining_s > patience_s:
-        # again, since an observer may be starting
+        # Observe repeatedly, since an observer may still be starting.
         await asked.wait(timeout_s=patience_s)
         observed = await _observe({worker_id: clients[worker_id] for worker_id in asked.pending})
         for worker_id, health in observed.items():
@@ -83,16 +82,14 @@ async def ask_health(
 
 
 def _is_still_stuck(client: WorkerClient, observed: WorkerHealth) -> bool:
-    """Whether a further question is pointless: an earlier one is unanswered, and the worker still
-    cannot answer.
-    """
+    """Whether another request is pointless: one is unanswered and the worker still cannot reply."""
     num_unanswered = len(client.unanswered)
     is_alive = (observed.stuck_s or 0.0) < _PATIENCE_S and num_unanswered < _MAX_UNANSWERED
     return num_unanswered > 0 and not is_alive
 
 
 async def _observe(clients: Mapping[str, WorkerClient]) -> dict[str, WorkerHealth]:
-    """Observe workers from outside; without those for which that is not possible now."""
+    """Observe workers from outside; omits those that cannot be observed now."""
     observations = await asyncio.gather(
         *(client.transport.observe(_OBSERVED_WITHIN_S) for client in clients.values())
     )
@@ -107,7 +104,7 @@ async def _observe(clients: Mapping[str, WorkerClient]) -> dict[str, WorkerHealt
 
 
 def _doubt(client: WorkerClient) -> None:
-    """Replace a connection that has died silently: its worker could have answered by now."""
+    """Replace a connection that has died silently; its worker could have replied by now."""
     asked = [
         asked_at
         for asked_at in client.unanswered.values()
@@ -118,7 +115,7 @@ def _doubt(client: WorkerClient) -> None:
 
 
 def _as_health(seen: Seen) -> WorkerHealth:
-    """The worker's last description of itself, with what has changed since."""
+    """The worker's last description of itself, updated from an observation."""
     last = _decode_health(seen.description)
     running, running_s = (
         last.running,

@@ -1,6 +1,4 @@
-"""The order of a group's calls, the check of the ranks' coordinates, and arguments that are packed
-once for all ranks.
-"""
+"""The order of a group's calls, the check of rank coordinates, and packed arguments."""
 
 from __future__ import annotations
 
@@ -27,9 +25,10 @@ from helmsman.rpc_server._wire.codec import Packed, encode
 
 
 class CallOrder:
-    """Lets the calls of a group pass in the order in which they were made, ``max_concurrency`` at a
-    time. It is used on Helmsman's event loop. ``check`` compares the ranks' coordinates within a
-    limit in seconds, before the first call that is cut along an axis.
+    """Keeps the calls of a group in submission order, at most ``max_concurrency`` in flight.
+
+    It is used on Helmsman's event loop. ``check`` compares the ranks' coordinates within a limit in
+    seconds; it runs before the first call that splits rows along an axis.
     """
 
     def __init__(
@@ -39,23 +38,24 @@ class CallOrder:
         self._name = name
         self._check = check
         self._lock = asyncio.Lock()
-        """Held while the coordinates are compared, so that later calls wait behind the call that
-        does so.
+        """Held during the coordinate check, so that later calls wait behind the call that runs it.
         """
         self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
 
     async def enter(
         self, method: str, limit_s: float | None, deadline: float, *, is_cut: bool
     ) -> float | None:
-        """Wait for earlier calls whose check of the coordinates is pending, and check them for the
-        first call that is cut.
+        """Wait for a pending coordinate check; run the check before the first call that is cut.
 
         The lock serves waiting calls in their order, and nothing is awaited between its release and
         the sending of a call, so calls reach the workers in the order in which they were made.
 
-        Returns: seconds that the call itself may take; ``limit_s``, its timeout argument, where it
-            has not waited.
-        Raises: CallTimeoutError at the deadline, by time.monotonic(); the errors of the check.
+        Returns:
+            Seconds left for the call itself; ``limit_s``, its timeout argument, if it did not wait.
+
+        Raises:
+            CallTimeoutError: The deadline, by time.monotonic(), has passed.
+            HelmsmanError: The check failed.
         """
         waits = self._lock.locked() or (is_cut and not self.is_checked)
         began = time.monotonic()
@@ -73,8 +73,8 @@ class CallOrder:
                 if limit_s is None
                 else "the call's timeout argument",
                 worker_alive=True,
-                state="the call was not sent, since an earlier call still waits for the "
-                "coordinates of the ranks",
+                state="the call was not sent: an earlier call still waits for the coordinates of "
+                "the ranks",
                 stack="",
             ) from error
         try:
@@ -87,7 +87,7 @@ class CallOrder:
 
     @contextlib.asynccontextmanager
     async def slot(self, limit_s: float | None, deadline: float) -> AsyncIterator[float | None]:
-        """Wait until the call may run; gives the seconds that it may take."""
+        """Wait until the call may run; yields the seconds that it may take."""
         if self._slots is None:
             yield limit_s
             return
@@ -102,9 +102,14 @@ async def compare_coordinates(
     call: Callable[..., Awaitable[list[Any]]],
     limit_s: float,
 ) -> None:
-    """Ask the workers of a cluster for their coordinates, if their class has a method for that, by
-    ``call``, which is given the method's name, the calls by worker id and a limit in seconds.
-    Raises: TopologyMismatchError; GroupCallError where workers do not answer.
+    """Compare the coordinates that workers report with the controller's.
+
+    Does nothing if the workers' class has no ``get_rank_info``. ``call`` takes the method's name,
+    the calls by worker id and a limit in seconds.
+
+    Raises:
+        TopologyMismatchError: Coordinates differ.
+        GroupCallError: Workers did not reply.
     """
     if not (isinstance(engine, str) or hasattr(engine, "get_rank_info")):
         return
@@ -135,7 +140,7 @@ def _is_missing_method(error: HelmsmanError) -> bool:
 
 
 def _difference(ours: RankInfo, theirs: Any) -> tuple[str, str] | None:
-    """(what was computed, what the worker says) where these differ in something that it says."""
+    """(computed, reported) values of the fields that differ; None if all reported fields agree."""
     if theirs is None:
         return None
     if isinstance(theirs, Mapping):
@@ -161,24 +166,28 @@ def _difference(ours: RankInfo, theirs: Any) -> tuple[str, str] | None:
 
 
 _PUT_FROM_BYTES = 64 * 1024
-"""What several ranks get and is at least so large is put where each node fetches it once; the rest
-travels in messages.
+"""Larger arguments for several ranks are put in the store, from which each node fetches them once;
+the others travel in messages.
 """
 
 
 class PackedArguments:
-    """What each rank gets, ready to be sent.
+    """The packed arguments of each rank, ready to be sent.
 
-    Everything is packed before anything is sent, in the thread of the caller, so what cannot be
-    packed reaches nobody.
+    Everything is packed in the caller's thread before anything is sent, so if packing fails, no
+    rank has received the call.
     """
 
     def __init__(self, scheduler: Scheduler, method: str, dispatched: Dispatched) -> None:
-        """Pack a call. Raises: ArgumentNotSerializableError."""
+        """Pack a call.
+
+        Raises:
+            ArgumentNotSerializableError: An argument cannot be pickled.
+        """
         self._scheduler = scheduler
         self._put: list[ResultHandle] = []
         self._calls: dict[tuple[int | None, ...], Call] = {}
-        """Arguments by the numbers of their parts of what is cut."""
+        """Calls by the part indices of the arguments that differ between ranks."""
 
         def one(name: str, argument: Argument) -> Argument:
             receivers = Counter(argument.of_rank[rank] for rank in dispatched.ranks)
@@ -211,10 +220,10 @@ class PackedArguments:
         self._cut = [
             argument for argument in every if len(argument.parts) > 1 or None in argument.of_rank
         ]
-        """Those of which ranks get different parts."""
+        """Arguments that differ between ranks."""
 
     def call_of(self, rank: int, rpc_meta: Mapping[str, Any]) -> Call:
-        """The call of a rank; ranks with the same arguments share one payload."""
+        """Build the call of a rank; ranks with the same arguments share one payload."""
         numbers = tuple([argument.of_rank[rank] for argument in self._cut])
         call = self._calls.get(numbers)
         if call is None:
@@ -224,7 +233,7 @@ class PackedArguments:
         return call._replace(rpc_meta=rpc_meta)
 
     def release(self) -> None:
-        """Forget what was put, once all ranks have answered."""
+        """Release the values that were put, once all ranks have replied."""
         for handle in self._put:
             self._scheduler.release(handle)
 
@@ -233,8 +242,8 @@ class PackedArguments:
             packed = Packed(encode(value, root=name))
         except NotSerializableError as error:
             worker_id, _, method = method.partition(".")
-            # 'args[0]<part 1>[2].x' is 'args[0][6].x' in the caller's list where the part starts
-            # with row 4.
+            # 'args[0]<part 1>[2].x' is 'args[0][6].x' in the caller's list if the part starts at
+            # row 4.
             row = re.compile(r"<part \d+>\[(\d+)\]")
             path = (
                 row.sub(lambda found: f"[{start + int(found[1])}]", error.path, 1)

@@ -1,4 +1,4 @@
-"""Cluster: the workers of one role as a group, whose methods run on its ranks."""
+"""Cluster: a named group of one role's workers, whose methods are called on its ranks."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ from helmsman.controller._worker_groups.resource_manager import (
 
 W_co = TypeVar("W_co", covariant=True)
 Method: TypeAlias = str | RegisteredMethod[Any, ..., Any, Any]
-"""The name of a method, or a declared one."""
+"""Name of a method, or a method declared with ``register``."""
 
 _EXACTLY = {"broadcast": False}
-"""Each rank is given what its coordinates say; nothing is passed on between workers."""
+"""Arguments go to each rank as dispatched; workers do not broadcast them to each other."""
 _OF_INSTANCES = (
     "name",
     "resource_manager",
@@ -65,25 +65,42 @@ _OF_INSTANCES = (
     "job",
     "engine_name",
 )
-"""Attributes that a cluster has once it is made."""
+"""Instance attributes of a Cluster; a subclass must not declare methods of these names."""
 
 
 class Cluster(RoleController, WorkerGroup[W_co]):
-    """A named group of workers of one class, on devices of a ResourceManager, on any scheduler.
+    """A named group of workers of one class, on devices of a ResourceManager.
 
-    It starts when it is made, or nothing of it remains. Methods that the class declares with
-    ``register`` are called by ``cluster.method(Actor.log_probs)(batch)``, or as methods of the
-    cluster where a subclass names them::
+    It runs on any scheduler. The constructor starts the workers and builds an instance of the class
+    in each; if it fails, everything it started is removed.
+
+    Call methods that the class declares with ``register`` by
+    ``cluster.method(Actor.log_probs)(batch)``, or name them in a subclass to get methods of the
+    cluster::
 
         class ActorCluster(Cluster[Actor]):
             log_probs = Actor.log_probs
 
-    Before the first call that is cut along an axis, workers that have a method ``get_rank_info()``
-    are asked once for their own coordinates, a RankInfo or a mapping of some of its fields;
-    TopologyMismatchError names those that differ.
+    Call undeclared methods by name: ``execute_all_sync("log_probs", Shard(batch), 0.7)``. Only
+    arguments marked as a Shard are split; all others are replicated.
 
-    Undeclared ones are called by name: ``execute_all_sync("log_probs", Shard(batch), 0.7)``. There,
-    too, nothing is cut that is not marked as a Shard.
+    Before the first call that splits rows along an axis, the cluster calls ``get_rank_info()`` once
+    on each worker whose class has it. The method returns a RankInfo, or a mapping of some of its
+    fields. TopologyMismatchError lists the workers whose coordinates differ from the controller's.
+
+    Args:
+        name: Role of the workers, whose ids are 'name/0', 'name/1', ...
+        worker_cls: A class, a Ray actor class, or an import path 'package.module.Class'.
+        resource_manager: Provides the devices, nodes and scheduler.
+        worker_config: Number of workers, devices and parallel sizes.
+        args: Positional arguments of the class's constructor, the same on every rank.
+        kwargs: Keyword arguments of the class's constructor, the same on every rank.
+
+    Raises:
+        JobError: The configuration is invalid, or the role exists.
+        StartError: The workers could not start.
+        CallError: An instance could not be built, such as EngineCreationError.
+        GroupCallError: Instances of several ranks could not be built; the root cause comes first.
     """
 
     _ready_methods = ()
@@ -112,17 +129,6 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start the workers and build an instance of the class in each.
-
-        Args:
-            name: role of the workers, which are 'name/0', 'name/1', ...
-            worker_cls: a class, a Ray actor class, or an import path 'package.module.Class'.
-            resource_manager: whose devices, nodes and scheduler they use.
-            worker_config: how many, where, and their parallel sizes.
-            args, kwargs: of the class's constructor, the same on every rank.
-        Raises: JobError, StartError, EngineCreationError and its like; GroupCallError where several
-            ranks failed.
-        """
         self.name = name
         self.resource_manager = resource_manager
         self.worker_config = worker_config
@@ -148,50 +154,54 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             resource_manager.free(name)
             raise
 
-    # --- what it is -------------------------------------------------------------------------------
+    # --- topology and placement -------------------------------------------------------------------
 
     @checked
     def get_rank_info(self, rank: int) -> RankInfo:
-        """The coordinates of a rank, as the controller has computed them. Raises: IndexError."""
+        """Coordinates of a rank, as computed by the controller.
+
+        Raises:
+            IndexError: The group has no such rank.
+        """
         return self.topology.get_rank_info(rank)
 
     @property
     def rank_to_worker(self) -> dict[int, Worker]:
-        """The worker of each rank."""
+        """Worker of each rank."""
         return dict(enumerate(self.workers))
 
     @property
     def worker_to_rank(self) -> dict[str, int]:
-        """The rank of each worker, by its id."""
+        """Rank of each worker, by worker id."""
         return {worker.id: rank for rank, worker in enumerate(self.workers)}
 
     @property
     def rank_to_devices(self) -> dict[int, tuple[Device, ...]]:
-        """The devices of each rank; none for workers without."""
+        """Devices of each rank; empty for workers without devices."""
         return {worker.rank: worker.devices for worker in self._allocation.workers}
 
     @property
     def rank_to_node(self) -> dict[int, int]:
-        """The number of each rank's node in the ResourceManager."""
+        """Index of each rank's node in the ResourceManager."""
         return {worker.rank: worker.node_rank for worker in self._allocation.workers}
 
     @property
     def colocated_with(self) -> tuple[str, ...]:
-        """Clusters that had one of its devices before it."""
+        """Clusters that already held one of this cluster's devices when it started."""
         return self._allocation.colocated_with
 
     @property
     def master_address(self) -> str:
-        """Address of rank 0's node, where a process group of the ranks meets."""
+        """Address of rank 0's node, for the rendezvous of a process group."""
         return self.workers[0].ip
 
     @property
     def master_port(self) -> int:
-        """A port there that is leased to rank 0."""
+        """Port on rank 0's node for the rendezvous, leased to rank 0."""
         return int(self.workers[0].engine_ports[0])
 
     def table(self) -> str:
-        """A line for each rank: worker, node, devices, coordinates."""
+        """Format one line per rank: worker, node, devices and coordinates."""
         rows = []
         for placed, worker in zip(self._allocation.workers, self.workers, strict=True):
             devices = ",".join(str(device.index) for device in placed.devices) or "-"
@@ -209,33 +219,91 @@ class Cluster(RoleController, WorkerGroup[W_co]):
     def execute_rank_zero_sync(
         self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> Any:
-        """Call a method on rank 0 alone and return what it returns. Raises: its error."""
+        """Call a method on rank 0 only and wait for its result.
+
+        Args:
+            method: Name of the method, or a declared method, whose declaration is ignored.
+            args: Positional arguments of the method.
+            timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
+            kwargs: Keyword arguments of the method.
+
+        Returns:
+            The result of rank 0.
+
+        Raises:
+            DispatchError: An argument is a Shard of more than one part. Nothing is sent.
+            ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
+            CallError: The call failed on rank 0.
+        """
         return self.execute_rank_zero_async(method, *args, timeout=timeout, **kwargs).awaited()
 
     def execute_rank_zero_async(
         self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> GroupFuture[Any]:
-        """As execute_rank_zero_sync, without waiting."""
+        """Call a method on rank 0 only, without waiting.
+
+        Args:
+            method: Name of the method, or a declared method, whose declaration is ignored.
+            args: Positional arguments of the method.
+            timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
+            kwargs: Keyword arguments of the method.
+
+        Returns:
+            A future of rank 0's result, which raises CallError if the call fails.
+
+        Raises:
+            DispatchError: An argument is a Shard of more than one part. Nothing is sent.
+            ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
+        """
         return self._execute(method, [0], args, kwargs, timeout, lambda results: results[0])
 
     def execute_all_sync(
         self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Call a method on all ranks and return what each returns, in rank order.
+        """Call a method on all ranks and wait for all results.
 
         Args:
-            method: its name, or a declared one, whose declaration is not used here.
-            args, kwargs: given to every rank as they are, also lists; ``Shard(x)`` is cut.
-            timeout: seconds for all ranks together; the scheduler's ``timeouts.call_s`` when None.
-        Raises: DispatchError and UnevenBatchError before anything is sent; GroupCallError, root
-            cause first.
+            method: Name of the method, or a declared method, whose declaration is ignored.
+            args: Positional arguments. Each rank gets them unchanged, lists included, except that a
+                ``Shard(x)`` is split.
+            timeout: Limit in seconds for all ranks together; ``timeouts.call_s`` of the scheduler
+                when None.
+            kwargs: Keyword arguments, treated like ``args``.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            DispatchError: A Shard holds a value without rows. Nothing is sent.
+            UnevenBatchError: The rows of a Shard do not divide evenly. Nothing is sent.
+            ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
+            GroupCallError: The call failed on some ranks; the root cause comes first. A group of
+                one rank raises that rank's error.
         """
         return self.execute_all_async(method, *args, timeout=timeout, **kwargs).awaited()
 
     def execute_all_async(
         self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> GroupFuture[list[Any]]:
-        """As execute_all_sync, without waiting."""
+        """Call a method on all ranks, without waiting.
+
+        Args:
+            method: Name of the method, or a declared method, whose declaration is ignored.
+            args: Positional arguments. Each rank gets them unchanged, lists included, except that a
+                ``Shard(x)`` is split.
+            timeout: Limit in seconds for all ranks together; ``timeouts.call_s`` of the scheduler
+                when None.
+            kwargs: Keyword arguments, treated like ``args``.
+
+        Returns:
+            A future of the results in rank order. It raises GroupCallError, root cause first, if
+            the call fails on some ranks, or the rank's error in a group of one rank.
+
+        Raises:
+            DispatchError: A Shard holds a value without rows. Nothing is sent.
+            UnevenBatchError: The rows of a Shard do not divide evenly. Nothing is sent.
+            ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
+        """
         return self._execute(method, range(self.world_size), args, kwargs, timeout, list)
 
     @checked
@@ -247,8 +315,28 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """As execute_all_sync on these ranks, in their order. A Shard is cut over all ranks, and
-        theirs are sent.
+        """Call a method on selected ranks and wait for their results.
+
+        Args:
+            ranks: Ranks to call, each at most once.
+            method: Name of the method, or a declared method, whose declaration is ignored.
+            args: Positional arguments. A ``Shard(x)`` is split over all ranks of the group; the
+                parts of ranks that are not called are not sent.
+            timeout: Limit in seconds for all ranks together; ``timeouts.call_s`` of the scheduler
+                when None.
+            kwargs: Keyword arguments, treated like ``args``.
+
+        Returns:
+            The results in the order of ``ranks``.
+
+        Raises:
+            ValueError: ``ranks`` is empty or repeats a rank.
+            IndexError: The group has no such rank.
+            DispatchError: A Shard cannot be split. Nothing is sent.
+            UnevenBatchError: The rows of a Shard do not divide evenly. Nothing is sent.
+            ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
+            GroupCallError: The call failed on some ranks; the root cause comes first. A call of one
+                rank raises that rank's error.
         """
         ranks = [self.get_rank_info(operator.index(rank)).rank for rank in ranks]
         if not ranks or len(set(ranks)) < len(ranks):
@@ -285,10 +373,10 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         ):
             raise DispatchError(
                 method=spec.full_name,
-                reason="its results are to stay in the workers, and a function of its own is to "
-                "make one of them",
-                step="Call it without keep, or declare Collect.LIST and call the function where "
-                "the values are",
+                reason="keep leaves its results in the workers, but the method's own function must "
+                "combine them in the controller",
+                step="Call it without keep, or declare Collect.LIST and call the function on the "
+                "workers",
             )
         dispatched = dispatch.dispatch(self.topology, spec, args, kwargs)
         answering = dispatch.answering_ranks(self.topology, spec, dispatched.ranks)
@@ -301,7 +389,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
                     self.scheduler, self.topology, spec, dispatched.cut, results
                 )
             except BaseException:
-                for handle in results:  # nobody else knows them
+                for handle in results:  # nothing else refers to them
                     if isinstance(handle, ResultHandle):
                         self.scheduler.release(handle)
                 raise
@@ -320,11 +408,10 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         *,
         is_cut: bool = False,
     ) -> Any:
-        """Start the call without blocking; a future of the results of ``answering``, in their
-        order.
+        """Start a call without blocking; returns a future of the results, in ``answering`` order.
 
-        Arguments are packed here, in the caller's thread. A call that ``is_cut`` along an axis is
-        preceded by the check of the workers' coordinates, on Helmsman's event loop.
+        Arguments are packed here, in the caller's thread. If ``is_cut``, the workers' coordinates
+        are checked before the call, on Helmsman's event loop.
         """
         require_seconds(f"{self.name}.{method}", options.timeout)
         deadline = time.monotonic() + (
@@ -355,11 +442,12 @@ class Cluster(RoleController, WorkerGroup[W_co]):
     def _after_death(self) -> str:
         return "Cluster.restart(rank) gives a rank a new process and a new instance of the class."
 
-    # --- life -------------------------------------------------------------------------------------
+    # --- lifecycle --------------------------------------------------------------------------------
 
     def health(self) -> list[WorkerStatus]:
-        """What each rank is doing, in rank order; also during a long call. Never raises for a dead
-        one.
+        """Report the status of each rank, in rank order.
+
+        It answers during a long call, too, and includes workers that have died instead of raising.
         """
         self._check_started()
         found = {status.worker_id: status for status in self.scheduler.status()}
@@ -367,13 +455,19 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
     @checked
     def restart(self, rank: int) -> None:
-        """Give a rank a new process, on the same devices, with a new instance of the class.
+        """Replace the process of a rank, on the same devices, and rebuild its instance.
 
-        Its state is gone, and process groups that it was in have to be made again. A new rank 0 has
-        another master port, of which the environment of all ranks that live is told. Restarts of
-        one cluster wait for each other.
+        The rank's state is lost, and process groups that it was in must be created again. A new
+        rank 0 has another master port, which is set in the environment of all live ranks.
+        Concurrent restarts of one cluster are serialized.
 
-        Raises: IndexError; StartError and EngineCreationError, after which it may be tried again.
+        Args:
+            rank: Rank to restart.
+
+        Raises:
+            IndexError: The group has no such rank.
+            StartError: The process could not start; the restart may be retried.
+            EngineCreationError: The instance could not be built; the restart may be retried.
         """
         self.get_rank_info(rank)
         scheduler = self.scheduler
@@ -383,7 +477,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             if rank == 0 and not scheduler.shares_process:
                 for worker_id, environment in rank_environment(self.role, workers).items():
                     with contextlib.suppress(WorkerFailedError):
-                        # a dead one is told when it is restarted
+                        # a dead worker gets the variables when it is restarted
                         await scheduler.set_worker_env(worker_id, environment)
 
         with self._restarting:
@@ -392,20 +486,18 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             run_sync(rebuild(self._workers))
 
     def shutdown(self) -> None:
-        """As close."""
+        """Close the cluster; an alias of ``close``."""
         self.close()
 
     def close(self) -> None:
-        """Destroy the instances, end the workers and give their devices back to the
-        ResourceManager. Idempotent.
-        """
+        """Destroy the instances, end the workers and return their devices. Idempotent."""
         was_closed = self._closed
         if not was_closed:
-            forbid_blocking()  # before its devices are given back
+            forbid_blocking()  # before its devices are freed
         try:
             super().close()
         finally:
-            if not was_closed:  # else another may have the name now
+            if not was_closed:  # else another cluster may use the name now
                 self.resource_manager.free(self.name)
 
     def _engine_of(self, rank: int, workers: Sequence[Worker]) -> EngineSpec:
@@ -428,7 +520,7 @@ def _deleted(worker: Worker) -> WorkerStatus:
     )
 
 
-# --- from the configuration to the job ------------------------------------------------------------
+# --- building the job -----------------------------------------------------------------------------
 
 
 def _world_size_of(name: str, config: ClusterConfig) -> int:
@@ -451,7 +543,7 @@ def _world_size_of(name: str, config: ClusterConfig) -> int:
         each = config.num_gpus_per_worker
         raise refuse(
             "world_size",
-            f"{size}, which {devices} devices with {each} for each worker give, or None",
+            f"{size} ({devices} devices, {each} for each worker), or None",
         )
     return size
 
@@ -459,7 +551,7 @@ def _world_size_of(name: str, config: ClusterConfig) -> int:
 def _job_of(
     name: str, resources: ResourceManager, config: ClusterConfig, allocation: Allocation
 ) -> Job:
-    """The workers as the scheduler starts them. Rank 0 has a port, where process groups meet."""
+    """Build the job of a cluster's workers; rank 0 gets a port for the rendezvous."""
     spec = SchedulingSpec(cpu=config.num_cpus, env_vars=config.env_vars)
     if not resources.scheduler.shares_process and config.device_mapping is not None:
         mapping = [[device.index for device in worker.devices] for worker in allocation.workers]
@@ -478,10 +570,10 @@ def _job_of(
 
 
 def _plain_class(worker_cls: Any) -> str | type[Any]:
-    """The class itself, also of what ``ray.remote`` made of it."""
+    """Return the user's class, unwrapped if ``ray.remote`` has wrapped it."""
     metadata = getattr(worker_cls, "__ray_metadata__", None)
     if metadata is not None:
-        # Ray's own subclass of it would be sent by value; the user's class is behind it.
+        # Ray's subclass would be pickled by value; this is the class of the user behind it.
         made: type[Any] = metadata.modified_class
         return getattr(made, "__ray_actor_class__", made)
     if not isinstance(worker_cls, (str, type)):

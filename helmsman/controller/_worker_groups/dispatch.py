@@ -1,8 +1,7 @@
-"""From the arguments of a group call to what each rank gets, and from what the ranks return to one
-result. Pure.
+"""Dispatch of group-call arguments to ranks, and collection of their results.
 
-Each argument becomes a few parts and a part's number for each rank, so what goes to many ranks is
-packed once.
+Pure functions. Each argument becomes a few parts and, for each rank, the index of its part, so
+that a value sent to many ranks is packed once.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from helmsman.api.topology import AXES, Axis, Topology
 
 
 class Argument(msgspec.Struct, frozen=True):
+    """One argument of a group call, as parts and the part of each rank."""
+
     parts: Sequence[Any]
     of_rank: Sequence[int | None]
-    """Number of the part that each rank gets; None for a rank that gets nothing, which is given
-    None.
-    """
+    """Index of each rank's part; None for a rank that gets None instead of a part."""
     starts: Sequence[int] = ()
-    """Index of each part's first row in the value that was given; empty where no rows were cut."""
+    """Index of each part's first row in the caller's value; empty if no rows were split."""
 
     def for_rank(self, rank: int) -> Any:
         part = self.of_rank[rank]
@@ -47,27 +46,33 @@ class Argument(msgspec.Struct, frozen=True):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """How the rows of a call were cut."""
+    """The parts into which the rows of a call were split."""
 
     sizes: Sequence[int]
     """Rows of each part, padding included."""
     padding: Sequence[int]
-    """How many of these, at the end of each part, are padding."""
+    """Number of padding rows at the end of each part."""
 
 
 class Dispatched(msgspec.Struct, frozen=True):
+    """The dispatched arguments of a call, and the ranks that are called."""
+
     args: Sequence[Argument]
     kwargs: Mapping[str, Argument]
     ranks: Sequence[int]
     cut: Cut | None = None
-    """None where nothing was cut."""
+    """None if no rows were split."""
 
 
 def dispatch(
     topology: Topology, spec: MethodSpec, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Dispatched:
-    """Spread the arguments of a declared method. Raises: TypeError for arguments that the method
-    does not take; DispatchError, UnevenBatchError.
+    """Dispatch the arguments of a declared method.
+
+    Raises:
+        TypeError: The arguments do not match the method's signature.
+        DispatchError: An argument does not fit the method's dispatch mode.
+        UnevenBatchError: The rows do not divide evenly over the parts.
     """
     bound = _bind(spec, args, kwargs)
     world = range(topology.world_size)
@@ -76,9 +81,9 @@ def dispatch(
         if isinstance(value, (Shard, Replicate)):
             raise DispatchError(
                 method=spec.full_name,
-                reason=f"{what} is a {type(value).__name__}, and what becomes of its arguments is "
-                f"declared: {spec.mode_shown}",
-                step="Give the value itself, or call execute_all_sync, where no declaration counts",
+                reason=f"{what} is a {type(value).__name__}, but the method's declaration says how "
+                f"its arguments are dispatched: {spec.mode_shown}",
+                step="Give the value itself, or call execute_all_sync, which ignores declarations",
             )
         return _same_for_all(topology, value)
 
@@ -116,8 +121,11 @@ def dispatch_ad_hoc(
     kwargs: Mapping[str, Any],
     ranks: Sequence[int],
 ) -> Dispatched:
-    """Spread arguments that say themselves what is to become of them: Shard(x), Replicate(x), and
-    bare ones, which are replicated. Raises: DispatchError, UnevenBatchError.
+    """Dispatch arguments marked by Shard(x) or Replicate(x); unmarked ones are replicated.
+
+    Raises:
+        DispatchError: A Shard has no rows, or only one of its parts would be sent.
+        UnevenBatchError: The rows of a Shard do not divide evenly over its parts.
     """
 
     def one(what: str, value: Any) -> Argument:
@@ -127,7 +135,7 @@ def dispatch_ad_hoc(
                     method=method,
                     reason=f"{what} is a Shard, and the call goes to rank {ranks[0]} alone, so "
                     "the other shares would be lost",
-                    step="Give that rank its rows themselves",
+                    step="Give that rank its rows directly",
                 )
             return _shares(topology, method, what, value.sharding, value.value, value.remainder)[0]
         return _same_for_all(topology, value.value if isinstance(value, Replicate) else value)
@@ -149,8 +157,10 @@ def _each(
 
 
 def collecting_ranks(topology: Topology, sharding: AxisSharding) -> list[int]:
-    """The rank from which the results of each part come, in the order of the parts. Raises:
-    DispatchError for a ``take`` beyond the group's size.
+    """Ranks whose results are collected, one for each part, in the order of the parts.
+
+    Raises:
+        DispatchError: A ``take`` coordinate is beyond the size of its axis.
     """
     wanted = {
         axis: _coordinate(topology, "taken from", sharding.take, axis)
@@ -177,9 +187,7 @@ def _coordinate(topology: Topology, what: str, named: Mapping[Axis, int], axis: 
 
 
 def answering_ranks(topology: Topology, spec: MethodSpec, called: Sequence[int]) -> list[int]:
-    """Of the ranks that are called, those whose results count, in the order in which they are
-    collected.
-    """
+    """Ranks among ``called`` whose results are collected, in collection order."""
     if spec.sharding is not None and not spec.collects_all:
         return collecting_ranks(topology, spec.sharding)
     if spec.dispatch_mode is Dispatch.ONE_TO_ALL_ONE:
@@ -194,8 +202,10 @@ def collect(
     results: list[Any],
     concat: Callable[[Sequence[Batch]], Batch] = Batch.concat,
 ) -> Any:
-    """One result of those of ``answering_ranks``, in their order; ``concat`` joins batches. Raises:
-    DispatchError.
+    """Combine the results of ``answering_ranks``, given in that order; ``concat`` joins batches.
+
+    Raises:
+        DispatchError: The results cannot be joined, or their padding rows cannot be identified.
     """
     if spec.execute_mode is Execute.RANK_ZERO and not isinstance(
         spec.dispatch_mode, CustomDispatch
@@ -220,7 +230,7 @@ def collect(
 def _join_rows(
     method: str, results: Sequence[Any], concat: Callable[[Sequence[Batch]], Batch]
 ) -> Any:
-    """All rows, one part after another; None where every part is None."""
+    """Concatenate the rows of all parts; None if every part is None."""
     if all(result is None for result in results):
         return None
     kinds = list(dict.fromkeys(map(_kind_shown, results)))
@@ -236,7 +246,7 @@ def _join_rows(
     except (TypeError, ValueError, RuntimeError) as error:
         raise DispatchError(
             method=method,
-            reason=f"what its parts returned cannot be joined: {error}",
+            reason=f"the results of its parts cannot be joined: {error}",
             step="Return the same columns, dtypes and row shapes from each, or declare "
             "collect=Collect.LIST",
         ) from error
@@ -245,9 +255,7 @@ def _join_rows(
 def collect_kept(
     scheduler: Scheduler, topology: Topology, spec: MethodSpec, cut: Cut | None, handles: list[Any]
 ) -> Any:
-    """Join batches that stay in the workers as one whose rows stay; other results as their
-    handles.
-    """
+    """Join batches kept in the workers to one RemoteBatch; return other results as handles."""
     if spec.collect is not Collect.JOIN:
         return collect(topology, spec, cut, handles)
     if not any(map(_is_remote_batch, handles)):
@@ -266,11 +274,11 @@ def _is_remote_batch(result: Any) -> bool:
 
 
 def is_joinable(value: Any) -> bool:
-    """Whether values of its kind can be joined by rows, and cut."""
+    """Whether the value is of a kind that can be split and joined by rows."""
     return isinstance(value, Batch) or bool(kind_of(value))
 
 
-# --- how ------------------------------------------------------------------------------------------
+# --- splitting and joining rows -------------------------------------------------------------------
 
 
 def _bind(
@@ -317,16 +325,16 @@ def _custom(
             reason=f"its dispatch_fn returned {_shape(made)}; it returns (args, kwargs), each "
             "entry a sequence with a value "
             f"for each of the {topology.world_size} ranks",
-            step="Repair the function",
+            step="Correct the function",
         )
     return _each(lambda _, entry: _by_identity(entry), made[0], made[1], ranks)
 
 
 def _by_identity(values: Sequence[Any]) -> Argument:
-    """The same object for several ranks is one part."""
+    """Make one part of each distinct object, by identity."""
     numbers: dict[int, int] = {}
     parts: list[Any] = []
-    held = list(values)  # a range makes a new object whenever it is asked
+    held = list(values)  # indexing a range creates a new object each time
     for value in held:
         if id(value) not in numbers:
             numbers[id(value)] = len(parts)
@@ -376,8 +384,8 @@ def _cut(
         shown = ", ".join(f"{name}: {count}" for name, count in rows.items())
         raise DispatchError(
             method=spec.full_name,
-            reason=f"arguments that are cut together have as many rows; got {shown}",
-            step="Give equal numbers of rows, or name in shard=(...) those that are cut",
+            reason=f"arguments that are cut together must have equal numbers of rows; got {shown}",
+            step="Give equal numbers of rows, or name the arguments to cut in shard=(...)",
         )
     return Dispatched(
         positional, named, range(topology.world_size), next(iter(cuts.values()), None)
@@ -400,8 +408,8 @@ def _shares(
             method=method,
             reason=f"{what} is cut over {', '.join(sharding.shard) or 'no axis'}, and a "
             f"{type(value).__qualname__} has no rows",
-            step="Cut a Batch, tensor, array, Ragged, list or tuple; what all ranks get whole is "
-            "left out of shard=(...)",
+            step="Cut a Batch, tensor, array, Ragged, list or tuple; leave arguments that all "
+            "ranks get whole out of shard=(...)",
         )
     if remainder == "pad" and len(value) % num_parts and not isinstance(value, Batch):
         raise DispatchError(
@@ -422,7 +430,7 @@ def _shares(
             what=f"{method}: {what}",
         ) from None
     sizes = [len(part) for part in parts]
-    # What the caller has padded himself stays.
+    # Rows that the caller has padded count as data.
     padding = [
         max(0, min(size, end - len(value)))
         for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)
@@ -448,9 +456,7 @@ def _parts(rows: Any, num_parts: int, remainder: Remainder) -> Sequence[Any]:
 
 
 def _unpadded(method: str, result: Any, num_rows: int, padding: int) -> Any:
-    """A part's result without the rows of padding, where the worker has not left them out
-    itself.
-    """
+    """Remove the padding rows from a part's result, unless the worker already has."""
     if not padding or result is None:
         return result
     kept = num_rows - padding
@@ -459,9 +465,9 @@ def _unpadded(method: str, result: Any, num_rows: int, padding: int) -> Any:
         raise DispatchError(
             method=method,
             reason=f"a part of {num_rows} rows, {padding} of them padding, returned {found}, so "
-            "nobody can tell which of these "
-            "are padding",
-            step="With remainder='pad', return a row for each row, or declare remainder='uneven'",
+            "the padding rows of the result are not known",
+            step="With remainder='pad', return one row for each row given, or declare "
+            "remainder='uneven'",
         )
     return result[:kept]
 

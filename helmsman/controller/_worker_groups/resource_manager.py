@@ -1,4 +1,4 @@
-"""ResourceManager: the devices of a run, held once and shared out to its worker groups."""
+"""ResourceManager: holds the devices of a run and allocates them to worker groups."""
 
 from __future__ import annotations
 
@@ -28,22 +28,26 @@ from helmsman.controller._validation.argument_types import checked
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """One device held by a ResourceManager."""
+
     index: int
-    """By which device mappings name it: devices are counted through the nodes."""
+    """Index in device mappings; devices are numbered node by node."""
     node_rank: int
     device_rank: int
-    """Its number on its node."""
+    """Index on its node."""
     node_id: str
     node: str
     """Address of the node."""
     device_id: str
     placement_group: Any = None
-    """Ray's group of the node; None where the scheduler has none."""
+    """Ray placement group of the node; None on other schedulers."""
     bundle: int | None = None
-    """Its bundle in that group."""
+    """Index of the device's bundle in that group."""
 
 
 class WorkerPlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """Node and devices of one worker."""
+
     rank: int
     node_rank: int
     node_id: str
@@ -52,41 +56,48 @@ class WorkerPlacement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers placed for one holder."""
+
     holder: str
     workers: tuple[WorkerPlacement, ...]
     since: datetime.datetime
     colocated_with: tuple[str, ...] = ()
-    """Others who held one of its devices already."""
+    """Earlier holders of any of its devices."""
 
     @property
     def devices(self) -> list[Device]:
+        """Devices of all workers, in rank order."""
         return [device for worker in self.workers for device in worker.devices]
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's hold of a device."""
+
     holder: str
     rank: int
     since: datetime.datetime
 
 
 class ResourceManager(Closing):
-    """Holds whole nodes' devices for the run and shares them out by number.
+    """Holds devices of whole nodes for a run and allocates them by index.
 
-    Devices are counted node by node, nodes in topology order, devices of a node in its own order.
-    They are held until ``destroy_placement_group`` or ``close``, whoever uses them; several holders
-    of one device are colocated there, and take turns as the script arranges it.
+    Devices are numbered node by node: nodes in topology order, then each node's devices in its own
+    order. They are held until ``destroy_placement_group`` or ``close``. Several holders of one
+    device are colocated there; the script arranges their turns.
 
     Args:
-        num_gpus_per_node: accelerators to hold on each node, of whatever kind the cluster has; 0
-            for a run on CPUs.
-        num_nodes: nodes to hold; all that have so many devices when None.
-        scheduler: a Scheduler, or the word for one that this makes, and closes with itself.
-        num_cpus_per_gpu: CPUs to hold with each device; workers on devices ask Ray for nothing of
-            their own.
-        name: role under which the devices are held, where a run has several managers.
+        num_gpus_per_node: Accelerators to hold on each node, of the cluster's kind; 0 for a run on
+            CPUs.
+        num_nodes: Number of nodes to hold; all nodes with enough devices when None.
+        scheduler: A Scheduler, or the name of one to create, which is closed with the manager.
+        num_cpus_per_gpu: CPUs to hold with each device; workers on devices request no resources of
+            their own from Ray.
+        name: Role under which the devices are held, for runs with several managers.
 
-    Raises: ResourcesNotMetError, with what was asked for and what there is; PlacementTimeoutError
-        where others hold it.
+    Raises:
+        ValueError: ``num_gpus_per_node`` is negative, or ``num_nodes`` is below 1.
+        ResourcesNotMetError: The cluster does not have the requested nodes and devices.
+        PlacementTimeoutError: Others hold the devices.
     """
 
     def __init__(
@@ -119,7 +130,7 @@ class ResourceManager(Closing):
         self.num_gpus_per_node = num_gpus_per_node
         self.num_nodes = len(reservations)
         self.nodes: tuple[Reservation, ...] = tuple(reservations)
-        """What is held on each node, in topology order."""
+        """Reservation on each node, in topology order."""
         self.devices: tuple[Device, ...] = tuple(
             Device(
                 index=node_rank * num_gpus_per_node + device_rank,
@@ -152,7 +163,7 @@ class ResourceManager(Closing):
                     else ""
                 ),
             )
-        if scheduler.shares_process:  # where devices are numbers only
+        if scheduler.shares_process:  # its devices are logical
             logical = tuple(str(index) for index in range(num_gpus))
             return [
                 Reservation(node_id=node.node_id, node=node.address, devices=logical)
@@ -170,11 +181,11 @@ class ResourceManager(Closing):
         )
         return scheduler.reserve(Job(role=self.name, replicas=wanted, tasks=[spec]))
 
-    # --- sharing out ------------------------------------------------------------------------------
+    # --- allocation -------------------------------------------------------------------------------
 
     @property
     def num_devices(self) -> int:
-        """Devices of the run."""
+        """Number of devices held."""
         return len(self.devices)
 
     @checked
@@ -186,18 +197,25 @@ class ResourceManager(Closing):
         holder: str,
         num_cpus: float = 1,
     ) -> Allocation:
-        """Give a holder a place for each of its workers.
+        """Allocate a node, and devices if mapped, to each worker of a holder.
 
         Args:
-            world_size: number of workers.
-            device_mapping: devices by number, a list or '0-7,16'; each worker gets an equal run of
-                them, on one node. None:
-                workers without devices, which are spread over the nodes.
-            holder: under which the ledger has it; a holder has one allocation.
-            num_cpus: CPUs that each worker without devices will ask for.
-        Raises: InvalidSpecError; RoleExistsError for a holder that has one already;
-        PlacementInfeasibleError and PlacementTimeoutError for workers without devices that nodes
-        have no CPUs for.
+            world_size: Number of workers.
+            device_mapping: Device indices, as a list or '0-7,16'. Each worker gets an equal,
+                consecutive share, on one node. None: workers without devices, spread over the
+                nodes.
+            holder: Name of the holder, which has one allocation at a time.
+            num_cpus: CPUs that each worker without devices will request.
+
+        Returns:
+            The allocation, kept until ``free``.
+
+        Raises:
+            InvalidSpecError: ``world_size`` or ``device_mapping`` is invalid.
+            RoleExistsError: The holder has an allocation already.
+            HelmsmanError: The devices were given back by ``destroy_placement_group``.
+            PlacementInfeasibleError: Workers without devices need more CPUs than the nodes have.
+            PlacementTimeoutError: Workers without devices need CPUs that others hold.
         """
         if world_size < 1:
             raise InvalidSpecError(
@@ -282,23 +300,25 @@ class ResourceManager(Closing):
 
     @checked
     def free(self, holder: str) -> None:
-        """Take back what a holder was given; nothing happens when that is nothing. Its workers are
-        not touched.
-        """
+        """Remove a holder's allocation, if any; its workers are not affected."""
         with self._lock:
             self._allocations.pop(holder, None)
 
-    # --- the ledger -------------------------------------------------------------------------------
+    # --- look-ups ---------------------------------------------------------------------------------
 
     @property
     def allocations(self) -> Mapping[str, Allocation]:
-        """By holder, in the order in which they were made."""
+        """Allocations by holder, in order of creation."""
         with self._lock:
             return dict(self._allocations)
 
     @checked
     def holders(self, device: int) -> list[Holding]:
-        """Who holds a device, longest first. Raises: IndexError."""
+        """Workers that hold a device, longest first.
+
+        Raises:
+            IndexError: There is no such device.
+        """
         if not 0 <= device < self.num_devices:
             raise IndexError(
                 f"device {device}; this ResourceManager holds {self.num_devices} devices, counted "
@@ -312,7 +332,7 @@ class ResourceManager(Closing):
         ]
 
     def table(self) -> str:
-        """A line for each device: its number, node, physical id, and who holds it since when."""
+        """Format one line per device: index, node, physical id, holders and since when."""
         rows = [("device", "node", "id", "held by")]
         for device in self.devices:
             held = ", ".join(
@@ -329,13 +349,13 @@ class ResourceManager(Closing):
             )
         return aligned(rows)
 
-    # --- the end ----------------------------------------------------------------------------------
+    # --- teardown ---------------------------------------------------------------------------------
 
     def destroy_placement_group(self) -> None:
-        """Give all devices back; the workers that use them end. Idempotent."""
+        """Give all devices back; workers that use them end. Idempotent."""
         if self._destroyed:
             return
-        forbid_blocking()  # before they count as given back
+        forbid_blocking()  # before the devices count as given back
         self._destroyed = True
         with self._lock:
             self._allocations.clear()
@@ -343,10 +363,10 @@ class ResourceManager(Closing):
             try:
                 self.scheduler.delete_workers(self.name)
             except (NotFoundError, SchedulerClosedError):
-                return  # deleted by its role's name, or with the scheduler
+                return  # the role was deleted already, or ended with the scheduler
 
     def close(self) -> None:
-        """Give all devices back, and close the scheduler if it was made here. Idempotent."""
+        """Give all devices back; close the scheduler if the manager created it. Idempotent."""
         self.destroy_placement_group()
         if self._owns_scheduler:
             self.scheduler.close()
@@ -390,11 +410,12 @@ def _step(nodes: Sequence[Node], num_gpus: int, wanted: int) -> str:
 
 
 def parse_device_mapping(mapping: str | Sequence[int], role: str) -> list[int]:
-    """The devices that a mapping names, in its order, each once.
+    """Parse device indices, in order and without duplicates.
 
-    A text has numbers and ranges that include both ends, separated by commas: '0-7,16'.
+    A string holds numbers and ranges that include both ends, separated by commas: '0-7,16'.
 
-    Raises: InvalidSpecError.
+    Raises:
+        InvalidSpecError: The mapping is empty or malformed, or repeats a device.
     """
     if isinstance(mapping, str):
         devices = [
@@ -414,7 +435,7 @@ def parse_device_mapping(mapping: str | Sequence[int], role: str) -> list[int]:
     if len(set(devices)) < len(devices):
         twice = sorted({device for device in devices if devices.count(device) > 1})
         raise _wrong_mapping(
-            role, mapping, f"each device once; {', '.join(map(str, twice[:8]))} is there twice"
+            role, mapping, f"each device once; {', '.join(map(str, twice[:8]))} is repeated"
         )
     return devices
 

@@ -1,7 +1,6 @@
-"""Whether one worker can be reached by others at an address and port, tried before a process group
-relies on it.
+"""Tests whether other workers can connect to a worker, before a process group relies on it.
 
-The listener sends a proof, so that another program at its address is not mistaken for it.
+The listener sends a proof, which distinguishes it from another program at its address.
 """
 
 from __future__ import annotations
@@ -14,23 +13,26 @@ import threading
 
 _CLOSE_S = 0.5
 _MAX_OPEN = 256
-"""Connections that stay open until the peer closes them; beyond this number the oldest is
-closed.
-"""
+"""Connections kept open until the peer closes them; beyond this number the oldest is closed."""
 
 
 class Listener:
-    """Listens on one port at a time, as the store of a process group will: on all addresses,
-    reusing them.
-    """
+    """Listens on one port at a time, on all addresses, like the store of a process group."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
 
     def listen(self, port: int | None, proof: bytes = b"", limit_s: float = 0.0) -> str:
-        """Answer connections to ``port`` with ``proof``; None ends it. Returns why it cannot
-        listen, '' when it does.
+        """Answer connections to a port with a proof.
+
+        Args:
+            port: The port; None stops listening.
+            proof: Bytes sent to each peer.
+            limit_s: Seconds without a connection after which it stops listening.
+
+        Returns:
+            Why it cannot listen; '' on success.
         """
         self.close()
         if port is None:
@@ -45,7 +47,7 @@ class Listener:
         )
         try:
             thread.start()
-        except RuntimeError as error:  # the limit on threads
+        except RuntimeError as error:  # limit on threads
             listener.close()
             return str(error)
         self._listener, self._thread = listener, thread
@@ -55,10 +57,10 @@ class Listener:
         listener, thread, self._listener, self._thread = self._listener, self._thread, None, None
         if listener is not None and thread is not None:
             with contextlib.suppress(OSError):
-                # wakes the thread that accepts, where closing alone would not
+                # Wakes the accepting thread; closing alone would not.
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
-            thread.join(_CLOSE_S)  # until it has gone the kernel counts the port as listened on
+            thread.join(_CLOSE_S)  # the kernel frees the port only after accept() has returned
 
 
 def _bound(port: int) -> socket.socket:
@@ -66,22 +68,22 @@ def _bound(port: int) -> socket.socket:
         return socket.create_server(
             ("::", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
         )
-    except (OSError, ValueError):  # a host without IPv6; or the port is taken, which this then says
+    except (OSError, ValueError):  # no IPv6, or the port is taken: then this raises OSError, too
         return socket.create_server(("", port), backlog=4096)
 
 
 def _answer(listener: socket.socket, proof: bytes) -> None:
-    # A peer closes first, so that its connection does not linger on this port. Nothing waits for
-    # it: a silent one would delay the others.
+    # The peer closes first, so that its connection does not linger on this port. The loop does not
+    # wait for that: a silent peer would delay the others.
     answered: collections.deque[socket.socket] = collections.deque()
     while True:
         try:
             peer, _ = listener.accept()
         except OSError:
-            break  # closed, or its time is over
+            break  # closed, or the time limit is over
         with contextlib.suppress(OSError):
             peer.setblocking(False)
-            peer.send(proof)  # it fits into the buffer of a new connection
+            peer.send(proof)  # fits into the buffer of a new connection
         answered.append(peer)
         if len(answered) > _MAX_OPEN:
             answered.popleft().close()
@@ -91,12 +93,20 @@ def _answer(listener: socket.socket, proof: bytes) -> None:
 
 
 def reach(address: str, port: int, proof: bytes, limit_s: float) -> str:
-    """Connect to a Listener within ``limit_s`` seconds; returns why it cannot be reached, '' when
-    it was.
+    """Connect to a Listener and check its proof.
+
+    Args:
+        address: Address of the listener.
+        port: Port of the listener.
+        proof: Bytes that the listener must send.
+        limit_s: Time limit of each step in seconds.
+
+    Returns:
+        Why it cannot be reached; '' on success.
     """
     try:
         with socket.create_connection((address, port), timeout=limit_s) as peer:
-            # Closed by a reset, so that thousands of connections leave nothing behind on either
+            # Close by a reset, so that thousands of connections leave no TIME_WAIT state on either
             # side.
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             received = b""
@@ -106,4 +116,4 @@ def reach(address: str, port: int, proof: bytes, limit_s: float) -> str:
         return f"no answer within {limit_s:.1f} s"
     except OSError as error:
         return error.strerror or str(error)
-    return "" if received == proof else "something else answers there"
+    return "" if received == proof else "another program answers there"

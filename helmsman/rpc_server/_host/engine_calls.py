@@ -1,6 +1,4 @@
-"""What precedes an engine's own code: its import, its construction, and arguments that its
-model-parallel group shares.
-"""
+"""Preparation of engine code: import, construction, and sharing arguments in a parallel group."""
 
 from __future__ import annotations
 
@@ -17,8 +15,10 @@ from helmsman.rpc_server._wire.remote_errors import clipped, traceback_text
 
 
 def import_engine(worker_id: str, name: str, path: str) -> Any:
-    """Import an engine's class by 'package.module.Class' or 'package.module:Class'. Raises
-    EngineImportError.
+    """Import an engine's class from 'package.module.Class' or 'package.module:Class'.
+
+    Raises:
+        EngineImportError: The import failed.
     """
     module_name, _, attribute = path.replace(":", ".").rpartition(".")
     try:
@@ -38,13 +38,13 @@ def import_engine(worker_id: str, name: str, path: str) -> Any:
 def construct(
     engine_type: Any, rank_info: RankInfo | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Construct an engine; a GroupWorker has its ``rank_info`` before its constructor runs."""
+    """Construct an engine; a GroupWorker gets ``rank_info`` before its constructor runs."""
     if rank_info is None or not (
         isinstance(engine_type, type) and issubclass(engine_type, GroupWorker)
     ):
         return engine_type(*args, **kwargs)
     if type(engine_type).__call__ is not type.__call__:
-        # its metaclass makes instances in a way of its own
+        # A metaclass with its own way of creating instances: rank_info follows afterwards.
         engine = engine_type(*args, **kwargs)
         _set_rank_info(engine, rank_info)
         return engine
@@ -62,7 +62,7 @@ def _set_rank_info(engine: Any, rank_info: RankInfo) -> None:
 
 
 def needs_broadcast(engine: Any, asked: bool | None) -> bool:
-    """Whether the arguments of a call come from the head of the engine's model-parallel group."""
+    """Whether the call's arguments come from the head of the engine's model-parallel group."""
     return asked is not False and getattr(engine, "model_parallel_group", None) is not None
 
 
@@ -72,11 +72,20 @@ def broadcast_arguments(
     worker_id: str,
     request: Request,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The head's (args, kwargs) on every rank of the engine's model-parallel group. The group first
-    agrees that every rank is ready: else ranks would wait in the broadcast for one whose arguments
-    do not load.
+    """Return the head's (args, kwargs) on every rank of the engine's model-parallel group.
 
-    Raises: the rank's own error where its arguments do not load, PeerNotReadyError on the others.
+    The ranks first agree that the head's arguments are loaded. Otherwise the other ranks would wait
+    in the broadcast for a head that has failed.
+
+    Args:
+        engine: The engine of this rank.
+        load: Loads the arguments; called on the head only.
+        worker_id: This worker, for errors.
+        request: The call.
+
+    Raises:
+        CallError: The head's arguments cannot be loaded; raised on the head.
+        PeerNotReadyError: The same, raised on the other ranks.
     """
     import torch.distributed as dist
 

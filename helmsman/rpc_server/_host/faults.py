@@ -1,4 +1,4 @@
-"""Faults that a worker inflicts on itself at its controller's command."""
+"""Injected faults: a worker kills, stops or slows itself on a command of its controller."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ _HELPER_ENDS_S = 5.0
 
 class Prepared(NamedTuple):
     ended: str
-    """What has lasted until now and has ended for it; '' for nothing."""
+    """The previous fault, which this one has ended; '' if there was none."""
     happen: Callable[[], None]
-    """Separate, so that the command is answered first: afterwards this process may be unable to.
-    Returns, if at all, when the fault is over."""
+    """Executes the fault. Separate, so that the reply is sent first, since the process may be
+    unable to afterwards. Returns, if at all, when the fault is over.
+    """
 
 
 class Faults:
-    """The faults of one worker process. A hang or slowness takes the place of the one that
-    lasts.
-    """
+    """Faults of one worker process. A new hang or slowdown replaces the previous one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,13 +54,14 @@ class Faults:
         if helper is None or helper.poll() is not None:
             return ""
         _tell(helper, b"e")
-        helper.wait(_HELPER_ENDS_S)  # it was stopped by it a last time, perhaps, and goes on
+        helper.wait(_HELPER_ENDS_S)  # this process may be stopped a last time meanwhile
         return self._lasting
 
 
 def _start_helper(command: FaultCommand) -> subprocess.Popen[bytes]:
-    """A helper that is ready to stop this process. It bears this worker's tag, by which it ends
-    with it in any case.
+    """Start a helper that can stop this process, and wait until it is ready.
+
+    It carries this worker's tag, so it always ends with the worker.
     """
     arguments = [str(os.getpid()), repr(command.factor), repr(command.seconds)]
     helper = subprocess.Popen(
@@ -91,7 +91,7 @@ def _begin(helper: subprocess.Popen[bytes]) -> None:
 def _tell(helper: subprocess.Popen[bytes], what: bytes) -> None:
     assert helper.stdin is not None
     with contextlib.suppress(BrokenPipeError, ValueError):
-        # it has ended, and whoever waited for that has closed the pipe
+        # The helper has ended, and the thread that waited for it has closed the pipe.
         helper.stdin.write(what)
 
 

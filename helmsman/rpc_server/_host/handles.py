@@ -1,4 +1,4 @@
-"""Values that stay where they are, and the handles that stand for them."""
+"""Results that stay in their worker, and the handles that refer to them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from helmsman.rpc_server._wire.wire import WirePayload, from_wire, to_wire
 
 
 class HandleStore(Protocol):
-    """Where values stay for which a handle stands."""
+    """Storage for values behind handles."""
 
     def put(self, handle_id: str, payload: Payload) -> Any:
         """Keep a packed value; returns its location, which travels in the handle."""
 
     def fetch(self, handle: ResultHandle) -> Payload:
-        """The packed value of a handle, of this process or another. Raises HandleLostError."""
+        """Return the packed value of a handle of any process. Raises HandleLostError."""
 
     def drop(self, handle_id: str) -> None:
-        """Forget a value; nothing happens when it is not known."""
+        """Delete a value; does nothing if it is unknown."""
 
 
 class SegmentStore:
@@ -39,9 +39,7 @@ class SegmentStore:
         return msgspec.msgpack.encode(wire)
 
     def fetch(self, handle: ResultHandle) -> Payload:
-        """Map the value; works in any process of this machine while the maker lives and keeps
-        it.
-        """
+        """Map the value, in any process of this machine, while its owner lives and keeps it."""
         try:
             return from_wire(msgspec.msgpack.decode(handle.location, type=WirePayload))
         except ProtocolError as error:

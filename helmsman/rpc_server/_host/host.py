@@ -1,5 +1,6 @@
-"""EngineHost: the engines of one worker. It knows no transport; an adapter gives it requests and
-takes its replies.
+"""EngineHost: the engines of one worker, independent of the transport.
+
+An adapter passes requests to the host and delivers its replies.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from helmsman.rpc_server.ports import PortLeases
 ReplyFn = Callable[[Reply, Payload], None]
 
 DESTROY_S = 30.0
-"""Longest wait for an engine's async ``destroy``; the engine thread goes on without it."""
+"""Longest wait in seconds for an engine's async ``destroy``; the engine thread then goes on."""
 _REMEMBERED = 10_000
 
 
@@ -67,13 +68,16 @@ class EngineHost:
     """Holds named engines and answers requests.
 
     Synchronous engine methods run one after another on the engine thread, async ones on an event
-    loop; control verbs are answered on the thread that brings them, so a long call never delays
-    them. The host catches whatever an engine raises: it is the process boundary.
+    loop. Control verbs are answered on the calling thread, so a long call never delays them. The
+    host is the process boundary: it catches every exception of an engine.
 
     Args:
-        pulse: by which others can observe this process while it cannot answer; None where it is the
-            controller's own.
-        title_end: appended to the titles of a process that has a pulse.
+        identity: The worker.
+        store: Keeps results that callers get as handles.
+        seeding: Whether to seed libraries; False in the controller's own process.
+        pulse: Lets others observe this process while it cannot answer; None in the controller's
+            own process.
+        title_end: Appended to the process titles, which only a process with a pulse has.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class EngineHost:
         self.engine_thread = EngineThread(pulse.thread_call if pulse else None)
         self.on_shutdown: Callable[[], None] = lambda: None
         self.ends_at: float | None = None
-        """When this process ends, by time.monotonic(); None while nobody has told it to."""
+        """time.monotonic() at which this process ends; None unless it was sent SIGTERM."""
         self._store = store
         self._seeding = seeding
         self._seed: int | None = None
@@ -97,10 +101,10 @@ class EngineHost:
         self._engines: dict[str, Any] = {}
         self._creating: set[str] = set()
         self._cancelled: dict[object, None] = {}
-        """Requests that were given up before they arrived, if they ever do; of late."""
+        """Ids of recent requests that were cancelled before they arrived, in case they still do."""
         self._lock = threading.Lock()
         self._ports = PortLeases()
-        # what is not seeded is the driver's own process
+        # Without seeding this is the driver's own process.
         self._environment = Environment("node" if seeding else "driver")
         self._listener = connectivity.Listener()
         self._faults = Faults()
@@ -114,8 +118,12 @@ class EngineHost:
     # --- requests ---------------------------------------------------------------------------------
 
     def handle(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
-        """Answer a request; ``reply`` is called exactly once, from any thread. Returns without
-        waiting for engine code.
+        """Answer a request, without waiting for engine code.
+
+        Args:
+            request: The request.
+            payload: Its packed arguments.
+            reply: Called exactly once, from any thread.
         """
         try:
             if request.id in self._cancelled:
@@ -133,12 +141,12 @@ class EngineHost:
                     request.id, "destroy", work, functools.partial(self._decline, request, reply)
                 )
             elif request.verb is Verb.CHECK_CONNECT:
-                # it waits for another machine, and nothing else may wait for it
+                # A thread of its own, since it waits for another machine.
                 reach = functools.partial(connectivity.reach, *decode(payload))
                 threading.Thread(
                     target=self._answer, args=(request, reply, reach), name="reach", daemon=True
                 ).start()
-            elif request.verb is Verb.FAULT:  # a helper has to start
+            elif request.verb is Verb.FAULT:  # waits for the start of a helper
                 threading.Thread(
                     target=self._apply_fault,
                     args=(request, payload, reply),
@@ -149,14 +157,14 @@ class EngineHost:
                 self._answer(request, reply, lambda: self._control(request, payload))
                 if request.verb is Verb.SHUTDOWN:
                     self.on_shutdown()
-        # The process boundary: finding a method runs the engine's __getattr__
+        # Process boundary: looking up a method runs the engine's __getattr__.
         except BaseException as error:  # noqa: BLE001
             self._fail(request, reply, error)
 
     def close(self) -> None:
-        """Stop the host's threads and give its ports back.
+        """Stop the host's threads and release its ports.
 
-        Engines are not asked, calls in flight are not answered, and calls that wait do not begin.
+        Engines are not destroyed, calls in flight get no reply, and pending calls do not begin.
         """
         self._is_closed = True
         self.engine_thread.waiting.drop_all()
@@ -166,15 +174,11 @@ class EngineHost:
         self._ports.close()
 
     def join(self) -> None:
-        """After close, wait for the calls in flight to have ended, so that the process can; a
-        second or two at most.
-        """
+        """After close, wait up to two seconds for calls in flight, so that the process can exit."""
         self._loop.join()
 
     def set_environment(self, variables: Sequence[EnvironmentVariable]) -> None:
-        """Set variables of this process, before its engines are created, and remember who set
-        them.
-        """
+        """Set variables of this process, before engines are created, and record their sources."""
         self._environment.set(variables)
         if any(variable.name == "OMP_NUM_THREADS" for variable in variables):
             self.engine_thread.submit(object(), "follow_thread_count", follow_thread_count)
@@ -182,7 +186,7 @@ class EngineHost:
     def _answer(self, request: Request, reply: ReplyFn, work: Callable[[], Any]) -> None:
         try:
             result = work()
-        # The process boundary: whatever a request causes goes back as its error
+        # Process boundary: every exception of a request is returned as its error.
         except BaseException as error:  # noqa: BLE001
             self._fail(request, reply, error)
         else:
@@ -197,9 +201,7 @@ class EngineHost:
         reply(Reply(request.id, False), encode(ours))
 
     def _decline(self, request: Request, reply: ReplyFn) -> None:
-        """Answer a request that is not begun, because its caller gave up; the answer lets the
-        transport forget it.
-        """
+        """Reply to a cancelled request that will not begin, so that the transport can forget it."""
         reply(Reply(request.id, False), encode(errors.HelmsmanError("withdrawn")))
 
     def _apply_fault(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
@@ -244,9 +246,9 @@ class EngineHost:
             case Verb.RELEASE:
                 return self._store.drop(arguments[0])
             case Verb.SHUTDOWN:
-                return self._journal.say("ends: its scheduler has asked it to")
+                return self._journal.say("ends: its scheduler has requested a shutdown")
         raise errors.ProtocolError(
-            f"{self.identity.worker_id} does not know the verb {request.verb!r}"
+            f"{self.identity.worker_id} does not support the verb {request.verb!r}"
         )
 
     def health(self) -> WorkerHealth:
@@ -258,7 +260,7 @@ class EngineHost:
         )
 
     def _activity(self) -> WorkerHealth:
-        """Its health as far as it is told without running an engine's code or asking the kernel."""
+        """Return the part of its health that needs no engine code and no system call."""
         running = self.engine_thread.occupant
         return WorkerHealth(
             worker_id=self.identity.worker_id,
@@ -283,7 +285,7 @@ class EngineHost:
                 continue
             try:
                 reason = engine.failure()
-            # An engine's own code, and health is answered all the same
+            # Engine code may raise anything, and health must still be answered.
             except Exception as error:  # noqa: BLE001
                 reason = f"{dotted(name, 'failure')} raised {type(error).__name__}: {error}"
             if reason is not None:
@@ -301,13 +303,14 @@ class EngineHost:
         self._journal.started(config, self._pid)
 
     def _seed_libraries(self) -> None:
-        """Seed what engines draw from, once they are imported; importing torch only for this would
-        cost a second.
+        """Seed random generators once their libraries are imported.
+
+        Importing torch only for this would cost a second.
         """
         if self._seed is None:
             return
         current_platform.seed(self._seed)
-        self._seed = None  # an engine that is created later must not repeat the first one's numbers
+        self._seed = None  # a later engine must not repeat the first one's random numbers
 
     def _cancel(self, request_id: object) -> CallState:
         for place in (self.engine_thread, self._loop):
@@ -316,15 +319,14 @@ class EngineHost:
         seen = self._inspect([request_id])[request_id]
         if seen.state == "ended":
             self._cancelled[request_id] = (
-                None  # it may still be packed or brought: CANCEL does not wait for its turn
+                None  # CANCEL may overtake a request that is still being packed or transferred
             )
             if len(self._cancelled) > _REMEMBERED:
                 del self._cancelled[next(iter(self._cancelled))]
         return seen
 
     def _inspect(self, request_ids: Collection[object]) -> dict[object, CallState]:
-        # Before the look at the running calls: a call that begins in between would be on neither
-        # side.
+        # Checked before the running calls; otherwise a call that begins in between would be missed.
         places = (self.engine_thread, self._loop)
         waiting = {
             request_id: place
@@ -410,9 +412,7 @@ class EngineHost:
             self._creating.discard(name)
 
     def _run_engine_code(self, request: Request, work: Callable[[], Any]) -> Any:
-        """Whatever ``work`` raises, one of our own errors too, becomes our error about the engine,
-        with the traceback.
-        """
+        """Run engine code; any exception becomes our error about the engine, with the traceback."""
         try:
             return work()
         except BaseException as error:
@@ -421,19 +421,18 @@ class EngineHost:
             self._end_forked_child(request)
 
     def _end_forked_child(self, request: Request) -> None:
-        """End this process if a method of an engine has forked it and has returned or raised in the
-        child as well.
+        """End this process if an engine method has forked it and returned or raised in the child.
 
         The child has copies of the queued calls and of the connections: it would execute calls a
-            second time, and answer them.
+        second time, and answer them.
         """
         if os.getpid() != self._pid:
             name = dotted(
                 request.engine_name or self.identity.worker_id, request.method or request.verb.value
             )
             print(
-                f"helmsman: {name} forked this process and did not end it with os._exit(); it "
-                "ends here",
+                f"helmsman: {name} forked this process and did not end the child with os._exit(); "
+                "the child ends here",
                 file=sys.stderr,
             )
             if sys.exc_info()[0] is not None:
@@ -442,8 +441,9 @@ class EngineHost:
             os._exit(1)
 
     def _destroy_engines(self, names: list[str] | None) -> list[str]:
-        """Destroy engines, newest first; returns what went wrong, since one failure must not keep
-        the others alive.
+        """Destroy engines, newest first, and return the failures.
+
+        A failure does not keep the other engines alive.
         """
         problems = []
         for name, engine in reversed(list(self._engines.items())):
@@ -459,10 +459,10 @@ class EngineHost:
                     )
                     if not done.wait(DESTROY_S):
                         problems.append(
-                            f"{dotted(name, 'destroy')} has not ended within {DESTROY_S:g} s and "
-                            "is left to itself"
+                            f"{dotted(name, 'destroy')} did not end within {DESTROY_S:g} s; it "
+                            "goes on in the background"
                         )
-            # An engine's own clean-up may raise anything
+            # An engine's own clean-up may raise anything.
             except BaseException as error:  # noqa: BLE001
                 problems.append(f"{dotted(name, 'destroy')} raised {type(error).__name__}: {error}")
             del self._engines[name]
@@ -492,7 +492,7 @@ class EngineHost:
                 self._journal.called(engine, request, result)
             except BaseException as error:  # noqa: BLE001 - the process boundary, as in _answer
                 if self._is_closed:
-                    # this is no answer of the engine's: its caller learns of the worker's end
+                    # Not the engine's reply: the transport reports the worker's end to the caller.
                     return
                 reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
             else:
@@ -531,7 +531,7 @@ class EngineHost:
         if request.method.startswith("_"):
             reason = "it is private"
         elif isinstance(inspect.getattr_static(type(engine), request.method, None), property):
-            # whose code has no business on this thread, which answers for the worker's health
+            # Its code must not run on this thread, which answers health requests.
             reason = "it is a property"
         else:
             method = getattr(engine, request.method, None)
@@ -553,7 +553,7 @@ class EngineHost:
         return engine, method
 
     def _load(self, request: Request, payload: Payload) -> Any:
-        """Unpack the arguments of a request, with the values of handles in their place."""
+        """Unpack the arguments of a request, with handles replaced by their values."""
         try:
             return decode(payload, resolve=lambda handle: decode(self._store.fetch(handle)))
         except errors.CodecError as error:
@@ -583,10 +583,10 @@ class EngineHost:
                 kept = keep(self._store, self.identity.worker_id, payload, result)
                 payload = encode(kept)
             reply(Reply(request.id, True), payload)
-        # No room is left in which to keep or send it, as segments or Ray's store say
+        # No memory is left to keep or send it, in segments or Ray's store.
         except Exception as error:  # noqa: BLE001
             if kept is not None:
-                self._store.drop(kept.id)  # its handle reaches no caller
+                self._store.drop(kept.id)  # no caller gets its handle
             if isinstance(error, errors.CodecError):
                 failure = self._refusal(errors.ResultNotSerializableError, request, error)
             else:

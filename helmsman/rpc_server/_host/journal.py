@@ -1,4 +1,4 @@
-"""A worker's title, and lines in its log: start, engines, their states and weight versions, end."""
+"""A worker's process title and log lines: start, engines, their states and weight versions, end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("helmsman.worker")
 FORMAT = "%(asctime)s helmsman: %(message)s"
 _LIBRARIES = ("torch", "transformers", "vllm", "ray")
 _STATES = {"sleep": "is asleep", "wake": "is awake"}
-"""Line after a method of an engine with weights."""
+"""Log line after a successful method of an engine with weights."""
 _VERSIONS = {
     "update_weights": "serves",
     "publish_weights": "has sent",
@@ -25,14 +25,11 @@ _VERSIONS = {
     "load": "has loaded",
     "set_version": "has",
 }
-"""Line about the engine's weight version after a method."""
+"""Verb of the log line about the engine's weight version after a method."""
 
 
 def write_to_stderr() -> None:
-    """Write the lines of this worker process to its standard error.
-
-    They get there however an engine configures logging.
-    """
+    """Log to standard error, independent of the logging configuration of engines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(FORMAT))
     log.addHandler(handler)
@@ -41,18 +38,18 @@ def write_to_stderr() -> None:
 
 
 class Journal:
-    """The lines of one worker.
+    """Log lines and title of one worker.
 
     Args:
-        identity: the worker.
-        title_end: appended to the titles of the process.
+        identity: The worker.
+        title_end: Appended to the titles of the process.
     """
 
     def __init__(self, identity: WorkerIdentity, title_end: str) -> None:
         self._identity = identity
         self._title_end = title_end
         self._libraries: dict[str, str] = {}
-        """Versions of libraries that a line has named."""
+        """Library versions that were already logged."""
         self._has_noted_end = False
 
     def say(self, message: str, *arguments: object) -> None:
@@ -83,7 +80,7 @@ class Journal:
         )
 
     def called(self, engine: Any, request: Request, result: object) -> None:
-        """Write a line if a call that succeeded has changed an engine's state or weights."""
+        """Log a line if a successful call has changed an engine's state or weights."""
         name, method = request.engine_name, request.method
         if not (method in _STATES or method in _VERSIONS) or not hasattr(engine, "get_version"):
             return
@@ -97,7 +94,7 @@ class Journal:
             self.say("engine %s %s weight version %s", name, _VERSIONS[method], version)
 
     def beat(self, activity: WorkerHealth) -> WorkerHealth:
-        """Show the running calls in the title, and report a SIGTERM, whose handler must not write.
+        """Show the running calls in the title, and log a SIGTERM, whose handler must not write.
 
         Called a few times a second; returns its argument.
         """
@@ -114,7 +111,7 @@ class Journal:
         return activity
 
     def _loaded(self) -> dict[str, str]:
-        """Versions of libraries that were loaded since the last line about them."""
+        """Return versions of libraries loaded since the last line about them."""
         loaded = {
             name: str(getattr(sys.modules[name], "__version__", "?"))
             for name in _LIBRARIES

@@ -1,4 +1,4 @@
-"""The worker's side of a RewardPool: an engine around the user's function."""
+"""Worker side of a RewardPool: an engine that wraps the user's function."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class Overtime(msgspec.Struct, frozen=True):
-    """Instead of a score: the function was cancelled after so many seconds."""
+    """Returned instead of a score: the function was cancelled after ``elapsed_s`` seconds."""
 
     elapsed_s: float
 
 
 class RewardEngine:
-    """Scores by ``function``: a synchronous one on the engine thread, an async one on the event
-    loop.
+    """Scores with a function: synchronous on the engine thread, async on the event loop.
 
     Args:
-        function: callable, or its import path 'package.module.function'.
-    Raises: ImportError, AttributeError; TypeError for what cannot be called.
+        function: A callable, or its import path 'package.module.function'.
+
+    Raises:
+        ImportError: The module cannot be imported.
+        AttributeError: The module has no such function.
+        TypeError: The object is not callable.
     """
 
     def __init__(self, function: str | Callable[..., Any]) -> None:
@@ -43,7 +46,7 @@ class RewardEngine:
         self._function: Callable[..., Any] = function
 
     def is_async(self) -> bool:
-        # Of an object whose __call__ is async
+        # A callable object whose __call__ is async.
         by_call = getattr(type(self._function), "__call__", None)  # noqa: B004
         return inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(by_call)
 
@@ -52,8 +55,9 @@ class RewardEngine:
         return self._function(*args, **kwargs)
 
     async def async_score(self, call: Arguments, limit_s: float) -> Any:
-        """As score, awaited; Overtime when it takes longer than the limit. One that swallows its
-        cancellation goes on, and nobody waits for it.
+        """Score with an async function; returns Overtime if it exceeds the limit.
+
+        A function that suppresses its cancellation goes on in the background.
         """
         args, kwargs = call
         started = time.monotonic()
@@ -61,7 +65,7 @@ class RewardEngine:
         await asyncio.wait([work], timeout=limit_s)
         if not work.done():
             work.cancel()
-            # seen, though nobody waits for it
+            # Retrieves the exception, which asyncio would otherwise log.
             work.add_done_callback(lambda work: work.cancelled() or work.exception())
             return Overtime(time.monotonic() - started)
         return work.result()

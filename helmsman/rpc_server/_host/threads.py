@@ -1,5 +1,6 @@
-"""The two places where engine code runs in a worker, one thread for synchronous methods and one
-event loop for async ones; and what their threads and tasks are doing, as text.
+"""Threads that run engine code in a worker, and reports of their activity.
+
+Synchronous methods run on one thread, async methods on one event loop.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from helmsman.rpc_server._process.pulse import CallRecord
 _OWN_PACKAGE = "helmsman.rpc_server."
 SWITCH_INTERVAL_S = 1e-6
 _LAST_TASKS_S = 1.0
-"""For what is in flight on a loop that is stopped to end by its cancellation."""
+"""Seconds that cancelled tasks of a stopped loop have to end."""
 
 
 def share_interpreter() -> None:
-    """Let the threads of this process take turns more often than Python's 5 ms.
+    """Make the threads of this process switch more often than Python's default of 5 ms.
 
-    A thread asks for the interpreter's lock only after a whole interval without a release. Beside
-    an engine that releases the lock every 7 to 70 us, health took 1.3 to 3.8 s with 5 ms, and 28 ms
-    in the median with 1 us. Two threads that both compute in Python pay a tenth for it.
+    A thread requests the interpreter lock only after a whole interval without a release. Beside an
+    engine that releases the lock every 7 to 70 us, health took 1.3 to 3.8 s with 5 ms, and 28 ms in
+    the median with 1 us. Two threads that both compute in Python become 10 % slower.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
@@ -39,17 +40,17 @@ class Running(msgspec.Struct, frozen=True):
     request_id: object
     name: str
     since: float
-    """time.monotonic() at its begin."""
+    """time.monotonic() at its start."""
     task: asyncio.Task[Any] | None = None
-    """Its task, when it runs on the event loop."""
+    """Its task if it runs on the event loop."""
 
 
 class _Waiting:
-    """Calls that have not begun, by request id: each begins, or is withdrawn, once."""
+    """Pending calls by request id: each begins, or is withdrawn, exactly once."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        """Held while a call goes from waiting to running."""
+        """Held while a call changes from waiting to running."""
         self._on_withdrawal: dict[object, Callable[[], None]] = {}
 
     def __len__(self) -> int:
@@ -59,7 +60,7 @@ class _Waiting:
         self._on_withdrawal[request_id] = on_withdrawal
 
     def begins(self, request_id: object) -> bool:
-        """Whether a call may begin; False where it was withdrawn. The lock is held."""
+        """Whether a call may begin; False if it was withdrawn. The caller holds the lock."""
         return self._on_withdrawal.pop(request_id, None) is not None
 
     def withdraw(self, request_id: object) -> bool:
@@ -80,9 +81,13 @@ class _Waiting:
 
 
 class EngineThread:
-    """Runs work one after another, in the order of submission, always on the same thread: the order
-    keeps collectives of several ranks aligned, and one thread keeps a device context current.
-    ``record`` is for observers outside this process.
+    """Runs work in the order of submission, always on the same thread.
+
+    The order keeps collectives of several ranks aligned; a single thread keeps a device context
+    current.
+
+    Args:
+        record: Shows the running call to observers outside this process.
     """
 
     def __init__(self, record: CallRecord | None = None) -> None:
@@ -92,7 +97,7 @@ class EngineThread:
         )
         self.waiting = _Waiting()
         self.occupant: Running | None = None
-        """The call that runs now."""
+        """The running call."""
         self.thread: threading.Thread | None = None
 
     def start(self, name: str) -> None:
@@ -114,7 +119,7 @@ class EngineThread:
                 self.occupant = None
                 if self._record is not None:
                     self._record.ended()
-                del item, work  # or the arguments of this call would be kept until the next
+                del item, work  # else this call's arguments live until the next call
 
     def submit(
         self,
@@ -123,8 +128,13 @@ class EngineThread:
         work: Callable[[], None],
         withdrawn: Callable[[], None] = lambda: None,
     ) -> None:
-        """Queue ``work``, which must not raise; ``withdrawn`` is called instead when it is
-        withdrawn before it begins.
+        """Queue work.
+
+        Args:
+            request_id: Identifies the call for a withdrawal.
+            name: Name of the call in reports.
+            work: Must not raise.
+            withdrawn: Called instead of ``work`` if the call is withdrawn before it begins.
         """
         with self.waiting.lock:
             self.waiting.add(request_id, withdrawn)
@@ -135,11 +145,10 @@ class EngineThread:
 
 
 def run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop on this thread until it is stopped; what is in flight on it then is cancelled, and
-    the loop closed.
+    """Run a loop on this thread until it is stopped; then cancel its tasks and close it.
 
-    SystemExit and KeyboardInterrupt, which asyncio lets through when a task raises them, end
-    nothing else on it; who awaits that task gets them, too.
+    asyncio lets SystemExit and KeyboardInterrupt of a task through run_forever. They do not end the
+    loop or its other tasks; awaiting the task raises them, too.
     """
     while True:
         try:
@@ -170,16 +179,17 @@ def start_loop(
 
 
 class EngineLoop:
-    """An event loop on a thread of its own, started when the first async method is called;
-    ``record`` is for observers outside this process.
+    """An event loop on its own thread, which starts with the first call of an async method.
+
+    Args:
+        name: Name of the thread.
+        record: Shows the call that began last to observers outside this process.
     """
 
     def __init__(self, name: str, record: CallRecord | None = None) -> None:
         self._record = record
         self.failure: str | None = None
-        """Why async methods cannot run: the last attempt to start the thread failed. The next call
-        tries again.
-        """
+        """Why the last attempt to start the thread failed. The next call tries again."""
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self.thread: threading.Thread | None = None
@@ -195,10 +205,16 @@ class EngineLoop:
         coroutine: Callable[[], Coroutine[Any, Any, None]],
         withdrawn: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start ``coroutine()``, which must not raise, on the loop; ``withdrawn`` is called instead
-        if it is withdrawn first.
+        """Start a coroutine on the loop.
 
-        Raises: RuntimeError where no thread can be started.
+        Args:
+            request_id: Identifies the call for a withdrawal.
+            name: Name of the call in reports.
+            coroutine: Creates the coroutine, which must not raise.
+            withdrawn: Called instead if the call is withdrawn before it begins.
+
+        Raises:
+            RuntimeError: The thread cannot be started.
         """
         key = next(self._ids)
 
@@ -223,9 +239,7 @@ class EngineLoop:
 
     @property
     def occupant(self) -> Running | None:
-        """The call whose code the loop executes now; None where there is none, or the code is
-        another task's.
-        """
+        """The call whose code the loop executes now; None between calls or in other tasks."""
         loop = self._loop
         task = asyncio.current_task(loop) if loop is not None else None
         return next((call for call in list(self.running.values()) if call.task is task), None)
@@ -237,7 +251,7 @@ class EngineLoop:
         return counts
 
     def stop(self) -> None:
-        """End the loop; what is in flight is cancelled, and what has not begun is dropped."""
+        """Stop the loop: cancels running calls and drops pending ones."""
         self.waiting.drop_all()
         with self.waiting.lock:
             if self._loop is not None:
@@ -265,7 +279,7 @@ class EngineLoop:
             return self._loop
 
 
-# --- what they are doing --------------------------------------------------------------------------
+# --- reports of activity --------------------------------------------------------------------------
 
 
 def all_stacks() -> str:
@@ -277,7 +291,7 @@ def all_stacks() -> str:
 
 
 def thread_stack(thread: threading.Thread | None) -> str:
-    """The stack of one thread without our own frames at its root; '' when it is not running."""
+    """Format the stack of a thread without our own frames at its root; '' if it is not running."""
     frame = (
         sys._current_frames().get(thread.ident)
         if thread is not None and thread.ident is not None
@@ -287,7 +301,7 @@ def thread_stack(thread: threading.Thread | None) -> str:
 
 
 def task_stack(task: asyncio.Task[Any]) -> str:
-    """The stack of a suspended or running task, through the coroutines that it awaits."""
+    """Format the stack of a suspended or running task, through the coroutines that it awaits."""
     frames: list[FrameType] = []
     awaited: Any = task.get_coro()
     while awaited is not None:

@@ -1,5 +1,6 @@
-"""An engine that runs a module as the worker's child, for servers that users bring
-(``fork_workers(..., command=...)``).
+"""Engine that runs a module as the worker's child: a server of the user.
+
+It implements ``fork_workers(..., command=...)``.
 """
 
 from __future__ import annotations
@@ -15,23 +16,26 @@ from collections.abc import Sequence
 from helmsman.rpc_server.ports import PORTS_VARIABLE
 
 _FIRST_MOMENTS_S = 1.0
-"""A child that fails within this fails the start: what it cannot do, such as find its module, it
-mostly says at once.
+"""A child that fails within this time fails the start, which covers most errors, such as a missing
+module.
 """
 _TAIL_BYTES = 4096
 
 
 class CommandEngine:
-    """Runs ``python -m MODULE ARGUMENTS`` with the worker's environment, devices and log; it ends
-    with the worker.
+    """Runs ``python -m MODULE ARGUMENTS`` with the worker's environment, devices and log.
 
-    The child may bind the worker's leased ports. It finds them in HELMSMAN_PORTS, 'port,port'.
+    The child ends with the worker. It may bind the worker's leased ports, which it finds in
+    HELMSMAN_PORTS as 'port,port'.
 
     Args:
-        command: module name and arguments, quoted as for a shell. ``{port0}``, ``{port1}``, ...
-            stand for the leased ports, ``{port}`` for the first of them.
-        ports: the ports that are leased to the worker.
-    Raises: ValueError for a command that makes no sense; RuntimeError when the child fails at once.
+        command: Module name and arguments, quoted as for a shell. ``{port0}``, ``{port1}``, ...
+            are replaced by the leased ports, ``{port}`` by the first one.
+        ports: The ports leased to the worker.
+
+    Raises:
+        ValueError: The command is empty, or uses more ports than the worker has.
+        RuntimeError: The child failed at once.
     """
 
     def __init__(self, command: str, ports: Sequence[str]) -> None:
@@ -59,7 +63,7 @@ class CommandEngine:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The child's exit code, negative for a signal; None while it runs."""
+        """Return the child's exit code, negative for a signal; None while it runs."""
         return self._process.poll()
 
     def destroy(self) -> None:
@@ -86,9 +90,7 @@ def _with_ports(part: str, command: str, ports: Sequence[str]) -> str:
 
 
 def _log_size() -> int:
-    """Bytes of the worker's log, to which the child writes, too; 0 where its output goes
-    elsewhere.
-    """
+    """Return the size of the worker's log, which the child shares; 0 if output goes elsewhere."""
     status = os.fstat(2)
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 

@@ -1,4 +1,5 @@
-"""Ends a forkserver and its run when the driver has ended, even while the forkserver still imports.
+"""Ends a forkserver and its run after the driver, even while the forkserver is still importing.
+
 Standard library only.
 """
 
@@ -22,16 +23,17 @@ from helmsman.rpc_server._process.guardian import (
 from helmsman.rpc_server._process.title import set_title
 
 NO_PIDFD = -1
-"""Number that replaces the driver's pidfd on a system without pidfds."""
+"""Replaces the driver's pidfd on a system without pidfds."""
 
 _GRACE_S = 3.0
-"""How long a forkserver may take to end its workers itself."""
+"""Seconds that a forkserver may take to end its workers itself."""
 
 
 @contextlib.contextmanager
 def pidfd_of_this_process() -> Iterator[int]:
-    """A pidfd for a forkserver. It reports the driver's end also while children of the driver hold
-    its sockets.
+    """Yield a pidfd of the driver for a forkserver.
+
+    It reports the driver's end even while children of the driver hold its sockets open.
     """
     if not hasattr(os, "pidfd_open"):
         yield NO_PIDFD
@@ -44,18 +46,23 @@ def pidfd_of_this_process() -> Iterator[int]:
 
 
 def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None = None) -> int:
-    """Mark this process, the forkserver, as one of the run, and fork a watcher of it and of its
-    driver, whose pidfd this is.
+    """Mark this process, the forkserver, as one of the run, and fork a watcher.
 
-    A thread cannot watch: an import may hold the interpreter's lock, and a process that forks
-    workers must have one thread. With a ``channel`` to the driver the run ends when the driver
-    closes it, and goes on if the forkserver exits; else the run ends with the forkserver.
-    ``folder``, without sub-folders, is removed with the run.
+    A thread cannot watch: an import may hold the interpreter lock, and a process that forks workers
+    must have one thread.
 
-    Returns: the watcher's pid; 0 where the system has no pidfds, and therefore no watcher.
+    Args:
+        driver: The driver's pidfd.
+        run_id: The run.
+        folder: A folder without sub-folders to remove with the run; '' for none.
+        channel: Connection to the driver. With it the run ends when the driver closes it, and
+            continues if the forkserver exits; without it the run ends with the forkserver.
+
+    Returns:
+        The watcher's pid; 0 where the system has no pidfds, and therefore no watcher.
     """
     bear_mark(Mark(run_id, 0))
-    # With a channel it forks Ray's workers: Ray must find the arguments that its titles replace.
+    # With a channel it forks Ray's workers: Ray needs the arguments that a title would overwrite.
     if channel is None:
         set_title(f"helmsman: forkserver (run {run_id})")
     if driver == NO_PIDFD:
@@ -85,14 +92,14 @@ def _watch(
     kept = {2, driver, server, channel}
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
-            with contextlib.suppress(OSError):  # the listing's own
+            with contextlib.suppress(OSError):  # the listing's own descriptor
                 os.close(int(name))
     ending = select.poll()
     ending.register(driver, select.POLLIN)
     if channel is None:
         ending.register(server, select.POLLIN)
     else:
-        ending.register(channel, 0)  # its end alone, not the messages on it
+        ending.register(channel, 0)  # only hang-up, not the messages on it
     ending.poll()
     exit_ = select.poll()
     exit_.register(server, select.POLLIN)
@@ -119,16 +126,14 @@ def _has_ended(pidfd: int) -> bool:
 
 
 def _successors(starter: int, run_id: str) -> set[int]:
-    """The forkserver by which a living driver has replaced the one that ended, and all that it has
-    started.
-    """
+    """Return the forkserver that replaced the ended one of a living driver, and its descendants."""
     table, members = process_table(), run_members(run_id)
     servers = {pid for pid in members if pid in table and table[pid].parent == starter}
     return servers.union(*(descendants(pid, table) for pid in servers))
 
 
 def _remove(folder: str) -> None:
-    with contextlib.suppress(FileNotFoundError):  # the forkserver has removed it
+    with contextlib.suppress(FileNotFoundError):  # the forkserver has already removed it
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         for name in os.listdir(opened):
             with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""A worker's environment, and who set what in it."""
+"""A worker's environment and the sources of its variables, module search path, and output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from helmsman.rpc_server._process.guardian import TAG_VARIABLE
 
 
 class Environment:
-    """The environment of this process; ``origin`` is the source of what it holds already."""
+    """The environment of this process.
+
+    Args:
+        origin: Source of the variables that it already has.
+    """
 
     def __init__(self, origin: str) -> None:
         sources = {TAG_VARIABLE: "helmsman"}
@@ -29,8 +33,9 @@ class Environment:
             self._known[variable.name] = variable
 
     def describe(self) -> list[EnvironmentVariable]:
-        """Every variable as it stands, sorted by name. Secrets are masked here, so that they never
-        leave the process.
+        """Return every current variable, sorted by name, with its source.
+
+        Secrets are masked here, so that they never leave the process.
         """
         return [
             EnvironmentVariable(name, masked(name, value), self._source(name, value))
@@ -47,16 +52,12 @@ def absolute_search_path() -> list[str]:
 
 
 def extend_search_path(folders: Iterable[str]) -> None:
-    """Search these folders, too, for modules; behind those of this process, so that a node's own
-    packages win.
-    """
+    """Append folders to the module search path, so that a node's own packages take precedence."""
     sys.path.extend(folder for folder in folders if folder not in sys.path)
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Import modules that workers are forked with; one that fails is left to the engine, which
-    imports it again.
-    """
+    """Import modules before workers are forked. An engine imports a failed module again itself."""
     for module in modules:
         try:
             importlib.import_module(module)
@@ -69,8 +70,10 @@ def preload(modules: Iterable[str]) -> None:
 
 
 def redirect_output(log: int) -> int:
-    """Append the output of this process to an open file, whose descriptor is closed; returns how
-    many bytes it had.
+    """Append the output of this process to an open file, and close the file's descriptor.
+
+    Returns:
+        The previous size of the file in bytes.
     """
     log_start = os.fstat(log).st_size
     sys.stdout.flush()
@@ -84,12 +87,11 @@ def redirect_output(log: int) -> int:
 
 
 def follow_thread_count() -> None:
-    """Let torch and numpy, where they are loaded, use as many threads as OMP_NUM_THREADS says: they
-    have read it long before.
+    """Make loaded torch and numpy use OMP_NUM_THREADS threads, which they read only at import.
 
-    To be called on the thread that computes, since OpenMP keeps the number for each.
+    Must be called on the thread that computes, since OpenMP keeps the number per thread.
     """
-    # the others are of nested levels
+    # The numbers after a comma are for nested levels.
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if not first.isdecimal() or int(first) < 1:
         return
@@ -103,9 +105,7 @@ def follow_thread_count() -> None:
 
 @functools.cache
 def _openblas_setters() -> list[Callable[[int], object]]:
-    """What sets the number of threads of each OpenBLAS that this process has loaded; numpy's wheels
-    bring one of their own.
-    """
+    """Return the thread-count setters of all loaded OpenBLAS libraries, such as numpy's own."""
     try:
         with open("/proc/self/maps") as file:
             paths = {line.split()[-1] for line in file if "openblas" in line}

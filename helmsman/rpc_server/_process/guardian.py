@@ -1,13 +1,13 @@
 """Ends a worker's family: the processes that the worker started, directly or through its children.
 
 Every process of a family bears the worker's mark, a resource limit. Fork and exec inherit it, and a
-new session, an empty environment or closed descriptors do not remove it. Where the kernel refuses
+new session, an empty environment or closed descriptors do not remove it. Where the kernel rejects
 the mark, a family is found by descent, by the worker's process group or session, and by the
 worker's tag in the environment.
 
-Standard library only: this file also runs as a script of its own (``python -I -S guardian.py
-...``), beside a worker whose parent is not ours (a Ray actor), so that the family's end does not
-depend on the worker's, the driver's or Ray's health.
+Standard library only. This file also runs as a script (``python -I -S guardian.py ...``) beside a
+worker whose parent is not Helmsman's (a Ray actor). The family then ends even if the worker, the
+driver or Ray has failed.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 TAG_VARIABLE = "HELMSMAN_WORKER_TAG"
-"""Environment variable by which a worker's descendants are recognised; its value is unique per
-worker process.
-"""
+"""Environment variable that identifies a worker's descendants; unique per worker process."""
 
 _RLIMIT_LOCKS = 10
-"""The limit that carries the mark. Linux has not applied it since 2.4.25, and shows it to everyone
-in /proc/<pid>/limits.
+"""Resource limit that carries the mark. Linux has ignored this limit since 2.4.25, and shows it to
+all users in /proc/<pid>/limits.
 """
 _MARKED = 1 << 62
 _PID_BITS = 22
-"""The kernel's largest pid has so many bits; above them are the 40 bits of the run's id."""
+"""Size of the kernel's largest pid in bits; above it are the 40 bits of the run's id."""
 
 _CLEANERS_S = 1.0
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, struct pidfd_info of 64 bytes), Linux 6.13
@@ -49,28 +47,26 @@ class Process(NamedTuple):
     session: int
     state: str
     started: int
-    """In clock ticks since the machine's boot; with the pid, the process's identity."""
+    """In clock ticks since boot; with the pid, this identifies the process."""
 
 
 class Mark(NamedTuple):
-    """The run, and the worker in it, to whose family a process belongs."""
+    """The run and the worker to whose family a process belongs."""
 
     run_id: str
     worker_pid: int
-    """0 for processes of the run that belong to no worker, such as its forkserver."""
+    """0 for processes of the run that belong to no worker, such as the forkserver."""
 
 
 def bear_mark(mark: Mark) -> None:
-    """Mark this process and all that it starts from now on. Without effect where the kernel
-    refuses.
-    """
+    """Mark this process and all its future descendants. No effect where the kernel rejects it."""
     _set_mark(_MARKED | int(mark.run_id, 16) << _PID_BITS | mark.worker_pid)
 
 
 def _set_mark(value: int) -> None:
     try:
         resource.setrlimit(_RLIMIT_LOCKS, (value, resource.getrlimit(_RLIMIT_LOCKS)[1]))
-    except (OSError, ValueError):  # not Linux, or an administrator has set this limit
+    except (OSError, ValueError):  # not Linux, or an administrator has lowered this limit
         return
 
 
@@ -88,8 +84,9 @@ def mark_of(pid: int) -> Mark | None:
 
 
 def uid_of(pid: int) -> int | None:
-    """The real user id of a process; None where it has exited. The owner of its /proc entry may be
-    root's instead.
+    """Return the real user id of a process; None if it has exited.
+
+    The owner of its /proc entry may be root instead.
     """
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
@@ -100,14 +97,12 @@ def uid_of(pid: int) -> int | None:
 
 
 def _is_ours(pid: int) -> bool:
-    """Whether this process may end another one. Any user can copy a mark, which everyone can
-    read.
-    """
+    """Whether this process may end another one: marks are readable, so any user can copy one."""
     return os.geteuid() in (0, uid_of(pid))
 
 
 def process_table() -> dict[int, Process]:
-    """All processes that can be seen; empty where there is no /proc."""
+    """Return all visible processes; empty where there is no /proc."""
     table = {}
     for entry in _list("/proc"):
         if entry.isdigit() and (row := process_of(int(entry))) is not None:
@@ -123,9 +118,7 @@ def _list(path: str) -> list[str]:
 
 
 def stat_fields(pid: int) -> list[bytes]:
-    """The fields of /proc/<pid>/stat from the state on, which is its third; none where the process
-    does not exist.
-    """
+    """Return the fields of /proc/<pid>/stat from the third, the state; empty if it has exited."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()
@@ -165,8 +158,11 @@ def descendants(root: int, table: dict[int, Process]) -> set[int]:
 
 
 def family(worker_pid: int, tag: str) -> set[int]:
-    """Pids of the running processes of a worker's family, without the worker and the caller. The
-    tag begins with the run's id and a slash.
+    """Return the pids of a worker's family, without zombies, the worker and the caller.
+
+    Args:
+        worker_pid: The worker, which may have exited.
+        tag: Its tag, which begins with the run's id and a slash.
     """
     mark, entry = Mark(tag.partition("/")[0], worker_pid), f"{TAG_VARIABLE}={tag}".encode()
 
@@ -178,9 +174,7 @@ def family(worker_pid: int, tag: str) -> set[int]:
 
 
 def run_members(run_id: str) -> set[int]:
-    """Pids of the running processes that bear the mark of a run, and their descendants, without the
-    caller.
-    """
+    """Return the pids marked with a run, and their descendants, without zombies and the caller."""
 
     def belongs(row: Process) -> bool:
         mark = mark_of(row.pid)
@@ -203,17 +197,19 @@ def end_family(worker_pid: int, tag: str, *, limit_s: float = 5.0) -> set[int]:
 
 
 def end_members(pids: set[int], worker_pid: int, tag: str) -> set[int]:
-    """End those of ``pids`` that are still of a worker's family; returns who is left."""
+    """End those of ``pids`` that still belong to a worker's family; returns the survivors."""
     return end_all(lambda: pids & family(worker_pid, tag), limit_s=1.0)
 
 
 def end_all(find: Callable[[], set[int]], *, limit_s: float = 5.0) -> set[int]:
-    """Kill the processes that ``find`` returns until it returns none; returns those that are left
-    after ``limit_s`` seconds.
+    """Kill the processes that ``find`` returns until it returns none.
 
     Processes that clean up after others get up to a second for it: Python's trackers of shared
     memory, and the forkserver and watcher of a run within the family. They exit once the processes
     that they watch have exited.
+
+    Returns:
+        The survivors after ``limit_s`` seconds.
     """
     deadline = time.monotonic() + limit_s
     patience = time.monotonic() + min(_CLEANERS_S, limit_s / 2)
@@ -242,7 +238,7 @@ def kill_all(pids: Iterable[int]) -> None:
         try:
             os.kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            continue  # gone meanwhile, or it has changed its user: not ours to signal
+            continue  # exited meanwhile, or changed its user, so that it is not ours to signal
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float, interval_s: float = 0.01) -> bool:
@@ -255,11 +251,10 @@ def wait_until(condition: Callable[[], bool], limit_s: float, interval_s: float 
 
 
 def exit_status_of(pid: int, pidfd: int, limit_s: float = 0.5) -> int | None:
-    """The wait status of a process that has ended and is not our child; None where the kernel does
-    not tell.
+    """Return the wait status of an ended process that is not a child; None if it is unavailable.
 
-    Until its parent reaps it, the process table has the status; from then on its pidfd has it, from
-    Linux 6.15 on.
+    Until its parent reaps it, the process table has the status. Afterwards its pidfd has it, since
+    Linux 6.15.
     """
     deadline = time.monotonic() + limit_s
     while True:
@@ -271,10 +266,10 @@ def exit_status_of(pid: int, pidfd: int, limit_s: float = 0.5) -> int | None:
         try:
             fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
         except ProcessLookupError:
-            # caught in the middle of being reaped: the next look finds it reaped
+            # The process is being reaped; the next iteration finds it reaped.
             info = bytearray(64)
         except OSError:
-            return None  # a kernel that does not know the question
+            return None  # the kernel does not support PIDFD_GET_INFO
         if struct.unpack_from("Q", info, 0)[0] & _PIDFD_INFO_EXIT:
             return int(struct.unpack_from("i", info, 60)[0])
         if time.monotonic() > deadline:
@@ -283,7 +278,7 @@ def exit_status_of(pid: int, pidfd: int, limit_s: float = 0.5) -> int | None:
 
 
 def status_of_zombie(pid: int) -> int | None:
-    """The wait status of a process that has ended and was not reaped; None for any other."""
+    """Return the wait status of a process that has ended and was not reaped; None for any other."""
     fields = stat_fields(pid)
     return int(fields[49]) if fields[:1] == [b"Z"] else None
 
@@ -299,8 +294,9 @@ def record_path(log_path: str) -> str:
 
 
 def read_record(log_path: str, pid: int) -> dict[str, int | None] | None:
-    """What the guardian recorded of a worker's end: {"exit_code", "exit_signal"}; None while there
-    is nothing of this process, whose predecessor may have had the same log.
+    """Read the guardian's record of a worker's end: {"exit_code", "exit_signal"}.
+
+    Returns None if there is no record of this process. An earlier process may have used the log.
     """
     try:
         with open(
@@ -316,16 +312,22 @@ def read_record(log_path: str, pid: int) -> dict[str, int | None] | None:
         or record.pop("pid", None) != pid
         or record.keys() != {"exit_code", "exit_signal"}
     ):
-        return None  # of another process, or planted where everyone may write
+        return None  # of another process, or planted in a world-writable directory
     return record
 
 
 def watch(
     worker_pid: int, pidfd: int, tag: str, log_path: str, folder: int, tracker_fd: int
 ) -> None:
-    """Wait for a process to end, record its exit status beside its log, whose directory is open as
-    ``folder``, and end its family. The guardian's whole life. The tracker of shared memory is
-    started when the first bytes arrive on ``tracker_fd``.
+    """Run the guardian: wait for a process to end, record its exit status, and end its family.
+
+    Args:
+        worker_pid: The process.
+        pidfd: The same, as a pidfd.
+        tag: The worker's tag.
+        log_path: The worker's log, beside which the record is written; '' for no record.
+        folder: Open descriptor of the log's directory.
+        tracker_fd: The tracker of shared memory starts when the first bytes arrive here.
     """
     waiting = select.poll()
     for fd in (pidfd, tracker_fd):
@@ -336,7 +338,7 @@ def watch(
         ended = pidfd in ready
         if tracker_fd in ready:
             waiting.unregister(tracker_fd)
-            if ready[tracker_fd] & select.POLLIN:  # else all writers have closed it
+            if ready[tracker_fd] & select.POLLIN:  # else all writers closed it
                 _start_tracker(tracker_fd)
             os.close(tracker_fd)
     if log_path:
@@ -365,7 +367,7 @@ def _record(worker_pid: int, pidfd: int, log_path: str, folder: int) -> None:
         with open(made, "w") as file:
             json.dump({"pid": worker_pid, "exit_code": code, "exit_signal": number}, file)
         os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except OSError as error:  # the log folder has gone; the family must end all the same
+    except OSError as error:  # the log directory was removed; the family must end all the same
         print(f"guardian of {worker_pid}: no record at {log_path}: {error}", file=sys.stderr)
 
 
@@ -373,7 +375,7 @@ def spawn_guardian(tag: str, log_path: str) -> None:
     """Mark this process, and start a guardian for it, which exits after it.
 
     The guardian starts this process's tracker of shared memory. Ray kills the children of a worker
-    that exits in order, and thus a tracker that the worker itself has started, before it has
+    that exits regularly. A tracker started by the worker itself would thus be killed before it has
     removed the names of the worker's segments.
     """
     from multiprocessing import resource_tracker
@@ -383,7 +385,7 @@ def spawn_guardian(tag: str, log_path: str) -> None:
     os.close(theirs)
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is None:
-        tracker._fd = ours  # as a child that multiprocessing spawns gets its parent's tracker
+        tracker._fd = ours  # in the same way a child of multiprocessing gets its parent's tracker
     else:
         os.close(ours)
     bear_mark(Mark(tag.partition("/")[0], os.getpid()))
@@ -394,9 +396,7 @@ def guard(pid: int, tag: str, log_path: str = "", tracker_fd: int | None = None)
 
     subprocess.run(
         [sys.executable, "-I", "-S", __file__, str(pid), tag, log_path],
-        stdin=subprocess.PIPE
-        if tracker_fd is None
-        else tracker_fd,  # a pipe that is closed at once
+        stdin=subprocess.PIPE if tracker_fd is None else tracker_fd,  # the pipe is closed at once
         stdout=subprocess.DEVNULL,
         start_new_session=True,
         env={},
@@ -408,9 +408,9 @@ def guard(pid: int, tag: str, log_path: str = "", tracker_fd: int | None = None)
 if __name__ == "__main__":
     for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(_number, signal.SIG_IGN)
-    # it belongs to no family, also where the worker's driver is in a worker itself
+    # The guardian belongs to no family, even if the worker's driver runs in a worker itself.
     _set_mark(resource.RLIM_INFINITY)
-    # before the worker goes on, so that its end cannot come first
+    # Opened before the worker continues, so that it cannot end first.
     _pidfd = os.pidfd_open(int(sys.argv[1]))
     _log_path = sys.argv[3]
     _folder = (
@@ -419,8 +419,8 @@ if __name__ == "__main__":
         else -1
     )
     if os.fork():
-        # an orphan from here on: a Ray worker that ends in order kills its direct children before
-        # it does
+        # The guardian becomes an orphan: a Ray worker that exits regularly kills its direct
+        # children first.
         os._exit(0)
     import runpy
 
@@ -428,5 +428,5 @@ if __name__ == "__main__":
     _run_id, _, _whom = sys.argv[2].partition("/")
     _title["set_title"](f"helmsman: guardian of {'/'.join(_whom.split('/')[:2])} (run {_run_id})")
     _tracker_fd = os.dup(sys.stdin.fileno())
-    sys.stdin.close()  # the tracker alone is to read from it
+    sys.stdin.close()  # only the tracker reads from it
     watch(int(sys.argv[1]), _pidfd, sys.argv[2], _log_path, _folder, _tracker_fd)

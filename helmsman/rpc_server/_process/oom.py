@@ -1,6 +1,4 @@
-"""Counts of the processes that the kernel's OOM killer has ended, which distinguish its SIGKILL
-from others.
-"""
+"""Counts of the kernel's OOM kills, which distinguish its SIGKILL from others."""
 
 from __future__ import annotations
 
@@ -13,18 +11,17 @@ _MACHINE = "/proc/vmstat"
 
 
 class OomCount(msgspec.Struct, frozen=True):
-    """Number of processes that the OOM killer had ended at one time, in a cgroup or on the whole
-    machine.
-    """
+    """Number of OOM kills up to one time, in a cgroup or on the whole machine."""
 
     path: str
-    """File of the count, readable by any process of the same machine."""
+    """File that holds the count, readable by any process of the same machine."""
     num_kills: int
 
 
 def oom_count(pid: int | str = "self") -> OomCount | None:
-    """OOM kills so far in the memory cgroup of a process, else of the machine; None where the
-    kernel keeps no count.
+    """Return the OOM kills so far in the memory cgroup of a process, else of the machine.
+
+    Returns None if the kernel keeps no count.
     """
     for path in (*_cgroup_files(pid), _MACHINE):
         if (num_kills := _read(path)) is not None:
@@ -38,9 +35,7 @@ def oom_kills_since(before: OomCount | None) -> int:
 
 
 def _cgroup_files(pid: int | str) -> list[str]:
-    """Where the kernel keeps the count: version 2 of cgroups, mounted alone or beside version 1,
-    and version 1.
-    """
+    """Return candidate files of the count: for cgroups v2, alone or beside v1, and for v1."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
@@ -48,7 +43,7 @@ def _cgroup_files(pid: int | str) -> list[str]:
     found = []
     for line in lines:
         number, controllers, group = line.split(":", 2)
-        # a container sees its own group as the root, or its path on the host, which is not there
+        # A container sees its group as the root, or its path on the host, which is absent inside.
         inside = group.lstrip("/")
         if number == "0" and not controllers:
             found += [_CGROUPS / inside / "memory.events", _CGROUPS / "memory.events"]

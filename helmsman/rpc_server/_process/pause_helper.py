@@ -1,8 +1,8 @@
-"""Helper process that stops a worker and continues it, for a fault: ``pause_helper.py PID FACTOR
-SECONDS``.
+"""Helper process that stops and continues a worker, to inject a fault.
 
-It writes a byte once it is ready, begins when it reads one, and ends at another, when its time is
-over, or with the worker. It never leaves a living worker stopped. Standard library only.
+Usage: ``pause_helper.py PID FACTOR SECONDS``. It writes a byte when it is ready, and begins when it
+reads one. It ends at another byte, after SECONDS, or with the worker. It never leaves a living
+worker stopped. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import sys
 import time
 
 _PERIOD_S = 0.1
-"""Of being slow: short beside what anybody waits for, and long beside what the system needs to
-switch processes.
-"""
+"""Period of a slowed worker: short beside all timeouts, long beside a process switch."""
 
 _LONGEST_S = 1e6
-"""Of one wait: the system refuses some thousand times more. The process is stopped again at
-once.
+"""Longest single wait; the system rejects some thousand times more. The process is then stopped
+again at once.
 """
 
 
 def hold(pidfd: int, told: int, factor: float, seconds: float) -> None:
-    """Let a process run for one part of the time in ``factor`` (infinity: none), for so many
-    seconds.
+    """Stop or slow a process.
 
     Args:
-        told: is readable when this is to end.
+        pidfd: The process.
+        told: Descriptor that becomes readable when the fault must end.
+        factor: The process runs for 1/factor of the time; infinity for not at all.
+        seconds: Duration of the fault.
     """
 
     def is_over(after_s: float) -> bool:
@@ -62,7 +62,7 @@ def main() -> None:
     pid, factor, seconds = sys.argv[1:]
     pidfd = os.pidfd_open(int(pid))
     if os.getppid() != int(pid):
-        return  # it has ended before the line above, and another may have its number
+        return  # the worker ended before pidfd_open, and its pid may have been reused
     os.write(1, b"r")
     ready, _, _ = select.select([pidfd, 0], [], [])
     if 0 in ready and os.read(0, 1) == b"b":
@@ -71,5 +71,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(_number, signal.SIG_IGN)  # with it the worker would stay stopped
+        signal.signal(_number, signal.SIG_IGN)  # killing it would leave the worker stopped
     main()

@@ -1,8 +1,8 @@
-"""A worker's sign of life: a page of shared memory that others read while no thread of the worker
-can answer.
+"""A worker's sign of life: a shared page that others read while the worker cannot answer.
 
-The worker beats and describes itself each BEAT_S, and notes the begin and the end of each call. The
-controller, or the worker's observer.py on another machine, calls observe(); read() decodes that.
+The worker updates the page every BEAT_S with a beat and a description of itself, and records the
+begin and the end of each call. The controller, or the worker's observer.py on another machine,
+calls observe(); read() decodes the result.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import NamedTuple
 from helmsman.rpc_server._process.guardian import stat_fields
 
 BEAT_S = 0.2
-"""Seconds between two beats: short enough to distinguish an interpreter that is stuck for a second
-from a slow one.
+"""Seconds between beats: short enough to distinguish an interpreter stuck for a second from a slow
+one.
 """
 
 PAGE_BYTES = 8192
@@ -30,9 +30,9 @@ _BEAT = struct.Struct("=dB")
 """time.monotonic() of the last beat, and the slot of the last description."""
 _CALL_NAME_BYTES = 110
 _CALL = struct.Struct(f"=QdH{_CALL_NAME_BYTES}sQ")
-"""Number, time.monotonic() at the begin (0 when none runs), length of the name, name, and the
-number again: where the two differ, it was read, or its process stopped, in the middle of a
-write."""
+"""Number, time.monotonic() at the begin (0 if none runs), length of the name, name, and the number
+again. The two numbers differ if the record was read, or the process stopped, during a write.
+"""
 _CALL_SINCE_AT = 8
 _SINCE = struct.Struct("=d")
 _LENGTH = struct.Struct("=I")
@@ -45,10 +45,10 @@ _LOOK_S = 0.02
 
 
 class CallRecord:
-    """The place in a page for the call that began last."""
+    """Record in a page of the call that began last."""
 
     def __init__(self, page: mmap.mmap, offset: int) -> None:
-        # Bound once: these are on the way of every call.
+        # Bound once, since every call uses them.
         self._note = functools.partial(_CALL.pack_into, page, offset)
         self._note_end = functools.partial(_SINCE.pack_into, page, offset + _CALL_SINCE_AT, 0.0)
         self._number = 0
@@ -63,11 +63,15 @@ class CallRecord:
 
 
 class Pulse:
-    """The page of this process; readers find it by ``tag``, which is unique to the worker."""
+    """The page of this process.
+
+    Args:
+        tag: Readers find the page by this tag, which is unique to the worker.
+    """
 
     def __init__(self, tag: str) -> None:
         self.fd = -1
-        """Descriptor of the page; -1 on a system where no other process could read it."""
+        """Descriptor of the page; -1 on a system where no other process can read it."""
         if hasattr(os, "memfd_create"):
             self.fd = os.memfd_create(_NAME + tag, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, PAGE_BYTES)
@@ -77,11 +81,16 @@ class Pulse:
         self.thread_call = CallRecord(self._page, _THREAD_AT)
         """The call on the engine thread."""
         self.loop_call = CallRecord(self._page, _LOOP_AT)
-        """The call on the event loop that began last, whether or not it has ended."""
+        """The call on the event loop that began last; it may have ended."""
 
     def start(self, describe: Callable[[], bytes]) -> None:
-        """Beat on a thread of its own until this process ends; what ``describe`` returns is kept if
-        it fits into 3.8 kB. Raises RuntimeError where no thread can be started.
+        """Beat on a thread of its own until this process ends.
+
+        Args:
+            describe: Returns the worker's description; one of more than 3.8 kB is not stored.
+
+        Raises:
+            RuntimeError: The thread cannot be started.
         """
         self._beat(describe)
         threading.Thread(
@@ -96,7 +105,7 @@ class Pulse:
     def _beat(self, describe: Callable[[], bytes]) -> None:
         description = describe()
         if len(description) <= _SLOT_BYTES - _LENGTH.size:
-            # the other one stays whole, should this process be stopped in the middle
+            # The other slot stays intact if this process is stopped during the write.
             slot = 1 - self._slot
             offset = _SLOTS_AT + slot * _SLOT_BYTES
             _LENGTH.pack_into(self._page, offset, len(description))
@@ -109,7 +118,7 @@ class Pulse:
 
 class Call(NamedTuple):
     name: str
-    """'engine.method'; '' for none."""
+    """'engine.method'; '' if none runs."""
     running_s: float
     """Seconds since it began."""
 
@@ -124,15 +133,13 @@ class Seen(NamedTuple):
     description: bytes
     """The worker's description of itself at the last beat."""
     thread_call: Call | None
-    """The call on the engine thread; None where it cannot be read."""
+    """The call on the engine thread; None if it cannot be read."""
     loop_call: Call | None
-    """The call that began last on the event loop; None where it cannot be read."""
+    """The call that began last on the event loop; None if it cannot be read."""
 
 
 def find_page(pid: int, tag: str) -> mmap.mmap | None:
-    """Map the page of another process; None where it cannot be seen from here, such as on another
-    machine.
-    """
+    """Map the page of another process; None if it is not accessible, such as on another machine."""
     wanted = f"/memfd:{_NAME}{tag} (deleted)"
     folder = f"/proc/{pid}/fd"
     try:
@@ -153,27 +160,27 @@ def map_page(fd: int) -> mmap.mmap:
 
 
 def observe(page: mmap.mmap, pid: int) -> bytes:
-    """Look at a process on this machine, for some 20 ms; b'' when it has ended."""
+    """Observe a process on this machine for about 20 ms; b'' if it has ended."""
     fields = stat_fields(pid)
     if not fields or fields[0] in b"ZX":
         return b""
     state = fields[0]
     cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     rss_bytes = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
-    if state in b"SR":  # of the main thread alone
+    if state in b"SR":  # state of the main thread only
         state = _state_of_threads(pid)
     return _KERNEL.pack(time.monotonic(), cpu_s, rss_bytes, state) + page[:]
 
 
 def _state_of_threads(pid: int) -> bytes:
-    """R when a thread computes, else D when one waits for a disk, else S.
+    """Return R if a thread computes, else D if one waits for a disk, else S.
 
-    Threads that wait for the interpreter's lock do not count. They look for it every microsecond
-    (share_interpreter), so each gives its processor up many times within ``_LOOK_S``, where one
-    that computes does not once.
+    Threads that wait for the interpreter lock do not count. They poll it every microsecond
+    (share_interpreter), so each yields its processor many times within ``_LOOK_S``, while a thread
+    that computes never does.
     """
     folder, states = f"/proc/{pid}/task", {}
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
         states = {thread: _field(f"{folder}/{thread}/stat", b")") for thread in os.listdir(folder)}
     running = {thread: _yields(folder, thread) for thread, state in states.items() if state == b"R"}
     if running:
@@ -188,12 +195,12 @@ def _state_of_threads(pid: int) -> bytes:
 
 
 def _yields(folder: str, thread: str) -> bytes:
-    """Number of times that a thread has yielded its processor voluntarily."""
+    """Return how often a thread has yielded its processor voluntarily."""
     return _field(f"{folder}/{thread}/status", b"\nvoluntary_ctxt_switches:")
 
 
 def _field(path: str, name: bytes) -> bytes:
-    """The word after the last ``name`` in a file of /proc; b'' when the file has gone."""
+    """Return the word after the last ``name`` in a file of /proc; b'' if there is none."""
     try:
         with open(path, "rb") as file:
             return file.read().rpartition(name)[2].split(None, 1)[0]

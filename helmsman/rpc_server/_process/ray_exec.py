@@ -1,8 +1,7 @@
-"""Becomes a process of an embedded Ray that ignores SIGINT and dies with the script: ``ray_exec.py
-PARENT COMMAND ...``.
+"""Becomes a process of an embedded Ray that ignores SIGINT and dies with the script.
 
-Ray would fork the script for that, which is not safe with threads of native code: the child may
-crash or hang.
+Usage: ``ray_exec.py PARENT COMMAND ...``. Ray itself would fork the script for this, which is not
+safe with threads of native code: the child may crash or hang.
 """
 
 import ctypes
@@ -18,7 +17,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() == parent:  # else it has died before it could be told
+    if os.getppid() == parent:  # else the script ended before prctl took effect
         os.execvp(command[0], command)
 
 

@@ -1,12 +1,11 @@
-"""Files and directories in places where other users may write: used only where no other user can
-have put them there.
+"""Access to files and directories that protects against other users who may write nearby.
 
-Three rules, each checked on a descriptor that stays open, so that nothing can be swapped in
+Three rules, each checked on a descriptor that stays open, so that nothing can be replaced in
 between:
 
-- Below a directory where everyone may write, symbolic links and existing files must belong to this
-  user or to root, and directories too where the sticky bit keeps users apart, as in /tmp. Elsewhere
-  the owner of the directory has decided.
+- Below a world-writable directory, symbolic links and existing files must belong to this user or
+  root. Directories must, too, where the sticky bit separates users, as in /tmp. Elsewhere the
+  directory's owner is responsible for its entries.
 - Helmsman's own directories are real ones of this user with mode 0700.
 - Files are regular ones, and no symbolic link in their place is ever followed.
 """
@@ -32,10 +31,15 @@ _MOST_LINKS = 40
 
 @contextlib.contextmanager
 def open_directory(path: str | Path, *, create: bool = False) -> Iterator[int]:
-    """A descriptor of a directory that the user has named; ``create`` makes what is missing, with
-    mode 0700.
+    """Open a directory that the user has named; yields a descriptor.
 
-    Raises: UntrustedPathError, OSError.
+    Args:
+        path: The directory.
+        create: Create missing components with mode 0700.
+
+    Raises:
+        UntrustedPathError: A component could have been planted by another user.
+        OSError: A component is missing or inaccessible.
     """
     pending = list(reversed(os.path.abspath(path).split("/")))
     at, num_links = "/", 0
@@ -84,32 +88,36 @@ def _entry(name: str, folder: int, whole: str, create: bool) -> os.stat_result:
         except FileNotFoundError:
             if not create:
                 raise
-        with contextlib.suppress(FileExistsError):  # made by another process meanwhile
+        with contextlib.suppress(FileExistsError):  # created by another process meanwhile
             os.mkdir(name, 0o700, dir_fd=folder)
         return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
 
 def _open_same(name: str, folder: int, whole: str, entry: os.stat_result, flags: int) -> int:
-    """Open the directory that ``entry`` describes; refuse another one that has taken its name
-    since.
-    """
+    """Open the directory that ``entry`` describes; rejects one that has replaced it since."""
     with _naming(whole):
         opened = os.open(name, flags, dir_fd=folder)
         if not os.path.samestat(os.fstat(opened), entry):
             os.close(opened)
-            raise _untrusted(whole, entry, "a directory that no other takes the place of")
+            raise _untrusted(whole, entry, "a directory that is not replaced while it is opened")
     return opened
 
 
 @contextlib.contextmanager
 def private_directory(base: str | Path, *names: str, create: bool = True) -> Iterator[int]:
-    """A descriptor, which can be listed, of a directory of Helmsman's own below ``base``: each of
-    ``names`` is real, of this user, with mode 0700, and made where it is missing with ``create``.
+    """Open one of Helmsman's own directories; yields a descriptor that can be listed.
 
-    A directory of this user that others may read is closed to them. One where they may write is
-    refused.
+    Each of ``names`` must be a real directory of this user. One that others may read is changed to
+    mode 0700. One that others may write to is rejected.
 
-    Raises: UntrustedPathError, OSError.
+    Args:
+        base: The directory above.
+        *names: Components below ``base``.
+        create: Create missing components with mode 0700.
+
+    Raises:
+        UntrustedPathError: A component could have been planted by another user.
+        OSError: A component is missing or inaccessible.
     """
     with contextlib.ExitStack() as opened:
         here = opened.enter_context(open_directory(base, create=create))
@@ -134,10 +142,13 @@ def private_directory(base: str | Path, *names: str, create: bool = True) -> Ite
 
 @contextlib.contextmanager
 def log_directory(path: str | Path, run_id: str) -> Iterator[int]:
-    """A descriptor of a run's log directory, made if missing. One named after the run is Helmsman's
-    own and must be private.
+    """Open a run's log directory, which is created if missing; yields a descriptor.
 
-    Raises: UntrustedPathError, OSError.
+    A directory named after the run is Helmsman's own and must be private.
+
+    Raises:
+        UntrustedPathError: A component could have been planted by another user.
+        OSError: The directory cannot be created or opened.
     """
     whole = Path(os.path.abspath(path))
     is_own = whole.name == run_id
@@ -164,8 +175,11 @@ def open_log(path: str | Path, run_id: str) -> int:
 
 
 def open_regular(path: str | Path) -> int:
-    """A descriptor by which a regular file is read. Raises: UntrustedPathError where it is none,
-    OSError.
+    """Open a regular file for reading; returns a descriptor.
+
+    Raises:
+        UntrustedPathError: It is not a regular file, or could have been planted.
+        OSError: It cannot be opened.
     """
     directory, name = os.path.split(os.path.abspath(path))
     folder = os.open(directory, _SEARCH & ~os.O_NOFOLLOW)
@@ -176,8 +190,14 @@ def open_regular(path: str | Path) -> int:
 
 
 def read_own(name: str, folder: int, whole: str) -> tuple[bytes, int]:
-    """(content, descriptor to be closed) of a file of this user in an open directory. Raises
-    UntrustedPathError, OSError.
+    """Read a file of this user in an open directory.
+
+    Returns:
+        The content, and a descriptor that the caller closes.
+
+    Raises:
+        UntrustedPathError: It is not a regular file of this user.
+        OSError: It cannot be opened.
     """
     fd = _open_file(name, folder, whole, os.O_RDONLY | _FILE)
     entry = os.fstat(fd)
@@ -194,7 +214,7 @@ def _open_file(name: str, folder: int, whole: str, flags: int) -> int:
         stat.S_IFIFO,
         stat.S_IFSOCK,
     ):
-        # opening these fails or blocks
+        # Opening these fails or blocks.
         raise _untrusted(whole, entry, "a regular file")
     with contextlib.ExitStack() as undo, _naming(whole):
         fd = os.open(name, flags, dir_fd=folder)
@@ -205,16 +225,22 @@ def _open_file(name: str, folder: int, whole: str, flags: int) -> int:
         _require_not_planted(entry, directory, whole)
         if entry.st_nlink > 1 and directory.st_mode & stat.S_IWOTH:
             raise _untrusted(
-                whole, entry, "a file without other names, as everyone may write to its directory"
+                whole,
+                entry,
+                "a file without other hard links, as everyone may write to its directory",
             )
         undo.pop_all()
     return fd
 
 
 def remove_tree(path: str | Path) -> None:
-    """Remove a directory of this user with all that is in it; symbolic links are removed and not
-    followed. Only for paths that are made from the id of a run, or from what this process itself
-    has created. Raises: UntrustedPathError, OSError.
+    """Remove a directory of this user with its content; symbolic links are not followed.
+
+    Use it only for paths derived from a run's id, or created by this process.
+
+    Raises:
+        UntrustedPathError: It is not a directory of this user.
+        OSError: It cannot be removed.
     """
     directory, name = os.path.split(os.path.abspath(path))
     with open_directory(directory) as folder:

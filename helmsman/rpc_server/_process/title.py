@@ -1,4 +1,4 @@
-"""Title of this process: the command line that ``ps`` and ``top`` show. Standard library only."""
+"""Process title: the command line that ``ps`` and ``top`` show. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def set_title(title: str) -> None:
     """Show ``title`` as the command line of this process, where the system allows it.
 
     The kernel shows the memory that held the arguments of exec, so a title is cut to their length.
-    The environment behind it stays: families of workers are found by it (guardian.py). A call takes
-    about 1 us.
+    The environment behind them stays intact: guardian.py finds families by it. A call takes about
+    1 us.
     """
     area = _arguments()
     if area is not None:
@@ -20,9 +20,9 @@ def set_title(title: str) -> None:
 
 @functools.cache
 def _arguments() -> Any:
-    """The memory of this process's arguments, the same in a fork; None where it is not known."""
+    """Return the memory of this process's arguments, unchanged by fork; None if it is unknown."""
     try:
-        import ctypes  # here, as it takes 3 ms
+        import ctypes  # lazily, since it takes 3 ms
 
         with open("/proc/self/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

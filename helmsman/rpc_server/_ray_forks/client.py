@@ -1,10 +1,9 @@
-"""The process that an embedded cluster's raylet starts in place of a Python worker, which it has
-the fork server make.
+"""Process that an embedded cluster's raylet starts in place of a Python worker.
 
-It imports only what is built into the interpreter, so it starts in a few milliseconds. It passes
-its arguments, environment, folder and standard streams to the fork server, and lives as long as the
-worker: if the raylet kills it, the worker ends, too. Where the fork server refuses, or does not
-run, it becomes what Ray would have started.
+It requests the worker from the fork server. It imports only built-in modules, so it starts in a few
+milliseconds. It passes its arguments, environment, folder and standard streams to the fork server,
+and lives as long as the worker: if the raylet kills it, the worker ends, too. If the fork server
+refuses, or does not run, it becomes the process that Ray would have started.
 """
 
 import _socket
@@ -12,23 +11,17 @@ import posix
 import sys
 
 ADDRESS_VARIABLE = b"HELMSMAN_RAY_FORKSERVER"
-"""Environment variable of the raylet: the fork server's key and the abstract name of its socket,
-with a colon between them.
-"""
+"""Environment variable of the raylet: the fork server's key, a colon, its abstract socket name."""
 GREETING, FORKED = b"?", b"f"
 
 _GREETING_S = 20.0
-"""Longest wait for a fork server that is still importing; then it is quicker to start a worker
-without it.
-"""
+"""Longest wait for a fork server that is still importing; a normal start is faster then."""
 
 
 def request(
     key: bytes, folder: str, arguments: list[str], environment: dict[bytes, bytes]
 ) -> bytes:
-    """What the fork server is sent: fields that end with a zero byte, which none of them can
-    hold.
-    """
+    """Encode a request: fields separated by zero bytes, which none of them can contain."""
     words = [
         argument.encode(sys.getfilesystemencoding(), "surrogateescape")
         for argument in (folder, *arguments)
@@ -55,7 +48,7 @@ def _is_forked(address: bytes, environment: dict[bytes, bytes]) -> bool:
             return False
     except OSError:
         return False
-    connection.recv(1)  # nothing more is ever sent: it ends with the worker
+    connection.recv(1)  # nothing more is sent: this returns when the worker ends
     return True
 
 
@@ -64,8 +57,8 @@ def main() -> None:
     address = environment.pop(ADDRESS_VARIABLE, b"")
     if _is_forked(address, environment):
         return
-    # Ray leaves its set-up out for workers that get no runtime environment, and knows its place in
-    # the command only without us.
+    # Ray omits its set-up program for workers without a runtime environment. It cannot do so
+    # in a command that begins with this client, so the program is dropped here.
     has_setup = any(argument.startswith("--language=") for argument in sys.argv)
     command = sys.argv[1:] if has_setup else sys.argv[2:]
     posix.execve(sys.executable, [sys.executable, *command], environment)

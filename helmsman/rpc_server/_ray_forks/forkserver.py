@@ -1,16 +1,15 @@
-"""The parent of the workers of an embedded Ray: it has imported Ray and torch once, and forks each
-worker in milliseconds.
+"""Parent of the workers of an embedded Ray: it imports Ray and torch once and forks each worker.
 
-Importing both costs a worker two seconds of CPU. The raylet starts a client (client.py) for each
-Python worker. The fork registers with the raylet by its own pid. Requests for other than plain
-workers are refused, and left to Ray.
+Importing both costs a worker two seconds of CPU time; a fork takes milliseconds. The raylet starts
+a client (client.py) for each Python worker. The fork registers with the raylet by its own pid.
+Requests for any other kind of worker are refused, and left to Ray.
 
     driver <--- control: the raylet's pid ---> fork server --- fork ---> Ray workers
     raylet --- exec ---> client of each <--- Unix socket, alive as long as the worker --->
 
-It runs no user code, apart from what the modules that it preloads do at their import, and has one
-thread. When the driver's connection or process is gone, it ends every worker and exits, or its
-watcher ends it (driver_watch.py); when it dies itself, its workers go on, and Ray starts new ones.
+It runs no user code, except imports of preloaded modules, and has one thread. When the driver's
+connection closes, or its process ends, it ends every worker and exits; otherwise its watcher ends
+it (driver_watch.py). If it crashes, its workers continue, and Ray starts new ones itself.
 """
 
 from __future__ import annotations
@@ -42,19 +41,20 @@ from helmsman.rpc_server._ray_forks.ray_patches import follow_omp_threads
 
 _REQUEST_BYTES = 1 << 20
 _REAP_AFTER_S = 0.2
-"""How long a worker stays in the process table after its end. Its guardian can read there how it
-ended, and on kernels before 6.15 nowhere else."""
+"""Seconds that a worker stays in the process table after its end. Its guardian reads the exit
+status there, and on kernels before 6.15 nowhere else.
+"""
 _MODULES = (
     "ray._private.workers.default_worker",
     "ray._private.async_compat",
     "ray._common.usage.usage_lib",
-    # a worker's first answer imports it, which takes as long as all the rest of its start
+    # A worker's first reply imports it, which takes as long as the rest of its start.
     "ray._common.pydantic_compat",
     "pydantic.v1.fields",
     "ray._private.arrow_serialization",
     "helmsman.rpc_server._server.ray_server",
 )
-"""What every worker imports."""
+"""Modules that every worker imports."""
 
 _READ_AT_START = (
     "RAY_",
@@ -72,35 +72,33 @@ _READ_AT_START = (
     "TORCH",
     "PYTORCH_",
 )
-"""Beginnings of the names of variables that act when an interpreter starts, or a library is
-loaded.
-"""
+"""Name prefixes of variables that take effect when an interpreter starts or a library is loaded."""
 _FOR_EACH_WORKER = {"RAY_JOB_ID", "RAY_LD_PRELOAD_ON_WORKERS", "PYTHONBREAKPOINT"}
-"""Those of them that Ray gives to workers, and that a fork can do without: a worker of no job in
-particular may serve any.
+"""Exceptions: Ray gives these to workers, and a fork works without them. A worker without a job can
+serve any job.
 """
 
 
 class Order(NamedTuple):
     client: int
-    """Pid of the process that it has started instead."""
+    """Pid of the client process."""
     folder: str
     script: str
-    """Ray's program for workers."""
+    """Ray's worker program."""
     arguments: list[str]
-    """For the script."""
+    """Arguments of the script."""
     environment: dict[str, str]
     runtime_environment: dict[str, str]
-    """Variables of its runtime environment, in which others may be named."""
+    """Variables of its runtime environment; their values may refer to other variables."""
     descriptors: list[int]
-    """To become its standard streams."""
+    """Its standard streams."""
 
 
 class _RayletFirst(importlib.abc.MetaPathFinder):
-    """Lets the import of Ray, by whatever module, wait until the raylet runs.
+    """Delays the first import of Ray, by any module, until the raylet runs.
 
-    Ray reads its configuration from the environment when its library is loaded. A worker's must
-    have the raylet's pid, without which it would outlive the raylet, and a job, without which it
+    Ray reads its configuration from the environment when its library is loaded. It must contain the
+    raylet's pid, without which a worker would outlive the raylet, and a job, without which it
     aborts.
     """
 
@@ -120,7 +118,7 @@ class _RayletFirst(importlib.abc.MetaPathFinder):
                 with self._control.makefile("rb") as messages:
                     message = messages.readline()
             if not message:
-                sys.exit(0)  # there is no raylet, and maybe no driver any more
+                sys.exit(0)  # there is no raylet, and possibly no driver any more
             key, environment = json.loads(message)
             self.key = key.encode()
             os.environ.clear()
@@ -129,9 +127,15 @@ class _RayletFirst(importlib.abc.MetaPathFinder):
 
 
 class _ForkServer:
-    """The control connection ends with the driver, unless a child that the driver forked holds the
-    other end; the driver's pidfd tells in any case. ``imported_with`` is the environment under
-    which modules were imported.
+    """Forks workers on requests of clients.
+
+    Args:
+        listener: Socket to which clients connect.
+        control: Connection that ends with the driver, unless a child that the driver forked holds
+            the other end.
+        driver: The driver's pidfd, which reports its end in any case.
+        key: Key of the requests.
+        imported_with: Environment under which modules were imported.
     """
 
     def __init__(
@@ -147,9 +151,9 @@ class _ForkServer:
         self._imported_with = imported_with
         self._running = True
         self._clients: dict[int, socket.socket] = {}
-        """Of the workers that live, by the worker's pid."""
+        """Connection to each client, by the pid of its living worker."""
         self._ended: list[tuple[float, int]] = []
-        """When to take the workers that have ended from the process table, and their pids."""
+        """Ended workers: when to reap each, and its pid."""
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._watch(listener, self._accept)
@@ -157,9 +161,7 @@ class _ForkServer:
         self._watch(driver, self._stop)
 
     def run(self) -> Order | None:
-        """Serve until the driver is gone. Returns in every fork, too, with what it has to
-        become.
-        """
+        """Serve until the driver ends; also returns in every fork, with the worker to become."""
         while self._running:
             for key, _ in self._selector.select(_REAP_AFTER_S if self._ended else None):
                 order: Order | None = key.data()
@@ -186,16 +188,14 @@ class _ForkServer:
         connection.setblocking(False)
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         client, user, _ = struct.unpack("3i", peer)
-        with contextlib.suppress(OSError):  # it has given up
+        with contextlib.suppress(OSError):  # the client has exited
             if user == os.getuid() and connection.send(GREETING):
                 self._watch(connection, functools.partial(self._answer, connection, client))
                 return
         connection.close()
 
     def _answer(self, connection: socket.socket, client: int) -> Order | None:
-        """Fork the worker that is asked for; where that cannot be, the client is told by the end of
-        the connection.
-        """
+        """Fork the requested worker; closing the connection informs the client of a failure."""
         descriptors: list[int] = []
         order, pid = None, -1
         try:
@@ -204,12 +204,12 @@ class _ForkServer:
             if len(descriptors) == 3 and hmac.compare_digest(key, self._key):
                 order = read_order(request, client, descriptors, self._imported_with)
             if order is not None:
-                gc.freeze()  # what is there now stays shared with the forks
+                gc.freeze()  # keeps existing objects shared with the forks
                 pid = os.fork()
         except (OSError, ValueError) as error:
             print(f"ray forkserver: no worker was forked: {error}", file=sys.stderr, flush=True)
         if pid == 0:
-            connection.send(FORKED)  # by the worker itself: when it is told, there is one
+            connection.send(FORKED)  # sent by the worker itself, which then certainly exists
             self._leave()
             return order
         for fd in descriptors:
@@ -234,7 +234,7 @@ class _ForkServer:
         self._selector.close()
 
     def _lose_client(self, pid: int) -> None:
-        """The raylet has killed what it takes for the worker."""
+        """End a worker whose client the raylet has killed."""
         connection = self._clients.pop(pid, None)
         if connection is not None:
             self._forget(connection)
@@ -257,8 +257,17 @@ class _ForkServer:
 def read_order(
     request: bytes, client: int, descriptors: list[int], imported_with: Mapping[str, str]
 ) -> Order | None:
-    """Understand a request; None when it is for anything but a plain Python worker, or for one
-    whose environment differs from that under which the modules were imported.
+    """Parse a request.
+
+    Args:
+        request: Fields separated by zero bytes.
+        client: Pid of the client.
+        descriptors: The worker's standard streams.
+        imported_with: Environment under which the modules were imported.
+
+    Returns:
+        None if the request is not for a plain Python worker, or if its environment differs from
+        ``imported_with`` in variables that take effect at the start.
     """
     number, folder, *words = map(os.fsdecode, request.split(b"\0"))
     setup, script, *arguments = words[: int(number)]
@@ -287,7 +296,7 @@ def read_order(
 
 
 def _plain_variables(context: str) -> dict[str, str] | None:
-    """The variables of a runtime environment that consists of variables; None for any other."""
+    """Return the variables of a runtime environment that has nothing else; None otherwise."""
     found = json.loads(context or "{}")
     variables = found.pop("env_vars", None) or {}
     if found.pop("py_executable", None) not in (None, "", sys.executable) or any(found.values()):
@@ -304,12 +313,16 @@ def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def become_worker(order: Order, program: CodeType, driver_folders: Iterable[str]) -> None:
-    """Run Ray's compiled program for workers in this process, a fork in which nothing else runs.
-    ``driver_folders`` are those that ``sys.path`` has for the fork server alone.
+    """Run Ray's compiled worker program in this process, a fork in which nothing else runs.
+
+    Args:
+        order: The worker.
+        program: The compiled program.
+        driver_folders: Folders that only the fork server has in ``sys.path``.
     """
     from ray._private import utils
 
-    os.setpgid(0, 0)  # as the raylet does with those that it starts, and what it ends them by
+    os.setpgid(0, 0)  # the raylet does this for workers that it starts, and ends them by it
     for number, fd in enumerate(order.descriptors):
         os.dup2(fd, number)
         os.close(fd)
@@ -321,12 +334,12 @@ def become_worker(order: Order, program: CodeType, driver_folders: Iterable[str]
     utils.update_envs(order.runtime_environment)
     time.tzset()
     for folder in driver_folders:
-        # they were added at the end, and Ray may have put one of them in front since
+        # They were appended, and Ray may have put one of them in front since.
         del sys.path[len(sys.path) - 1 - sys.path[::-1].index(folder)]
     sys.argv[:] = [order.script, *order.arguments]
     if (numbers := sys.modules.get("numpy.random")) is not None:
-        # Python's own generator seeds itself after a fork; torch's starts from the same number in
-        # every process
+        # Python's own generator reseeds itself after a fork; torch's starts from the same number in
+        # every process.
         numbers.seed()
     main = ModuleType("__main__")
     main.__file__ = order.script
@@ -335,18 +348,16 @@ def become_worker(order: Order, program: CodeType, driver_folders: Iterable[str]
 
 
 def _take_after(client: int) -> None:
-    """Adopt what the raylet gave to its child: limits, signal mask, disposition of SIGHUP, and the
-    score of the OOM killer.
-    """
+    """Adopt the client's limits, signal mask, SIGHUP disposition and OOM score."""
     for name in dir(resource):
         if name.startswith("RLIMIT_"):
             kind = getattr(resource, name)
-            with contextlib.suppress(OSError, ValueError):  # one that this user may not raise
+            with contextlib.suppress(OSError, ValueError):  # limits that this user may not raise
                 resource.setrlimit(kind, resource.prlimit(client, kind))
     status = Path(f"/proc/{client}/status").read_text()
     mask = int(status.partition("SigBlk:")[2].split()[0], 16)
     is_ignored = int(status.partition("SigIgn:")[2].split()[0], 16) >> (signal.SIGHUP - 1) & 1
-    # ignored under nohup
+    # SIGHUP is ignored under nohup.
     signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
     signal.pthread_sigmask(
         signal.SIG_SETMASK,
@@ -362,12 +373,13 @@ def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
     """Entry point: ``LISTENER_FD CONTROL_FD DRIVER_PIDFD SCRIPT MODULE,MODULE,...``.
 
     Args:
-        driver_folders: what ``sys.path`` has besides what a worker's has.
+        driver_folders: Folders in this process's ``sys.path`` that a worker's does not have.
+        argv: The arguments.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # each worker takes two; a fork gets the limits of Ray's workers
+    # Each worker takes two descriptors. A fork gets the limits of Ray's workers.
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     listener, control = (socket.socket(fileno=int(fd)) for fd in argv[:2])
     for each in (listener, control):
@@ -380,13 +392,13 @@ def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
     sys.meta_path.insert(0, raylet)
     preload([*filter(None, modules.split(",")), *_MODULES])
     if "numpy" in sys.modules:
-        preload(["numpy.random"])  # which it imports when first used, as it is by seeding
+        preload(["numpy.random"])  # numpy imports it lazily, for example for seeding
     sys.meta_path.remove(raylet)
     follow_omp_threads()
     with open(script, "rb") as file:
         program = compile(file.read(), script, "exec")
     order = _ForkServer(listener, control, driver, raylet.key, dict(os.environ)).run()
     if order is None:
-        # to take the interpreter down with all that it has loaded takes long, and the driver waits
+        # Finalizing the interpreter with all its modules takes long, and the driver waits for it.
         os._exit(0)
     become_worker(order, program, driver_folders)

@@ -1,7 +1,6 @@
-"""The driver's end of the fork server of an embedded Ray: starts it, and has the raylet start its
-workers through it.
+"""Driver's end of an embedded Ray's fork server: starts it and routes worker starts through it.
 
-``forked_workers`` is the one entry point, and its argument ``preload`` the switch. The changes to
+The entry point is ``forked_workers``; its argument ``preload`` switches forking on. The patches of
 Ray are in ray_patches.py.
 """
 
@@ -41,8 +40,15 @@ _END_S = 2.0
 
 
 class RayForks:
-    """A fork server that has been started, for a run, with its own output going to ``log_path``.
-    Raises: OSError.
+    """A running fork server.
+
+    Args:
+        run_id: The run.
+        log_path: File for its own output.
+        preload: Modules that it imports before it forks workers.
+
+    Raises:
+        OSError: It cannot be started.
     """
 
     def __init__(self, run_id: str, log_path: Path, preload: Sequence[str]) -> None:
@@ -58,12 +64,12 @@ class RayForks:
             pidfd_of_this_process() as driver,
             os.fdopen(open_log(log_path, run_id), "ab") as output,
         ):
-            # in the kernel's abstract namespace, where nothing has to be removed
+            # In the kernel's abstract namespace, so no file must be removed.
             listener.bind(f"\0{self._name}")
-            listener.listen(1024)  # before it serves, so that nobody is turned away who comes early
+            listener.listen(1024)  # before it serves, so that early clients are not refused
             fds = listener.fileno(), theirs.fileno(), driver
-            # A process group of its own keeps the terminal's Ctrl-C away; the session is the
-            # raylet's, as its workers' is.
+            # Its own process group protects it from the terminal's Ctrl-C. It shares the raylet's
+            # session, as its workers do.
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -80,13 +86,13 @@ class RayForks:
                 stderr=output,
                 pass_fds=fds,
                 env=os.environ
-                # the raylet's guardian ends what has the raylet's
+                # With the raylet's tag, the raylet's guardian would end it.
                 | {TAG_VARIABLE: f"{run_id}/forkserver"},
                 process_group=0,
             )
 
     def serving_the_raylet(self) -> contextlib.AbstractContextManager[None]:
-        """A raylet that this thread starts within the block has its Python workers forked."""
+        """Within the block, a raylet that this thread starts has its Python workers forked."""
         from ray._private import services
 
         return replaced(services, start_ray_process=self._start_process)
@@ -100,8 +106,8 @@ class RayForks:
         if process_type != "raylet" or changed is None:
             if changed is None:
                 log.info(
-                    "this Ray starts its workers in a way that is not known here; they are not "
-                    "forked"
+                    "the command by which this version of Ray starts its workers is not known; "
+                    "they are not forked"
                 )
                 self._control.close()
             return start(command, process_type, *args, **kwargs)
@@ -112,14 +118,14 @@ class RayForks:
         return process
 
     def _begin(self, environment: dict[str, str], raylet: int) -> None:
-        """Let it import Ray, as the workers of this raylet would."""
+        """Send the environment of the raylet's workers; the fork server then imports Ray."""
         given = {**environment, "RAY_RAYLET_PID": str(raylet), "RAY_JOB_ID": "ffffffff"}
-        with contextlib.suppress(OSError):  # it has died: clients find nobody, and start without it
+        with contextlib.suppress(OSError):  # it has exited: clients fall back to a normal start
             self._control.sendall(json.dumps([self._key, given]).encode() + b"\n")
 
     def stop(self) -> None:
         with contextlib.suppress(OSError):  # it has exited
-            # also for children that this process has forked and that hold a copy
+            # Takes effect even if forked children of this process hold a copy.
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         try:
@@ -130,22 +136,28 @@ class RayForks:
 
 
 _running: list[RayForks] = []
-"""The fork server of the embedded Ray of this process, which has one at most."""
+"""The fork server of this process's embedded Ray; at most one."""
 
 
 def forked_workers(
     run_id: str, log_path: Path, preload: Sequence[str] | None
 ) -> contextlib.AbstractContextManager[None]:
-    """Within it, this thread starts a Ray whose Python workers are forked with the modules
-    ``preload``, until end_forks(). None switches forking off, and so does a system other than
-    Linux.
+    """Within the block, this thread starts a Ray whose Python workers are forked.
+
+    They are forked until end_forks(), which the caller calls after the cluster has ended. On
+    systems other than Linux nothing is forked.
+
+    Args:
+        run_id: The run.
+        log_path: File for the fork server's own output.
+        preload: Modules that the fork server imports; None switches forking off.
     """
     if preload is None or sys.platform != "linux":
         return contextlib.nullcontext()
     try:
         forks = RayForks(run_id, log_path, preload)
     except OSError as error:
-        log.info("Ray starts its workers by itself, as no fork server could be started: %s", error)
+        log.info("no fork server could be started: %s; Ray starts each worker itself", error)
         return contextlib.nullcontext()
     _running.append(forks)
     return forks.serving_the_raylet()

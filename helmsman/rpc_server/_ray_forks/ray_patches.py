@@ -1,6 +1,6 @@
-"""Changes to functions that are private to Ray, each for calls of one thread within a block.
+"""Patches of private functions of Ray, mostly limited to one thread and a block.
 
-Where this Ray lacks a function, nothing is changed, and its own behaviour applies.
+If the installed Ray lacks a function, nothing is patched, and its own behaviour applies.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _COMMAND_OPTION = "--python_worker_command="
 
 @contextlib.contextmanager
 def replaced(module: Any, **replacements: Callable[..., Any]) -> Iterator[None]:
-    """Replace functions of a module for calls of this thread; a replacement is passed the original
-    function first.
+    """Replace functions of a module for calls of this thread within the block.
+
+    A replacement gets the original function as its first argument.
     """
     thread = threading.get_ident()
 
@@ -45,8 +46,14 @@ def replaced(module: Any, **replacements: Callable[..., Any]) -> Iterator[None]:
 
 
 def through_client(command: Sequence[str], workers: Path) -> list[str] | None:
-    """A raylet's command whose Python workers, programs in Ray's folder ``workers``, are started
-    through our client; None where it is not as expected.
+    """Return a raylet's command changed to start Python workers through our client.
+
+    Args:
+        command: The raylet's command.
+        workers: Ray's folder of worker programs.
+
+    Returns:
+        None if the command has an unexpected form.
     """
     programs = [str(workers / "setup_worker.py"), str(workers / "default_worker.py")]
     expected = _COMMAND_OPTION + subprocess.list2cmdline([sys.executable, *programs]) + " "
@@ -63,7 +70,7 @@ def through_client(command: Sequence[str], workers: Path) -> list[str] | None:
 
 
 class _OutsideHelmsman:
-    """A setting that is false in threads of Helmsman's."""
+    """A setting that is false in Helmsman's threads."""
 
     def __init__(self, value: bool) -> None:
         self._value = value
@@ -73,11 +80,11 @@ class _OutsideHelmsman:
 
 
 def forbid_auto_start() -> None:
-    """Keep Ray from starting a cluster of its own accord in a thread of Helmsman's.
+    """Keep Ray from starting a cluster implicitly in a thread of Helmsman.
 
-    Many of Ray's calls start one where the process is connected to none. In such a thread, that is
-    a call that came late, when its cluster had been ended. The new cluster would end with the
-    thread, and the next scheduler would join it before that.
+    Many of Ray's calls start a cluster if the process is not connected to one. In Helmsman's
+    threads this would be a late call, after its cluster has ended. The new cluster would end with
+    the thread, and the next scheduler might join it before that.
     """
     from ray._private import auto_init_hook
 
@@ -88,7 +95,7 @@ def forbid_auto_start() -> None:
 
 
 def only_core_processes() -> contextlib.AbstractContextManager[None]:
-    """Within the block, this thread starts clusters without autoscaler, log monitor and API server.
+    """Start clusters of this thread without autoscaler, log monitor and API server.
 
     Each costs about a second of CPU time, and ray.init waits for the API server. An embedded
     cluster does not scale, our workers write their own logs, and without a dashboard the API server
@@ -106,11 +113,10 @@ def _do_nothing(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> N
 
 
 def follow_omp_threads() -> None:
-    """Have libraries that are already loaded follow the number of threads that Ray sets for a task
-    or an actor.
+    """Make loaded libraries follow the number of threads that Ray sets for a task or an actor.
 
-    Ray sets OMP_NUM_THREADS just before the first one runs; in a worker of its own they would be
-    loaded after that.
+    Ray sets OMP_NUM_THREADS just before the first task runs. A worker that Ray starts itself loads
+    the libraries after that; a forked one has them loaded already.
     """
     from ray._private import utils
 

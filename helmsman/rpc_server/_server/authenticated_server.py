@@ -1,7 +1,7 @@
-"""Authentication of incoming connections on one event loop, and a server that gives each
-authenticated one a thread.
+"""Authentication of incoming connections, and a server that gives each one a thread.
 
-Peers that are silent or slow cost a file descriptor for a few seconds, and no thread.
+All handshakes share one event loop. Silent or slow peers cost a file descriptor for a few seconds,
+and no thread.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from helmsman.rpc_server._wire.tls import ServerTls
 from helmsman.rpc_server._wire.wire import FrameReader, pack_length
 
 BACKLOG = 1024
-"""Connections that the kernel keeps for a listener until it accepts them."""
+"""Length of a listener's queue of connections in the kernel."""
 MAX_PENDING = 256
-"""Handshakes that may be pending at a time."""
+"""Maximum number of pending handshakes."""
 MAX_PENDING_OF_HOST = 64
-"""Handshakes of one peer address that may be pending at a time."""
+"""Maximum number of pending handshakes per peer address."""
 REPORT_INTERVAL_S = 60.0
 
 _ACCEPT_PAUSE_S = 0.1
@@ -40,8 +40,13 @@ _READ_BYTES = 1 << 16
 
 
 class RefusalLog:
-    """Reports refused connections in bounded space: one line at most per interval, with the number
-    of those not reported.
+    """Reports refused connections, with at most one line per interval.
+
+    The line has the number of connections that were not reported.
+
+    Args:
+        report: Writes a line.
+        interval_s: Interval in seconds.
     """
 
     def __init__(
@@ -54,8 +59,11 @@ class RefusalLog:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, what: str, host: str) -> None:
-        """Count a refused connection; ``what`` is the predicate of a sentence whose subject is a
-        process on ``host``.
+        """Count a refused connection.
+
+        Args:
+            what: Predicate of a sentence whose subject is a process on ``host``.
+            host: Address of the process.
         """
         if self._timer is None:
             self._report(f"a process on {host} {what}")
@@ -92,12 +100,18 @@ class RefusalLog:
 
 
 class Door:
-    """Accepts connections on the running event loop, authenticates them, and gives each with its
-    peer's address to ``admit``.
+    """Accepts and authenticates connections on the running event loop.
 
-    When too many handshakes are pending, of one address or altogether, a new connection evicts the
-    one that has made no step for the longest time. So silent peers, which stay, make way for a peer
-    of this run, which takes a few round trips.
+    When too many handshakes are pending, of one address or in total, a new connection evicts the
+    one whose last step was longest ago. Silent peers therefore give way to peers of this run,
+    whose handshake takes a few round trips.
+
+    Args:
+        listener: Listening socket, which close() closes.
+        key: The run's key.
+        tls: The listener's TLS; None for plain connections.
+        admit: Called with each authenticated connection and its peer's address.
+        refusals: Log of refused connections.
     """
 
     def __init__(
@@ -115,7 +129,7 @@ class Door:
         self._admit = admit
         self._refusals = refusals
         self._pending: dict[asyncio.Task[None], str] = {}
-        """Peer address by handshake, ordered by the time of the last step, oldest first."""
+        """Peer address of each pending handshake, ordered by its last step, oldest first."""
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
         listener.setblocking(False)
@@ -132,13 +146,13 @@ class Door:
         self._refusals.close()
 
     def _accept(self) -> None:
-        # One at a time, so that handshakes make steps between them however fast connections come.
+        # One at a time, so that pending handshakes progress however fast connections arrive.
         try:
             peer, address = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:  # too many open files
-            self._refusals.note(f"could not be heard: {error.strerror}", "this network")
+            self._refusals.note(f"could not be accepted: {error.strerror}", "this network")
             self._evict(list(self._pending))
             self._loop.remove_reader(self._listener)
             self._pause = self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
@@ -162,7 +176,7 @@ class Door:
 
         def end(task: asyncio.Task[None]) -> None:
             self._pending.pop(task, None)
-            if task.cancelled():  # maybe before it began
+            if task.cancelled():  # possibly before it began
                 stream.close()
 
         task.add_done_callback(end)
@@ -175,12 +189,12 @@ class Door:
             host = self._pending.pop(candidates[0])
             candidates[0].cancel()
             self._refuse(
-                "made way for newer connections before it had proved that it belongs to this run",
+                "had not proved that it belongs to this run when newer connections evicted it",
                 host,
             )
 
     def _refuse(self, reason: str, host: str) -> None:
-        self._refusals.note(f"is not taken: it {reason}", host)
+        self._refusals.note(f"was refused: it {reason}", host)
 
     async def _authenticate(self, stream: Stream, host: str) -> None:
         task = asyncio.current_task()
@@ -209,11 +223,9 @@ class Door:
 
 
 def _is_allowed(peer: socket.socket) -> bool:
-    """Whether the peer may authenticate itself: on a Unix socket it must be a process of this
-    user.
-    """
+    """Whether the peer may authenticate: on a Unix socket it must be a process of this user."""
     if peer.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
-        # without SO_PEERCRED the socket's folder, which only its owner may enter, is the guard
+        # Without SO_PEERCRED, the socket's folder protects it: only its owner may enter.
         return True
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", credentials)[1] == os.getuid())
@@ -223,7 +235,7 @@ class _Tls:
     """Blocking reads and writes of a TLS socket by two threads at a time.
 
     OpenSSL does not allow two threads in one connection. The socket stays non-blocking, and a lock
-    guards each operation; no thread holds the lock while it waits for the peer.
+    guards each operation. No thread holds the lock while it waits for the peer.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -237,7 +249,7 @@ class _Tls:
         while True:
             with self._lock:
                 has_more = self._socket.pending() > 0
-            if not has_more:  # an attempt to read would fail, at the price of an exception
+            if not has_more:  # a read would raise now, which is slow
                 self._readable.poll()
             with self._lock, contextlib.suppress(*WOULD_BLOCK):
                 return self._socket.recv(size)
@@ -252,9 +264,7 @@ class _Tls:
 
 
 class Connection:
-    """Whole messages over an authenticated socket, for one reading thread and any number of writing
-    ones.
-    """
+    """Whole messages over an authenticated socket, for one reading and many writing threads."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -281,9 +291,9 @@ class Connection:
             (self._tls or self._socket).sendall(data)
 
     def abort(self) -> None:
-        """Have the threads that read and write fail; ``close`` is for the reading one."""
+        """Make reading and writing threads fail; only the reading thread calls ``close``."""
         with contextlib.suppress(OSError):
-            # SSLSocket's own would drop its TLS state under their feet
+            # SSLSocket.shutdown would drop the TLS state that those threads use.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -292,8 +302,12 @@ class Connection:
 
 
 class AuthenticatedServer(abc.ABC):
-    """Serves each connection to a listening socket, which close() closes, on a thread of its own,
-    once its peer is authenticated.
+    """Serves each authenticated connection to a listening socket on a thread of its own.
+
+    Args:
+        listener: Listening socket, which close() closes.
+        key: The run's key.
+        tls: The listener's TLS; None for plain connections.
     """
 
     def __init__(self, listener: socket.socket, key: bytes, tls: ServerTls | None = None) -> None:
@@ -315,9 +329,9 @@ class AuthenticatedServer(abc.ABC):
         if self._loop is None or self._thread is None:
             self._listener.close()
             return
-        with contextlib.suppress(RuntimeError):  # closed already
+        with contextlib.suppress(RuntimeError):  # already closed
             self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join(_CLOSE_S)  # until it has written how many connections were refused
+        self._thread.join(_CLOSE_S)  # until it has reported refused connections
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
@@ -343,12 +357,12 @@ class AuthenticatedServer(abc.ABC):
                 target=self._serve, args=(sock,), name="connection", daemon=True
             ).start()
         except RuntimeError as error:
-            # the limit on threads: this connection is lost, and later ones may be served
+            # Limit on threads: this connection is lost, but later ones may be served.
             _report(f"closed a connection from {host}: no thread can be started for it ({error})")
             sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
-        """One connection. A peer that breaks the protocol loses its connection only."""
+        """Serve one connection. A peer that violates the protocol loses only its connection."""
         connection = Connection(sock)
         try:
             self._serve_requests(connection)

@@ -1,7 +1,7 @@
-"""The worker's end of its channel: requests and their replies over an authenticated socket.
+"""Worker's end of its channel: requests and their replies over an authenticated socket.
 
-A connection may be lost while the worker lives. The controller then connects again and resumes its
-session (wire.py), so that each request and each reply arrives once.
+A connection may be lost while the worker lives. The controller then reconnects and resumes its
+session (wire.py), so that each request and each reply arrives exactly once.
 """
 
 from __future__ import annotations
@@ -44,27 +44,31 @@ from helmsman.rpc_server._wire.wire import (
 from helmsman.rpc_server.ports import RANGE_VARIABLE
 
 CHANNEL_BYTES = 1 << 20
-"""Payloads below this travel by a channel between machines; larger ones beside it."""
+"""Between machines, payloads below this size go through a channel; larger ones travel beside it."""
 
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Exceptions that decoding a request may raise."""
+"""Exceptions of decoding a request."""
 
 
 class SidePath(Protocol):
-    """Carries payloads that a channel cannot carry. Both methods raise the errors of the
-    transfer.
-    """
+    """Transfers payloads that a channel cannot carry. Methods raise the errors of the transfer."""
 
     def take(self, request_id: int) -> Payload:
-        """The arguments of a request, which arrive before it."""
+        """Return the arguments of a request, which arrive before it."""
 
     def keep(self, request_id: int, payload: Payload) -> None:
-        """Keep a result until the controller takes it."""
+        """Keep a result until the controller fetches it."""
 
 
 def listen_tcp(address: str, ports: range | None = None) -> socket.socket:
-    """A listening socket on a free port of this address, one of ``ports`` where given. Raises
-    OSError.
+    """Listen on a free port of this address.
+
+    Args:
+        address: Numeric address of this host.
+        ports: Permitted ports; None for any.
+
+    Raises:
+        OSError: No port is free, or the address is not available.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in random.SystemRandom().sample(ports or [0], len(ports or [0])):
@@ -76,16 +80,15 @@ def listen_tcp(address: str, ports: range | None = None) -> socket.socket:
     assert ports is not None
     raise OSError(
         f"none of the ports {ports[0]}-{ports[-1]} of {address} is free for the worker's channel; "
-        "end what uses them, or set "
-        f"{RANGE_VARIABLE} to a wider range"
+        f"end programs that use them, or set {RANGE_VARIABLE} to a wider range"
     )
 
 
 def listen_abstract() -> socket.socket:
-    """A listening Unix socket with a random name in Linux's abstract namespace.
+    """Listen on a Unix socket with a random name in Linux's abstract namespace.
 
-    It has no file: nothing is left when the process is killed, and no TMPDIR is too long. Any user
-    may connect, so the server checks the peer's user id (AuthenticatedServer).
+    It has no file: nothing remains if the process is killed, and TMPDIR cannot be too long. Any
+    user may connect, so the server checks the peer's user id (AuthenticatedServer).
     """
     return _listening(socket.AF_UNIX, f"\0helmsman-{secrets.token_hex(16)}")
 
@@ -102,9 +105,7 @@ def _listening(family: int, address: str | tuple[str, int]) -> socket.socket:
 
 
 def can_carry(payload: Payload, *, shares_memory: bool) -> bool:
-    """Whether a payload may travel by a channel: those that are large need shared memory, and so do
-    handles.
-    """
+    """Whether a payload may go through a channel: large ones and handles need shared memory."""
     if shares_memory:
         return not payload.handles or all(
             type(handle.location) is bytes for handle in payload.handles
@@ -117,16 +118,16 @@ class _Arrival(NamedTuple):
     """Whether it is engine work, which begins in the order of arrival."""
     wire: WirePayload | None
     answer: Callable[[ReplyFn], None]
-    """Answers the request: by the host where it could be decoded, else by an error."""
+    """Answers the request: by the host, or by an error if it could not be decoded."""
 
 
 class _Peer:
-    """A controller: its session, and the connection that it uses now."""
+    """A controller: its session and its current connection."""
 
     def __init__(self) -> None:
         self.session = Session()
         self.receiving = threading.Lock()
-        """Held while a message is taken, so that no message is taken from two connections."""
+        """Held while a message is taken, so that messages are not taken from two connections."""
         self._sending = threading.Lock()
         self._claiming = threading.Lock()
         self._attempt = -1
@@ -137,15 +138,18 @@ class _Peer:
         return self._connection is connection
 
     def replace(self, connection: Connection, attempt: int, num_received: int) -> None:
-        """Go on with a new connection, unless a later attempt of the controller's has come before
-        it, or comes meanwhile. Raises: EOFError for one that is too late, OSError,
-        ProtocolError.
+        """Continue with a new connection, unless a later attempt has superseded it.
+
+        Raises:
+            EOFError: A later attempt has arrived before it or meanwhile.
+            OSError: The new connection failed.
+            ProtocolError: The connector reports an impossible number of messages.
         """
         with self._claiming:
             if attempt <= self._attempt:
                 raise EOFError
             self._attempt = (
-                attempt  # before the locks below, for which an earlier attempt may be waiting
+                attempt  # before taking the locks below, for which an earlier attempt may wait
             )
         if self._connection is not None:
             self._connection.abort()
@@ -159,8 +163,10 @@ class _Peer:
                 connection.send_framed(data)
 
     def send(self, body: bytes, segment: ShmSegment | None) -> None:
-        """Send a message, now or after the next reconnection. Raises ProtocolError for one that is
-        too large.
+        """Send a message, now or after the next reconnection.
+
+        Raises:
+            ProtocolError: The message is too large.
         """
         with self._sending:
             self._write(self.session.keep(body, segment))
@@ -173,14 +179,21 @@ class _Peer:
         assert self._connection is not None
         try:
             self._connection.send_framed(data)
-        except OSError:  # the connection is lost; the next one begins with what is not confirmed
+        except OSError:  # the connection is lost; the next one begins with unconfirmed messages
             self._connection.abort()
 
 
 class ChannelServer(AuthenticatedServer):
-    """Serves the channel of one worker. ``shares_memory`` says whether the controller is on this
-    machine, so that large buffers need not go over the socket; ``side_path`` carries the payloads
-    that the channel cannot carry.
+    """Serves the channel of one worker.
+
+    Args:
+        listener: Listening socket, which close() closes.
+        key: The channel's key.
+        host: Answers the requests.
+        shares_memory: Whether the controller is on this machine, so that large buffers go through
+            shared memory and not the socket.
+        tls: The listener's TLS; None for plain connections.
+        side_path: Transfers payloads that the channel cannot carry.
     """
 
     def __init__(
@@ -198,7 +211,7 @@ class ChannelServer(AuthenticatedServer):
         self._shares_memory = shares_memory
         self._side_path = side_path
         self._peers: dict[bytes, _Peer] = {}
-        """By the token of the session."""
+        """By session token."""
 
     def _serve_requests(self, connection: Connection) -> None:
         token = b""
@@ -206,7 +219,7 @@ class ChannelServer(AuthenticatedServer):
             hello = connection.receive()
             if len(hello) != HELLO.size:
                 raise ProtocolError(
-                    f"{len(hello)} bytes came as the first message, expected {HELLO.size}"
+                    f"the first message has {len(hello)} bytes, expected {HELLO.size}"
                 )
             token, attempt, num_received = HELLO.unpack(hello)
             peer = (
@@ -221,17 +234,19 @@ class ChannelServer(AuthenticatedServer):
         except (EOFError, OSError):
             return
         except ProtocolError as error:
-            # else the nonsense would come again by the next connection
+            # Otherwise the next connection would deliver the same invalid message.
             self._peers.pop(token, None)
-            print(f"helmsman: closed a connection that sent nonsense: {error}", file=sys.stderr)
+            print(
+                f"helmsman: closed a connection that broke the protocol: {error}", file=sys.stderr
+            )
 
     def _serve_request(self, peer: _Peer, connection: Connection) -> bool:
-        """Serve the next message; False where another connection has replaced this one."""
+        """Serve the next message; False if another connection has replaced this one."""
         message = connection.receive()
         reply = functools.partial(self._reply, peer)
         with peer.receiving:
             if not peer.uses(connection):
-                return False  # the message comes again by the other connection
+                return False  # the other connection delivers the message again
             body = peer.session.take(message)
             if not body:
                 return True
@@ -246,13 +261,15 @@ class ChannelServer(AuthenticatedServer):
         return True
 
     def _understood(self, body: memoryview) -> _Arrival:
-        """Decode a request and map its payload. Raises ProtocolError where it cannot even be
-        answered.
+        """Decode a request and map its payload.
+
+        Raises:
+            ProtocolError: The request cannot even be answered, since its id is unreadable.
         """
         try:
             frame = decode_request(body)
         except _UNDECODABLE as error:
-            reason = f"{len(body)} bytes that came as a request could not be decoded: {error}"
+            reason = f"a request of {len(body)} bytes could not be decoded: {error}"
             request_id = salvage_request_id(body)
             if request_id is None:
                 raise ProtocolError(reason) from error
@@ -260,7 +277,7 @@ class ChannelServer(AuthenticatedServer):
         request, wire = frame.request, frame.payload
         try:
             payload = self._beside(request.id) if wire is None else from_wire(wire)
-        # No descriptor or memory is left, or it does not unpickle: its own loss alone
+        # No descriptor or memory is left, or unpickling failed: only this request is lost.
         except Exception as error:  # noqa: BLE001
             answer = _refusal(
                 request.id, f"its arguments could not be taken: {type(error).__name__}: {error}"
@@ -271,7 +288,7 @@ class ChannelServer(AuthenticatedServer):
 
     def _beside(self, request_id: int) -> Payload:
         if self._side_path is None:
-            raise ProtocolError("they have not come with it")
+            raise ProtocolError("they did not arrive with the request")
         return self._side_path.take(request_id)
 
     def _reply(self, peer: _Peer, answer: Reply, result: Payload) -> None:

@@ -1,11 +1,9 @@
-"""The parent of a LocalScheduler's workers: it has imported torch once and forks each worker in
-milliseconds.
+"""Parent of a LocalScheduler's workers: it imports torch once and forks workers in milliseconds.
 
-It runs no user code and has one thread, so it always answers, and it is the one process that knows
-how each worker ended. It is also the guarantee that nothing survives the driver: when its
-connection to the driver closes, or the driver's process ends, it ends all workers with their
-families, removes the run's folder and exits. Where it cannot, its watcher does so
-(driver_watch.py).
+It runs no user code and has one thread, so it always answers. As their parent it learns the exit
+status of each worker. It also guarantees that nothing survives the driver: when its connection to
+the driver closes, or the driver's process ends, it ends all workers with their families, removes
+the run's folder and exits. If it cannot, its watcher does so (driver_watch.py).
 
     driver <--- Unix socket pair ---> forkserver --- fork ---> workers
            Spawn, Kill ->
@@ -47,8 +45,8 @@ from helmsman.rpc_server._wire.stream import fitting_path
 from helmsman.rpc_server._wire.wire import FrameReader, pack_length
 
 NOTICE_S = 25.0
-"""How long a worker that is sent SIGTERM goes on. Who preempts a process gives it 30 s, as
-Kubernetes does, or more.
+"""Seconds that a worker continues after a SIGTERM. Preemption grants a process 30 s, as Kubernetes
+does, or more.
 """
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -62,7 +60,7 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
     env: dict[str, str]
     """The worker's whole environment."""
     search_path: list[str] = []
-    """The driver's ``sys.path``, which may have grown since the forkserver was started."""
+    """The driver's ``sys.path``, which may have grown since the forkserver started."""
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
@@ -73,15 +71,15 @@ class Kill(msgspec.Struct, frozen=True, tag=True):
 
 class Spawned(msgspec.Struct, frozen=True, tag=True):
     socket_path: str
-    """Of its order."""
+    """Of its Spawn."""
     pid: int
 
 
 class NotSpawned(msgspec.Struct, frozen=True, tag=True):
-    """A worker's log cannot be opened, or the operating system refused its socket or process."""
+    """A worker's log cannot be opened, or the system refused its socket or process."""
 
     socket_path: str
-    """Of its order."""
+    """Of its Spawn."""
     reason: str
 
 
@@ -90,11 +88,11 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
     pid: int
     status: int
-    """As waitpid gives it."""
+    """As returned by waitpid."""
 
 
 class FamilyEnded(msgspec.Struct, frozen=True, tag=True):
-    """The family of a worker that has exited was ended."""
+    """The family of an exited worker was ended."""
 
     pid: int
     survivors: list[int]
@@ -107,9 +105,14 @@ decode_event = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited | FamilyEnd
 
 
 class _ForkServer:
-    """It watches the driver's pidfd, too: a child that the driver forked holds the driver's end of
-    the channel open. ``watcher`` is the pid of the process that ends the run where this one
-    cannot.
+    """Forks workers, reports their ends, and ends them with the driver.
+
+    Args:
+        channel: Connection to the driver.
+        driver: The driver's pidfd: a child that the driver forked may hold the driver's end of the
+            channel open.
+        watcher: Pid of the process that ends the run if this one cannot.
+        run_dir: The run's folder.
     """
 
     def __init__(self, channel: socket.socket, driver: int, watcher: int, run_dir: str) -> None:
@@ -145,7 +148,7 @@ class _ForkServer:
                     for frame in self._reader.feed(data):
                         self._obey(decode_order(frame))
         except (ConnectionError, BrokenPipeError):
-            return  # the driver has gone
+            return  # the driver has exited
         finally:
             self._end()
 
@@ -161,11 +164,11 @@ class _ForkServer:
         gc.freeze()
         me = os.getpid()
         try:
-            # before the fork, so that a failure is told
+            # Opened before the fork, so that a failure is reported.
             log = open_log(order.identity.log_path, order.identity.run_id)
             try:
                 with listen(order.socket_path) as listener:
-                    # before the fork, so that the controller can connect at once
+                    # Listens before the fork, so that the controller can connect at once.
                     pid = os.fork()
                     if pid == 0:
                         inherited = [self._channel.fileno(), self._wake_read, self._wake_write]
@@ -184,10 +187,10 @@ class _ForkServer:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = ended
-                if pid in self._workers:  # otherwise an orphan of a worker, adopted by us
+                if pid in self._workers:  # otherwise an adopted orphan of a worker
                     families[pid] = self._workers.pop(pid)
                     self._tell(Exited(pid, status))
-        for pid, tag in families.items():  # afterwards, as each may take seconds
+        for pid, tag in families.items():  # last, since each may take seconds
             self._tell(FamilyEnded(pid, sorted(guardian.end_family(pid, tag))))
 
     def _tell(self, event: Spawned | NotSpawned | Exited | FamilyEnded) -> None:
@@ -195,9 +198,7 @@ class _ForkServer:
         self._channel.sendall(pack_length(len(message)) + message)
 
     def _end(self) -> None:
-        """End every worker and every descendant; as subreaper, we inherit those that lost their
-        parents.
-        """
+        """End all workers and descendants; as subreaper, this process inherits their orphans."""
         guardian.kill_all(self._workers)
         for pid, tag in self._workers.items():
             guardian.end_family(pid, tag)
@@ -230,7 +231,7 @@ def _prctl(option: int, value: int) -> None:
 def _become_worker(
     order: Spawn, listener: socket.socket, log: int, inherited: list[int], parent: int
 ) -> None:
-    """The child's side of the fork; never returns."""
+    """Continue as a worker in the forked child; never returns."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -242,7 +243,7 @@ def _become_worker(
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         if os.getppid() != parent:
-            os._exit(1)  # the forkserver died before the line above
+            os._exit(1)  # the forkserver exited before prctl took effect
         redirect_output(log)
         write_to_stderr()
         os.environ.clear()
@@ -253,7 +254,7 @@ def _become_worker(
         code = serve_worker(order.identity, listener, order.key)
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1
-    # The process's outermost frame: the log is where its error can be read
+    # The process's outermost frame: its error must reach the log.
     except BaseException:  # noqa: BLE001
         traceback.print_exc()
     finally:
@@ -272,10 +273,11 @@ def listen(path: str) -> socket.socket:
 
 
 def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) -> int:
-    """A local worker's whole life: serve until SHUTDOWN, with engine methods on this thread.
+    """Run a local worker until SHUTDOWN, with engine methods on this thread.
+
     Returns the exit code.
     """
-    # the thread that crashed; all would push it out of the log's tail
+    # Only the crashed thread: the stacks of all threads would fill the log's tail.
     faulthandler.enable(all_threads=False)
     share_interpreter()
     host = EngineHost(
@@ -293,14 +295,15 @@ def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) 
 
 
 def _take_notice(host: EngineHost) -> None:
-    """Have SIGTERM tell that this process is to end: it says so with its health, so that its work
-    can be taken elsewhere, and ends ``NOTICE_S`` later or when it is told again. Our own side ends
-    workers by SIGKILL.
+    """Treat SIGTERM as a preemption notice.
+
+    The worker reports the notice in its health, so that its work can move elsewhere. It ends
+    ``NOTICE_S`` seconds later, or at a second SIGTERM. Helmsman itself ends workers by SIGKILL.
     """
     worker, code = os.getpid(), 128 + signal.SIGTERM
 
     def told(*_: Any) -> None:
-        if os.getpid() != worker:  # a child that an engine has forked, and ends so
+        if os.getpid() != worker:  # a child forked by an engine, which ends as usual
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         elif host.ends_at is not None:
@@ -310,7 +313,7 @@ def _take_notice(host: EngineHost) -> None:
             last.daemon = True
             try:
                 last.start()
-            except RuntimeError:  # no thread is left that could end it later
+            except RuntimeError:  # no thread can be started to end it later
                 os._exit(code)
             host.ends_at = time.monotonic() + NOTICE_S
 
@@ -318,8 +321,11 @@ def _take_notice(host: EngineHost) -> None:
 
 
 def main(watcher: int, argv: list[str]) -> None:
-    """Entry point: ``FD DRIVER_PIDFD RUN_DIR MODULE,MODULE,...``, beside a watcher that
-    watch_driver has returned.
+    """Entry point: ``FD DRIVER_PIDFD RUN_DIR MODULE,MODULE,...``.
+
+    Args:
+        watcher: Pid of the watcher that watch_driver has returned.
+        argv: The arguments.
     """
     driver = int(argv[1])
     channel = socket.socket(fileno=int(argv[0]))

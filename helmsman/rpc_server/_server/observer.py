@@ -1,5 +1,6 @@
-"""The observer of a Ray worker on another machine: a process that reads its page (pulse.py), and
-exits with the worker.
+"""Observer of a Ray worker on another machine: a process that reads the worker's page (pulse.py).
+
+It exits with the worker.
 """
 
 from __future__ import annotations
@@ -46,10 +47,18 @@ class _Observer(AuthenticatedServer):
 
 
 async def ask_observer(address: tuple[str, int], key: bytes, limit_s: float, *, tls: bool) -> bytes:
-    """Ask the observer at a numeric host and port for an observation, for ``pulse.read``, within
-    ``limit_s`` seconds.
+    """Request an observation, for ``pulse.read``, from an observer.
 
-    Raises: OSError, EOFError, TimeoutError, ProtocolError.
+    Args:
+        address: The observer's numeric host and port.
+        key: The run's key.
+        limit_s: Time limit in seconds.
+        tls: Whether the connection uses TLS.
+
+    Raises:
+        OSError: Connecting failed; TimeoutError after ``limit_s`` seconds.
+        EOFError: The observer closed the connection.
+        ProtocolError: The listener is not of this run.
     """
     async with asyncio.timeout(limit_s):
         stream = Stream(await connect(address, key, limit_s, tls=tls))
@@ -60,15 +69,17 @@ async def ask_observer(address: tuple[str, int], key: bytes, limit_s: float, *, 
 
 
 def start_observer(listener: socket.socket, key: bytes, pulse: Pulse, *, tls: bool) -> None:
-    """Start an observer of this process, which answers at ``listener``; the caller closes its own
-    copy. Raises OSError.
+    """Start an observer of this process; the caller closes its own copy of ``listener``.
+
+    Raises:
+        OSError: The process cannot be started.
     """
     arguments = [str(listener.fileno()), str(pulse.fd), str(os.getpid()), "tls" if tls else "plain"]
     process = subprocess.Popen(
         [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *arguments],
         stdin=subprocess.PIPE,
         pass_fds=[listener.fileno(), pulse.fd],
-        start_new_session=True,  # a signal to the worker's group is not for it
+        start_new_session=True,  # signals to the worker's group must not reach it
     )
     assert process.stdin is not None
     with process.stdin as its_stdin:
@@ -84,7 +95,7 @@ def main(argv: list[str]) -> None:
     process = os.pidfd_open(pid)
     key = sys.stdin.buffer.read()
     if os.getppid() != pid:
-        return  # the worker ended before
+        return  # the worker has already exited
     listener = socket.socket(fileno=int(argv[0]))
     server = _Observer(
         listener, key, map_page(int(argv[1])), pid, tls=server_tls() if argv[3] == "tls" else None

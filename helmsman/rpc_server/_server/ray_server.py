@@ -1,4 +1,4 @@
-"""The Ray adapter: an EngineHost inside a Ray actor."""
+"""Ray adapter: an EngineHost inside a Ray actor."""
 
 from __future__ import annotations
 
@@ -36,9 +36,13 @@ from helmsman.rpc_server.ports import RANGE_VARIABLE, port_range
 
 
 class RayHandleStore:
-    """Keeps results: in segments for processes of this machine, and in Ray's object store once
-    another machine needs them, or from the start where the controller is on another machine. A
-    handle has the location of a segment, or a reference.
+    """Keeps results in segments or in Ray's object store.
+
+    A segment serves processes of this machine, and is copied to the object store once another
+    machine needs it. A handle's location is that of a segment, or an object reference.
+
+    Args:
+        in_segments: Keep results in segments; False if the controller is on another machine.
     """
 
     def __init__(self, *, in_segments: bool = False) -> None:
@@ -54,9 +58,7 @@ class RayHandleStore:
         return self._references[handle_id]
 
     def fetch(self, handle: ResultHandle) -> Payload:
-        """The payload of a handle, mapped from its segment or from this node's object store, where
-        Ray brings it.
-        """
+        """Return the payload of a handle, from its segment or through this node's object store."""
         if isinstance(handle.location, bytes):
             return self._segments.fetch(handle)
         try:
@@ -68,8 +70,9 @@ class RayHandleStore:
         return payload
 
     def publish(self, handle: ResultHandle) -> ray.ObjectRef[Payload]:
-        """A reference to what is kept here in a segment, for other machines; copied into Ray's
-        store the first time. Raises HandleLostError.
+        """Return a reference, for other machines, to a result in a segment of this process.
+
+        The first call copies the result to Ray's store. Raises HandleLostError.
         """
         with self._lock:
             if handle.id not in self._references:
@@ -85,16 +88,14 @@ _PUT_FROM_BYTES = 1 << 20
 
 
 def _frozen(payload: Payload) -> Payload | ray.ObjectRef[Payload]:
-    """The same payload without the engine's own memory, which the engine may write to as soon as it
-    has replied.
-    """
+    """Copy a payload out of the engine's memory, which the engine may change after the reply."""
     if payload.nbytes >= _PUT_FROM_BYTES:
         return ray.put(payload)
     return Payload(payload.data, [bytes(buffer) for buffer in payload.buffers], payload.handles)
 
 
 class RaySidePath:
-    """Arguments and results that Ray's object store carries beside the channel, by request id."""
+    """Arguments and results transferred by Ray's object store beside the channel, by request id."""
 
     def __init__(self) -> None:
         self.arguments: dict[int, Payload] = {}
@@ -108,23 +109,23 @@ class RaySidePath:
 
 
 class ChannelAddress(msgspec.Struct, frozen=True):
-    """Where a worker listens for its controller."""
+    """Address at which a worker listens for its controller."""
 
     where: str | tuple[str, int]
-    """A Unix socket's path, or address and port."""
+    """Path of a Unix socket, or address and port."""
     shares_memory: bool
     """Whether worker and controller can map each other's segments."""
     observer_port: int = 0
-    """Where an observer of the worker listens, on the same host; 0 for none."""
+    """Port of the worker's observer on the same host; 0 for none."""
 
 
 class Granted(msgspec.Struct, frozen=True):
-    """The accelerators that Ray has granted to the task or actor that asks."""
+    """Accelerators that Ray has granted to the current task or actor."""
 
     ids: dict[str, list[str]]
-    """By Ray resource; physical ones, in any order."""
+    """Physical ids by Ray resource, in any order."""
     masks: dict[str, str]
-    """The visibility variables under which the raylet itself runs."""
+    """Visibility variables in the environment of the raylet."""
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -132,7 +133,7 @@ class Greeting(msgspec.Struct, frozen=True):
     node_id: str
     granted: Granted
     oom: OomCount | None
-    """OOM kills in the worker's cgroup so far; None where they are not known."""
+    """OOM kills so far in the worker's cgroup; None if unknown."""
 
 
 def granted_here() -> Granted:
@@ -140,7 +141,7 @@ def granted_here() -> Granted:
 
 
 def _masks_of_raylet() -> dict[str, str]:
-    """Ray has changed the worker's own variables by now, or not, as its settings are."""
+    """Read the raylet's variables: depending on its settings, Ray has changed the worker's own."""
     variables = {info.visibility_env_var for info in PLATFORMS.values()} - {""}
     try:
         with open(f"/proc/{os.environ['RAY_RAYLET_PID']}/environ", "rb") as file:
@@ -152,8 +153,9 @@ def _masks_of_raylet() -> dict[str, str]:
 
 
 def _channel_ports() -> range | None:
-    """The ports at which this worker may listen: of HELMSMAN_PORT_RANGE, else of Ray's worker
-    ports; None for any.
+    """Return the ports at which this worker may listen; None for any.
+
+    They come from HELMSMAN_PORT_RANGE, else from Ray's range of worker ports.
     """
     if os.environ.get(RANGE_VARIABLE, "").strip():
         first, last = port_range(os.environ)
@@ -166,9 +168,7 @@ def _channel_ports() -> range | None:
 
 
 def worker_ports_of(command: Sequence[bytes]) -> range | None:
-    """Ray's range of worker ports in a raylet's command line; None where it leaves them to the
-    operating system.
-    """
+    """Return the range of worker ports in a raylet's command line; None if it sets no range."""
     options = dict(part.lstrip(b"-").split(b"=", 1) for part in command if b"=" in part)
     try:
         first, last = int(options[b"min_worker_port"]), int(options[b"max_worker_port"])
@@ -182,12 +182,13 @@ def _control(method: Any) -> Any:
 
 
 class RayRPCServer:
-    """A worker. Its controller starts and watches it as an actor, and calls it by its channel;
-    ``health``, ``configure``, ``set_env``, ``create_engine`` and ``call`` are for tools and other
-    actors.
+    """A worker. Its controller starts and watches it as an actor, and calls it by its channel.
+
+    The methods ``health``, ``configure``, ``set_env``, ``create_engine`` and ``call`` are for tools
+    and other actors.
 
     Args:
-        search_path: the driver's ``sys.path``.
+        search_path: The driver's ``sys.path``.
     """
 
     def __init__(self, search_path: Sequence[str] = ()) -> None:
@@ -195,7 +196,7 @@ class RayRPCServer:
         self._channel: channel.ChannelServer | None = None
         self._side_path = RaySidePath()
         self._request_ids = itertools.count(-1, -1)
-        """Of the actor methods; the controller's are positive."""
+        """For the actor methods: negative, since the controller's are positive."""
 
     @_control
     async def greet(self) -> Greeting:
@@ -205,10 +206,12 @@ class RayRPCServer:
 
     @_control
     async def adopt(self, identity: WorkerIdentity) -> int:
-        """Become this worker. This follows the start, since ranks are given in the order of
-        devices, which Ray decides.
+        """Become this worker.
 
-        Returns: bytes that earlier processes have written to its log.
+        Separate from the start, since ranks follow the order of devices, which Ray decides.
+
+        Returns:
+            Size in bytes of its log, from earlier processes.
         """
         log = open_log(identity.log_path, identity.run_id)
         print(
@@ -216,17 +219,17 @@ class RayRPCServer:
         )
         log_start = redirect_output(log)
         write_to_stderr()
-        # the thread that crashed; all would push it out of the log's tail
+        # Only the crashed thread: the stacks of all threads would fill the log's tail.
         faulthandler.enable(all_threads=False)
         share_interpreter()
-        # Unique per process: the guardian must not take a successor of the same name for the family
-        # of this one.
+        # Unique per process: the guardian must not end a successor of the same name as part of this
+        # process's family.
         tag = f"{identity.run_id}/{identity.worker_id}/{secrets.token_hex(4)}"
         os.environ[guardian.TAG_VARIABLE] = tag
         guardian.spawn_guardian(tag, identity.log_path)
         self._store = RayHandleStore()
         self._pulse = Pulse(f"{identity.run_id}/{identity.worker_id}")
-        # Ray's own title is kept in ours: tools recognise its workers by it.
+        # Ends with Ray's own title, by which tools recognise its workers.
         title_end = " (ray::RayRPCServer)"
         self._host = EngineHost(identity, self._store, pulse=self._pulse, title_end=title_end)
         self._host.engine_thread.start("engine")
@@ -236,9 +239,16 @@ class RayRPCServer:
     async def open_channel(
         self, key: bytes, sample: SegmentLocation | None, tls: bool
     ) -> ChannelAddress:
-        """Listen for the controller's connection, with a key for this worker alone: on a Unix
-        socket where ``sample``, a segment of the controller, can be mapped here, else on this
-        node's own address. Raises: OSError.
+        """Listen for the controller's connection.
+
+        Args:
+            key: Key of this worker's channel alone.
+            sample: A segment of the controller. If it can be mapped here, the worker listens on a
+                Unix socket, else on this node's own address.
+            tls: Whether connections between machines use TLS.
+
+        Raises:
+            OSError: No port is free, or the observer cannot be started.
         """
         if self._channel is not None:
             self._channel.close()
@@ -274,30 +284,27 @@ class RayRPCServer:
 
     @_control
     async def fetch(self, request_id: int) -> list[Payload | ray.ObjectRef[Payload]]:
-        """The result that did not fit into a reply by the channel, in a list, since Ray would
-        resolve a bare reference.
+        """Return a result that did not fit into the channel, in a list.
+
+        Ray would resolve a bare reference.
         """
         return [self._side_path.results.pop(request_id)]
 
     @_control
     async def publish(self, handle: ResultHandle) -> list[ray.ObjectRef[Payload]]:
-        """The reference of what a handle stands for, in a list, since Ray would resolve a bare
-        one.
-        """
+        """Return a reference to a handle's value, in a list: Ray would resolve a bare reference."""
         return [await asyncio.to_thread(self._store.publish, handle)]
 
     @_control
     async def live(self) -> None:
-        """Never answered, so that its failure tells the controller at once that this process has
-        ended.
-        """
+        """Never return, so that its failure reports the end of this process at once."""
         await asyncio.get_running_loop().create_future()
 
     # --- for tools and other actors ---------------------------------------------------------------
 
     @_control
     async def health(self) -> WorkerHealth:
-        """What the worker is doing now."""
+        """Return the worker's current activity."""
         return self._host.health()
 
     @_control
@@ -313,16 +320,14 @@ class RayRPCServer:
     async def create_engine(
         self, engine: Any, engine_name: str | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        """Create an engine, by its import path or class; its name is the worker's id when None."""
+        """Create an engine from its import path or class; its default name is the worker's id."""
         name = engine_name or self._host.identity.worker_id
         await self._handle(Verb.CREATE_ENGINE, engine, args, kwargs, engine_name=name)
 
     async def call(
         self, method: str, engine_name: str | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call a method of an engine in its turn among the controller's calls, and return its
-        result.
-        """
+        """Call an engine's method, in order with the controller's calls, and return its result."""
         return await self._handle(Verb.CALL, args, kwargs, engine_name=engine_name, method=method)
 
     async def _handle(

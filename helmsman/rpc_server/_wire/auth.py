@@ -1,19 +1,18 @@
-"""The handshake that opens every connection of Helmsman: mutual HMAC authentication, inside TLS
-between machines.
+r"""Handshake of every connection: mutual HMAC authentication, inside TLS between machines.
 
     listener                                              connector
-    "helmsman plain\\n" or "helmsman tls  \\n"   ------->
+    "helmsman plain\n" or "helmsman tls  \n"   ------->
                      [ TLS 1.3, where the greeting says so ]
     nonce                                      ------->
                                                <-------   nonce, HMAC of "connector"
     HMAC of "listener", or zeros to refuse     ------->
 
 Both HMACs cover the two nonces and the fingerprint of the TLS certificate that the end presented or
-received. So a relay that terminates TLS with a certificate of its own fails, although no one knows
-the listener's certificate beforehand. Each HMAC covers its role, too, so that no connector's answer
-serves as a listener's answer to another connector. Each end accepts only the mode that it is set
-to: altering the greeting breaks the connection and does not downgrade it. Nothing is decoded before
-the handshake is done.
+received. A relay that terminates TLS with its own certificate therefore fails, although connectors
+have no prior copy of the listener's certificate. Each HMAC covers the role of its end, so a
+connector's HMAC cannot be replayed as a listener's. Each end accepts only its configured mode:
+altering the greeting breaks the connection and does not downgrade it. Nothing is decoded before the
+handshake is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from helmsman.rpc_server._wire.stream import Stream, open_tcp, open_unix
 from helmsman.rpc_server._wire.tls import TLS_VARIABLE, ServerTls, client_context, fingerprint_of
 
 HANDSHAKE_LIMIT_S = 5.0
-"""Seconds that a listener gives a peer to authenticate itself."""
+"""Seconds that a peer has to authenticate itself to a listener."""
 
 _MAGIC = b"helmsman"
 _PLAIN, _TLS = b" plain\n", b" tls  \n"
@@ -44,11 +43,16 @@ async def authenticate_connector(
     tls: ServerTls | None = None,
     on_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Authenticate the peer that has connected to this listener; the stream stays open, and the
-    caller bounds the time. ``on_step`` is called when the peer has done something that takes more
-    than a connection.
+    """Authenticate a peer that has connected to this listener. The caller limits the time.
 
-    Raises: ProtocolError, whose text is a predicate of the peer: "has another token".
+    Args:
+        stream: The connection; it stays open.
+        key: The run's key.
+        tls: The listener's TLS; None for a plain connection.
+        on_step: Called when the peer completes a step that costs it more than connecting.
+
+    Raises:
+        ProtocolError: Its text is a predicate about the peer, such as "has another token".
     """
     try:
         stream.write(_MAGIC + (_TLS if tls else _PLAIN))
@@ -77,11 +81,18 @@ async def authenticate_connector(
 async def authenticate_listener(
     stream: Stream, key: bytes, *, tls: bool, limit_s: float, where: str
 ) -> None:
-    """Authenticate the listener that this end has connected to, and this end to it, within
-    ``limit_s`` seconds; ``where`` is its address, for messages. A failure closes the stream.
+    """Authenticate this end and the listener that it has connected to. Closes the stream on error.
 
-    Raises: ProtocolError, whose cause is a TimeoutError, EOFError or ConnectionError where the
-        listener was silent or closed.
+    Args:
+        stream: The connection.
+        key: The run's key.
+        tls: Whether the connection must use TLS.
+        limit_s: Time limit in seconds.
+        where: Address of the listener, for messages.
+
+    Raises:
+        ProtocolError: The listener is not of this run. The cause is a TimeoutError, EOFError or
+            ConnectionError where it was silent or closed the connection.
     """
     try:
         async with asyncio.timeout(limit_s):
@@ -98,7 +109,7 @@ async def authenticate_listener(
 async def _authenticate_listener(stream: Stream, key: bytes, tls: bool, where: str) -> None:
     mode = b""
     if await stream.read(len(_MAGIC)) == _MAGIC:
-        # another program's greeting may be shorter than all of ours
+        # Read in two parts: another program's greeting may be shorter than ours.
         mode = await stream.read(len(_TLS))
     if mode not in (_PLAIN, _TLS):
         raise ProtocolError(
@@ -134,10 +145,20 @@ def _mac(key: bytes, role: bytes, signed: bytes) -> bytes:
 async def connect(
     address: str | tuple[str, int], key: bytes, limit_s: float, *, tls: bool = False
 ) -> socket.socket:
-    """Connect to a Unix socket's path, or numeric address and port, and authenticate both ends,
-    each within ``limit_s`` seconds. Returns the socket, non-blocking; an ssl.SSLSocket with TLS.
+    """Connect to a listener of this run and authenticate both ends.
 
-    Raises: OSError (no one listens), ProtocolError (it is not a process of this run).
+    Args:
+        address: Path of a Unix socket, or numeric address and port.
+        key: The run's key.
+        limit_s: Time limit in seconds, for connecting and for authenticating each.
+        tls: Whether the connection must use TLS.
+
+    Returns:
+        The socket, non-blocking; an ssl.SSLSocket with TLS.
+
+    Raises:
+        OSError: Connecting failed.
+        ProtocolError: The listener is not a process of this run.
     """
     if isinstance(address, str):
         stream, where = await open_unix(address, limit_s), address.replace("\0", "@")

@@ -1,12 +1,11 @@
-"""The payload codec: arguments and results of engine calls as a pickle stream and a list of raw
-buffers.
+"""Payload codec: encodes arguments and results as a pickle stream and a list of raw buffers.
 
 Pickle protocol 5 carries the structure (cloudpickle where a class or function must travel by
 value). Every large buffer stays out of the stream and is not copied. Neither torch nor NumPy is
 imported until a value needs it.
 
-Buffers are the caller's own memory until the transport has packed them. What arrives is private to
-the receiver: two views of one storage come back as two storages, while one object that occurs twice
+Buffers are the caller's own memory until the transport has packed them. Decoded values are private
+to the receiver: two views of one storage become two storages, while one object that occurs twice
 stays one object.
 """
 
@@ -45,18 +44,14 @@ _NONE = pickle.dumps(None, 5)
 
 
 class Payload(msgspec.Struct, frozen=True):
-    """An encoded value. Pickling it with protocol 5 (as Ray does) leaves its buffers out of band
-    once more.
-    """
+    """An encoded value. Pickling it with protocol 5, as Ray does, keeps its buffers out of band."""
 
     data: Any
     """The pickle stream; bytes, or a view of them."""
     buffers: list[Any]
-    """One-dimensional views of bytes, in the order in which the stream refers to them. Read-only
-    ones after ``encode``.
-    """
+    """One-dimensional views of bytes, in the order of the stream; read-only after ``encode``."""
     handles: list[ResultHandle]
-    """The handles inside the value, each once."""
+    """Distinct handles inside the value."""
 
     @property
     def nbytes(self) -> int:
@@ -71,9 +66,7 @@ class Payload(msgspec.Struct, frozen=True):
 
 
 class Packed:
-    """A value that is packed already, as a part of others: packed once for many messages, it
-    arrives as the value.
-    """
+    """A value that is packed once, to be part of many messages; it arrives as the plain value."""
 
     __slots__ = ("payload",)
 
@@ -81,9 +74,9 @@ class Packed:
         self.payload = payload
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The handles are pickled as such, so by the time this is unpacked they are what the
-        # receiver makes of them. Without their mark: pickle would restore it, and what arrives is
-        # the receiver's own, to be written to.
+        # The handles are pickled as such; the receiver resolves them before it unpacks this.
+        # Buffers go without their read-only mark, which pickle would restore: the received copy is
+        # the receiver's own and must be writable.
         buffers = [
             pickle.PickleBuffer(without_write_check(buffer)) for buffer in self.payload.buffers
         ]
@@ -97,11 +90,18 @@ def _unpack(data: Any, buffers: list[Any], values: list[Any]) -> Any:
 
 
 def encode(obj: Any, *, root: str = "value", inband_below: int = 4096) -> Payload:
-    """Pack a value that pickle or cloudpickle can take. Tensors on an accelerator arrive on the
-    host. The payload's buffers are read-only views of the caller's memory and keep it alive; those
-    of fewer than ``inband_below`` bytes go inside the stream.
+    """Encode a value that pickle or cloudpickle accepts. Accelerator tensors arrive on the host.
 
-    Raises: NotSerializableError, with the path from ``root`` to the part that cannot be pickled.
+    Args:
+        obj: The value.
+        root: Name of the value in error messages.
+        inband_below: Buffers of fewer bytes go inside the stream.
+
+    Returns:
+        The payload. Its buffers are read-only views of the caller's memory and keep it alive.
+
+    Raises:
+        NotSerializableError: A part cannot be pickled; has the path from ``root`` to the part.
     """
     if obj is None:
         return Payload(_NONE, [], [])  # what most methods return
@@ -110,7 +110,7 @@ def encode(obj: Any, *, root: str = "value", inband_below: int = 4096) -> Payloa
     try:
         return _encode(obj, inband_below)
     except Exception as exc:
-        # the objects' own __reduce__ and __getstate__ run here, and may raise anything
+        # __reduce__ and __getstate__ of user objects run here, and may raise anything.
         path, value_type, reason = find_unpicklable(
             obj, exc, root, lambda part: _encode(part, inband_below)
         )
@@ -120,12 +120,15 @@ def encode(obj: Any, *, root: str = "value", inband_below: int = 4096) -> Payloa
 
 
 def decode(payload: Payload, *, resolve: Callable[[ResultHandle], Any] | None = None) -> Any:
-    """Unpack a value, which lives in the payload's buffers from here on where they can be written
-    to; others are copied. ``resolve`` gives the value of a handle, once for each, and its errors
-    pass through; without it, handles stay handles.
+    """Decode a payload. The value uses the payload's writable buffers; others are copied.
 
-    Raises: NotLoadableError for what cannot be unpickled here, such as a class of a module that is
-        missing.
+    Args:
+        payload: The encoded value.
+        resolve: Returns the value of a handle, called once for each; its errors pass through.
+            Without it, handles stay handles.
+
+    Raises:
+        NotLoadableError: The value cannot be unpickled here, such as for a missing module.
     """
     if payload.data == _NONE:
         return None
@@ -137,9 +140,8 @@ def decode(payload: Payload, *, resolve: Callable[[ResultHandle], Any] | None = 
         if not values:
             return pickle.loads(payload.data, buffers=buffers)
         return _unpack(payload.data, buffers, values)
-    # Unpickling imports modules and runs constructors, which may raise anything, and a script
-    # parses its arguments at import: its SystemExit would end the thread, which may be an event
-    # loop's.
+    # Unpickling imports modules and runs constructors, which may raise anything. A script that
+    # parses its arguments at import raises SystemExit, which would end this thread or event loop.
     except (Exception, SystemExit) as exc:
         raise NotLoadableError(
             path="value",
@@ -149,18 +151,14 @@ def decode(payload: Payload, *, resolve: Callable[[ResultHandle], Any] | None = 
 
 
 def is_plain(payload: Payload) -> bool:
-    """Whether a payload is small and names no class or function, so that unpacking it runs no code
-    of others.
-    """
+    """Whether a payload is small and names no class or function, so decoding runs no user code."""
     return (
         len(payload.data) < 4096 and not payload.buffers and pickle.STACK_GLOBAL not in payload.data
     )
 
 
 def _is_plain(obj: Any, depth: int) -> bool:
-    """Whether the value is small and of built-in types alone, so that the C pickler serves it
-    without our hooks.
-    """
+    """Whether the value is small and of built-in types alone: the C pickler needs no hooks then."""
     kind = type(obj)
     if kind in _ATOMS or kind is bytes:
         return True
@@ -194,7 +192,7 @@ def _encode(obj: Any, inband_below: int) -> Payload:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not typed
-    """cloudpickle, with tensors as raw bytes and handles by number."""
+    """cloudpickle, with tensors as raw bytes and handles as indices."""
 
     def __init__(
         self,
@@ -207,12 +205,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
         self._handles = handles
         self._inband_below = inband_below
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-        # A module whose import another thread has only begun may lack the name yet.
+        # A module that another thread is still importing may lack the name.
         self._tensor_type = getattr(torch, "Tensor", None)
         self._array_type = getattr(numpy, "ndarray", None)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Called for all but the built-in types, so that lists of numbers pay nothing."""
+        """Reduce an object. Not called for built-in types, so lists of numbers pay nothing."""
         kind = type(obj)
         if kind is self._tensor_type:
             from helmsman.rpc_server._wire.tensors import reduce_tensor
@@ -223,21 +221,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
             self._handles.setdefault(obj.id, obj)
             return _handle_at, (list(self._handles).index(obj.id),)
         if kind is Batch or kind is Ragged:
-            return obj.__reduce__()  # views as they are: of their memory nothing else is sent
+            return obj.__reduce__()  # views stay views: only their own memory is sent
         if kind is self._array_type and obj.nbytes >= self._inband_below and not obj.flags.forc:
-            # NumPy puts an array with gaps inside the stream; its compact copy goes out of band.
+            # NumPy pickles a non-contiguous array in band; a compact copy goes out of band.
             return obj.copy(order="K").__reduce_ex__(5)
         reduced = super().reducer_override(obj)
         if isinstance(obj, StructMeta) and reduced is not NotImplemented:
-            # cloudpickle would send it by value, and lose its fields
+            # cloudpickle sends it by value and loses its fields.
             return reduce_struct_class(obj)
         return reduced
 
 
 def _handle_at(index: int) -> Any:
-    """Stands in the stream for a handle; the unpickler puts the value, or the handle, in its
-    place.
-    """
+    """Placeholder in the stream for a handle; the unpickler substitutes the value or the handle."""
     raise pickle.UnpicklingError(f"handle {index} outside of a payload")
 
 
@@ -247,7 +243,7 @@ class _HandleUnpickler(pickle.Unpickler):
         self._values = values
 
     def find_class(self, module: str, name: str) -> Any:
-        """As pickle's, but ``_handle_at`` looks into the values of this payload."""
+        """Return the class, like pickle; ``_handle_at`` instead looks up this payload's values."""
         if name == _handle_at.__name__ and module == __name__:
             return self._values.__getitem__
         return super().find_class(module, name)
@@ -256,8 +252,10 @@ class _HandleUnpickler(pickle.Unpickler):
 def encode_arguments(
     worker_id: str, engine_name: str, method: str, arguments: tuple[Any, ...]
 ) -> Payload:
-    """Pack a call's arguments. Raises ArgumentNotSerializableError with the path to the part that
-    is to blame.
+    """Encode a call's arguments.
+
+    Raises:
+        ArgumentNotSerializableError: A part cannot be pickled; has the path to the part.
     """
     try:
         return encode(arguments, root="arguments")

@@ -1,5 +1,6 @@
-"""Memory behind buffers: without copies and without the marks on it, and copied fast. Standard
-library only.
+"""Memory behind buffers: addresses, read-only marks, parallel copies and mappings.
+
+Standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 @functools.lru_cache(maxsize=1024)
 def bytes_type(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    # Making a ctypes array type costs several microseconds; shapes repeat.
+    # Creating a ctypes array type takes several microseconds, and shapes repeat.
     return ctypes.c_char * num_bytes
 
 
@@ -38,9 +39,7 @@ class _PyBuffer(ctypes.Structure):
 
 
 def address_of(view: memoryview) -> int:
-    """Where the bytes of a contiguous buffer begin, also of one that is marked as read-only. Valid
-    while the view lives.
-    """
+    """Return the address of a contiguous buffer, read-only or not; valid while the view lives."""
     buffer = _PyBuffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
     address: int = buffer.buf or 0
@@ -49,9 +48,7 @@ def address_of(view: memoryview) -> int:
 
 
 def without_write_check(data: Any) -> Any:
-    """``data`` itself if it can be written to, else the same memory without the mark, which torch
-    would warn about.
-    """
+    """Return the same memory without the read-only mark, about which torch would warn."""
     view = memoryview(data)
     if not view.readonly:
         return data
@@ -65,18 +62,18 @@ _POPULATED_FROM = 1 << 18
 _PARALLEL_FROM = 4 << 20
 _CHUNK_BYTES = 1 << 20
 _MOST_THREADS = 4
-"""More than a few threads wait for the memory and not for each other."""
+"""More threads are limited by memory bandwidth."""
 
 
 class Span(NamedTuple):
     target: int
-    """An address, as is ``source``."""
+    """Address of the destination; ``source`` is an address, too."""
     source: int
     num_bytes: int
 
 
 def copy(spans: Sequence[Span]) -> None:
-    """Copy bytes, on several threads where there are many."""
+    """Copy bytes, on several threads if there are many."""
     num_threads = _num_threads(sum(span.num_bytes for span in spans))
     if num_threads == 1:
         _copy(spans)
@@ -96,10 +93,10 @@ def copy(spans: Sequence[Span]) -> None:
 
 
 def populate(views: Sequence[memoryview]) -> None:
-    """Map the pages of large buffers, on several threads where there are many: a third of what a
-    reader's faults would cost.
+    """Map the pages of large buffers, on several threads for a large one.
 
-    A kernel that is older than 5.14 refuses, which does not matter.
+    This costs a third of the page faults of a reader. Kernels before 5.14 reject the call, which
+    is harmless.
     """
     for view in views:
         if view.nbytes >= _POPULATED_FROM:
@@ -115,7 +112,7 @@ def populate(views: Sequence[memoryview]) -> None:
 
 def _copy(spans: Sequence[Span]) -> None:
     for span in spans:
-        ctypes.memmove(*span)  # without the interpreter's lock
+        ctypes.memmove(*span)  # releases the interpreter lock
 
 
 def _num_threads(num_bytes: int) -> int:
@@ -132,26 +129,26 @@ def _in_parallel(parts: Sequence[Callable[[], object]]) -> None:
     begun = []
     try:
         for other in others:
-            # What was begun is needed if the next cannot be
+            # If submitting the next part fails, the finally block waits for those submitted.
             begun.append(_pool(os.getpid()).submit(other))  # noqa: PERF401
         mine()
     except RuntimeError:
-        # at the interpreter's end no thread can be had any more; to do a part twice does no harm
+        # During interpreter shutdown no thread can start. Doing a part twice does no harm.
         for part in parts:
             part()
     finally:
-        wait(begun)  # also after an interrupt: the memory must not go while others work on it
+        wait(begun)  # even after an interrupt: the memory must outlive the threads that use it
 
 
 @functools.cache
 def _pool(pid: int) -> ThreadPoolExecutor:
-    """Of this process: a forked child has none of its parent's threads."""
+    """Return the pool of this process: a forked child has none of its parent's threads."""
     return ThreadPoolExecutor(_MOST_THREADS - 1, "helmsman-copy")
 
 
 @functools.cache
 def libc() -> ctypes.CDLL:
-    """The C library, whose calls let go of the interpreter's lock."""
+    """Return the C library, whose calls release the interpreter lock."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (
@@ -170,31 +167,41 @@ def libc() -> ctypes.CDLL:
 def map_memory(
     fd: int, size: int, flags: int, *, owner: int | None = None
 ) -> ctypes.Array[ctypes.c_char]:
-    """Memory that is unmapped when nothing refers to it any more, by the process ``owner`` alone
-    where given. Raises OSError.
+    """Map memory that is unmapped when its last reference is dropped.
 
-    Not by the mmap module, which keeps a descriptor for each mapping: a few thousand received
-        batches would exhaust them.
+    The mmap module would keep a descriptor per mapping, and a few thousand received batches would
+    exhaust them.
+
+    Args:
+        fd: Descriptor of the file; -1 for anonymous memory.
+        size: Number of bytes.
+        flags: Flags of mmap(2).
+        owner: Pid of the only process that unmaps it; None for any.
+
+    Raises:
+        OSError: The memory cannot be mapped.
     """
     address = libc().mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         number = ctypes.get_errno()
         raise OSError(number, f"cannot map {size} bytes of memory: {os.strerror(number)}")
     array = (ctypes.c_char * size).from_address(address)
-    # Not at exit: tensors that live until then may still be read by other threads.
+    # Not at exit: other threads may still read tensors that live until then.
     weakref.finalize(array, _unmap, address, size, owner).atexit = False
     return array
 
 
 def _unmap(address: int, size: int, owner: int | None) -> None:
     if owner is None or owner == os.getpid():
-        # in a forked child these addresses may be something else's by now
+        # In a forked child these addresses may hold something else.
         libc().munmap(address, size)
 
 
 def own_copy(data: Any) -> Any:
-    """A copy that can be written to. Large ones lie in huge pages where the system has them: fresh
-    pages of the usual size take several times as long as the copying. Raises OSError.
+    """Return a writable copy.
+
+    Large ones use huge pages where available: faulting in normal pages takes several times as long
+    as copying. Raises OSError if memory cannot be mapped.
     """
     view = memoryview(data)
     if view.nbytes < _PARALLEL_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,4 +1,4 @@
-"""The messages between a controller and a worker, whatever carries them."""
+"""Messages between a controller and a worker, independent of the transport."""
 
 from __future__ import annotations
 
@@ -13,99 +13,93 @@ from helmsman.api.platforms import DeviceGrant
 
 
 class Verb(StrEnum):
+    """Operation of a request. Each docstring gives its arguments and result."""
+
     HEALTH = "health"
-    """-> WorkerHealth as msgpack, since it is asked often. Answered at once, also during a long
-    call.
-    """
+    """() -> WorkerHealth as msgpack, which is cheap. Answered at once, even during a long call."""
     STACKS = "stacks"
-    """-> str, the stacks of all threads."""
+    """() -> str, the stacks of all threads."""
     CONFIGURE = "configure"
-    """(WorkerConfig) -> None. Environment, thread counts, seeds."""
+    """(WorkerConfig) -> None. Sets environment, thread counts and seeds."""
     SET_ENV = "set_env"
     """(dict) -> None."""
     ENVIRONMENT = "environment"
     """() -> list[EnvironmentVariable], sorted by name, secrets masked."""
     LEASE_PORTS = "lease_ports"
-    """(int) -> list[int], ports held for this worker until it ends."""
+    """(int) -> list[int], ports leased to this worker until it ends."""
     PROBE_LISTEN = "probe_listen"
-    """(port, proof, seconds) -> str. Listens on a port, so that others can try to reach it; a port
-    of None ends that. Returns why it cannot, '' when it does."""
+    """(port, proof, seconds) -> str. Listens on a port, so that other workers can try to connect.
+
+    A port of None stops listening. Returns why listening failed, '' on success.
+    """
     CHECK_CONNECT = "check_connect"
-    """(address, port, proof, seconds) -> str. Connects to a worker that listens; returns why it
-    cannot, '' when it did.
+    """(address, port, proof, seconds) -> str. Connects to a worker that listens.
+
+    Returns why connecting failed, '' on success.
     """
     CREATE_ENGINE = "create_engine"
     """(path or class, args, kwargs) -> None, on the engine thread."""
     CALL = "call"
     """(args, kwargs) -> the method's result."""
     INSPECT = "inspect"
-    """([request id, ...]) -> {request id: CallState}. Reports the states of calls, and changes
-    nothing.
-    """
+    """([request id, ...]) -> {request id: CallState}. Reports the states of calls; read-only."""
     CANCEL = "cancel"
-    """(request id) -> CallState. Withdraws a call that has not begun; one that has begun goes
-    on.
-    """
+    """(request id) -> CallState. Withdraws a pending call; a call that has begun goes on."""
     RELEASE = "release"
     """(handle id) -> None."""
     FAULT = "fault"
-    """(FaultCommand) -> str, what it has ended that lasted. The worker does this to itself once it
-    has answered.
-    """
+    """(FaultCommand) -> str, the previous fault that it ends. Takes effect after the reply."""
     DESTROY = "destroy"
-    """(names or None) -> list[str]. Destroys these engines (None: all) on the engine thread;
-    returns what went wrong.
+    """(names or None) -> list[str]. Destroys engines (None: all) on the engine thread.
+
+    Returns descriptions of the failures.
     """
     SHUTDOWN = "shutdown"
     """() -> None; the process ends after the reply."""
 
 
 ENGINE_WORK = frozenset({Verb.CREATE_ENGINE, Verb.CALL, Verb.DESTROY})
-"""What is done for engines, in the order in which it was asked for."""
+"""Verbs that concern engines; they begin in the order of their arrival."""
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """One request. Its payload, packed apart by the codec, is the tuple of the verb's arguments."""
+    """One request. Its payload, which the codec packs separately, holds the verb's arguments."""
 
     id: int
     """Unique on its connection."""
     verb: Verb
     engine_name: str | None = None
-    """None for the engine that bears the worker's id."""
+    """None for the engine named after the worker."""
     method: str = ""
     keep: bool = False
-    """Leave the result in the worker and answer with a handle."""
+    """Keep the result in the worker and reply with a handle."""
     broadcast: bool | None = None
-    """Whether arguments come from the head of the model-parallel group; None lets the engine's
-    topology decide.
+    """Whether arguments come from the head of the model-parallel group.
+
+    None derives it from the engine's topology.
     """
     discard: bool = False
-    """Answer with None, since nobody wants the result."""
+    """Reply with None, since the caller does not use the result."""
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to the request of the same id; the payload is the result, or the error when not
-    ``ok``.
-    """
+    """Reply to the request of the same id; its payload is the result if ``ok``, else the error."""
 
     id: int
     ok: bool
 
 
 class CallState(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a call is, asked for shortly before its time-out, and after it."""
+    """State of a call, inspected shortly before its timeout and after it."""
 
     state: Literal["waiting", "running", "withdrawn", "ended"]
-    """waiting: it has not begun; running: it has; withdrawn: it had not, and now never will; ended:
-    its reply is on the way, or it has not arrived."""
+    """waiting: not begun; running: begun; withdrawn: will never begin; ended: its reply is on the
+    way, or the request has not arrived.
+    """
     stack: str = ""
-    """Innermost frames of the call while it runs, of the call that runs before it while it waits or
-    was withdrawn.
-    """
+    """Innermost frames of the call while it runs, else of the call that runs before it."""
     running: str | None = None
-    """'engine.method' that occupies the engine thread, or the event loop before a call that waits
-    for that.
-    """
+    """'engine.method' that occupies the engine thread, or the event loop if the call needs that."""
     running_s: float | None = None
 
     def describe(self, *, may_withdraw: bool = True) -> str:
@@ -142,23 +136,21 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     rank: int
     seed: int = 0
-    """Seed of the run; the worker seeds from (seed, role, rank)."""
+    """Seed of the run; the worker derives its own from (seed, role, rank)."""
     environment: list[EnvironmentVariable] = []
-    """Set before anything else; torch gets as many threads as OMP_NUM_THREADS says."""
+    """Set before anything else; torch uses OMP_NUM_THREADS threads."""
     grant: DeviceGrant | None = None
-    """Accelerators that the worker was granted, which it verifies on the first use of its
-    platform.
-    """
+    """Accelerators granted to the worker; verified on the first use of its platform."""
 
 
 class FaultCommand(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["kill", "stop"]
     factor: float = math.inf
-    """A process that is stopped runs for one part of the time in so many; infinity for none."""
+    """Slowdown of a stopped process: it runs for 1/factor of the time; infinity for not at all."""
     seconds: float = math.inf
-    """For how long; infinity until its end."""
+    """Duration in seconds; infinity until the process ends."""
     ends_raylet: bool = False
-    """Whether Ray's own process on the node is killed, too."""
+    """Whether the node's raylet is killed, too."""
 
     def describe(self) -> str:
         if self.kind == "kill":

@@ -1,7 +1,7 @@
-"""Which part of a value cannot be pickled: the path to it, for the error message.
+"""Locates the part of a value that cannot be pickled, for the error message.
 
-The walk follows what pickle itself would take (the state and arguments that ``__reduce_ex__``
-gives), so that a field which a class leaves out of its state on purpose is never blamed.
+The walk follows pickle itself (the state and arguments from ``__reduce_ex__``), so it never reports
+a field that a class deliberately leaves out of its state.
 """
 
 from __future__ import annotations
@@ -22,16 +22,22 @@ _MAX_DEPTH = 32
 def find_unpicklable(
     obj: Any, error: Exception, root: str, pickles: Callable[[Any], object]
 ) -> tuple[str, str, str]:
-    """Find the smallest part of ``obj``, whose pickling raised ``error``, that cannot be pickled;
-    ``pickles`` tries one part.
+    """Find the smallest part of a value that cannot be pickled.
 
-    Returns: The path from ``root``, such as ``args[0]['cfg'].lock``; the type of what is found
-    there; and the reason, in the words of the exception which that part raised.
+    Args:
+        obj: The value.
+        error: The exception that pickling it raised.
+        root: Name of the value.
+        pickles: Tries to pickle one part.
+
+    Returns:
+        The path from ``root``, such as ``args[0]['cfg'].lock``, the part's type, and the text of
+        the exception that the part raised.
     """
     path, seen = root, {id(obj)}
     for _ in range(_MAX_DEPTH):
         if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
-            break  # nested too deep: each part of it would fail the same way
+            break  # too deeply nested: each part fails in the same way
         found = _first_failing(obj, seen, pickles)
         if found is None:
             break
@@ -42,7 +48,7 @@ def find_unpicklable(
 
 
 def type_name(obj: object) -> str:
-    """The type of a value as one would write it: ``dict``, ``_thread.lock``."""
+    """Name the type of a value as in source code: ``dict``, ``_thread.lock``."""
     kind = type(obj)
     return (
         kind.__qualname__
@@ -59,14 +65,14 @@ def _first_failing(
             continue
         try:
             pickles(part)
-        # The part's own __reduce__ runs here, and may raise anything
+        # The part's own __reduce__ runs here, and may raise anything.
         except Exception as exc:  # noqa: BLE001
             return label, part, exc
     return None
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    """What pickle would visit below ``obj``, with the piece of path that leads there."""
+    """Yield the parts of ``obj`` that pickle visits, each with its path from ``obj``."""
     if isinstance(obj, types.FunctionType):
         yield from _function_parts(obj)
         return
@@ -118,12 +124,10 @@ def _sequence_parts(
 
 
 def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What travels with a function that goes by value: its closure, the globals that it names, its
-    defaults.
-    """
+    """Yield the parts of a function pickled by value: closure, referenced globals, defaults."""
     try:
         variables = inspect.getclosurevars(function)
-    except ValueError:  # a cell that is not filled yet
+    except ValueError:  # a closure cell is still empty
         return
     for where, names in (("closure", variables.nonlocals), ("globals", variables.globals)):
         yield from ((f".<{where}>.{name}", value) for name, value in names.items())
@@ -137,10 +141,10 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _reduced_parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    """The state and the arguments that the object gives to pickle."""
+    """Yield the state and the arguments that the object provides to pickle."""
     try:
         reduced: object = obj.__reduce_ex__(5)
-    # The object itself is to blame, and its error is known already
+    # The object itself fails, and its error is already known.
     except Exception:  # noqa: BLE001
         return
     if not isinstance(reduced, tuple):
@@ -164,7 +168,7 @@ def _reduced_parts(obj: Any) -> Iterator[tuple[str, Any]]:
 def _shown(key: object) -> str:
     try:
         text = repr(key)
-    # A key's own __repr__ must not hide the error that is being told
+    # A key's broken __repr__ must not hide the reported error.
     except Exception:  # noqa: BLE001
         text = f"<{type_name(key)}>"
     return text if len(text) <= 40 else f"{text[:37]}..."

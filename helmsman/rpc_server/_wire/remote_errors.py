@@ -1,4 +1,4 @@
-"""What an engine raised, as an error of ours that can travel."""
+"""Conversion of an engine's exception into a Helmsman error that can be sent."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from helmsman.rpc_server._wire.messages import Request, Verb, WorkerIdentity
 
 _OWN_PACKAGE = "helmsman.rpc_server."
 MAX_TEXT_CHARS = 64 * 1024
-"""Longest text of an exception that is sent; longer ones are truncated."""
+"""Longest text of an exception in characters; longer ones are truncated."""
 MAX_PICKLE_BYTES = 64 * 1024
-"""Largest pickled exception that is sent; of a larger one only type, message and traceback are."""
+"""Largest pickled exception; of a larger one only type, message and traceback are sent."""
 _MAX_TRACEBACK_CHARS = 20_000
 _MAX_LINE_CHARS = 8_000
-"""Longest frame or message in a traceback, so that a long one leaves room for the frames before
-it.
-"""
+"""Longest frame or message in a traceback, so that the frames before it are kept."""
 
 
 def remote_error(
     identity: WorkerIdentity, request: Request, error: BaseException
 ) -> errors.HelmsmanError:
-    """Our error for what an engine raised; the original goes along where it can be pickled."""
+    """Convert an engine's exception. The original is included if it can be pickled."""
     fields: dict[str, Any] = {
         "worker_id": identity.worker_id,
         "engine_name": request.engine_name,
@@ -40,8 +38,8 @@ def remote_error(
     if request.verb is Verb.CREATE_ENGINE:
         return errors.EngineCreationError(**fields)
     try:
-        # Unpickled here already: an exception that pickles may still fail to come back (required
-        # constructor arguments).
+        # Unpickled here as well: an exception that pickles may fail to unpickle, for example for
+        # required constructor arguments.
         original = cloudpickle.dumps(error)
         if len(original) > MAX_PICKLE_BYTES:
             reason = (
@@ -65,7 +63,7 @@ def _type_name(error: BaseException) -> str:
 
 
 def clipped(text: str, limit: int = MAX_TEXT_CHARS) -> str:
-    """The first characters of a text, with a note of how many there were."""
+    """Truncate a text, with a note of its length."""
     return (
         text
         if len(text) <= limit
@@ -77,11 +75,11 @@ def _text(error: BaseException) -> str:
     try:
         return clipped(str(error))
     except Exception as failure:  # noqa: BLE001 - a broken __str__ must not hide the error
-        return f"<its text could not be made: {type(failure).__name__}>"
+        return f"<no text: str() raised {type(failure).__name__}>"
 
 
 def traceback_text(error: BaseException) -> str:
-    """The traceback from the engine's own frames on; the tail of it when it is very long."""
+    """Format the traceback from the engine's own frames on; only the tail if it is very long."""
     trace = error.__traceback__
     while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(
         _OWN_PACKAGE

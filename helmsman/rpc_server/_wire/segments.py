@@ -1,13 +1,13 @@
-"""Large buffers between processes of one machine: packed into memory that the receiver maps.
+"""Large buffers between processes of one machine, packed into memory that the receiver maps.
 
-A segment is a sealed memfd: the kernel frees it with the last descriptor and mapping, however its
-owner dies. The receiver opens it through ``/proc`` and maps it privately, so both share a PID
-namespace and a user. The sender keeps it open until the receiver has attached.
+A segment is a sealed memfd: the kernel frees it with the last descriptor and mapping, even if its
+owner is killed. The receiver opens it through ``/proc`` and maps it privately, so both must share a
+PID namespace and a user. The sender keeps it open until the receiver has attached.
 
-Fresh pages cost several times what copying into used ones does, so a closed segment is kept for a
-while and used again, once no other process has it mapped: the kernel grants a write lease on a file
-only then. The content has a number, which changes when the segment is closed, so a receiver that is
-too late finds another number instead of other data.
+Fresh pages cost several times as much as copying into used ones. A closed segment is therefore kept
+for a while, and reused once no other process has it mapped: only then does the kernel grant a write
+lease on its file. The content has a number, which changes when the segment is closed, so a late
+receiver detects another number and never reads other data.
 
 A child made by a bare ``fork`` keeps its copies of the descriptors, and their memory, until it
 ends.
@@ -38,32 +38,30 @@ from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server._wire.memory import Span, address_of, copy, libc, map_memory, populate
 
 HAS_SEGMENTS = sys.platform == "linux" and hasattr(os, "memfd_create")
-"""Whether this machine has segments."""
+"""Whether this system supports segments."""
 
 _ALIGNMENT = 64
 _HEADER_BYTES = _ALIGNMENT
-"""Before the first buffer: the number of what is in the segment, as 8 bytes."""
+"""Offset of the first buffer; before it is the number of the content, as 8 bytes."""
 _NAME = "helmsman-"
 _SMALLEST = 1 << 17
 _SPARE_S = 60.0
-"""How long a closed segment is kept for the next."""
+"""Seconds that a closed segment is kept for reuse."""
 _MOST_SPARES = 32
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; not in the fcntl module
 
 
 class SegmentLocation(msgspec.Struct, frozen=True):
-    """Where another process of this machine and user finds a segment."""
+    """How another process of this machine and user finds a segment."""
 
     pid: int
-    """Its owner."""
+    """Pid of its owner."""
     fd: int
     """The owner's descriptor."""
     name: str
-    """Name of the memfd, which no other has: a recycled pid or descriptor is noticed."""
+    """Unique name of the memfd, which reveals a recycled pid or descriptor."""
     number: int
-    """Of what is in it: a segment that was closed meanwhile, and may be in use for something else,
-    is noticed.
-    """
+    """Number of the content, which reveals a segment that was closed or reused meanwhile."""
     size: int
     """From its start to the end of the last buffer, in bytes."""
     offsets: list[int]
@@ -73,8 +71,9 @@ class SegmentLocation(msgspec.Struct, frozen=True):
 
 
 class ShmSegment(Closing):
-    """Buffers packed into shared memory, as their owner holds them. A context manager; ``close``
-    gives the memory back, or keeps it for a segment to come.
+    """Buffers packed into shared memory, at their owner; a context manager.
+
+    ``close`` releases the memory, or keeps it for reuse.
     """
 
     def __init__(self, location: SegmentLocation, memory: _Memory) -> None:
@@ -86,15 +85,20 @@ class ShmSegment(Closing):
         return self.location.size
 
     def close(self) -> None:
-        """Let go of the segment; idempotent. Receivers that have attached keep theirs."""
+        """Release the segment; idempotent. Receivers that have attached keep their mapping."""
         memory, self._memory = self._memory, None
         if memory is not None:
             spares.give(memory)
 
 
 def pack(buffers: Sequence[Any]) -> ShmSegment:
-    """Copy one-dimensional contiguous buffers of bytes, none of them empty, into a segment. Raises
-    OSError.
+    """Copy buffers into a segment.
+
+    Args:
+        buffers: One-dimensional contiguous buffers of bytes; none may be empty.
+
+    Raises:
+        OSError: The memory cannot be allocated.
     """
     views = [memoryview(buffer) for buffer in buffers]
     sizes = [view.nbytes for view in views]
@@ -124,16 +128,22 @@ def pack(buffers: Sequence[Any]) -> ShmSegment:
 
 
 def attach(location: SegmentLocation, *, populated: bool = True) -> list[memoryview]:
-    """Map a segment of another process privately; its buffers keep the mapping alive. Raises
-    ProtocolError where it is gone.
+    """Map a segment of another process privately; the buffers keep the mapping alive.
+
+    Args:
+        location: The segment.
+        populated: Map its pages now.
+
+    Raises:
+        ProtocolError: The segment no longer exists, or does not match its location.
     """
     path = f"/proc/{location.pid}/fd/{location.fd}"
     try:
         owner_uid = os.stat(f"/proc/{location.pid}").st_uid
-        # NONBLOCK and NOCTTY: whatever else this number has become by now must not make us wait.
+        # NONBLOCK and NOCTTY: a reused descriptor number may now refer to a FIFO or terminal.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as exc:
-        raise _lost(location, f"it cannot be opened any more ({exc.strerror})") from exc
+        raise _lost(location, f"it can no longer be opened ({exc.strerror})") from exc
     try:
         _verify(location, fd, owner_uid)
         array = map_memory(fd, location.size, mmap.MAP_PRIVATE)
@@ -141,7 +151,7 @@ def attach(location: SegmentLocation, *, populated: bool = True) -> list[memoryv
         os.close(fd)
     address = ctypes.addressof(array)
     if ctypes.c_uint64.from_address(address).value != location.number:
-        raise _lost(location, "its owner has let go of it")
+        raise _lost(location, "its owner has released it")
     whole = pickle.PickleBuffer(array).raw()
     if populated:
         populate([whole])
@@ -152,9 +162,7 @@ def attach(location: SegmentLocation, *, populated: bool = True) -> list[memoryv
 
 
 def can_attach(location: SegmentLocation) -> bool:
-    """Whether this process can map a segment, so whether it shares a machine, PID namespace and
-    user with the owner.
-    """
+    """Whether this process shares a machine, PID namespace and user with the segment's owner."""
     try:
         attach(location)
     except (ProtocolError, OSError):
@@ -163,16 +171,15 @@ def can_attach(location: SegmentLocation) -> bool:
 
 
 def can_reuse() -> bool:
-    """Whether this system lets segments be used again; they are slower where it does not."""
+    """Whether this system can reuse segments; without reuse they are slower."""
     with pack([b"helmsman"]) as segment:
         return segment._memory is not None and segment._memory.capacity > 0
 
 
 class _Memory:
-    """A memfd that this process alone can write to: by a mapping that was made before it was
-    sealed.
+    """A memfd that only this process can write to, by a mapping made before the memfd was sealed.
 
-    Use ``holding``.
+    Create it by ``holding``.
     """
 
     def __init__(
@@ -195,17 +202,17 @@ class _Memory:
         )
         fd = file.fileno()
         try:
-            # Written and not copied to the mapping: a page is allocated and filled at once, without
-            # a fault and without being zeroed before.
+            # Written, and not copied to the mapping: this allocates and fills a page at once,
+            # without a page fault and without zeroing it first.
             for view, offset in zip(views, offsets, strict=True):
                 written = 0
                 while written < view.nbytes:  # Linux writes at most 2 GiB at once
                     written += os.pwrite(fd, view[written:], offset + written)
-            # Room for what may come next; it takes no memory until it is written to.
+            # Room for reuse; it takes no memory until it is written to.
             capacity = max(_SMALLEST, 1 << (end - 1).bit_length())
             os.ftruncate(fd, capacity)
             array = _sealed_mapping(fd, capacity)
-            # what a broken lease would send is ignored then, and not deadly
+            # The signal of a broken lease is ignored by default; SIGIO would kill the process.
             fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         except BaseException:
             file.close()
@@ -214,11 +221,11 @@ class _Memory:
 
     @property
     def capacity(self) -> int:
-        """Bytes that fit; 0 when it cannot be used again."""
+        """Bytes that fit; 0 if it cannot be reused."""
         return 0 if self._array is None or self._pid != os.getpid() else len(self._array)
 
     def void(self) -> None:
-        """Let nobody find any more what is in it; those that have it mapped keep it."""
+        """Invalidate the content for new receivers; those that have it mapped keep it."""
         if self.capacity:
             assert self._array is not None
             self.number += 1
@@ -227,7 +234,7 @@ class _Memory:
     def fill(self, views: Sequence[memoryview], offsets: Sequence[int], end: int) -> None:
         assert self._array is not None
         if end > self._allocated:
-            # here a lack of memory is an error; in the mapping it would be a signal
+            # Here a lack of memory is an error; in the mapping it would be a SIGBUS.
             os.posix_fallocate(self.fd, self._allocated, end - self._allocated)
             self._allocated = end
         address = ctypes.addressof(self._array)
@@ -244,34 +251,32 @@ class _Memory:
 
 
 class _Spares:
-    """Memory of closed segments, which the next may use. At most a thirty-second of the machine's,
-    and 1 GiB.
-    """
+    """Memory of closed segments for reuse; at most 1/32 of the machine's memory, and 1 GiB."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: list[_Memory] = []
-        """The longest idle first."""
+        """Longest idle first."""
 
     @functools.cached_property
     def _limit(self) -> int:
         return min(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 32)
 
     def take(self, num_bytes: int) -> _Memory | None:
-        """The smallest spare memory of so many bytes that nobody has mapped any more."""
+        """Return the smallest spare memory of enough bytes that no other process has mapped."""
         with self._lock:
             for memory in sorted(self._kept, key=lambda each: each.capacity):
                 if (
                     memory.capacity >= num_bytes
                     and memory.capacity <= max(_SMALLEST, 4 * num_bytes)
-                    and _nobody_else_has_it_open(memory.fd)
+                    and _is_exclusive(memory.fd)
                 ):
                     self._kept.remove(memory)
                     return memory
         return None
 
     def give(self, memory: _Memory) -> None:
-        """Keep memory, at the price of what was idle for long, or lies there too much."""
+        """Keep memory for reuse; drops memory that is idle for too long or exceeds the limits."""
         now = memory.idle_since = time.monotonic()
         memory.void()
         with self._lock:
@@ -295,7 +300,7 @@ class _Spares:
                 self._kept.pop().close()
 
     def after_fork(self) -> None:
-        """In the child: the parent's memory is not its own to write to."""
+        """Drop the parent's memory in a child, which must not write to it."""
         self._lock = threading.Lock()
         self.drop()
 
@@ -307,22 +312,18 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def _leases_tell() -> bool:
-    """Whether this kernel refuses a lease on what somebody has mapped; one that does not would let
-    data change below him.
-    """
+    """Whether this kernel refuses leases on mapped memory; else reuse would corrupt readers."""
     with _opened_again(os.memfd_create(_NAME + "lease", os.MFD_CLOEXEC), os.O_RDWR) as file:
         os.ftruncate(file.fileno(), mmap.PAGESIZE)
         with _opened_again(os.dup(file.fileno()), os.O_RDONLY) as again:
             reader = map_memory(again.fileno(), mmap.PAGESIZE, mmap.MAP_PRIVATE)
-        refused = not _nobody_else_has_it_open(file.fileno())
+        refused = not _is_exclusive(file.fileno())
         del reader
-        return refused and _nobody_else_has_it_open(file.fileno())
+        return refused and _is_exclusive(file.fileno())
 
 
 def _opened_again(fd: int, flags: int) -> io.FileIO:
-    """The file of a descriptor, which is closed, opened once more: for leases the kernel counts
-    only files that were opened.
-    """
+    """Reopen a file and close its descriptor: the kernel counts only opened files for leases."""
     try:
         return io.FileIO(
             os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC),
@@ -332,7 +333,7 @@ def _opened_again(fd: int, flags: int) -> io.FileIO:
         os.close(fd)
 
 
-def _nobody_else_has_it_open(fd: int) -> bool:
+def _is_exclusive(fd: int) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
@@ -342,10 +343,11 @@ def _nobody_else_has_it_open(fd: int) -> bool:
 
 
 def _sealed_mapping(fd: int, size: int) -> ctypes.Array[ctypes.c_char] | None:
-    """A mapping to write by, of a memfd that is sealed against all other writes; None where the
-    kernel cannot do so, or has no leases: then the memfd can be used once.
+    """Return a writable mapping of a memfd, and seal the memfd against all other writes.
+
+    Returns None where the kernel does not support that, or leases: the memfd can be used once then.
     """
-    if _leases_tell() and _nobody_else_has_it_open(fd):
+    if _leases_tell() and _is_exclusive(fd):
         array = map_memory(fd, size, mmap.MAP_SHARED, owner=os.getpid())
         try:
             fcntl.fcntl(
@@ -355,7 +357,7 @@ def _sealed_mapping(fd: int, size: int) -> ctypes.Array[ctypes.c_char] | None:
             del array
         else:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SEAL"))
-            # a child does not unmap it, see map_memory
+            # A child does not unmap it (see map_memory).
             libc().madvise(ctypes.addressof(array), size, mmap.MADV_DONTFORK)
             return array
     fcntl.fcntl(
@@ -365,24 +367,21 @@ def _sealed_mapping(fd: int, size: int) -> ctypes.Array[ctypes.c_char] | None:
 
 
 def _seals(*names: str) -> int:
-    # By name: the module has them on Linux alone, and this one must import everywhere.
+    # By name: the fcntl module has them on Linux only, and this module must import everywhere.
     return sum(getattr(fcntl, name) for name in names)
 
 
 def _lost(location: SegmentLocation, reason: str) -> ProtocolError:
     return ProtocolError(
         f"the shared memory {location.name} ({location.size} bytes, descriptor {location.fd} of "
-        f"process {location.pid}) cannot "
-        f"be attached: {reason}. Its process has ended, or let go of it too early; look at the "
-        "log of that process.",
+        f"process {location.pid}) cannot be attached: {reason}. Its process has ended, or has "
+        "released it too early; see the log of that process.",
         location=location,
     )
 
 
 def _verify(location: SegmentLocation, fd: int, owner_uid: int) -> None:
-    """Make sure that ``fd`` is the segment that the location names, made by this user, and is
-    sealed.
-    """
+    """Verify that ``fd`` is the segment that the location names, made by this user, and sealed."""
     target, status = os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd)
     if (
         target != f"/memfd:{location.name} (deleted)"

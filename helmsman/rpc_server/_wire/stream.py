@@ -1,7 +1,6 @@
 """Bytes over a non-blocking socket on an event loop, plain or TLS.
 
-asyncio's own streams do not give their socket back, which a channel needs once its peer is
-authenticated.
+asyncio's own streams do not return their socket, which a channel needs after authentication.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from typing import Any
 
 _BACKLOG_FULL_PAUSE_S = 0.01
 _MAX_SOCKET_PATH_BYTES = 103
-"""Longest path in a socket address on every system (104 bytes with the final zero on macOS, 108 on
-Linux).
-"""
+"""Longest socket path on every system (104 bytes with the final zero on macOS, 108 on Linux)."""
 
 _TCP_OPTIONS = {
     "TCP_KEEPIDLE": 60,
@@ -29,14 +26,14 @@ _TCP_OPTIONS = {
 }
 
 WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-"""Raised by a non-blocking socket, plain or TLS, that has to wait for its peer."""
+"""Raised by a non-blocking socket, plain or TLS, that must wait for its peer."""
 
 
 class Stream:
-    """A connected socket, for one reader.
+    """A connected socket for one reader.
 
     Args:
-        sock: the stream makes it non-blocking, and closes it.
+        sock: Becomes non-blocking, and is closed with the stream.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -48,10 +45,15 @@ class Stream:
         self._sent = asyncio.Event()
         """Set when everything is sent, and when the stream is closed."""
         self._waiting: asyncio.Future[None] | None = None
-        """Of the reader."""
+        """Resolved when the socket is ready for the reader, or closed."""
 
     async def read(self, size: int) -> bytes:
-        """Read exactly ``size`` bytes. A cancelled call loses none. Raises EOFError, OSError."""
+        """Read exactly ``size`` bytes. A cancelled call loses none.
+
+        Raises:
+            EOFError: The peer closed the connection.
+            OSError: The connection failed, or was closed here.
+        """
         while len(self._received) < size:
             self._require_open()
             try:
@@ -67,9 +69,7 @@ class Stream:
         return taken
 
     def write(self, data: bytes) -> None:
-        """Send without waiting. If the connection is lost meanwhile, the stream closes, and its
-        reader raises.
-        """
+        """Send without waiting. A connection error closes the stream, and its reader raises."""
         if not self.is_open:
             return
         had_unsent = bool(self._unsent)
@@ -97,8 +97,10 @@ class Stream:
             await self._sent.wait()
 
     async def start_tls(self, context: ssl.SSLContext, *, server_side: bool) -> None:
-        """Do a TLS handshake on a connection with nothing to send. Raises OSError, of which
-        ssl.SSLError is one.
+        """Perform a TLS handshake. The stream must have no unsent bytes.
+
+        Raises:
+            OSError: The handshake failed, usually with ssl.SSLError.
         """
         self._require_open()
         wrapped = context.wrap_socket(
@@ -122,11 +124,11 @@ class Stream:
         return self.socket
 
     def close(self) -> None:
-        """Close at once, with what is unsent; a reader gets ConnectionAbortedError. Idempotent."""
+        """Close at once and drop unsent bytes; a reader gets ConnectionAbortedError. Idempotent."""
         if not self.is_open:
             return
         self.is_open = False
-        if self.socket.fileno() >= 0:  # not where wrapping it for TLS has failed
+        if self.socket.fileno() >= 0:  # negative if wrapping it for TLS failed
             loop = asyncio.get_running_loop()
             loop.remove_reader(self.socket)
             loop.remove_writer(self.socket)
@@ -163,7 +165,9 @@ def _settle(future: asyncio.Future[None]) -> None:
 
 async def open_unix(path: str, limit_s: float) -> Stream:
     """Connect to a Unix socket within ``limit_s`` seconds; abstract paths begin with a null byte.
-    Raises OSError.
+
+    Raises:
+        OSError: Connecting failed.
     """
     raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -174,8 +178,7 @@ async def open_unix(path: str, limit_s: float) -> Stream:
                 try:
                     raw.connect(address)
                 except BlockingIOError:
-                    # the listener's backlog is full, and a non-blocking Unix socket does not queue
-                    # for it
+                    # The listener's backlog is full; a non-blocking Unix socket does not queue.
                     if time.monotonic() > deadline:
                         raise
                     await asyncio.sleep(_BACKLOG_FULL_PAUSE_S)
@@ -187,9 +190,7 @@ async def open_unix(path: str, limit_s: float) -> Stream:
 
 
 def tune_tcp(sock: socket.socket) -> None:
-    """Send small messages at once, and detect within two minutes that a connection is lost, whether
-    idle or not.
-    """
+    """Send small messages at once, and detect a lost connection within two minutes."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _TCP_OPTIONS.items():
@@ -198,8 +199,10 @@ def tune_tcp(sock: socket.socket) -> None:
 
 
 async def open_tcp(address: tuple[Any, ...], limit_s: float) -> Stream:
-    """Connect to a numeric address and port, as getaddrinfo returns them, within ``limit_s``
-    seconds. Raises: OSError.
+    """Connect to a numeric address and port, in the form that getaddrinfo returns.
+
+    Raises:
+        OSError: Connecting failed; TimeoutError after ``limit_s`` seconds.
     """
     raw = socket.socket(
         socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM
@@ -220,8 +223,9 @@ async def open_tcp(address: tuple[Any, ...], limit_s: float) -> Stream:
 
 @contextlib.contextmanager
 def fitting_path(path: str) -> Iterator[str]:
-    """A path to the same socket that fits into an address while the context is open; TMPDIR may be
-    too long for one.
+    """Yield a path to the same socket that fits into an address; TMPDIR may be too long for one.
+
+    The path is valid while the context is open.
     """
     if (
         path.startswith("\0")

@@ -1,8 +1,7 @@
-"""msgspec Struct classes that travel by value: those of the user's script, which a worker cannot
-import.
+"""Pickling by value of msgspec Struct classes of the user's script, which workers cannot import.
 
-cloudpickle (3.1) makes an empty class first and adds its attributes later, which gives a Struct
-without fields. Here the class is made with its fields and configuration at once; methods and
+cloudpickle (3.1) creates an empty class and adds its attributes later, which gives a Struct without
+fields. This module creates the class with its fields and configuration at once. Methods and
 annotations follow, since they may refer to the class itself.
 """
 
@@ -27,7 +26,7 @@ class _Probe(msgspec.Struct):
 
 _Factory: Any = type(_Probe.__struct_defaults__[0])
 
-# A class that comes back, or comes twice, is the one that is here already.
+# A class that returns, or arrives twice, is the existing one.
 _classes: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 _ids: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 _complete: weakref.WeakSet[type] = weakref.WeakSet()
@@ -51,11 +50,11 @@ _CONFIG = (
 _MADE_WITH_THE_CLASS = frozenset(
     {"__annotations__", "__slots__", "__dict__", "__weakref__", "__module__", "__qualname__"}
 )
-_NEEDED_AT_ONCE = "__orig_bases__"  # typing.Generic looks for it while the class is made
+_NEEDED_AT_ONCE = "__orig_bases__"  # typing.Generic reads it while the class is created
 
 
 def reduce_struct_class(cls: Any) -> tuple[Any, ...]:
-    """What pickle needs to make a Struct class anew."""
+    """Return pickle's instructions to recreate a Struct class."""
     with _lock:
         class_id = _ids.setdefault(cls, uuid.uuid4().hex)
         _classes[class_id] = cls
@@ -78,7 +77,7 @@ def reduce_struct_class(cls: Any) -> tuple[Any, ...]:
         for name, value in cls.__dict__.items()
         if name not in _MADE_WITH_THE_CLASS and not isinstance(value, MemberDescriptorType)
     }
-    # msgspec looks for __post_init__ once, while the class is made: a stand-in calls the real one,
+    # msgspec looks up __post_init__ only while the class is created: a stand-in calls the real one,
     # which follows.
     at_once = {"__post_init__": _post_init} if "__post_init__" in attributes else {}
     if _NEEDED_AT_ONCE in attributes:
@@ -88,7 +87,7 @@ def reduce_struct_class(cls: Any) -> tuple[Any, ...]:
 
 
 def _described(default: Any) -> tuple[str, Any]:
-    """A default in parts that can be pickled; msgspec's own holder of a factory cannot."""
+    """Return a default as parts that can be pickled; msgspec's factory holder cannot."""
     if default is NODEFAULT:
         return "none", None
     if isinstance(default, _Factory):

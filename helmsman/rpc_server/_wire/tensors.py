@@ -1,8 +1,8 @@
-"""Tensors for the codec: how an exact ``torch.Tensor`` becomes raw bytes, and how it comes back.
+"""Tensors for the codec: converts an exact ``torch.Tensor`` to raw bytes and back.
 
-What is sent is the tensor's own memory where its elements lie densely, in any order, with shape and
-strides. Dimensions of stride 0 (``expand``) cost nothing. Views with gaps are copied compactly
-first. The codec imports this module, and so torch, when a value has a tensor.
+A tensor with dense elements, in any order, is sent from its own memory, with shape and strides.
+Dimensions of stride 0 (``expand``) cost nothing. Views with gaps are copied compactly first. The
+codec imports this module, and with it torch, when a value contains a tensor.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ import torch  # noqa: TID253 - see above
 
 from helmsman.rpc_server._wire.memory import bytes_type, without_write_check
 
-# How the bytes are to be read, besides dtype, shape and strides.
+# Flags beside dtype, shape and strides.
 _CONJUGATED = 1
 _NEGATED = 2
 _REQUIRES_GRAD = 4
 
-# Not every dtype has copy kernels (the small integers have none), but the integer of its size has.
-# Elements are only moved, never computed with, so the type does not matter.
+# Not every dtype has copy kernels (small integers have none), but the integer of its size does.
+# Elements are only moved, so the type does not matter.
 _MOVED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]] | tuple[Any, ...]
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Reduced | None:
-    """What pickle needs to rebuild a tensor, with its elements as one ``PickleBuffer``. One on an
-    accelerator is copied to the host, and arrives there. A non-leaf arrives as a leaf, as with
-    torch's own pickling.
+    """Return pickle's instructions to rebuild a tensor; its elements are one ``PickleBuffer``.
 
-    Returns None for the kinds that torch's own pickling must handle: sparse, quantized, nested and
-    meta tensors, and those with backward hooks.
+    A tensor on an accelerator is copied to the host, and arrives there. A non-leaf arrives as a
+    leaf, as in torch's own pickling.
+
+    Returns:
+        None for tensors that torch's own pickling must handle: sparse, quantized, nested and meta
+        tensors, and those with backward hooks.
     """
     if (
         tensor.layout is not torch.strided
@@ -67,11 +69,9 @@ def reduce_tensor(tensor: torch.Tensor) -> Reduced | None:
 def _dense(
     tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[torch.Tensor, int, tuple[int, ...]]:
-    """The host tensor whose first ``n`` elements in memory are to be sent, ``n``, and the strides
-    to read them with.
-    """
+    """Return a host tensor, the number of its leading elements to send, and the strides to read."""
     raw = tensor.detach()
-    # An involution takes a lazily set bit off again; the bytes below it are what is sent.
+    # Applying the involution again clears a lazily set bit; the bytes below it are sent.
     if raw.is_conj():
         raw = raw.conj()
     if raw.is_neg():
@@ -83,7 +83,7 @@ def _dense(
     num_own = functools.reduce(int.__mul__, own_shape, 1)
     span = 1 + sum((size - 1) * stride for size, stride in zip(own_shape, strides, strict=True))
     if span <= num_own:
-        # Dense in some order, or overlapping windows: the stretch of memory is no longer than the
+        # Dense in some order, or overlapping windows: the memory span is no longer than the
         # elements.
         flat = raw.as_strided((span,), (1,))
         return flat.cpu(), span, strides
@@ -95,10 +95,10 @@ def _dense(
 
 
 def _memory_of(tensor: torch.Tensor, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
-    """The first ``num_bytes`` bytes from the tensor's first element on, without a copy.
+    """Return the bytes from the tensor's first element on, without a copy.
 
-    The result keeps the storage alive, not only the tensor: ``tensor.data = other`` would free the
-        memory of the latter.
+    The result keeps the storage alive, and not only the tensor: ``tensor.data = other`` would free
+    the tensor's memory.
     """
     array = bytes_type(num_bytes).from_address(tensor.data_ptr())
     array.storage = tensor.untyped_storage()  # type: ignore[attr-defined]
@@ -108,9 +108,7 @@ def _memory_of(tensor: torch.Tensor, num_bytes: int) -> ctypes.Array[ctypes.c_ch
 def rebuild_tensor(
     data: Any, dtype_name: str, shape: tuple[int, ...], strides: tuple[int, ...], flags: int
 ) -> torch.Tensor:
-    """The tensor that ``reduce_tensor`` took apart. It lives in the memory of ``data`` and keeps it
-    alive.
-    """
+    """Rebuild a tensor from ``reduce_tensor``; it uses the memory of ``data``, kept alive by it."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     if data is None:
         tensor = torch.empty_strided(shape, strides, dtype=dtype)
@@ -118,8 +116,7 @@ def rebuild_tensor(
         flat = torch.frombuffer(without_write_check(data), dtype=dtype)
         if flat.data_ptr() % flat.element_size():
             flat = flat.clone()
-        # .data: a tensor of its own and not a view of `flat`, which autograd would treat
-        # differently.
+        # .data makes an independent tensor: autograd treats a view of `flat` differently.
         tensor = flat.as_strided(shape, strides).data
     if flags:
         if flags & _CONJUGATED:

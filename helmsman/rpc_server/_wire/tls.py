@@ -1,9 +1,8 @@
-"""TLS 1.3 for connections between machines: the switch, the contexts, and a self-signed certificate
-for each listener.
+"""TLS 1.3 for connections between machines: switch, contexts, and self-signed certificates.
 
 Neither end verifies the certificate's signature or names. Each end mixes the certificate's
-fingerprint into its HMAC (auth.py), so a relay that terminates TLS with a certificate of its own
-fails the authentication.
+fingerprint into its HMAC (auth.py), so a relay that terminates TLS with its own certificate fails
+the authentication.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from typing import NamedTuple
 from helmsman.api.extras import needed_by
 
 TLS_VARIABLE = "HELMSMAN_TLS"
-"""Environment variable: '0' switches TLS off, for trusted networks; connections are still
-authenticated. '1' is the default.
+"""Environment variable: '1' (default): TLS between machines; '0', for trusted networks: none.
+
+Connections are authenticated in both cases.
 """
 
 _VALID_FROM, _VALID_UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
-"""The certificate is used for as long as its process lives, whatever the clocks of the machines."""
+"""Always valid, so that wrong clocks of the machines do not matter."""
 
 
 class ServerTls(NamedTuple):
@@ -34,8 +34,10 @@ class ServerTls(NamedTuple):
 
 
 def uses_tls(environ: Mapping[str, str]) -> bool:
-    """Whether connections between machines use TLS. Raises ValueError when the variable is neither
-    0 nor 1.
+    """Whether connections between machines use TLS.
+
+    Raises:
+        ValueError: The variable is neither 0 nor 1.
     """
     value = environ.get(TLS_VARIABLE, "1")
     if value not in ("0", "1"):
@@ -47,13 +49,18 @@ def uses_tls(environ: Mapping[str, str]) -> bool:
 
 
 def server_tls() -> ServerTls:
-    """A context with a new key and certificate. Raises BackendNotInstalledError, OSError."""
+    """Return a context with a new key and certificate.
+
+    Raises:
+        BackendNotInstalledError: The package cryptography is missing.
+        OSError: The key cannot be written to a temporary file.
+    """
     pem, certificate = make_certificate()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # a session is never resumed
+    context.num_tickets = 0  # sessions are never resumed
     with tempfile.NamedTemporaryFile(prefix="helmsman-") as file:
-        # mode 0600; the ssl module reads keys from files only
+        # The file has mode 0600; the ssl module reads keys from files only.
         file.write(pem)
         file.flush()
         context.load_cert_chain(file.name)
@@ -62,8 +69,9 @@ def server_tls() -> ServerTls:
 
 @functools.cache
 def client_context() -> ssl.SSLContext:
-    """The context of connecting ends. It accepts any certificate: the HMAC that follows covers its
-    fingerprint.
+    """Return the context of connecting ends.
+
+    It accepts any certificate: the HMAC that follows covers the certificate's fingerprint.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -77,9 +85,7 @@ def fingerprint_of(certificate: bytes | None) -> bytes:
 
 
 def make_certificate() -> tuple[bytes, bytes]:
-    """A new P-256 key with a certificate signed by itself, as PEM, and the certificate alone, as
-    DER.
-    """
+    """Return a new P-256 key with its self-signed certificate (PEM), and the certificate (DER)."""
     with needed_by(f"TLS between machines ({TLS_VARIABLE}=0 switches it off)", "cryptography"):
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization

@@ -1,7 +1,6 @@
-"""Requests and replies as messages on a connection, and the session by which messages survive the
-loss of a connection.
+"""Requests and replies as messages, and the session that preserves them across reconnections.
 
-A payload is one message between processes of one machine, with small parts inside and large ones in
+Between processes of one machine a payload is one message, with small parts inside and large ones in
 a segment:
 
     sender                                            receiver
@@ -10,10 +9,10 @@ a segment:
     segment.close()  <──────── a confirmation ─────── value = decode(payload)
 
 After ``to_wire`` tensors may be written to again. Without segments (macOS, or between machines) all
-goes inside the message.
+parts go inside the message.
 
 A connection begins with a resumption of its session. Each message then arrives once and in order,
-also after a reconnection:
+even across reconnections:
 
     connector                                           listener
     token, attempt, messages received   ------->                     attempt 0 opens a new session
@@ -21,9 +20,9 @@ also after a reconnection:
     messages that the other end lacks   <------>   messages that the other end lacks
     then each message: length, number of messages received, body
 
-Both ends keep each message until the other end has confirmed it. Every message confirms all that
-were received before it; one without a body does nothing else and is not counted. An attempt that
-arrives after a later one is refused.
+Both ends keep each message until the other end has confirmed it. Every message confirms all
+messages received before it; one without a body does nothing else and is not counted. An attempt
+that arrives after a later one is refused.
 """
 
 from __future__ import annotations
@@ -49,39 +48,45 @@ from helmsman.rpc_server._wire.segments import (
 _CALLS = frozenset({Verb.CALL, Verb.CREATE_ENGINE})
 
 INLINE_BYTES = 64 * 1024
-"""From here on a buffer, or a pickle stream, goes in a segment."""
+"""Buffers and pickle streams of this size or more go in a segment."""
 
-_INLINE_BUDGET = 16  # thresholds' worth of small buffers inside one message
+_INLINE_BUDGET = 16  # limit for all small buffers inside one message, in thresholds
 
 
 class WirePayload(msgspec.Struct, array_like=True):
-    """A payload as one message of msgpack: small parts inside, large ones in a segment."""
+    """A payload as one msgpack message: small parts inside, large ones in a segment."""
 
     data: bytes
-    """The pickle stream; empty when it is the last buffer of the segment."""
+    """The pickle stream; empty if it is the last buffer of the segment."""
     inline: list[bytearray] = []
-    """The small buffers, in their order."""
+    """The small buffers, in order."""
     is_inline: list[bool] = []
-    """For each buffer of the payload, in order, whether it is in ``inline``; the others are in the
-    segment, in order.
+    """For each buffer of the payload, in order: whether it is the next one of ``inline``, or else
+    of the segment.
     """
     handles: bytes = b""
-    """The handles, pickled, since their locations are the transport's own; empty when there are
-    none.
-    """
+    """The handles, pickled, since each transport has its own locations; empty if there are none."""
     segment: SegmentLocation | None = None
-    """Where the large buffers are."""
+    """Location of the large buffers."""
 
 
 def to_wire(
     payload: Payload, *, threshold: int = INLINE_BYTES, segments: bool = True
 ) -> tuple[WirePayload, ShmSegment | None]:
-    """Make a payload ready to send to another process: what msgpack can encode, and the segment, if
-    one was needed, which is to be kept open until the receiver has attached.
+    """Prepare a payload for another process.
 
-    Buffers, and a pickle stream, of ``threshold`` bytes or more go in a segment. So do smaller ones
-    once those inside the message make up 16 times as much. Without ``segments`` all goes inside.
-    Raises: OSError.
+    Args:
+        payload: The payload.
+        threshold: Buffers and pickle streams of this many bytes or more go in a segment. So do
+            smaller buffers once those inside the message exceed 16 times as much.
+        segments: False puts everything inside the message.
+
+    Returns:
+        The message, and its segment if it needs one. The caller keeps the segment open until the
+        receiver has attached.
+
+    Raises:
+        OSError: The segment cannot be allocated.
     """
     data = payload.data if isinstance(payload.data, bytes) else bytes(payload.data)
     handles = pickle.dumps(payload.handles, 5) if payload.handles else b""
@@ -111,11 +116,14 @@ def to_wire(
 
 
 def from_wire(wire: WirePayload, *, populated: bool = True) -> Payload:
-    """The payload that ``to_wire`` made ready. All its buffers can be written to and belong to the
-    receiver alone. Without ``populated`` the caller maps the pages of the segment
-    (``memory.populate``).
+    """Restore the payload that ``to_wire`` prepared. Its buffers are private and writable.
 
-    Raises: ProtocolError where the segment is gone, or is not what the message says.
+    Args:
+        wire: The message.
+        populated: Map the segment's pages now; if False, the caller does (``memory.populate``).
+
+    Raises:
+        ProtocolError: The segment no longer exists, or does not match the message.
     """
     if not wire.is_inline and wire.segment is None and not wire.inline and wire.data:
         return Payload(wire.data, [], pickle.loads(wire.handles) if wire.handles else [])
@@ -133,19 +141,19 @@ def from_wire(wire: WirePayload, *, populated: bool = True) -> Payload:
 
 
 MAX_FRAME_BYTES = 1 << 30
-"""Largest message; large buffers travel beside it, so only a huge in-band pickle comes near it."""
+"""Largest message. Large buffers travel beside it, so only a huge in-band pickle approaches it."""
 
 
 class RequestFrame(msgspec.Struct, frozen=True, array_like=True):
     request: Request
     payload: WirePayload | None = None
-    """None when it travels beside the message."""
+    """None if it travels beside the message."""
 
 
 class ReplyFrame(msgspec.Struct, frozen=True, array_like=True):
     reply: Reply
     payload: WirePayload | None = None
-    """None when it travels beside the message."""
+    """None if it travels beside the message."""
 
 
 encode_frame = msgspec.msgpack.Encoder().encode
@@ -162,8 +170,10 @@ def pack_length(size: int) -> bytes:
 
 
 def unpack_length(prefix: bytes | bytearray, most: int = MAX_FRAME_BYTES) -> int:
-    """The size of the message behind this prefix. Raises ProtocolError for a negative size, or one
-    of more than ``most``.
+    """Return the size of the message behind this prefix.
+
+    Raises:
+        ProtocolError: The size is negative, or more than ``most``.
     """
     (size,) = _LENGTH.unpack(prefix)
     if not 0 <= size <= most:
@@ -172,18 +182,16 @@ def unpack_length(prefix: bytes | bytearray, most: int = MAX_FRAME_BYTES) -> int
 
 
 def salvage_request_id(body: memoryview) -> int | None:
-    """The id of a request that ``decode_request`` refuses; None where that cannot be read
-    either.
-    """
+    """Return the id of a request that ``decode_request`` rejects; None if it is unreadable, too."""
     try:
         request_id = msgspec.msgpack.decode(body)[0][0]
     except (msgspec.MsgspecError, LookupError, TypeError, ValueError, RecursionError):
-        return None  # so many bytes are not a request at all
+        return None  # not a request at all
     return request_id if type(request_id) is int else None
 
 
 class FrameReader:
-    """Takes bytes as they come and gives back whole messages."""
+    """Splits a stream of bytes into whole messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -194,7 +202,7 @@ class FrameReader:
             and len(data) >= _LENGTH.size
             and len(data) == _LENGTH.size + _LENGTH.unpack_from(data)[0]
         ):
-            return [data[_LENGTH.size :]]  # by far the most common: one whole message
+            return [data[_LENGTH.size :]]  # the most common case: exactly one message
         self._buffer += data
         frames = []
         start = 0
@@ -219,9 +227,7 @@ def require_size(size: int) -> None:
 
 
 class Outgoing:
-    """A request and its payload. The message of a small one is made once for all workers that it
-    goes to.
-    """
+    """A request and its payload. A small one is encoded once for all its workers."""
 
     __slots__ = ("_body", "in_order", "is_call", "is_small", "num_bytes", "payload", "request")
 
@@ -230,10 +236,10 @@ class Outgoing:
         self.payload = payload
         self.num_bytes = payload.nbytes
         self.is_small = self.num_bytes < INLINE_BYTES
-        """Whether it is one message without a segment."""
+        """Whether it fits into one message without a segment."""
         self.in_order = request.verb in ENGINE_WORK
         self.is_call = request.verb in _CALLS
-        """Whether it runs an engine's own code."""
+        """Whether it runs engine code."""
         self._body: bytes | None = None
 
     def body(self) -> bytes:
@@ -242,8 +248,11 @@ class Outgoing:
         return self._body
 
     def packed(self, *, shares_memory: bool) -> tuple[bytes, ShmSegment | None]:
-        """The encoded RequestFrame of any, and the segment of its large buffers if there is one.
-        Raises OSError, ProtocolError.
+        """Return the encoded RequestFrame, and the segment of its large buffers if there is one.
+
+        Raises:
+            OSError: The segment cannot be allocated.
+            ProtocolError: The request cannot be encoded.
         """
         wire, segment = to_wire(self.payload, segments=shares_memory)
         try:
@@ -264,13 +273,9 @@ class Outgoing:
 
 
 HELLO = struct.Struct("!16sqq")
-"""First message of a connector: the session's token, the number of the attempt, and how many
-messages it has received.
-"""
+"""First message of a connector: session token, attempt number, number of messages received."""
 WELCOME = struct.Struct("!q")
-"""The answer: how many messages the listener has received; -1 where it does not know the
-session.
-"""
+"""The answer: number of messages that the listener has received; -1 for an unknown session."""
 
 _COUNTED = struct.Struct("!iq")
 _COUNT = struct.Struct("!q")
@@ -280,28 +285,32 @@ _CONFIRM_EACH = 64
 class Session:
     """One end of a session.
 
-    The caller serializes the methods that make bytes, and writes the bytes in that order. It
+    The caller serializes the methods that return bytes, and writes the bytes in that order. It also
     serializes ``take`` and ``taken``.
     """
 
     def __init__(self) -> None:
         self.num_received = 0
         self._num_told = 0
-        """Messages whose receipt was confirmed by what was written last."""
+        """Number of messages whose receipt the last write confirmed."""
         self._num_confirmed = 0
         self._kept: collections.deque[tuple[bytes, ShmSegment | None]] = collections.deque()
-        """Messages that are not confirmed, and the segment that belongs to each."""
+        """Unconfirmed messages, with their segments."""
         self._num_bytes = self._num_confirmed_bytes = 0
-        """Two counts, since ``keep`` and ``take`` may run on different threads."""
+        """Separate counts, since ``keep`` and ``take`` may run on different threads."""
 
     @property
     def num_kept_bytes(self) -> int:
         return self._num_bytes - self._num_confirmed_bytes
 
     def keep(self, body: bytes, segment: ShmSegment | None = None) -> bytes:
-        """Keep a message, and its segment open, until it is confirmed; returns the bytes to write.
+        """Keep a message, and its segment open, until it is confirmed.
 
-        Raises: ProtocolError for one that is too large, which is not kept.
+        Returns:
+            The bytes to write.
+
+        Raises:
+            ProtocolError: The message is too large. It is not kept.
         """
         size = len(body) + _COUNT.size
         if size > MAX_FRAME_BYTES:
@@ -314,8 +323,13 @@ class Session:
         return _COUNTED.pack(size, self._num_told) + body
 
     def take(self, message: bytes) -> memoryview:
-        """The body of a message from the peer, without its length; empty for a mere confirmation.
-        Raises ProtocolError.
+        """Return the body of a message from the peer; empty for a mere confirmation.
+
+        Args:
+            message: The message without its length.
+
+        Raises:
+            ProtocolError: The message is malformed.
         """
         if len(message) < _COUNT.size:
             raise ProtocolError(
@@ -327,9 +341,7 @@ class Session:
         return memoryview(message)[_COUNT.size :]
 
     def taken(self, num_bytes: int, wire: WirePayload | None) -> bool:
-        """Count a message of this size and payload; returns whether a confirmation is due, which no
-        other message carries.
-        """
+        """Count a received message; returns whether it must be confirmed by a separate message."""
         self.num_received += 1
         if num_bytes >= INLINE_BYTES or (wire is not None and wire.segment is not None):
             return True
@@ -340,10 +352,13 @@ class Session:
         return _COUNTED.pack(_COUNT.size, self._num_told)
 
     def resume(self, num_received: int) -> list[bytes]:
-        """The bytes that a new connection begins with, at the other end of which so many messages
-        were received.
+        """Return the bytes that a new connection begins with.
 
-        Raises: ProtocolError where that cannot be.
+        Args:
+            num_received: Number of messages that the other end has received.
+
+        Raises:
+            ProtocolError: The number contradicts what was sent and confirmed.
         """
         self._confirm(num_received)
         return [
@@ -358,9 +373,8 @@ class Session:
         num_new = num_received - self._num_confirmed
         if not 0 <= num_new <= len(self._kept):
             raise ProtocolError(
-                f"the peer says that it has received {num_received} messages, expected "
-                f"{self._num_confirmed} to "
-                f"{self._num_confirmed + len(self._kept)}"
+                f"the peer reports {num_received} messages received, expected "
+                f"{self._num_confirmed} to {self._num_confirmed + len(self._kept)}"
             )
         for _ in range(num_new):
             body, segment = self._kept.popleft()

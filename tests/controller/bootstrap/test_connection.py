@@ -306,7 +306,7 @@ async def test_door_refuses_another_program(listener: Listener, said: bytes) -> 
         peer.sendall(said)
         peer.shutdown(socket.SHUT_WR)
         assert await listener.refused.get() == (
-            "a process on 127.0.0.1 is not taken: it did not prove that it belongs to this run"
+            "a process on 127.0.0.1 was refused: it did not prove that it belongs to this run"
         )
         assert await asyncio.to_thread(ended, peer)
 

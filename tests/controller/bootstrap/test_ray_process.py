@@ -66,7 +66,7 @@ async def test_ray_process_lives_and_ends(make_ray: MakeRay, tag: str) -> None:
     [
         (
             "import sys; print('no room'); sys.exit(3)",
-            "ray start exited with code 3; the end of what it printed:\nno room",
+            "ray start exited with code 3; the end of its output:\nno room",
         ),
         ("import os; os.kill(os.getpid(), 9)", "ray start was ended by SIGKILL"),
         (
@@ -138,7 +138,7 @@ async def test_ray_process_start_detects_a_dead_process(
     )
     with pytest.raises(BootstrapError) as caught:
         await make_ray(source).start("run-1")
-    assert f"{name} has ended; the end of what it printed:\n\n{name}.err: {reason}" in str(
+    assert f"{name} has ended; the end of its output:\n\n{name}.err: {reason}" in str(
         caught.value
     )
     assert str(caught.value).count(reason) == 1

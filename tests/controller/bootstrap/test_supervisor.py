@@ -183,7 +183,7 @@ def test_supervisor_refuses_nodes(make_nodes: MakeNodes) -> None:
     nodes.start(1, secret="another").ends(
         92, f"127.0.0.1:{nodes.port} has another key", "--token-file, or HELMSMAN_TOKEN"
     )
-    assert "a process on 127.0.0.1 is not taken: it has another token" in head.output
+    assert "a process on 127.0.0.1 was refused: it has another token" in head.output
     first = nodes.start(1)
     first.said("joined the cluster")
     nodes.start(1).ends(
@@ -234,7 +234,7 @@ def test_supervisor_head_with_too_many_open_files(make_nodes: MakeNodes) -> None
         resource.prlimit(head.process.pid, resource.RLIMIT_NOFILE, (40, hard))
         for _ in range(40):
             stack.enter_context(socket.create_connection(("127.0.0.1", nodes.port)))
-        head.said("could not be heard: Too many open files")
+        head.said("could not be accepted: Too many open files")
     nodes.start(1).ends(0)
     head.ends(0)
 

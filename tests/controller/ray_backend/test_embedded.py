@@ -322,7 +322,7 @@ def lose(name, closes):
     caller.join(10.0)
     said("call failed:", bool(failures), time.monotonic() - killed < 10.0)
     (failure,) = failures
-    end = f"{name} (pid {pid}) was ended by SIGKILL (by whom is not known)"
+    end = f"{name} (pid {pid}) was ended by SIGKILL (sender unknown)"
     said("names it:", end in str(failure))
     said("log:", os.path.basename(failure.log_path), "worker:", failure.worker_id)
     said("blames others:", "OOM" in str(failure), "unharmed" in str(failure))

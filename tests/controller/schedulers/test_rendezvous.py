@@ -151,7 +151,7 @@ def free_port() -> int:
     [
         ("127.0.0.1", b"proof", ""),
         ("::1", b"proof", ""),
-        ("127.0.0.1", b"wrong", "something else answers there"),
+        ("127.0.0.1", b"wrong", "another program answers there"),
     ],
 )
 def test_reach_while_a_listener_listens(

@@ -534,7 +534,7 @@ def test_recovery_leaves_siblings_running(training: Training, scheduler: LocalSc
     ]
     with pytest.raises(
         InvalidSpecError,
-        match="a role whose workers no other stands on; reference would go with them",
+        match="a role whose workers no other role uses; reference would end with them",
     ):
         scheduler.restart_workers("train", elsewhere=True)
 
@@ -545,7 +545,7 @@ def test_recovery_names_roles_in_the_same_workers(
     inside = SchedulingStrategy(type="colocation", target="train")
     scheduler.create_workers(Job(role="guest", replicas=2, scheduling_strategy=inside))
     training.before[1] = training.fault("loss", 0)
-    with pytest.raises(InvalidSpecError, match="guest would go with them") as caught:
+    with pytest.raises(InvalidSpecError, match="guest would end with them") as caught:
         training.run()
     cause = caught.value.__cause__
     assert isinstance(cause, WorkerFailedError)

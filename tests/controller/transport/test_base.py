@@ -17,7 +17,7 @@ from helmsman.rpc_server._wire.codec import encode
         (0, "exited with code 0"),
         (3, "exited with code 3"),
         (-11, "was ended by SIGSEGV"),
-        (None, "ended without leaving its exit status"),
+        (None, "ended with an unknown exit status"),
     ],
 )
 def test_describe_exit(returncode: int | None, expected: str) -> None:

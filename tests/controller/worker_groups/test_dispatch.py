@@ -298,7 +298,7 @@ def test_dispatch_refuses_marks() -> None:
             for mode in (Dispatch.ONE_TO_ALL, Dispatch.DP_MP_COMPUTE):
                 with pytest.raises(
                     DispatchError,
-                    match=f"is a {type(mark).__name__}, and .* is declared: {mode.name}",
+                    match=rf"is a {type(mark).__name__}, but .* declaration .*: {mode.name}",
                 ):
                     dispatch(Topology(dp=2), declared(mode), args, kwargs)
 
@@ -357,7 +357,7 @@ def test_dispatch_of_rows_that_do_not_divide(
         ((torch.tensor(1.0),), r"a Tensor has no rows"),
         (
             ([1, 2], [1, 2, 3, 4]),
-            r"arguments that are cut together have as many rows; got x: 2, y: 4",
+            r"arguments that are cut together must have equal numbers of rows; got x: 2, y: 4",
         ),
     ],
 )
@@ -387,7 +387,7 @@ def test_padding_of_the_caller_stays() -> None:
     spec = declared(Dispatch.DP_MP_COMPUTE, remainder="pad")
     with pytest.raises(
         DispatchError,
-        match="a part of 2 rows, 1 of them padding, returned 4 rows, so nobody can tell",
+        match="a part of 2 rows, 1 of them padding, returned 4 rows, so the padding rows",
     ):
         run(
             Topology(dp=2), spec, lambda info, args, kwargs: [*args[0], *args[0]], KINDS["batch"](3)
@@ -408,7 +408,7 @@ def test_padding_of_the_caller_stays() -> None:
         ),
         ([[1], None], r"its parts returned list and NoneType"),
         ([torch.zeros(1), [1]], r"its parts returned tensor and list"),
-        ([torch.zeros(1, 2), torch.zeros(1, 3)], r"what its parts returned cannot be joined"),
+        ([torch.zeros(1, 2), torch.zeros(1, 3)], r"the results of its parts cannot be joined"),
         (
             [Batch({"x": [1]}), Batch({"y": [1]})],
             r"cannot be joined: batch 1 has the columns y; the first has x",

@@ -161,7 +161,7 @@ def test_open_log_foreign_file_in_shared_folder(shared: Path) -> None:
 def test_open_log_hard_link_in_shared_folder(shared: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("as it was")
     os.link(tmp_path / "precious", shared / "a-0.log")
-    with pytest.raises(UntrustedPathError, match="expected a file without other names"):
+    with pytest.raises(UntrustedPathError, match="expected a file without other hard links"):
         write(shared / "a-0.log")
     assert (tmp_path / "precious").read_text() == "as it was"
 

@@ -14,8 +14,8 @@ from helmsman.rpc_server._wire.auth import authenticate_connector
 from helmsman.rpc_server._wire.stream import Stream
 
 TOKEN, PROOF = (
-    "is not taken: it has another token",
-    "is not taken: it did not prove that it belongs to this run",
+    "was refused: it has another token",
+    "was refused: it did not prove that it belongs to this run",
 )
 
 
