@@ -19,12 +19,9 @@ ELSEWHERE = {
 }
 """Pages whose snippets another test runs."""
 
-SCRIPTS = [each for page in PAGES for each in python_of(page) if each.is_script]
-RUN = [
-    page
-    for page in PAGES
-    if python_of(page) and str(page.relative_to(ROOT)) not in ELSEWHERE and page.name != "README.md"
-]
+HERE = [page for page in PAGES if python_of(page) and str(page.relative_to(ROOT)) not in ELSEWHERE]
+SCRIPTS = [each for page in HERE for each in python_of(page) if each.is_script]
+RUN = [page for page in HERE if page.name != "README.md"]
 YAML = [each for page in PAGES for each in snippets(page) if each.language == "yaml"]
 PRINTS = {
     "class Counter": "[42, 42]\n",

@@ -274,16 +274,11 @@ def groups(stack: contextlib.ExitStack) -> dict[str, Any]:
     return {"scheduler": scheduler, "batch": Batch({"tokens": [[n] for n in range(8)]})}
 
 
-def recipes(stack: contextlib.ExitStack) -> dict[str, Any]:
-    make_model(Path("qwen"), num_layers=2, width=64)
-    Path("train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
-    return {}
-
-
 def others(stack: contextlib.ExitStack) -> dict[str, Any]:
     scheduler = stack.enter_context(make_scheduler("inline", num_cpus=64, num_gpus=16))
     tasks = [{"prompt_ids": prompt} for prompt in PROMPTS * 20]
-    recipes(stack)
+    make_model(Path("qwen"), num_layers=2, width=64)
+    Path("train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
     return {**roles(stack, scheduler), "scheduler": scheduler, "tasks": tasks, "PPO": Role}
 
 
@@ -313,14 +308,6 @@ WORLDS: dict[str, World] = {
             ('"/models/qwen"', '"qwen"'),
             ('"max_new_tokens": 256}', '"max_new_tokens": 8}, steps=1, prompts_per_step=2'),
             ('{"placement": "colocated"}', '{"scheduler": "local"}'),
-        ],
-    ),
-    "docs/recipes.md": World(
-        recipes,
-        sizes=[
-            ('"/models/qwen"', '"qwen"'),
-            ('train={"lr": 1e-6}', 'train={"lr": 1e-6}, steps=1, prompts_per_step=2'),
-            ("steps=100", "steps=1, batch_size=1"),
         ],
     ),
     "docs/rollouts.md": World(
