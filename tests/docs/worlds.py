@@ -35,7 +35,9 @@ from helmsman.api.pairs import pair_samples
 from helmsman.api.reward_shaping import token_rewards
 from helmsman.engines.rollout import HFRolloutEngine
 from helmsman.recipes import make_model
+from tests.docs.rewards import Task, check
 from tests.docs.snippets import ROOT, Snippet
+from tests.engines.preload import PRELOAD
 from tests.engines.small_models import QWEN2
 
 TRAINER = "helmsman.engines.train.FSDPTrainEngine"
@@ -68,19 +70,10 @@ class PlanOnly(InlineScheduler):
 
 
 @dataclass
-class Task:
-    prompt_ids: list[int]
-
-
-@dataclass
 class Sample:
     task: Task
     answer: Any
     reward: float
-
-
-def check(task: Task, answer: Any) -> float:
-    return float(len(answer.token_ids) % 2)
 
 
 def training_sample(prompt: Sequence[int], answer: Any, advantage: float) -> dict[str, Any]:
@@ -199,14 +192,14 @@ def roles(
 
 
 def tutorial(stack: contextlib.ExitStack) -> dict[str, Any]:
-    scheduler = stack.enter_context(make_scheduler("local"))
+    scheduler = stack.enter_context(make_scheduler("local", preload=PRELOAD))
     return roles(stack, scheduler)
 
 
 def rollouts(stack: contextlib.ExitStack) -> dict[str, Any]:
     from helmsman.testing import log_normal_lengths
 
-    scheduler = stack.enter_context(make_scheduler("local"))
+    scheduler = stack.enter_context(make_scheduler("local", preload=PRELOAD))
     Path("my_rewards.py").write_text("def score(answer):\n    return float(answer)\n")
     started = roles(stack, scheduler)
     started["rollout"].close()
@@ -245,7 +238,7 @@ def planned(stack: contextlib.ExitStack) -> dict[str, Any]:
 
 
 def losses(stack: contextlib.ExitStack) -> dict[str, Any]:
-    scheduler = stack.enter_context(make_scheduler("local"))
+    scheduler = stack.enter_context(make_scheduler("local", preload=PRELOAD))
     samples = [{"input_ids": [1, 2, 3, 4, 5], "loss_mask": [0, 0, 1, 1, 1]} for _ in range(4)]
     pair = (
         {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]},
