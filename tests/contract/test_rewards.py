@@ -123,7 +123,7 @@ def test_reward_pool_async_object(make_pool: MakePool) -> None:
 def test_reward_pool_refuses_non_function(make_pool: MakePool) -> None:
     with pytest.raises(
         (EngineCreationError, GroupCallError),
-        match="the reward function is 3, which cannot be called",
+        match="the reward function is 3, expected a callable",
     ):
         make_pool("tests.contract.reward_functions.UNCALLABLE")
     with pytest.raises((EngineCreationError, GroupCallError), match="no_such_function"):

@@ -40,9 +40,7 @@ class Faults:
         if command.kind == "kill":
             return Prepared("", functools.partial(_kill, ends_raylet=command.ends_raylet))
         if not hasattr(os, "pidfd_open"):
-            raise HelmsmanError(
-                "a worker can be made to hang, or slow, on Linux only; kill it instead."
-            )
+            raise HelmsmanError("a worker can be stopped or slowed on Linux only; kill it instead.")
         with self._lock:
             ended = self._end_lasting()
             helper = _start_helper(command)

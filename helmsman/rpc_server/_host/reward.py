@@ -42,7 +42,7 @@ class RewardEngine:
                 )
             function = getattr(importlib.import_module(module), name)
         if not callable(function):
-            raise TypeError(f"the reward function is {function!r}, which cannot be called")
+            raise TypeError(f"the reward function is {function!r}, expected a callable")
         self._function: Callable[..., Any] = function
 
     def is_async(self) -> bool:

@@ -99,7 +99,7 @@ def _log_since(start: int) -> str:
     try:
         with open("/proc/self/fd/2", "rb") as log:
             if not stat.S_ISREG(os.fstat(log.fileno()).st_mode):
-                return "(its output went to the script's own)"
+                return "(its output went to the script's output)"
             log.seek(max(start, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
             return log.read().decode(errors="replace").strip() or "(nothing)"
     except OSError:

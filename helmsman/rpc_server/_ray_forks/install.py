@@ -144,8 +144,7 @@ def forked_workers(
 ) -> contextlib.AbstractContextManager[None]:
     """Within the block, this thread starts a Ray whose Python workers are forked.
 
-    They are forked until end_forks(), which the caller calls after the cluster has ended. On
-    systems other than Linux nothing is forked.
+    Forking lasts until end_forks(). On systems other than Linux nothing is forked.
 
     Args:
         run_id: The run.

@@ -40,9 +40,10 @@ _READ_BYTES = 1 << 16
 
 
 class RefusalLog:
-    """Reports refused connections, with at most one line per interval.
+    """Reports refused connections in bounded space.
 
-    The line has the number of connections that were not reported.
+    The first one is reported at once. Later ones are counted, and reported by one line at the end
+    of each interval.
 
     Args:
         report: Writes a line.

@@ -320,14 +320,37 @@ class RayRPCServer:
     async def create_engine(
         self, engine: Any, engine_name: str | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        """Create an engine from its import path or class; its default name is the worker's id."""
+        """Create an engine.
+
+        Args:
+            engine: Import path or class.
+            engine_name: Its name; None for the worker's id.
+            *args: Arguments of its constructor.
+            **kwargs: Keyword arguments of its constructor.
+
+        Raises:
+            HelmsmanError: The engine could not be created; a subclass gives the reason.
+        """
         name = engine_name or self._host.identity.worker_id
         await self._handle(Verb.CREATE_ENGINE, engine, args, kwargs, engine_name=name)
 
     async def call(
         self, method: str, engine_name: str | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call an engine's method, in order with the controller's calls, and return its result."""
+        """Call an engine's method, in order with the controller's calls.
+
+        Args:
+            method: Name of the method.
+            engine_name: Name of the engine; None for the worker's id.
+            *args: Arguments of the method.
+            **kwargs: Keyword arguments of the method.
+
+        Returns:
+            The method's result.
+
+        Raises:
+            HelmsmanError: The call failed; EngineCallError if the method raised.
+        """
         return await self._handle(Verb.CALL, args, kwargs, engine_name=engine_name, method=method)
 
     async def _handle(

@@ -70,7 +70,7 @@ async def authenticate_connector(
         await stream.drain()
         if not stream.is_open:
             raise ConnectionAbortedError(
-                "the peer has closed the connection before it had its answer"
+                "the peer closed the connection before it received the answer"
             )
     except (EOFError, OSError) as error:
         raise ProtocolError("did not prove that it belongs to this run") from error

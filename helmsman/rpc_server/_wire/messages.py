@@ -107,7 +107,7 @@ class CallState(msgspec.Struct, frozen=True, kw_only=True):
             f"{self.running} (for {self.running_s or 0.0:.1f} s)" if self.running else "nothing"
         )
         waits = (
-            "will be withdrawn if it still has not"
+            "will be withdrawn unless it begins first"
             if may_withdraw
             else "will run after it, as other ranks may wait for it"
         )
@@ -116,7 +116,7 @@ class CallState(msgspec.Struct, frozen=True, kw_only=True):
             "running": f"the call still runs there: {running}",
             "waiting": f"the call had not begun behind {running}, and {waits}",
             "withdrawn": f"the call had not begun behind {running} and was withdrawn",
-            "ended": "the call does not run there: it ended just now and its result was dropped, "
+            "ended": "the call does not run there: it has just ended and its result was dropped, "
             "or it had not arrived and "
             f"{arrives}",
         }[self.state]

@@ -398,7 +398,7 @@ def _verify(location: SegmentLocation, fd: int, owner_uid: int) -> None:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as exc:
-        raise _lost(location, f"it is no memfd ({exc.strerror})") from exc
+        raise _lost(location, f"it is not a memfd ({exc.strerror})") from exc
     needed = _seals("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW")
     if seals & needed != needed or not seals & (_seals("F_SEAL_WRITE") | _F_SEAL_FUTURE_WRITE):
         raise _lost(location, "it is not sealed, so it could change while it is read")
@@ -412,5 +412,5 @@ def _verify(location: SegmentLocation, fd: int, owner_uid: int) -> None:
     ):
         raise _lost(
             location,
-            f"it has {status.st_size} bytes, which the buffers at {location.offsets} do not fit",
+            f"the buffers at {location.offsets} do not fit into its {status.st_size} bytes",
         )

@@ -333,7 +333,7 @@ class Session:
         """
         if len(message) < _COUNT.size:
             raise ProtocolError(
-                f"a message of {len(message)} bytes came, expected at least {_COUNT.size}"
+                f"received a message of {len(message)} bytes, expected at least {_COUNT.size}"
             )
         (num_received,) = _COUNT.unpack_from(message)
         if num_received != self._num_confirmed:
