@@ -293,7 +293,7 @@ def describe_holders(prefix: str, jobs: Sequence[Job]) -> str:
                 else group.name or f"placement group {group.id[:12]}"
             )
             whose = (
-                "this run itself, which delete_workers frees"
+                "this run itself, freed by delete_workers"
                 if own
                 else drivers.get(group.job_id, f"job {group.job_id}")
             )

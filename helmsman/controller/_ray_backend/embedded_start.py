@@ -277,11 +277,11 @@ def _end_half_started(others: set[int]) -> None:
 
 
 def _spawning() -> contextlib.AbstractContextManager[None]:
-    """Spawn Ray's processes in this block; on Linux without forking the script, see ray_exec.
+    """Spawn the Ray processes of this thread's block; on Linux without a fork of the script.
 
     Each process gets its own process group. Otherwise a signal to the script's group, such as the
     terminal's Ctrl-C, would end Ray before the script, whose clean-up then waits for a cluster that
-    has ended. The processes still die with the script.
+    has ended. The processes still die with the script. See ray_exec for Linux.
     """
     from ray._private import services
 

@@ -232,7 +232,7 @@ class RayWorker:
             reference = self._actor.publish.remote(handle)
             return blocking(functools.partial(ray.get, reference, timeout=_PUBLISH_S))[0]
         except ray.exceptions.GetTimeoutError as error:
-            reason = f"its worker did not hand it over within {_PUBLISH_S:g} s"
+            reason = f"its worker did not publish it within {_PUBLISH_S:g} s"
             raise errors.HandleLostError(
                 worker_id=handle.worker_id, handle_id=handle.id, reason=reason
             ) from error
@@ -260,7 +260,7 @@ class RayWorker:
     async def pending(self) -> str:
         """State of its actor in Ray, as part of a start error."""
         state = await bounded(cluster_state.actor_state, self._actor._actor_id.hex())
-        return f"Ray has it as {state or 'unknown'} on node {self.place.node}"
+        return f"Ray reports its state as {state or 'unknown'} on node {self.place.node}"
 
     async def bring(self, request_id: int, payload: Payload) -> None:
         await self._await(
