@@ -239,7 +239,7 @@ def test_execute_by_name(make_cluster: Callable[..., Members], resources: Resour
         ]
         assert group.execute_on(np.array([1, 0]), "tell", 1) == [("t", (1,), {})] * 2  # type: ignore[arg-type]
         for wrong in ([], [1, 1]):
-            with pytest.raises(ValueError, match="give one at least, and each once"):
+            with pytest.raises(ValueError, match="expected at least one and no duplicates"):
                 group.execute_on(wrong, "tell")
         with pytest.raises(errors.UnevenBatchError, match=r"plain.tell: argument 0 of 3 rows"):
             group.execute_all_sync("tell", Shard([1, 2, 3]))
@@ -284,7 +284,7 @@ def test_register_refuses_cluster_names() -> None:
     for name in ("close", "name", "workers", "topology"):
         with pytest.raises(
             errors.DispatchError,
-            match=f"a Cluster has a '{name}' of its own, which Member.echo would hide",
+            match=f"a Cluster already has an attribute '{name}', which Member.echo would hide",
         ):
             type("Hiding", (Cluster,), {name: Member.echo})
 
@@ -785,10 +785,10 @@ def test_device_mappings_overlap(
             {"device_mapping": "0-8"},
             r"devices that this ResourceManager holds, which are 0 to 7 \(1 nodes x 8\)",
         ),
-        ({"device_mapping": "3-1"}, "ranges that rise; '3-1' falls"),
+        ({"device_mapping": "3-1"}, "ascending ranges; '3-1' descends"),
         ({"device_mapping": "all"}, "'all' is neither"),
-        ({"device_mapping": []}, "one device at least"),
-        ({"device_mapping": [-1]}, "devices from 0 on"),
+        ({"device_mapping": []}, "at least one device"),
+        ({"device_mapping": [-1]}, "device numbers of 0 or more"),
         ({"device_mapping": [0.5]}, "whole numbers"),
         ({"device_mapping": "0-2", "num_gpus_per_worker": 2}, "a divisor of the 3 devices"),
         ({"device_mapping": "0-2", "num_gpus_per_worker": 0}, "a divisor of the 3 devices"),

@@ -89,4 +89,4 @@ def test_address_without_cluster() -> None:
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
         )
     assert ended.returncode == 1
-    assert f"there is no Ray cluster at '{address}': nobody answers there" in ended.stderr
+    assert f"there is no Ray cluster at '{address}': nothing answers there" in ended.stderr

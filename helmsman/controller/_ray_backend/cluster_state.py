@@ -1,9 +1,8 @@
-"""Which Ray cluster is meant, what it is and who holds what of it: the one place that reads Ray's
-tables.
+"""Reads Ray's tables: nodes, placement groups and actors, and the choice of the cluster.
 
-Ray's public state API needs a dashboard, which an embedded cluster does not have; the tables behind
-it are read here, each with one request to the cluster's head, whatever the number of nodes or
-groups.
+Ray's public state API needs a dashboard, which an embedded cluster does not have. This module reads
+the underlying tables, with one request to the head each, whatever the number of nodes or groups. No
+other module reads them.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ from helmsman.controller._placement.resources import (
 _RAYLET_ANSWERS_S = 1.0
 _SHOWN = 8
 NODE_ID_LABEL = "ray.io/node-id"
-"""Label by which Ray names a node."""
+"""Label by which Ray identifies a node."""
 _GPU_DOMAIN = "ray.io/gpu-domain"
 _tables: Any = gcs_pb2
 _GroupState = _tables.PlacementGroupTableData
 _ActorState = _tables.ActorTableData
 _DERIVED = re.compile(r"^node:|^bundle_group_|_group_(\d+_)?[0-9a-f]{20,}$|^object_store_memory$")
-"""Resources that Ray makes of others; nobody asks for them by name."""
+"""Resources that Ray derives from others; no job requests them by name."""
 
 
 class GroupRow(msgspec.Struct, frozen=True):
-    """A placement group of any job of the cluster."""
+    """A placement group of any job in the cluster."""
 
     id: str
     name: str
@@ -61,20 +60,20 @@ class GroupRow(msgspec.Struct, frozen=True):
     """PENDING, PREPARED, CREATED, REMOVED or RESCHEDULING."""
     job_id: str
     bundles: list[tuple[str, Resources]]
-    """(node id, resources) of each bundle, in its order; while it has no node, the one that it
-    names, or ''.
+    """(node id, resources) of each bundle, in order. Before placement the id is that of the
+    requested node or ''.
     """
 
 
 def alive_nodes() -> list[dict[str, Any]]:
-    """Rows of ray.nodes() for the nodes that live, without those that are being drained."""
+    """Rows of ray.nodes() for live nodes, except nodes being drained."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     draining: Mapping[str, int] = state.get_draining_nodes()
     return [node for node in nodes if node["Alive"] and node["NodeID"] not in draining]
 
 
 def draining_nodes() -> dict[str, PreemptionNotice]:
-    """What Ray was told of living nodes that are about to go, by their id and by their address."""
+    """Preemption notices of nodes being drained, by node id and by address."""
     draining: Mapping[str, int] = state.get_draining_nodes()
     found: dict[str, PreemptionNotice] = {}
     for node in ray.nodes() if draining else ():  # type: ignore[no-untyped-call]
@@ -89,10 +88,10 @@ def draining_nodes() -> dict[str, PreemptionNotice]:
 
 
 def snapshot() -> ClusterSnapshot:
-    """The cluster as the head sees it now; neighbours stand together.
+    """The cluster as the head sees it now, with neighbouring nodes next to each other.
 
-    What nodes report is up to 0.1 s old. The table of placement groups is not, so what a group
-    holds, or asks for on a node that it names, counts as held whatever the node has reported.
+    Node reports are up to 0.1 s old, but the table of placement groups is current. Therefore
+    resources count as held as soon as a group holds them, or requests them on a given node.
     """
     reported: Mapping[str, Resources] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
     in_groups: dict[str, list[Resources]] = {}
@@ -132,7 +131,7 @@ def _own(resources: Mapping[str, float]) -> Resources:
 
 
 def _neighbourhood(node: NodeState) -> tuple[str, list[Any], str]:
-    # Text and numbers alternate in what split returns, so 'node-9' stands before 'node-10'.
+    # re.split alternates text and numbers, so 'node-9' sorts before 'node-10'.
     parts = [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", node.address)]
     return node.labels.get(_GPU_DOMAIN, ""), parts, node.node_id
 
@@ -163,29 +162,25 @@ def group_rows() -> list[GroupRow]:
 
 
 class GroupPhase(Enum):
-    """How far the head is with a placement group."""
+    """Progress of a placement group in the head."""
 
     WAITING = "waiting"
-    """There was no room for it when the head last tried; it holds nothing until the head tries
-    again.
-    """
+    """The last attempt found no room; the group holds nothing until the next attempt."""
     IN_FLIGHT = "in flight"
-    """The head has not tried yet, or asks its nodes just now."""
+    """The head has not tried yet, or is asking its nodes."""
     CREATED = "created"
     GONE = "gone"
-    """Removed, or never known."""
+    """Removed or unknown."""
 
 
 class GroupProgress(msgspec.Struct, frozen=True):
-    """How far the head is with a placement group, and when it tries again; times in seconds since
-    it took the request.
-    """
+    """Progress of a placement group; times in seconds since the head received the request."""
 
     phase: GroupPhase
     tried_s: float = 0.0
-    """When it last tried."""
+    """Start of the last attempt."""
     retry_s: float = 0.0
-    """It does not try again before this."""
+    """Earliest start of the next attempt."""
 
 
 def group_progress(ids: Iterable[str]) -> dict[str, GroupProgress]:
@@ -200,7 +195,7 @@ def group_progress(ids: Iterable[str]) -> dict[str, GroupProgress]:
 _FIRST_RETRY_MS, _LAST_RETRY_MS, _RETRY_GROWTH = 100.0, 1000.0, 1.5
 """Ray's default pauses after an attempt that found no room (gcs_create_placement_group_retry_*)."""
 _ASKED_S = 0.3
-"""A node answers the head within this, but for a machine that stands still."""
+"""Limit within which a node replies to the head, unless its machine is stalled."""
 
 
 def _progress(row: Any) -> GroupProgress:
@@ -215,8 +210,8 @@ def _progress(row: Any) -> GroupProgress:
     retry_s = tried_s + stats.highest_retry_delay_ms / 1e3
     if row.state != _GroupState.PENDING or stats.scheduling_state != stage.NO_RESOURCES:
         return GroupProgress(GroupPhase.IN_FLIGHT, tried_s, retry_s)
-    # NO_RESOURCES stays while the head asks nodes in a further attempt. It lengthens the pause only
-    # when that has failed.
+    # The state remains NO_RESOURCES during the next attempt. The head lengthens the pause only when
+    # that attempt has failed.
     pause_ms = int(stats.highest_retry_delay_ms)
     if pause_ms < _LAST_RETRY_MS and pause_ms == _pause_ms(stats.scheduling_attempt - 1):
         return GroupProgress(GroupPhase.IN_FLIGHT, tried_s, retry_s)
@@ -225,7 +220,7 @@ def _progress(row: Any) -> GroupProgress:
 
 
 def _pause_ms(attempts: int) -> int:
-    """Ray's pause after so many attempts that found no room; 0 before the first."""
+    """Ray's pause after this many failed attempts; 0 before the first."""
     return (
         int(min(_LAST_RETRY_MS, _FIRST_RETRY_MS * _RETRY_GROWTH ** (attempts - 1)))
         if attempts
@@ -234,16 +229,16 @@ def _pause_ms(attempts: int) -> int:
 
 
 def actor_state(actor_id: str) -> str:
-    """State of an actor, such as PENDING_CREATION; '' when Ray does not know it."""
+    """State of an actor, such as PENDING_CREATION; '' if Ray does not list it."""
     data = state._connect_and_get_accessor().get_actor_info(ray.ActorID.from_hex(actor_id))
     return _ActorState.ActorState.Name(_ActorState.FromString(data).state) if data else ""
 
 
 def loss_of_node(node_id: str) -> str | None:
-    """Why a node counts as lost, as part of a sentence; None while its raylet runs.
+    """Reason why a node counts as lost, as part of a sentence; None while its raylet runs.
 
-    The head learns of a raylet's death within seconds, of a vanished host's within its health
-    checks' limit; the raylet's own port tells at once.
+    The head detects a raylet's death within seconds, and a vanished host within the limit of its
+    health checks. Connecting to the raylet's port detects both at once.
     """
     row = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)  # type: ignore[no-untyped-call]
     if row is None or not row["Alive"]:
@@ -261,9 +256,7 @@ def loss_of_node(node_id: str) -> str | None:
 
 
 def is_held_by_run(prefix: str, snapshot: ClusterSnapshot, jobs: Sequence[Job]) -> bool:
-    """Whether groups whose names begin with ``prefix`` are in the way of the jobs, even if all
-    others held nothing.
-    """
+    """Whether groups named with ``prefix`` block the jobs even if others held nothing."""
     held: dict[str, list[Resources]] = {}
     for group in group_rows():
         if group.name.startswith(f"{prefix}/") and group.state == "CREATED":
@@ -279,8 +272,9 @@ def is_held_by_run(prefix: str, snapshot: ClusterSnapshot, jobs: Sequence[Job]) 
 
 
 def describe_holders(prefix: str, jobs: Sequence[Job]) -> str:
-    """Who holds something of what the jobs ask for, largest first; groups of the run ``prefix`` as
-    its own.
+    """Describe the largest holders of the resources that the jobs request.
+
+    Groups named with ``prefix`` are described as this run's own.
     """
     wanted = asked_for(jobs).keys()
     drivers = {
@@ -299,7 +293,7 @@ def describe_holders(prefix: str, jobs: Sequence[Job]) -> str:
                 else group.name or f"placement group {group.id[:12]}"
             )
             whose = (
-                "this run itself, which delete_workers frees"
+                "this run itself, freed by delete_workers"
                 if own
                 else drivers.get(group.job_id, f"job {group.job_id}")
             )
@@ -319,18 +313,17 @@ def describe_holders(prefix: str, jobs: Sequence[Job]) -> str:
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return (
         "; ".join(text for _, text in found[:_SHOWN]) + more
-        or "tasks, or groups and actors that end just now"
+        or "tasks, or groups and actors that are ending"
     )
 
 
 def _part(resources: Mapping[str, float], wanted: Collection[str]) -> Resources:
-    # Every bundle that asks for nothing else holds a trace of CPU, which is too small to block
-    # anyone.
+    # An otherwise empty bundle holds a trace of CPU, which is too small to block a job.
     return {name: amount for name, amount in resources.items() if name in wanted and amount >= 0.01}
 
 
 def _weight(resources: Resources) -> float:
-    """Accelerators before anything else."""
+    """Sort key of holders, dominated by accelerators."""
     units = {**dict.fromkeys(ACCELERATORS, 1e3), "memory": 1e-9}
     return sum(amount * units.get(name, 1.0) for name, amount in resources.items())
 
@@ -341,14 +334,21 @@ _ANSWER_S = 5.0
 
 
 def choose_address(address: str | None) -> str | None:
-    """The address to connect to, 'local' for an embedded cluster; None to stay with the one this
-    process is connected to.
+    """Choose the address to connect to.
 
     Args:
-        address: as the script gave it; RAY_ADDRESS when None, and 'local' without that. 'auto'
-            means the one cluster that runs on this machine.
-    Raises: AmbiguousAddressError, ClusterNotFoundError, ClusterNotUpError (a launcher has started
-        this on several nodes, and nothing names their cluster).
+        address: Address given by the script; RAY_ADDRESS when None, and 'local' without that.
+            'auto' selects the only cluster on this machine.
+
+    Returns:
+        The address, or 'local' for an embedded cluster; None to use the cluster that this process
+        is connected to.
+
+    Raises:
+        AmbiguousAddressError: Several clusters match, or the process is connected to another one.
+        ClusterNotFoundError: No cluster answers at the address.
+        ClusterNotUpError: A launcher has started the script on several nodes, and no cluster of
+            them is given.
     """
     wanted = address or os.environ.get("RAY_ADDRESS") or "local"
     if wanted == "auto":
@@ -364,7 +364,7 @@ def choose_address(address: str | None) -> str | None:
             asked=f"address={address!r}",
             candidates=[
                 f"{connected}, to which this process is connected already",
-                f"{wanted}, which is asked for",
+                f"{wanted}, as requested",
             ],
             step="Leave the address out to use the connected cluster, or call ray.shutdown() first",
         )
@@ -372,8 +372,9 @@ def choose_address(address: str | None) -> str | None:
 
 
 def _require_one_node(*, is_chosen: bool) -> None:
-    """Raise ClusterNotUpError where each of several nodes would start a Ray of its own and train
-    alone; only log it where the user has asked for 'local'.
+    """Raise ClusterNotUpError if each of several nodes would start its own Ray and train alone.
+
+    If the user has chosen 'local', only log a warning.
     """
     said = find_many_nodes(os.environ)
     if said is None:
@@ -381,7 +382,8 @@ def _require_one_node(*, is_chosen: bool) -> None:
     facts = [fact.said_by for fact in (said.rank, said.count, said.head) if fact is not None]
     if is_chosen:
         log.warning(
-            "Ray starts on this node alone, as address 'local' asks, in a job of several (%s)",
+            "Ray starts on this node only, as requested by address 'local', although the launcher "
+            "started several nodes (%s)",
             ", ".join(facts),
         )
         return
@@ -390,8 +392,9 @@ def _require_one_node(*, is_chosen: bool) -> None:
 
 
 def require_answer(address: str) -> None:
-    """Raise ClusterNotFoundError within seconds where nobody listens; Ray itself would try for a
-    minute.
+    """Raise ClusterNotFoundError within seconds if nothing listens at the address.
+
+    Ray itself would retry for a minute.
     """
     host, _, port = address.rpartition(":")
     if address == "local" or not port.isdecimal():
@@ -400,7 +403,7 @@ def require_answer(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
     except OSError as error:
         raise ClusterNotFoundError(
-            asked=address, reason=f"nobody answers there ({error})"
+            asked=address, reason=f"nothing answers there ({error})"
         ) from error
 
 
@@ -412,6 +415,6 @@ def _the_one_on_this_machine() -> str:
         raise AmbiguousAddressError(
             asked="address 'auto'",
             candidates=found,
-            step="Give the address of the one you mean, as address= or in RAY_ADDRESS",
+            step="Give the address of one of them, as address= or in RAY_ADDRESS",
         )
     return found[0]

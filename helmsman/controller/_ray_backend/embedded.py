@@ -1,6 +1,4 @@
-"""The Ray to which this process is connected: calls that fail as soon as it is lost, and its end in
-bounded time.
-"""
+"""The Ray of this process: calls that fail as soon as it is lost, and shutdown in bounded time."""
 
 from __future__ import annotations
 
@@ -34,22 +32,22 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _END_S = 4.0
-"""How long a lost Ray may take to shut down."""
+"""Limit for a lost Ray to shut down."""
 _KILL_S = 5.0
 _REAP_S = 1.0
 
 
 class EmbeddedRay:
-    """An embedded Ray that has started, watched from its start. Its methods run on the event loop.
+    """A started embedded Ray, whose processes are watched. Its methods run on the event loop.
 
-    ``processes`` are those in CORE by name, and ``logs`` is the folder of their logs.
+    ``processes`` are the CORE processes by name; ``logs`` is the folder of their logs.
     """
 
     def __init__(self, processes: Mapping[str, subprocess.Popen[bytes]], logs: Path) -> None:
         self._logs = logs
         self._ending: asyncio.Task[None] | None = None
         self._error: dict[str, Any] | None = None
-        """The fields of the ClusterLostError, once it is lost."""
+        """Fields of the ClusterLostError once it is lost."""
         self._oom = oom_count()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._pidfds: set[int] = set()
@@ -61,7 +59,7 @@ class EmbeddedRay:
                 asyncio.get_running_loop().add_reader(pidfd, self._has_ended, name, process)
 
     def unwatch(self) -> None:
-        """Stop watching its processes, since they are about to be ended."""
+        """Stop watching its processes, before they are ended."""
         while self._pidfds:
             pidfd = self._pidfds.pop()
             asyncio.get_running_loop().remove_reader(pidfd)
@@ -69,7 +67,7 @@ class EmbeddedRay:
 
     def _has_ended(self, name: str, process: subprocess.Popen[bytes]) -> None:
         self.unwatch()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # another thread reaps it just now
+        with contextlib.suppress(subprocess.TimeoutExpired):  # another thread is reaping it
             process.wait(_REAP_S)
         code, number = split_returncode(process.returncode)
         log_path = newest_log(self._logs, name)
@@ -84,13 +82,13 @@ class EmbeddedRay:
         log.error("%s", str(self.loss).split("\n", 1)[0])
         for waiting in list(self._waiting):
             waiting.cancel()
-        # At once: until this process is disconnected, its next use of the raylet's object store
-        # would end it.
+        # Disconnect at once: otherwise the next use of the raylet's object store would end this
+        # process.
         self._begin_end(_END_S, keep_session=True)
 
     @property
     def loss(self) -> ClusterLostError | None:
-        """How it was lost; None while it is there, and when it was ended in order."""
+        """How it was lost; None while it runs and after an orderly end."""
         return None if self._error is None else ClusterLostError(**self._error)
 
     def require(self) -> None:
@@ -113,7 +111,11 @@ class EmbeddedRay:
         return self._ending
 
     async def wait(self, answer: Awaitable[T]) -> T:
-        """Await an answer of this Ray's. Raises ClusterLostError as soon as it is lost."""
+        """Await a reply of this Ray.
+
+        Raises:
+            ClusterLostError: It is lost; raised at once.
+        """
         waiting: asyncio.Future[T] = asyncio.ensure_future(answer)
         self._waiting.add(waiting)
         try:
@@ -132,13 +134,11 @@ class EmbeddedRay:
 _current: EmbeddedRay | None = None
 """The embedded Ray that this process started last; a process has one at a time."""
 _shutdowns: set[concurrent.futures.Future[None]] = set()
-"""Calls that end a Ray and have not returned."""
+"""Shutdown calls that have not returned."""
 
 
 def remember(ray: EmbeddedRay | None) -> None:
-    """Note the embedded Ray that this process is connected to from now on; None for another
-    cluster.
-    """
+    """Set the embedded Ray that this process is connected to; None for another cluster."""
     global _current
     _current = ray
 
@@ -152,14 +152,16 @@ def current() -> EmbeddedRay | None:
 
 
 async def bounded(function: Callable[..., T], *arguments: Any, limit_s: float | None = None) -> T:
-    """Run a blocking call of Ray's in a daemon thread, for at most ``limit_s`` seconds; None for
-    calls that end by themselves while the cluster is there.
+    """Run a blocking Ray call in a daemon thread, for at most ``limit_s`` seconds.
 
-    Not in the loop's executor: such a call may hang for ever when the cluster's head has ended, and
-    the interpreter waits at its exit for the threads of executors. At that exit itself it runs on
-    the loop, unbounded, since no thread can start then.
+    None suits calls that return by themselves while the cluster runs. The loop's executor is not
+    used: such a call may hang forever once the head has ended, and the interpreter waits for
+    executor threads when it exits. While the interpreter exits, no thread can start, so the call
+    runs on the loop, without a limit.
 
-    Raises: TimeoutError; ClusterLostError as soon as the embedded Ray is lost.
+    Raises:
+        TimeoutError: The limit has passed.
+        ClusterLostError: The embedded Ray is lost; raised at once.
     """
     if _current is not None:
         _current.require()
@@ -170,21 +172,33 @@ async def bounded(function: Callable[..., T], *arguments: Any, limit_s: float | 
 
 
 def blocking(function: Callable[..., T], *arguments: Any) -> T:
-    """As bounded, for a thread that waits."""
+    """Run a blocking Ray call and wait for it in this thread.
+
+    Raises:
+        ClusterLostError: The embedded Ray is lost; raised at once.
+    """
     return function(*arguments) if _current is None else run_sync(bounded(function, *arguments))
 
 
 async def answered(answer: Awaitable[T]) -> T:
-    """Await an answer of Ray's. Raises ClusterLostError as soon as the embedded Ray is lost."""
+    """Await a reply of Ray.
+
+    Raises:
+        ClusterLostError: The embedded Ray is lost; raised at once.
+    """
     return await (answer if _current is None else _current.wait(answer))
 
 
-# --- its end --------------------------------------------------------------------------------------
+# --- shutdown -------------------------------------------------------------------------------------
 
 
 def settle(limit_s: float) -> None:
-    """Disconnect this process from an embedded Ray that is lost, and wait until none is being
-    ended: that call would end the next one, too. Raises RayStartError after ``limit_s`` seconds.
+    """Disconnect from a lost embedded Ray and wait for shutdowns in progress.
+
+    A shutdown call that returns later would also end the next Ray.
+
+    Raises:
+        RayStartError: A shutdown did not finish within ``limit_s`` seconds.
     """
     if _current is not None and _current.loss is not None:
         run_sync(_current.end(_END_S, keep_session=True))
@@ -194,15 +208,13 @@ def settle(limit_s: float) -> None:
 
 
 def script_is_failing() -> bool:
-    """Whether an exception is on its way through this thread, or has ended the script."""
+    """Whether an exception propagates through this thread, or has ended the script."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     return error is not None and not (isinstance(error, SystemExit) and not error.code)
 
 
 async def end_connection(ray: EmbeddedRay | None, limit_s: float, *, keep_session: bool) -> None:
-    """End an embedded Ray; None disconnects this process from another cluster. For the arguments
-    see disconnect.
-    """
+    """End an embedded Ray, or with None disconnect from another cluster; see disconnect."""
     await (
         disconnect(limit_s, keep_session=keep_session)
         if ray is None
@@ -211,13 +223,12 @@ async def end_connection(ray: EmbeddedRay | None, limit_s: float, *, keep_sessio
 
 
 async def disconnect(limit_s: float, *, keep_session: bool) -> None:
-    """Disconnect from Ray. An embedded one ends; its processes are killed if that takes longer than
-    a limit.
+    """Disconnect from Ray; an embedded one ends, and its processes are killed after the limit.
 
     Args:
-        limit_s: seconds for Ray to shut down in order.
-        keep_session: keep the directory of Ray's session with its logs, as for a run that fails.
-            One that did not shut down in order is kept in any case.
+        limit_s: Seconds for Ray to shut down in order.
+        keep_session: Keep the directory of Ray's session with its logs, as after a failed run. It
+            is always kept if Ray did not shut down in order.
     """
     import ray
     from ray._private import worker
@@ -225,7 +236,7 @@ async def disconnect(limit_s: float, *, keep_session: bool) -> None:
     if not ray.is_initialized():
         end_forks()
         return
-    # private, as there is no public way to end the processes that ray.init started
+    # private: there is no public way to end the processes that ray.init started
     node: Any = worker._global_node
     session = _own_session(node)
     try:
@@ -244,9 +255,7 @@ async def disconnect(limit_s: float, *, keep_session: bool) -> None:
 
 
 async def _alone(function: Callable[[], None], *, limit_s: float) -> None:
-    """Run a call that ends Ray in a daemon thread, as bounded does; it also runs when the embedded
-    Ray is lost.
-    """
+    """Run a shutdown call in a daemon thread; unlike bounded, also after Ray is lost."""
     if threading.main_thread().is_alive():
         await asyncio.wait_for(asyncio.wrap_future(begin_shutdown(function)), limit_s)
     else:
@@ -254,8 +263,9 @@ async def _alone(function: Callable[[], None], *, limit_s: float) -> None:
 
 
 def begin_shutdown(function: Callable[[], None]) -> concurrent.futures.Future[None]:
-    """Run a call that ends Ray in a daemon thread; the next Ray of this process is started when it
-    has returned.
+    """Start a shutdown call in a daemon thread.
+
+    This process starts its next Ray only after the call has returned.
     """
     call = begin_in_thread(function, name="helmsman-ray")
     _shutdowns.add(call)
@@ -264,9 +274,7 @@ def begin_shutdown(function: Callable[[], None]) -> concurrent.futures.Future[No
 
 
 def _own_session(node: Any) -> Path | None:
-    """The directory of the session that this process has started; None where it has joined
-    another's.
-    """
+    """Directory of the session that this process started; None if it joined another one."""
     if node is None or not node.is_head():
         return None
     path = Path(node.get_session_dir_path())
@@ -281,26 +289,22 @@ def _remove_session(path: Path) -> None:
     try:
         remove_tree(path)
     except OSError as error:
-        log.info("the directory of Ray's session stays: %s", error)
+        log.info("the directory of Ray's session was not removed: %s", error)
 
 
-# --- its nodes ------------------------------------------------------------------------------------
+# --- nodes ----------------------------------------------------------------------------------------
 
 
 def has_started_its_cluster() -> bool:
-    """Whether the cluster to which this process is connected was started here, and ends with this
-    process.
-    """
+    """Whether this process started the cluster that it is connected to, which ends with it."""
     from ray._private import worker
 
-    node: Any = worker._global_node  # private, as there is no public way to know
+    node: Any = worker._global_node  # private: there is no public way to find out
     return node is not None and bool(node.is_head())
 
 
 def is_own_node(node_id: str) -> bool:
-    """Whether a node belongs to this run: to the cluster that this process, or ``helmsman up``, has
-    started for it.
-    """
+    """Whether this process, or ``helmsman up``, started the node's cluster for this run."""
     if has_started_its_cluster():
         return True
     import ray
@@ -314,16 +318,20 @@ def is_own_node(node_id: str) -> bool:
 
 @contextlib.contextmanager
 def importing_ray(user: str) -> Iterator[None]:
-    """Import ray within it. Raises BackendNotInstalledError, which names the ``user`` of Ray.
+    """Set up the environment for importing ray in the block.
 
-    Authentication is explicit: without these variables, a local start writes a token file that
-    changes the mode of this user's later clusters. An embedded cluster gets a token of its own, so
-    that no other user can join it.
+    Authentication is explicit: without these variables a local start writes a token file, which
+    changes the mode of this user's later clusters. An embedded cluster gets its own token, so that
+    no other user can join it.
 
-    The death of the raylet must not end this process. Ray ends a process whose raylet does not
-    answer and has exited, and reads the raylet's pid from RAY_RAYLET_PID. A script has no such
-    variable; Ray then takes the script's parent for the raylet, and counts it as exited where that
-    is the init process, as in containers and services. The script's own pid always exists.
+    The raylet's death must not end this process. Ray ends a process whose raylet does not answer
+    and has exited, and reads the raylet's pid from RAY_RAYLET_PID. Scripts lack this variable, so
+    Ray would take the script's parent for the raylet. It counts an init process as exited, which is
+    the parent in containers and services. Therefore the variable is set to the script's own pid,
+    which always exists.
+
+    Raises:
+        BackendNotInstalledError: Ray is not installed; the error names ``user``, which needs it.
     """
     variables = {}
     if "ray" not in sys.modules:
@@ -349,22 +357,20 @@ _LOGS = (
     "dashboard_agent.log",
     "runtime_env_agent.log",
 )
-"""Logs of Ray's processes, in the order in which they start."""
+"""Logs of Ray's processes, in the order of their start."""
 _IS_WARNING = re.compile(r"\[?[-\d]+ [\d:,]+[ \t]+([WECF] \d|WARNING|ERROR|CRITICAL)")
 _MOST_WARNINGS = 3
-"""Lines of each log that are shown."""
+"""Most lines shown of each log."""
 
 
 def newest_session_logs(folder: Path, pattern: str) -> Path | None:
-    """The folder of logs of the newest session below Ray's temporary folder, of a name that fits
-    the pattern.
-    """
+    """Log folder of the newest session in Ray's temporary folder whose name matches ``pattern``."""
     sessions = sorted(folder.glob(f"{pattern}/logs"), key=lambda path: path.stat().st_mtime)
     return sessions[-1] if sessions else None
 
 
 def newest_log(folder: Path, name: str) -> str:
-    """The log of a process of Ray's that is not empty, its errors first; else the folder."""
+    """Log of a Ray process that is not empty, stderr first; otherwise the folder."""
     written = [
         path
         for suffix in ("err", "out")
@@ -374,9 +380,7 @@ def newest_log(folder: Path, name: str) -> str:
 
 
 def tail_without_dumps(path: str, num_lines: int = 20) -> str:
-    """The last lines of a log of Ray's, without the tables of its state that it writes there every
-    minute.
-    """
+    """Last lines of a Ray log, without the state tables that Ray writes every minute."""
     lines = [
         line
         for line in tail_of(path, 500).split("\n")
@@ -386,9 +390,7 @@ def tail_without_dumps(path: str, num_lines: int = 20) -> str:
 
 
 def last_warnings(folder: Path) -> list[str]:
-    """The last warnings and errors in the logs of a session, each once, with the name of its
-    log.
-    """
+    """Last warnings and errors in a session's logs, without duplicates; each names its log."""
     found, known = [], set[str]()
     for name in _LOGS:
         lines = [

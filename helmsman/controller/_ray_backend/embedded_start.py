@@ -1,6 +1,4 @@
-"""Start of an embedded Ray, within one deadline and apart from the terminal; and joining another
-cluster.
-"""
+"""Starts an embedded Ray within one deadline and apart from the terminal, or joins a cluster."""
 
 from __future__ import annotations
 
@@ -38,24 +36,26 @@ from helmsman.rpc_server._ray_forks.ray_patches import only_core_processes, repl
 log = logging.getLogger(__name__)
 
 _INTERRUPTED_START_S = 15.0
-"""How long an interrupted start may take to end by itself. Ray cannot be stopped midway: without
-its head, it waits for that half a minute, and the script for it."""
+"""Longest wait for an interrupted start to end by itself. Ray cannot be stopped midway: without its
+head it waits for half a minute, and the script with it.
+"""
 _END_S = 3.0
-"""How long Ray may then take to shut down."""
+"""Limit for Ray to shut down after that."""
 _NEVER_S = 365 * 86_400
 _ATTEMPTS = 2
 """Most attempts to start Ray. On a busy machine its processes may miss limits that cannot be
 changed.
 """
 _ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",  # only where the script imported ray before us, which decided that
+    "RAY_AUTH_MODE": "disabled",  # only if the script imported ray before us, which fixed the mode
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    # as of local workers; the default of 15 starves workers on a busy machine
+    # as for local workers; the default of 15 starves workers on a busy machine
     "RAY_worker_niceness": "0",
-    "RAY_task_events_shutdown_flush_timeout_ms": "500",  # of 5 s, all spent when the head has ended
+    # of 5 s by default, all of which are spent if the head has ended
+    "RAY_task_events_shutdown_flush_timeout_ms": "500",
 }
-"""Settings of an embedded Ray, where the script has not set them."""
+"""Settings of an embedded Ray, unless the script has set them."""
 
 
 def connect(
@@ -66,15 +66,21 @@ def connect(
     preload: Sequence[str] | None,
     start_s: float = Timeouts().start_s,
 ) -> None:
-    """Join the cluster at ``address``, or start an embedded one for 'local' within ``start_s``
-    seconds.
+    """Join the cluster at ``address``, or start an embedded one for 'local'.
 
     Args:
-        sizes: logical resources of an embedded cluster.
-        preload: modules that the workers of an embedded cluster are forked with; None lets Ray
+        address: Address of the cluster, or 'local'.
+        run_id: Id of the run.
+        sizes: Logical resources of an embedded cluster.
+        log_dir: Folder of the run's logs.
+        preload: Modules with which the workers of an embedded cluster are forked; None lets Ray
             start each by itself.
+        start_s: Limit of the start of an embedded cluster, in seconds.
 
-    Raises: RayStartError for an embedded Ray; the errors of ray.init for another cluster.
+    Raises:
+        RayStartError: The embedded Ray did not start.
+        ClusterMismatchError: The cluster belongs to another run of ``helmsman up``.
+        Exception: The errors of ray.init for another cluster.
     """
     remember(None)
     deadline = Deadline(start_s)
@@ -85,7 +91,7 @@ def connect(
         except RayStartError as error:
             if attempt == _ATTEMPTS or deadline.passed:
                 raise
-            log.warning("Ray did not start and is started once more: %s", error.reason)
+            log.warning("Ray did not start, trying once more: %s", error.reason)
             settle(deadline.remaining_s)
         else:
             return
@@ -122,15 +128,15 @@ def _connect(
             f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean
         )
         try:
-            # A client of Ray's head that cannot reach it for so long ends the process, and one that
-            # blocks in a call cannot be disconnected. The setting is passed to clients of the core
-            # worker, and set here for those before it.
+            # A client that cannot reach Ray's head for this time ends the process, and a client
+            # that blocks in a call cannot be disconnected. ray.init passes the setting to the core
+            # worker's clients; earlier clients need it here.
             settings = {"gcs_rpc_server_reconnect_timeout_s": _NEVER_S}
             raylet: Any = ray._raylet
             raylet.Config.initialize(json.dumps({**settings, **RayStart.SETTINGS}).encode())
             if preload is not None:
                 with contextlib.suppress(OSError):
-                    # the log of the fork server cannot be opened then, which is handled
+                    # opening the fork server's log fails then, which is handled there
                     make_log_dir(log_dir, run_id)
             forking = forked_workers(run_id, log_dir / "ray_forkserver.log", preload)
             with forking, _spawning(), start.watching(), only_core_processes():
@@ -140,9 +146,9 @@ def _connect(
             del os.environ[TAG_VARIABLE]
 
     others = descendants(os.getpid(), process_table())
-    # On the loop's thread, which lives as long as the process: an embedded cluster ends with the
-    # thread that started it. And in the script's own thread Ray would answer signals itself, and
-    # one that breaks in there ends the interpreter by a crash.
+    # On the loop's thread, which lives as long as the process, since an embedded cluster ends with
+    # the thread that started it. In the script's own thread Ray would also handle signals itself,
+    # and a signal during the start would crash the interpreter.
     starting = submit(join_or_start())
     try:
         started = starting.result()
@@ -170,22 +176,23 @@ def _connect(
             threading.current_thread() is threading.main_thread()
             and (handler := signal.getsignal(signal.SIGTERM)) is not None
         ):
-            # Ray has put its own below Python's, which prints a stack at every SIGTERM
+            # Ray has replaced the C-level handler by one that prints a stack at every SIGTERM
             signal.signal(signal.SIGTERM, handler)
 
 
 def _watched() -> EmbeddedRay:
     from ray._private import worker
 
-    # private, as there is no public way to know the processes that ray.init started
+    # private: there is no public way to list the processes that ray.init started
     node: Any = worker._global_node
     processes = {name: each.process for name in CORE for each in node.all_processes.get(name, [])}
     return EmbeddedRay(processes, Path(node.get_logs_dir_path()))
 
 
 def _failed_start(error: BaseException, start: RayStart, others: set[int]) -> RayStartError:
-    """The error of a failed start, from that of ray.init; called while its processes still exist.
-    Processes ``others`` below this one were there before.
+    """Build the error of a failed start from that of ray.init, while its processes still exist.
+
+    ``others`` are pids below this process that existed before the start.
     """
     from ray._common import utils
 
@@ -223,8 +230,9 @@ def _name_of(pid: int) -> str:
 
 
 def _require_own_run(address: str) -> None:
-    """Under ``helmsman up``: what was joined by RAY_ADDRESS must be the cluster that it has
-    started. An earlier one, or that of another job, may have taken its port.
+    """Under ``helmsman up``, check that the joined cluster is the one that it started.
+
+    An earlier cluster, or that of another job, may have taken its port.
     """
     run_id = os.environ.get(RUN_VARIABLE)
     if not run_id or address != os.environ.get("RAY_ADDRESS"):
@@ -234,31 +242,30 @@ def _require_own_run(address: str) -> None:
     runs = {str(node["Labels"].get(RUN_LABEL)) for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
     if run_id not in runs:
         raise ClusterMismatchError(
-            f"the cluster at {address} is not that of this run: its nodes belong to "
-            f"{', '.join(sorted(runs)) or 'none'}, and "
-            f"this script was started on run {run_id} ({RUN_VARIABLE}). That cluster has most "
-            "likely ended; start it again"
+            f"the cluster at {address} belongs to another run: its nodes belong to "
+            f"{', '.join(sorted(runs)) or 'none'}, expected run {run_id} ({RUN_VARIABLE}). The "
+            "cluster of this run has most likely ended; start it again"
         )
 
 
 def _guard_raylet(tag: str) -> None:
-    """See that the raylet's children go with it, as they should when the script is killed.
+    """Guard the raylet, so that its children end with it if the script is killed.
 
-    Its agents notice by themselves, but first tell the head, and wait for it a minute or more where
-    it has gone too (seen with Ray 2.60, about every second time).
+    Its agents detect its death, but first report to the head. If the head has ended too, they wait
+    for it a minute or more (seen with Ray 2.60, about every second time).
     """
     from ray._private import worker
 
-    # private, as there is no public way to know the processes that ray.init started
+    # private: there is no public way to list the processes that ray.init started
     node: Any = worker._global_node
     for process in node.all_processes["raylet"]:
         guard(process.process.pid, tag)
 
 
 def _end_half_started(others: set[int]) -> None:
-    """End what a start has left, apart from the processes that were there before it.
+    """End the processes of a failed start, except those that existed before it.
 
-    Ray ends its own, but not the raylet's children, which would stay for a minute or two.
+    Ray ends its own processes, but the raylet's children would remain for a minute or two.
     """
     import ray
 
@@ -270,19 +277,18 @@ def _end_half_started(others: set[int]) -> None:
 
 
 def _spawning() -> contextlib.AbstractContextManager[None]:
-    """What this thread starts of Ray within the block is spawned, and on Linux without a fork of
-    the script; see ray_exec.
+    """Spawn the Ray processes of this thread's block; on Linux without a fork of the script.
 
-    Each gets a process group of its own: a signal to the script's group, such as a terminal's
-    Ctrl-C, would otherwise end them under the script, whose clean-up then waits for a cluster that
-    is gone. They still die with the script.
+    Each process gets its own process group. Otherwise a signal to the script's group, such as the
+    terminal's Ctrl-C, would end Ray before the script, whose clean-up then waits for a cluster that
+    has ended. The processes still die with the script. See ray_exec for Linux.
     """
     from ray._private import services
 
     if not hasattr(services, "ConsolePopen"):
         log.info(
-            "this Ray starts its processes in a way that is not known here; they are forked, in "
-            "the script's process group"
+            "this version of Ray has no services.ConsolePopen; its processes are forked, in the "
+            "script's process group"
         )
     return replaced(services, ConsolePopen=_spawn)
 

@@ -1,9 +1,9 @@
-"""Plans turned into Ray placement groups, together or not at all, under one deadline.
+"""Creates Ray placement groups for a plan: all of them or none, under one deadline.
 
-Each bundle is asked for on the node that the plan gives it, so Ray grants within milliseconds. What
-it does not grant was taken by others meanwhile: everything is given back, and the next try follows
-a new look after a random pause, so two controllers that want the same nodes cannot block each other
-for ever.
+Each bundle is pinned to the node that the plan chose, so Ray grants it within milliseconds. If
+others have taken the resources meanwhile, all groups are removed and the next attempt plans again
+after a random pause. Therefore two controllers that want the same nodes cannot block each other
+forever.
 """
 
 from __future__ import annotations
@@ -47,21 +47,23 @@ from helmsman.controller._transport.base import TransportLostError
 from helmsman.rpc_server._server.ray_server import Granted, granted_here
 
 _POLL_S = (0.005, 0.1)
-"""First and longest pause between two looks at groups that were asked for."""
+"""First and longest pause between polls of requested groups."""
 _STALLED_S = 1.0
-"""Nodes that are asked and grant nothing for so long do not grant what the plan counted on."""
+"""If no group is granted for this long, the nodes lack the resources that the plan expected."""
 _LOOKS = 3
+"""Checks in a row that must find this run itself in the way before admission fails."""
 _PAUSE_S = (0.05, 0.5)
-"""First and longest mean pause before the next try. The pause itself is random, from a half to one
-and a half of that.
+"""First and longest mean pause before the next attempt. The actual pause is random, from half to
+one and a half of the mean.
 """
 _TELL_S = (2.0, 30.0)
-"""A start that waits says so after so long, and again whenever so much more has passed."""
+"""A waiting start logs its state after the first period, and then once per second period."""
 _RETRY_NEAR_S = 0.03
-"""A waiting group is not removed when the head may try it again so soon."""
+"""A waiting group is not removed if the head may retry it within this time."""
 _SETTLE_S = 10.0
-"""Longest wait for groups in flight before they are removed all the same. At most a second is
-usual; but on a busy machine a node may take seconds to answer."""
+"""Longest wait for groups in flight before they are removed regardless. At most a second is usual,
+but on a busy machine a node may take seconds to reply.
+"""
 _REMOVE_S = _SETTLE_S + 3.0
 
 log = logging.getLogger(__name__)
@@ -73,14 +75,14 @@ class BundleSlot(Placement, frozen=True, kw_only=True):
     group: Any
     bundle_index: int
     resources: Resources
-    """What the worker takes of the bundle; memory in bytes. The devices of a deferred instance are
-    left to its server.
+    """Resources that the worker takes of the bundle; memory in bytes. The devices of a deferred
+    instance are left to its server.
     """
     bundles: tuple[tuple[str, int], ...]
     """(address of the node, number of devices) of each bundle of the instance."""
     deferred: bool
     device_bundles: tuple[int, ...] = ()
-    """Index of the bundle of each device, where every device has a bundle of its own."""
+    """Bundle index of each device, if every device has its own bundle."""
 
     def as_reservation(self) -> Reservation:
         return msgspec.structs.replace(
@@ -96,7 +98,7 @@ class _Request(msgspec.Struct, frozen=True):
     instance: PlannedInstance
     group: PlacementGroup
     asked_at: float
-    """Monotonic time, no later than the head took the request."""
+    """Monotonic time just before the request, so no later than the head received it."""
 
     @property
     def id(self) -> str:
@@ -111,22 +113,29 @@ async def admit(
     *,
     per_device: bool = False,
 ) -> dict[str, list[BundleSlot]]:
-    """Placement groups for all of these jobs: slots in rank order, by role.
+    """Create placement groups for all jobs, or for none.
 
     Args:
-        prefix: 'helmsman/RUN', with which the names of the run's groups begin.
-        resources: of each role, where the removal of its groups is pushed.
-        per_device: make a bundle for each device, of which there are then several for a worker.
-    Raises: PlacementInfeasibleError, at once; PlacementTimeoutError at the deadline, or at once
-    when roles of this very run hold what is missing, since nobody else would free that. Nothing of
-    the jobs is left then.
+        jobs: Jobs to place together.
+        prefix: 'helmsman/RUN', the prefix of the names of the run's groups.
+        deadline: Limit of all attempts together.
+        resources: Stack of each role, on which the removal of its groups is pushed.
+        per_device: Create one bundle per device, so that a worker may have several.
+
+    Returns:
+        The slots of each role in rank order.
+
+    Raises:
+        PlacementInfeasibleError: The jobs never fit; raised at once.
+        PlacementTimeoutError: The deadline has passed, or roles of this run hold the missing
+            resources, which no one else would free.
     """
     silent: set[str] = set()
-    """Nodes that did not grant what the plan counted on, and whose raylet does not answer."""
+    """Nodes that did not grant their bundles and whose raylet does not answer."""
     tell_at_s = _TELL_S[0]
     num_own = 0
-    """How often in turn it was this run itself that is in the way: one look may see a group that is
-    just being removed.
+    """Checks in a row that found this run itself in the way. A single one may still see a group
+    that is being removed.
     """
     for attempt in itertools.count():
         seen = await bounded(cluster_state.snapshot)
@@ -165,8 +174,10 @@ async def _request(
     resources: Mapping[str, contextlib.AsyncExitStack],
     per_device: bool,
 ) -> tuple[dict[str, list[BundleSlot]], set[str]]:
-    """Ask for the groups of a plan. Returns their slots; or, with all groups removed, the nodes
-    that did not grant theirs.
+    """Create the groups of a plan.
+
+    Returns:
+        Their slots; or, after removal of all groups, the nodes that did not grant theirs.
     """
     requests: list[_Request] = []
 
@@ -183,7 +194,7 @@ async def _request(
         try:
             await asyncio.shield(asking)
         except asyncio.CancelledError:
-            await asking  # or what it asks for next would stay
+            await asking  # otherwise groups that it requests later would remain
             raise
         waiting = await _await_created(requests, deadline)
         if waiting:
@@ -203,7 +214,7 @@ async def _request(
 
 
 def _by_device(instance: PlannedInstance, accelerator: str) -> PlannedInstance:
-    """The same with each bundle cut into one for each of its devices."""
+    """Split each bundle of the instance into one per device."""
     bundles = []
     for bundle in instance.bundles:
         parts = max(1, int(bundle.resources.get(accelerator, 0.0)))
@@ -227,13 +238,13 @@ def _create(role: PlannedRole, instance: PlannedInstance, prefix: str) -> Placem
 
 
 async def _await_created(requests: Sequence[_Request], deadline: Deadline) -> list[_Request]:
-    """Wait until all groups are created; returns those that are not when nothing more comes.
+    """Wait until all groups are created; return those that are not once waiting is pointless.
 
-    Where the head has found no room, what the plan counted on has been taken by somebody else: a
-    new plan is the quicker way than the head's next attempt, up to a second later.
+    If the head has found no room, others have taken the resources. Planning again is then faster
+    than the head's next attempt, which may be a second away.
 
-    One look at the table for all groups and not group.ready(): many waiting ready() calls have
-    deadlocked (ray#62086).
+    The table is polled for all groups at once instead of group.ready(): many waiting ready() calls
+    have deadlocked (ray#62086).
     """
     waiting, since, pause_s = list(requests), time.monotonic(), _POLL_S[0]
     while True:
@@ -274,10 +285,13 @@ def _slots(request: _Request, deferred: bool) -> list[BundleSlot]:
 
 
 async def devices_of(slot: BundleSlot) -> list[Granted]:
-    """What each bundle of a deferred instance was granted.
+    """Read the devices granted to each bundle of a deferred instance.
 
-    Which devices a bundle has is fixed when it is created, but only a task that takes them is told;
-    these take them for a moment. Raises: TransportLostError.
+    A bundle's devices are fixed on creation, but Ray reports them only to a task that takes them;
+    these tasks take them for a moment.
+
+    Raises:
+        TransportLostError: The tasks failed.
     """
     asked = []
     for index, (_, num_devices) in enumerate(slot.bundles):
@@ -311,13 +325,12 @@ async def _removed(remove: Callable[[Any], None], groups: Any, limit_s: float) -
 
 
 def _remove_in_order(requests: Sequence[_Request]) -> None:
-    """Remove what waits before what is created, and nothing while the head asks its nodes or is
-    about to.
+    """Remove waiting groups before created ones, and none while the head is trying to place it.
 
-    A group that is removed in that moment leaves a bundle held on a node for ever (Ray 2.60: the
-    removal lets go of what is committed, not of what nodes have prepared). Between two of its
-    attempts the head leaves a waiting group alone, and says how long. Removing created groups first
-    would make room for the waiting ones.
+    Removing a group during an attempt leaks a bundle on a node forever (Ray 2.60 releases committed
+    bundles, but not prepared ones). Between two attempts the head does not touch a waiting group,
+    and publishes when the next one begins. Removing created groups first would make room for the
+    waiting ones.
     """
     left = {request.id: request for request in requests}
     until = time.monotonic() + _SETTLE_S
@@ -340,7 +353,7 @@ def _remove_in_order(requests: Sequence[_Request]) -> None:
 
 
 def _remove_between_attempts(request: _Request, progress: GroupProgress) -> bool:
-    # a little more than the head counts, so the retry is never later than this
+    # Slightly longer than by the head's clock, so the retry is never nearer than computed.
     since_s = time.monotonic() - request.asked_at
     if (
         progress.phase is not GroupPhase.WAITING
@@ -352,7 +365,7 @@ def _remove_between_attempts(request: _Request, progress: GroupProgress) -> bool
 
 
 def _silent_nodes(node_ids: set[str]) -> set[str]:
-    """Those whose raylet does not answer, although the head may believe in them for a while."""
+    """Nodes whose raylet does not answer, although the head may still count them as alive."""
     with ThreadPoolExecutor(16) as pool:
         losses = dict(zip(node_ids, pool.map(cluster_state.loss_of_node, node_ids), strict=True))
     return {node_id for node_id, loss in losses.items() if loss is not None}
@@ -361,18 +374,22 @@ def _silent_nodes(node_ids: set[str]) -> set[str]:
 def get_placement_group_master_ip_and_port(
     placement_group: PlacementGroup, bundle_index: int = 0
 ) -> tuple[str, int]:
-    """Address and a leased port of the node that holds a bundle, for scripts that bring their own
-    server.
+    """Find an address and a free port on the node of a bundle, for scripts with their own server.
 
-    The port lies below the ephemeral range and nobody listened on it. The lease ends when this
-    returns, since the worker that will bind the port is the script's own: start it at once. Workers
-    of a Job have ``engine_ports``, which stay leased.
+    The port lies below the ephemeral range and was free. Its lease ends on return, because the
+    process that binds the port is the script's own; start it at once. Workers of a Job have
+    ``engine_ports``, which stay leased.
 
     Args:
-        placement_group: a created placement group.
-        bundle_index: the bundle in which rank 0 will run.
-    Raises: IndexError (no such bundle), TimeoutError (the group is not placed, or its node does not
-        answer within 60 s).
+        placement_group: A created placement group.
+        bundle_index: Bundle in which rank 0 will run.
+
+    Returns:
+        Address of the node and the port.
+
+    Raises:
+        IndexError: The group has no such bundle.
+        TimeoutError: The group is not placed, or its node does not reply within 60 s.
     """
     if not 0 <= bundle_index < placement_group.bundle_count:
         raise IndexError(
@@ -396,7 +413,7 @@ def get_placement_group_master_ip_and_port(
         raise TimeoutError(
             f"bundle {bundle_index} of placement group {name} gave no address within 60 s; the "
             f"group is {table['state']}. "
-            "Wait for placement_group.ready() first, or ask for less."
+            "Wait for placement_group.ready() first, or request fewer resources."
         ) from error
     return str(address), int(port)
 

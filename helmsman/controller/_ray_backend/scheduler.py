@@ -1,4 +1,4 @@
-"""RayScheduler: a placement group per instance and a RayRPCServer actor per worker."""
+"""RayScheduler: one placement group per instance and one RayRPCServer actor per worker."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 INSTANCE_DEVICES_ENV_VAR = "HELMSMAN_INSTANCE_DEVICES"
 """In a worker of a deferred job: [[address, [device id, ...]], ...] for each node of its instance,
-its own first.
+its own node first.
 """
 
 log = logging.getLogger(__name__)
@@ -79,36 +79,45 @@ _NODES_POLL_S = 0.2
 
 
 class RayScheduler(BackendScheduler):
-    """Workers as Ray actors; see BackendScheduler for the other arguments.
+    """Runs workers as Ray actors.
 
-    It uses the Ray that this process is connected to; else, if given or in RAY_ADDRESS, joins the
-    cluster at that address; else starts an embedded one, which ends with this scheduler, and with
-    this process in any case.
+    It uses the Ray cluster that this process is connected to, if any. Otherwise it joins the
+    cluster at ``address`` or RAY_ADDRESS. Without either it starts an embedded cluster, which ends
+    with this scheduler, and at the latest with this process.
+
+    Each worker is called over its own connection: a Unix socket on this machine, TCP to other
+    machines. TCP uses TLS unless HELMSMAN_TLS=0 is set in the script's environment. A worker on
+    another machine listens on a port in its node's HELMSMAN_PORT_RANGE, or else in Ray's range of
+    worker ports.
+
+    If the gcs_server or the raylet of an embedded cluster exits, the cluster is lost: calls raise
+    WorkerFailedError, other operations ClusterLostError. This process is then disconnected from it
+    and can start another scheduler.
 
     Args:
-        address: a cluster's address, 'auto' for the one cluster of this machine, or 'local' for an
-            embedded one in any case.
-        num_cpus, num_gpus, resources: logical resources of an embedded cluster; what Ray finds on
-            the machine when None.
-        num_nodes: nodes to wait for, at most ``timeouts.start_s``; those that are there will do
-            when None.
-        preload: modules that every worker of an embedded cluster finds imported already, since it
-            is forked from a process that has imported them. Importing torch costs a worker more
-            than a second otherwise. None lets Ray start its workers itself, as it does on any other
-            cluster.
+        seed: Seed of the run; each worker derives its own from (seed, role, rank).
+        log_dir: Folder for one log file per worker; a folder of the run below the system's
+            temporary one when None.
+        timeouts: Limits in seconds by class of operation; the defaults of Timeouts when None.
+        address: Address of a cluster; 'auto' for the only cluster on this machine; 'local' to start
+            an embedded one.
+        num_cpus: Logical CPUs of an embedded cluster; those that Ray detects when None.
+        num_gpus: Logical GPUs of an embedded cluster; those that Ray detects when None.
+        resources: Custom resources of an embedded cluster by name.
+        num_nodes: Number of nodes to wait for, at most ``timeouts.start_s`` seconds; no wait when
+            None.
+        preload: Modules imported before workers of an embedded cluster are forked, so that no
+            worker imports them again. Importing torch costs a worker more than a second otherwise.
+            None lets Ray start its workers itself, as on any other cluster.
 
-    Each worker is called by a connection of its own: a Unix socket on this machine, TCP to other
-    machines, with TLS unless HELMSMAN_TLS=0 is set where the script runs. A worker on another
-    machine listens on a port of HELMSMAN_PORT_RANGE where that is set on its node, else of Ray's
-    range of worker ports.
-
-    Raises: AmbiguousAddressError, ClusterNotFoundError, NodesMissingError, RayStartError,
-        ClusterNotUpError (a launcher has started the script on several nodes, without a cluster of
-        them); ValueError where HELMSMAN_TLS is neither 0 nor 1.
-
-    When the gcs_server or the raylet of an embedded cluster exits, the cluster is lost: calls fail
-    with WorkerFailedError, everything else with ClusterLostError, and this process is disconnected
-    from it and can start another scheduler.
+    Raises:
+        AmbiguousAddressError: Several clusters match, or the process is connected to another one.
+        ClusterNotFoundError: No cluster answers at the address.
+        ClusterNotUpError: A launcher has started the script on several nodes without a cluster of
+            them.
+        NodesMissingError: Fewer than ``num_nodes`` nodes have joined in time.
+        RayStartError: The embedded cluster did not start.
+        ValueError: HELMSMAN_TLS is neither 0 nor 1.
     """
 
     def __init__(
@@ -136,8 +145,9 @@ class RayScheduler(BackendScheduler):
 
 
 class RayBackend(Backend):
-    """An actor for each worker; ``address`` is None for the cluster that this process is connected
-    to.
+    """Starts one actor per worker.
+
+    ``address`` is None for the cluster that this process is already connected to.
     """
 
     allocator: RayAllocator
@@ -208,7 +218,7 @@ class RayBackend(Backend):
         workers: list[RayWorker] = []
         resources.push_async_callback(_kill_all, workers)
         for place in places.values():
-            # it asks the head, which may have stopped
+            # in a thread with a limit: creating an actor calls the head, which may have stopped
             actor = await bounded(self._actor, job, place)
             workers.append(RayWorker(actor, place, self._here, self.store, self._ray))
 
@@ -240,7 +250,7 @@ class RayBackend(Backend):
             return await adopt(rank, worker, *await greeted(rank, worker))
 
         if not any(place.num_devices for place in places.values()):
-            # no rank depends on the devices of others
+            # Without devices, ranks need not be ordered by device.
             return await await_all(
                 started(rank, worker) for rank, worker in zip(places, workers, strict=True)
             )
@@ -267,8 +277,8 @@ class RayBackend(Backend):
                 ),
             }
         else:
-            # Ray is asked for nothing: the devices are another worker's, and their ids are set
-            # explicitly.
+            # No resources are requested from Ray: another worker holds the devices, and their ids
+            # are set explicitly.
             options = {
                 "num_cpus": 0,
                 "num_gpus": 0,
@@ -342,8 +352,9 @@ def _devices(node: NodeState) -> Resources:
 
 
 class RayAllocator(Allocator):
-    """Takes placement groups, whose names begin with ``prefix``; ``here`` is the id of the script's
-    node.
+    """Allocates placement groups, whose names begin with ``prefix``.
+
+    ``here`` is the id of the script's node.
     """
 
     def __init__(self, prefix: str, embedded: EmbeddedRay | None, here: str) -> None:
@@ -394,7 +405,7 @@ class RayAllocator(Allocator):
     async def _held(
         self, job: Job, index: int, slot: placement.BundleSlot, deadline: Deadline
     ) -> Placement:
-        """The slot with the devices that its group was granted, in the order of the node."""
+        """The slot with the devices granted to its group, in the node's device order."""
         if not slot.num_devices:
             return slot
         try:
@@ -427,7 +438,7 @@ class RayAllocator(Allocator):
         for worker_id, place in places.items() if draining else ():
             nodes = [place.node_id]
             if isinstance(place, placement.BundleSlot) and len(place.bundles) > 1:
-                # an instance that spans nodes
+                # the instance spans several nodes
                 nodes += [address for address, _ in place.bundles]
             if notice := next((draining[node] for node in nodes if node in draining), None):
                 found[worker_id] = notice
@@ -436,7 +447,7 @@ class RayAllocator(Allocator):
     def why_node_stays(self, place: Placement) -> str:
         if place.node_id == self._here:
             return "the script runs on it"
-        return "" if is_own_node(place.node_id) else "it is a cluster that this run has not started"
+        return "" if is_own_node(place.node_id) else "this run has not started the cluster"
 
 
 def _is_going(slot: placement.BundleSlot) -> bool:

@@ -1,7 +1,6 @@
-"""Limits of a start of Ray: Helmsman's instead of Ray's, and an error at once when a process has
-exited.
+"""Time limits for starting Ray, and early failure if one of its processes exits.
 
-``python -m helmsman.controller._ray_backend.start_limits start ...`` is ``ray start ...`` within
+``python -m helmsman.controller._ray_backend.start_limits start ...`` runs ``ray start ...`` within
 these limits.
 """
 
@@ -19,9 +18,9 @@ from helmsman.controller._transport.base import describe_exit, split_returncode
 from helmsman.rpc_server._ray_forks.ray_patches import replaced
 
 CORE = ("gcs_server", "raylet")
-"""The processes without which Ray cannot run."""
+"""Processes without which Ray cannot run."""
 LIMIT_VARIABLE = "RAY_gcs_server_port_wait_time_s"
-"""Seconds that ``ray start`` may wait for each of them; Ray itself reads it for the head."""
+"""Limit of ``ray start`` for each of them, in seconds; Ray itself reads it for the head."""
 
 _LOOK_S = 1
 """Seconds that each of Ray's own waits may take; its processes are checked in between."""
@@ -29,15 +28,14 @@ _PAUSE_S = 0.05
 
 
 class RayStart:
-    """One attempt to start Ray, until a deadline; ``limit_name`` is the setting that this comes
-    from, for errors.
+    """One attempt to start Ray before a deadline; errors name the setting ``limit_name``.
 
-    Ray waits 30 s for the port of its head and as long for the registration of its raylet, also
-    where these have exited.
+    Ray itself waits 30 s for the port of its head and 30 s for its raylet to register, even if
+    these processes have exited.
     """
 
     SETTINGS: ClassVar[Mapping[str, Any]] = {"raylet_start_wait_time_s": _LOOK_S}
-    """Ray's settings that this process needs during the start."""
+    """Ray settings that this process needs during the start."""
 
     def __init__(self, deadline: Deadline, limit_name: str = "Timeouts.start_s") -> None:
         self._deadline, self._limit_name = deadline, limit_name
@@ -45,19 +43,16 @@ class RayStart:
 
     @property
     def blamed(self) -> str:
-        """The process whose log has the reason of a failure: the first that has exited, else the
-        last that was started.
-        """
+        """Process whose log explains a failure: the first that exited, else the last started."""
         exited = [name for name, process in self._started.items() if process.poll() is not None]
         return (exited or list(self._started)[::-1] or [CORE[0]])[0]
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it, a start of Ray in this thread waits as long as the deadline allows, and fails
-        when a process has exited.
+        """Bound a start of Ray in this thread by the deadline, and fail when a process exits.
 
-        It fails with a TimeoutError or a ChildProcessError. The waits of Ray are private to it;
-        where they differ from the expected ones, Ray's own limits apply.
+        Within the context the start raises TimeoutError or ChildProcessError. This replaces private
+        waits of Ray; in a version that lacks them, Ray's own limits apply.
         """
         from ray._private import node, services
 
@@ -111,7 +106,7 @@ class RayStart:
 
 
 def main() -> None:
-    """Run ``ray`` with this process's arguments and the limit of LIMIT_VARIABLE for its start."""
+    """Run ``ray`` with this process's arguments, with LIMIT_VARIABLE as the limit of its start."""
     from ray.scripts import scripts
 
     with RayStart(Deadline(float(os.environ.get(LIMIT_VARIABLE, "30"))), LIMIT_VARIABLE).watching():

@@ -45,32 +45,31 @@ from helmsman.rpc_server.ports import RANGE_VARIABLE
 log = logging.getLogger(__name__)
 
 _RAY_CALL_S = 2.0
-"""Longest wait for a call of Ray's while things are taken down; it is milliseconds unless the
-cluster's head is gone.
+"""Longest wait for a Ray call during teardown. It takes milliseconds unless the head has stopped.
 """
 _DEATH_S = 3.0
-"""Longest wait for Ray to know that an actor which it was told to kill is dead."""
+"""Longest wait for Ray to report that a killed actor is dead."""
 _REMAINS_S = 1.5
-"""Longest wait for a guardian's record of a worker's end. The record takes milliseconds on an idle
+"""Longest wait for a guardian's record of a worker's end, which takes milliseconds on an idle
 machine.
 """
 _RECORDED_S = 0.5
-"""The same for a worker that may live, as it was given up."""
+"""Longest wait for that record if the worker was given up and may still be running."""
 _READ_REMAINS_S = 5.0
-"""Longest wait for a task that reads the record on another node, where Ray may have to start a
-process for it.
+"""Longest wait for a task that reads the record on another node; Ray may have to start a process
+for it.
 """
 _CONNECT_S = 3.0
-"""How long connecting may take, and authentication as long again."""
+"""Limit of connecting, and again of authentication."""
 _PUBLISH_S = 60.0
-"""Longest wait for a worker to copy what it keeps into Ray's object store."""
+"""Longest wait for a worker to copy a kept value to Ray's object store."""
 _SAMPLE = b"helmsman"
 
 
 class ControllerStore(RayHandleStore):
-    """What the script puts.
+    """Values that the script puts.
 
-    ``publish`` asks the maker of a value to copy it into Ray's object store, and returns its
+    ``publish`` makes the worker that keeps a value copy it to Ray's object store, and returns the
     reference. It blocks.
     """
 
@@ -79,7 +78,11 @@ class ControllerStore(RayHandleStore):
         self._publish = publish
 
     def as_references(self, payload: Payload) -> Payload:
-        """The same payload, whose handles any node can fetch. Blocks. Raises HandleLostError."""
+        """Make every handle of the payload fetchable from any node. Blocks.
+
+        Raises:
+            HandleLostError: A value is lost.
+        """
         if not payload.handles:
             return payload
         handles = [
@@ -95,8 +98,9 @@ class ControllerStore(RayHandleStore):
 
 
 class RayWorker:
-    """A worker's actor: its start, its end, and payloads by way of Ray's object store (no task
-    retries, no restarts).
+    """A worker's actor: its start, its end, and payloads through Ray's object store.
+
+    The actor is never restarted and its tasks are never retried.
     """
 
     def __init__(
@@ -114,7 +118,7 @@ class RayWorker:
         self._worker_id = "a worker that starts"
         self.log_path = ""
         self.log_start = 0
-        """Bytes that earlier processes wrote to the log."""
+        """Size of the log in bytes before this process."""
         self._pid = 0
         self._oom: OomCount | None = None
         self._reason: BaseException | None = None
@@ -124,40 +128,51 @@ class RayWorker:
         self._killing: asyncio.Future[None] | None = None
         self._tag = ""
         self._page: mmap.mmap | None = None
-        """The worker's pulse, where it can be mapped here."""
+        """The worker's pulse page, if it can be mapped here."""
         self._observer: Callable[[float], Awaitable[bytes]] | None = None
-        """Asks the worker's observer within a limit in seconds; None where this process can observe
+        """Queries the worker's observer within a limit in seconds; None if this process observes
         the worker itself.
         """
 
     @property
     def _actor(self) -> Any:
-        """The actor. Raises TransportLostError where its cluster is lost: a call to it would have
-        Ray start another one.
+        """The actor.
+
+        Raises TransportLostError if its cluster is lost, since a call would make Ray start another
+        cluster.
         """
         if self._ray is not None and (loss := self._ray.loss) is not None:
             raise TransportLostError(str(loss)) from loss
         return self._made
 
     async def greet(self) -> Greeting:
-        """The worker's first answer. Raises TransportLostError with the reason."""
+        """Wait for the worker's first reply.
+
+        Raises:
+            TransportLostError: The actor did not start; the message has the reason.
+        """
         greeting: Greeting = await self._await(self._actor.greet.remote())
         self._pid, self._oom = greeting.pid, greeting.oom
         return greeting
 
     async def adopt(self, identity: WorkerIdentity, *, tls: bool) -> Channel:
-        """Make it this worker, and open its channel, with TLS between machines if ``tls``. Raises:
-        TransportLostError with the reason.
+        """Assign an identity to the worker and open its channel.
+
+        ``tls`` encrypts a channel between machines.
+
+        Raises:
+            TransportLostError: The worker has died or cannot be reached; the message has the
+                reason.
         """
         self._worker_id, self.log_path = identity.worker_id, identity.log_path
-        # for an error until it answers, where its node is this one
+        # used in errors until the worker replies, if it is on this node
         self.log_start = log_size(identity.log_path)
         self.log_start = await self._await(self._actor.adopt.remote(identity))
         self._tag = f"{identity.run_id}/{identity.worker_id}"
         if HAS_SEGMENTS:
             self._page = find_page(self._pid, self._tag)
-        # A key for each worker: a relay in the network cannot lead its connection to another worker
-        # of the run.
+        # One key per worker, so that a relay in the network cannot redirect the connection to
+        # another worker of the run.
         channel = await self._open_channel(secrets.token_bytes(32), tls)
         self._watch = asyncio.ensure_future(self._watch_end(channel))
         return channel
@@ -169,8 +184,7 @@ class RayWorker:
                 self._actor.open_channel.remote(key, location, tls)
             )
         if address.shares_memory:
-            # It may be of another user, or in another network namespace, although it can map our
-            # memory.
+            # It may belong to another user or network namespace although it can map our memory.
             with contextlib.suppress(OSError, errors.ProtocolError):
                 return await self._channel(address, key, tls=False)
             address = await self._await(self._actor.open_channel.remote(key, None, tls))
@@ -209,12 +223,16 @@ class RayWorker:
             return b""
 
     def publish(self, handle: ResultHandle) -> Any:
-        """The reference of a value that the worker keeps. Blocks. Raises HandleLostError."""
+        """Return the object reference of a value that the worker keeps. Blocks.
+
+        Raises:
+            HandleLostError: The value is lost.
+        """
         try:
             reference = self._actor.publish.remote(handle)
             return blocking(functools.partial(ray.get, reference, timeout=_PUBLISH_S))[0]
         except ray.exceptions.GetTimeoutError as error:
-            reason = f"its worker did not hand it over within {_PUBLISH_S:g} s"
+            reason = f"its worker did not publish it within {_PUBLISH_S:g} s"
             raise errors.HandleLostError(
                 worker_id=handle.worker_id, handle_id=handle.id, reason=reason
             ) from error
@@ -231,17 +249,18 @@ class RayWorker:
             ) from error
 
     async def _watch_end(self, channel: Channel) -> None:
-        """Close the channel when Ray reports the end of the worker: a connection to a node that
-        vanishes does not end.
+        """Close the channel when Ray reports the worker's death.
+
+        The connection to a node that vanishes does not close by itself.
         """
         with contextlib.suppress(TransportLostError, errors.ProtocolError):
             await self._await(self._actor.live.remote())
         channel.close()
 
     async def pending(self) -> str:
-        """Why its actor may not have started, as far as Ray tells."""
+        """State of its actor in Ray, as part of a start error."""
         state = await bounded(cluster_state.actor_state, self._actor._actor_id.hex())
-        return f"Ray has it as {state or 'unknown'} on node {self.place.node}"
+        return f"Ray reports its state as {state or 'unknown'} on node {self.place.node}"
 
     async def bring(self, request_id: int, payload: Payload) -> None:
         await self._await(
@@ -296,8 +315,8 @@ class RayWorker:
             _REMAINS_S if not lost_because else _RECORDED_S
         )
         if self._ray is not None:
-            self._ray.require()  # its workers end a moment before it, or after
-        if record is None and lost_because:  # it lives
+            self._ray.require()  # Ray's end may be detected shortly after its workers' end
+        if record is None and lost_because:  # it is still running
             self._killing = asyncio.ensure_future(self.kill())
             return Ending(
                 f"was ended by this scheduler: {lost_because}", None, signal.SIGKILL, tail
@@ -311,9 +330,7 @@ class RayWorker:
         return Ending(describe_exit(code, number, num_oom_kills), code, number, tail)
 
     async def _remains(self, limit_s: float) -> _Remains:
-        """What the worker's guardian recorded, the OOM kills around it and the end of its log, read
-        on the worker's node.
-        """
+        """Read the guardian's record, the OOM kills and the log's tail on the worker's node."""
         if self.place.node_id == self._here or (
             self._page is not None and os.path.exists(self.log_path)
         ):
@@ -329,7 +346,7 @@ class RayWorker:
                 remains: _Remains = await reference
                 return remains
         except (TimeoutError, ray.exceptions.RayError) as error:
-            log.warning("%s: the remains on its node could not be read: %s", self._worker_id, error)
+            log.warning("%s: its exit record could not be read: %s", self._worker_id, error)
             return None, 0, ""
 
     async def kill(self) -> None:
@@ -341,21 +358,23 @@ class RayWorker:
             await bounded(lambda: ray.kill(self._made, no_restart=True), limit_s=_RAY_CALL_S)
         with contextlib.suppress(TransportLostError, TimeoutError):
             async with asyncio.timeout(_DEATH_S):
-                # fails as soon as the actor is known to be dead
+                # raises as soon as Ray reports the actor's death
                 await self._await(self._actor.greet.remote())
         if self._page is not None:
             await run_in_executor(self._end_here)
         self._killed = True
 
     def _end_here(self) -> None:
-        """End the process if it is stopped: Ray (2.52 to 2.56 at least) reports its death seconds
-        before it ends it. Any other is left to Ray, which would report our kill as a failure.
+        """Kill the process if it is stopped; others are left to Ray.
+
+        Ray (2.52 to 2.56 at least) reports the death of a stopped process seconds before it kills
+        it. It would report our kill of any other process as a failure.
         """
 
         def state() -> list[bytes]:
             return stat_fields(self._pid)[:1]
 
-        # A page of this tag shows that the pid is not another process's by now.
+        # A page with this tag shows that the pid has not been reused.
         if state() == [b"T"] and find_page(self._pid, self._tag) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
@@ -372,8 +391,9 @@ _Remains = tuple[dict[str, int | None] | None, int, str]
 def _read_remains(
     log_path: str, pid: int, log_start: int, before: OomCount | None, limit_s: float
 ) -> _Remains:
-    """The record of a worker's end, for which its guardian needs a moment, OOM kills since
-    ``before``, and its log's tail.
+    """The guardian's record of a worker's end, OOM kills since ``before`` and the tail of the log.
+
+    The guardian needs a moment to write the record.
     """
     wait_until(lambda: read_record(log_path, pid) is not None, limit_s)
     return read_record(log_path, pid), oom_kills_since(before), tail_of(log_path, start=log_start)

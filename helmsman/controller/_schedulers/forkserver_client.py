@@ -156,7 +156,7 @@ class ForkServer(asyncio.Protocol):
 
     def _error(self) -> ForkServerGoneError:
         return ForkServerGoneError(
-            "the parent of all local workers has ended; its log: "
+            "the forkserver has ended, and all local workers with it; its log: "
             f"{self._log_path}\n{tail_of(self._log_path)}"
         )
 

@@ -143,7 +143,8 @@ async def _tell(client: WorkerClient, command: FaultCommand, more: str = "") -> 
     try:
         ended = await client.control(Verb.FAULT, command)
     except (WorkerFailedError, CallTimeoutError):
-        # It has just replied to a health check, so the fault has hit before its reply was sent.
+        # It has just replied to a health check, so the fault has hit: the reply is lost if it was
+        # killed, and late if it is stopped.
         return _injection(client, True, what)
     except HelmsmanError as error:
         return _injection(client, False, f"the fault failed: {error}")

@@ -97,7 +97,8 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         kwargs: Keyword arguments of the class's constructor, the same on every rank.
 
     Raises:
-        JobError: The configuration is invalid, or the role exists.
+        TypeError: ``worker_cls`` is not a class or an import path.
+        JobError: The configuration or a keyword argument is invalid, or the role exists.
         StartError: The workers could not start.
         CallError: An instance could not be built, such as EngineCreationError.
         GroupCallError: Instances of several ranks could not be built; the root cause comes first.
@@ -113,9 +114,9 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             ):
                 raise DispatchError(
                     method=f"{cls.__qualname__}.{name}",
-                    reason=f"a Cluster has a {name!r} of its own, which {value.spec.full_name} "
-                    "would hide",
-                    step="Name it otherwise here, or leave it out and call "
+                    reason=f"a Cluster already has an attribute {name!r}, which "
+                    f"{value.spec.full_name} would hide",
+                    step="Use another name here, or leave it out and call "
                     f"cluster.method({value.spec.full_name})",
                 )
 
@@ -231,7 +232,8 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             The result of rank 0.
 
         Raises:
-            DispatchError: An argument is a Shard of more than one part. Nothing is sent.
+            DispatchError: An argument is a Shard that has no rows, or more than one part. Nothing
+                is sent.
             ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
             CallError: The call failed on rank 0.
         """
@@ -252,7 +254,8 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             A future of rank 0's result, which raises CallError if the call fails.
 
         Raises:
-            DispatchError: An argument is a Shard of more than one part. Nothing is sent.
+            DispatchError: An argument is a Shard that has no rows, or more than one part. Nothing
+                is sent.
             ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
         """
         return self._execute(method, [0], args, kwargs, timeout, lambda results: results[0])
@@ -340,7 +343,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         """
         ranks = [self.get_rank_info(operator.index(rank)).rank for rank in ranks]
         if not ranks or len(set(ranks)) < len(ranks):
-            raise ValueError(f"ranks are {ranks}; give one at least, and each once")
+            raise ValueError(f"ranks are {ranks}, expected at least one and no duplicates")
         results: list[Any] = self._execute(method, ranks, args, kwargs, timeout, list).awaited()
         return results
 

@@ -322,9 +322,8 @@ def _custom(
     if not well_made or wrong:
         raise DispatchError(
             method=spec.full_name,
-            reason=f"its dispatch_fn returned {_shape(made)}; it returns (args, kwargs), each "
-            "entry a sequence with a value "
-            f"for each of the {topology.world_size} ranks",
+            reason=f"its dispatch_fn returned {_shape(made)}, expected (args, kwargs) whose "
+            f"entries are sequences with a value for each of the {topology.world_size} ranks",
             step="Correct the function",
         )
     return _each(lambda _, entry: _by_identity(entry), made[0], made[1], ranks)

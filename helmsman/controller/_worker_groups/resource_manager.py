@@ -429,9 +429,9 @@ def parse_device_mapping(mapping: str | Sequence[int], role: str) -> list[int]:
                 role, mapping, "whole numbers, or a text such as '0-7,16'"
             ) from None
     if not devices:
-        raise _wrong_mapping(role, mapping, "one device at least, or None for no devices")
+        raise _wrong_mapping(role, mapping, "at least one device, or None for no devices")
     if min(devices) < 0:
-        raise _wrong_mapping(role, mapping, "devices from 0 on")
+        raise _wrong_mapping(role, mapping, "device numbers of 0 or more")
     if len(set(devices)) < len(devices):
         twice = sorted({device for device in devices if devices.count(device) > 1})
         raise _wrong_mapping(
@@ -450,7 +450,7 @@ def _devices_of(part: str, mapping: str, role: str) -> Sequence[int]:
     first = int(match[1])
     last = int(match[2] or first)
     if last < first:
-        raise _wrong_mapping(role, mapping, f"ranges that rise; {part.strip()!r} falls")
+        raise _wrong_mapping(role, mapping, f"ascending ranges; {part.strip()!r} descends")
     return range(first, last + 1)
 
 

@@ -198,7 +198,7 @@ except Exception as error:
         ):
             assert fact in each["text"]
     assert chosen["addresses"] == ["local"] * 3
-    assert "Ray starts on this node alone" in logged
+    assert "Ray starts on this node only" in logged
     assert "RANK=1, WORLD_SIZE=2, MASTER_ADDR=10.0.0.7" in logged
     assert (last["kind"], last["connected"]) == ("ClusterNotFoundError", False)
-    assert f"there is no Ray cluster at '{address}': nobody answers there" in last["text"]
+    assert f"there is no Ray cluster at '{address}': nothing answers there" in last["text"]

@@ -380,7 +380,7 @@ def test_up_where_no_cluster_answers(up: Up, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     run = up("--", "touch", str(tmp_path / "ran"), RAY_ADDRESS=address)
-    run.ends(2, f"there is no Ray cluster at '{address}': nobody answers there")
+    run.ends(2, f"there is no Ray cluster at '{address}': nothing answers there")
     assert not (tmp_path / "ran").exists()
 
 

@@ -287,7 +287,7 @@ def test_custom_dispatch_refuses_invalid_results(made: Any) -> None:
     mode = CustomDispatch(lambda topology, value: made, lambda topology, results: results)
     with pytest.raises(
         DispatchError,
-        match=r"its dispatch_fn returned .*it returns \(args, kwargs\).*each of the 4 ranks",
+        match=r"its dispatch_fn returned .*expected \(args, kwargs\).*each of the 4 ranks",
     ):
         dispatch(Topology(dp=4), declared(mode), (1,), {})
 
