@@ -155,8 +155,7 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
             self._require_mapping(strategy)
 
     def _require_mapping(self, strategy: SchedulingStrategy) -> None:
-        """Check device_mapping; ``colocation.tile`` checks it against the target's devices later.
-        """
+        """Check device_mapping; ``colocation.tile`` compares it with the target's devices later."""
         field, mapping = "scheduling_strategy.device_mapping", strategy.device_mapping
         if not strategy.fork:
             raise self._wrong(field, mapping, "only with colocation and fork")
@@ -235,9 +234,7 @@ class Scheduler(Closing):
 
     @property
     def shares_process(self) -> bool:
-        """Whether workers run in the script's process: one environment, and no devices of their
-        own.
-        """
+        """Whether workers run in the script's process: one environment, no devices of their own."""
         return False
 
     @functools.cached_property
@@ -475,8 +472,7 @@ class Scheduler(Closing):
 
     @abc.abstractmethod
     async def inject(self, fault: Fault) -> list[Injection]:
-        """Inject a fault into a worker now, whatever its ``at_step``, to test recovery; see
-        FaultPlan.
+        """Inject a fault into a worker now, whatever its ``at_step``; see FaultPlan.
 
         Returns the outcome for each affected worker; a DropNode affects all workers of this run on
         the node. Other calls are not affected. If a worker does not answer, the fault is not
@@ -720,9 +716,7 @@ class Scheduler(Closing):
 
     @abc.abstractmethod
     def status(self) -> list[WorkerStatus]:
-        """Return the status of all workers under one short deadline; never raises for a dead
-        worker.
-        """
+        """Return the status of all workers under one short deadline, dead workers included."""
 
     @abc.abstractmethod
     def stacks(self, role: str) -> dict[str, str]:
