@@ -212,7 +212,7 @@ def row_numbers(given: Any, num_rows: int) -> list[int]:
         found = list(_plain(given))
     except TypeError as error:
         raise TypeError(
-            f"rows are told by integers or a mask, not by {_described(given)} {given!r}"[:120]
+            f"rows are given as integers or a mask, not as {_described(given)} {given!r}"[:120]
         ) from error
     if "bool" in str(getattr(given, "dtype", "")) or (
         found and all(isinstance(each, bool) for each in found)

@@ -433,16 +433,14 @@ class CurrentPlatform:
     # --- permission -------------------------------------------------------------------------------
 
     def forbid(self, reason: str) -> contextlib.ExitStack:
-        """Make resolution raise PlatformError with this reason until the returned stack is closed.
-        """
+        """Make resolution raise PlatformError with this reason until the returned stack closes."""
         self._forbidden.append(reason)
         stack = contextlib.ExitStack()
         stack.callback(self._lift, reason)
         return stack
 
     def allow(self) -> contextlib.ExitStack:
-        """Suspend all prohibitions until the returned stack is closed, for engines in this process.
-        """
+        """Suspend prohibitions until the returned stack closes, for engines in this process."""
         self._num_allowed += 1
         stack = contextlib.ExitStack()
         stack.callback(self._end_allowance)

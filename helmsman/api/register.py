@@ -242,7 +242,7 @@ def _spec_of(
             map(callable, dispatch_mode.values())
         ):
             raise refuse(
-                "a dispatch mode of one's own has the functions 'dispatch_fn' and 'collect_fn'; "
+                "a custom dispatch mode has the functions 'dispatch_fn' and 'collect_fn'; "
                 f"got {sorted(dispatch_mode)}",
                 "Give both, or one of Dispatch",
             )
