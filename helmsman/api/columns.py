@@ -462,7 +462,7 @@ def _as_tensor(column: Any) -> Any:
             else torch.nested.nested_tensor_from_jagged(values, offsets.to(values.device))
         )
     if kind == "array" and column.dtype.kind in "biufc" and column.dtype.char not in "gG":
-        # long doubles
+        # Long doubles (g, G) have no torch dtype.
         if not column.dtype.isnative or not column.flags.writeable or min(column.strides) < 0:
             column = column.astype(column.dtype.newbyteorder("="), order="C")
         return torch.from_numpy(column)

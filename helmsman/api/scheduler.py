@@ -566,7 +566,7 @@ class Scheduler(Closing):
 
         Args:
             worker_ids: The workers, or their ids.
-            engine: As for create_engine.
+            engine: Import path, callable or EngineSpec; see create_engine.
             engine_name: Name of the engine in each worker; the worker's id if None.
             *args: Positional arguments of the engine.
             **kwargs: Named arguments of the engine.
@@ -584,7 +584,14 @@ class Scheduler(Closing):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Build the same engine in several workers; see create_engines for the arguments.
+        """Await create_engines.
+
+        Args:
+            worker_ids: The workers, or their ids.
+            engine: Import path, callable or EngineSpec; see create_engine.
+            engine_name: Name of the engine in each worker; the worker's id if None.
+            *args: Positional arguments of the engine.
+            **kwargs: Named arguments of the engine.
 
         Raises:
             HelmsmanError: The first error of create_engine, in the order of the workers.
@@ -641,10 +648,22 @@ class Scheduler(Closing):
         rpc_timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Await a method of an engine; see call_engine for the arguments.
+        """Await call_engine.
 
         Tensor arguments must not be written to before the await ends. Cancelling the await does not
         undo a call that has begun.
+
+        Args:
+            worker_id: The worker, or its id.
+            method: Name of the method.
+            engine_name: Name of the engine; the worker's id if None.
+            *args: Positional arguments of the method.
+            rpc_meta: Options of the call; see call_engine.
+            rpc_timeout: Limit in seconds; ``timeouts.call_s`` if None.
+            **kwargs: Named arguments of the method.
+
+        Returns:
+            The method's result, or a ResultHandle.
 
         Raises:
             CallError: The call failed; the subclasses in helmsman.api.errors state the reason.

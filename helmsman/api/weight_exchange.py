@@ -41,7 +41,14 @@ class WeightSource(WeightPeer, Protocol):
         """Return the weight version, on which all ranks agree."""
 
     async def export(self, version: int, timeout: float) -> ResultHandle:
-        """Gather all parameters on rank 0 and return their handle.
+        """Gather all parameters on rank 0.
+
+        Args:
+            version: Expected weight version.
+            timeout: Limit in seconds.
+
+        Returns:
+            Handle of the parameters.
 
         Raises:
             HelmsmanError: The weights have another version.

@@ -83,7 +83,7 @@ class WeightState(Enum):
 def _table() -> Mapping[tuple[WeightState, WeightEvent], WeightState]:
     awake, awake_empty, asleep, asleep_empty, warm, warm_empty = WeightState
     rows: dict[WeightState, tuple[WeightState | None, ...]] = {
-        # by SLEPT, DROPPED, WOKE_WEIGHTS, WOKE, UPDATED, TORN
+        # Columns: SLEPT, DROPPED, WOKE_WEIGHTS, WOKE, UPDATED, TORN
         awake: (asleep, asleep_empty, awake, awake, awake, awake_empty),
         awake_empty: (asleep_empty, asleep_empty, awake_empty, awake_empty, awake, awake_empty),
         asleep: (asleep, asleep_empty, warm, awake, None, None),

@@ -44,7 +44,7 @@ class WeightFormat(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=Tr
                     f"names has {pattern!r}, which is no regular expression: {error}"
                 ) from error
             try:
-                compiled.sub(replacement, "")  # reads the replacement, also where nothing matches
+                compiled.sub(replacement, "")  # Parses the replacement even without a match.
             except (re.error, IndexError) as error:
                 raise ValueError(
                     f"names replaces {pattern!r} by {replacement!r}, which cannot be: {error}"

@@ -199,6 +199,11 @@ class GroupMethod(Generic[P, G]):
     """A method of a worker group.
 
     Calling it runs it on the ranks and returns the declared result.
+
+    Args:
+        group: The worker group.
+        spec: Declaration of the method.
+        options: Options of its calls.
     """
 
     def __init__(
@@ -246,11 +251,13 @@ class GroupMethod(Generic[P, G]):
         return self.submit(*args, **kwargs).awaited()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> GroupFuture[G]:
-        """Start the method and return a future at once.
+        """Start the method and return a future at once; takes the arguments of the method.
 
-        A failed check of the ranks' coordinates is also raised by the future. Tensor arguments must
-        not be written to before the future is done. Calls reach each worker in the order of
-        submission.
+        A failed check of the ranks' coordinates is raised by the future. Tensor arguments must not
+        be written to before the future is done. Calls reach each worker in the order of submission.
+
+        Returns:
+            A future of the declared result.
 
         Raises:
             DispatchError: The arguments do not fit the declaration. Nothing is sent.
