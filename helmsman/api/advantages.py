@@ -1,5 +1,6 @@
-"""Advantages and loss weights of groups of samples, in plain Python: the driver computes them, and
-it may lack torch.
+"""Advantages and loss weights of groups of samples.
+
+In plain Python, because they are computed in the driver, which may lack torch.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ def group_advantages(
     normalize_std: bool = True,
     epsilon: float = 1e-6,
 ) -> list[float]:
-    """Advantage of each sample relative to the samples of the same prompt: ``(r - mean) / (std +
-    epsilon)``.
+    """Compute each sample's advantage within its prompt: ``(r - mean) / (std + epsilon)``.
 
-    Source: GRPO, DeepSeekMath, arXiv:2402.03300 section 4.1.2. Dr. GRPO, arXiv:2503.20783, leaves
-    the division out (``normalize_std=False``), since it favours prompts that are almost always or
+    Source: GRPO, DeepSeekMath, arXiv:2402.03300 section 4.1.2. Dr. GRPO, arXiv:2503.20783, omits
+    the division (``normalize_std=False``), since it favours prompts that are almost always or
     almost never solved.
 
     Args:
         rewards: One per sample.
-        group_size: Samples per prompt, when the samples of a prompt stand one after another.
-        group_ids: The prompt of each sample, when they do not; give one of the two.
-        normalize_std: Divide by the group's standard deviation (the unbiased one, with n - 1).
+        group_size: Samples per prompt, if the samples of a prompt are adjacent.
+        group_ids: The prompt of each sample, if they are not; give exactly one of the two.
+        normalize_std: Whether to divide by the group's standard deviation (unbiased, n - 1).
         epsilon: Keeps the division finite.
 
     Returns:
         One advantage per reward; 0 for a group of one, or of equal rewards.
 
     Raises:
-        ValueError: Neither or both of group_size and group_ids, or their length does not fit.
+        ValueError: Neither or both of group_size and group_ids are given, or their length does not
+            fit.
     """
     if (group_size is None) == (group_ids is None):
         raise ValueError("give either group_size or group_ids")
@@ -69,24 +70,23 @@ def group_advantages(
 def sequence_weights(
     num_tokens: Sequence[int], aggregation: Aggregation, *, max_tokens: int | None = None
 ) -> list[float]:
-    """Weight of every token of each sequence, so that a mean over all tokens of the batch becomes
-    another mean.
+    """Compute per-token weights that turn a mean over all tokens of the batch into another mean.
 
     Args:
         num_tokens: Tokens that count in the loss, for each sequence of the *global* batch of one
             optimizer step.
-        aggregation: ``token``: each token alike (DAPO, arXiv:2503.14476). ``sequence``: the mean
-            over each sequence, then over sequences (GRPO, arXiv:2402.03300 eq. 3). ``constant``:
-            each sequence's sum over ``max_tokens``, then the mean over sequences, which does not
-            favour long wrong answers (Dr. GRPO, arXiv:2503.20783).
-        max_tokens: The constant; the most tokens that a sequence can generate.
+        aggregation: ``token``: all tokens count the same (DAPO, arXiv:2503.14476). ``sequence``:
+            the mean over each sequence, then over sequences (GRPO, arXiv:2402.03300 eq. 3).
+            ``constant``: each sequence's sum over ``max_tokens``, then the mean over sequences,
+            which does not favour long wrong answers (Dr. GRPO, arXiv:2503.20783).
+        max_tokens: Maximum number of tokens that a sequence can generate, for ``constant``.
 
     Returns:
-        One weight per sequence, for the samples' ``loss_weights``; of no meaning for a sequence
+        One weight per sequence, for the samples' ``loss_weights``; meaningless for a sequence
         without tokens.
 
     Raises:
-        ValueError: An unknown aggregation, or ``constant`` without max_tokens.
+        ValueError: The aggregation is unknown, or ``constant`` lacks max_tokens.
     """
     total, num_sequences = sum(num_tokens), len(num_tokens)
     if aggregation == "token":
@@ -112,28 +112,28 @@ def gae(
     lam: float = 0.95,
     truncated: Sequence[bool] | None = None,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Generalised advantage estimation over a batch: arXiv:1506.02438 section 3.
+    """Compute generalised advantage estimates for a batch: arXiv:1506.02438 section 3.
 
-    The steps of an episode are the tokens of its mask, one after another, however many others (of a
-    tool, of the next turn's prompt) stand between them. The state before the token t is all tokens
-    up to t - 1, so its value is ``values[t - 1]``.
+    The steps of an episode are its masked tokens in order; unmasked tokens between them (of a tool,
+    of the next turn's prompt) are skipped. The state before token t is all tokens up to t - 1, so
+    its value is ``values[t - 1]``.
 
     Args:
-        rewards: Of each sample, (T,), aligned with its tokens;
-            helmsman.api.reward_shaping.token_rewards makes them.
-        values: Of each sample, (T,), as ``forward`` of a train engine with a value head gives them.
-        masks: ``loss_mask`` of each sample, (T,). Entry 0 is left out.
+        rewards: (T,) per sample, aligned with its tokens; helmsman.api.reward_shaping.token_rewards
+            makes them.
+        values: (T,) per sample, as returned by ``forward`` of a train engine with a value head.
+        masks: (T,) per sample, its ``loss_mask``. Entry 0 is ignored.
         gamma: Discount per step.
-        lam: Weight of longer estimates: 1 is the return less the value, 0 the error of one step.
-        truncated: Whether each episode was cut off, so that it ends in a state whose value counts
-            (that of its last token) instead of 0; None: none was.
+        lam: Weight of longer estimates: 1 gives the return minus the value, 0 the one-step error.
+        truncated: Whether each episode was cut off, so that it ends in a state with a value (that
+            of its last token) instead of 0. None: no episode was.
 
     Returns:
-        Advantages and returns (advantage + value, what the critic learns) of each sample, (T,), 0
-        outside of its mask.
+        Advantages and returns (advantage + value, the critic's target), each (T,) per sample and 0
+        outside of the mask.
 
     Raises:
-        ValueError: The lengths do not fit.
+        ValueError: The lengths do not match.
     """
     count = len(masks)
     if not len(rewards) == len(values) == count or (
@@ -173,22 +173,22 @@ def whiten(
     shift_mean: bool = True,
     epsilon: float = 1e-8,
 ) -> list[list[float]]:
-    """Advantages of a batch with the mean 0 and the standard deviation 1 over its masked tokens.
+    """Normalize a batch of advantages to mean 0 and standard deviation 1 over its masked tokens.
 
-    Source: arXiv:2006.05990, choice C67, which is per mini-batch there; here it is of the whole
-    batch, and does not depend on how that is split afterwards.
+    Source: arXiv:2006.05990, choice C67, which normalizes per mini-batch. This function normalizes
+    the whole batch, independently of later splits.
 
     Args:
-        rows: Of each sample, (T,).
-        masks: ``loss_mask`` of each sample, (T,). Entry 0 is left out.
-        shift_mean: Whether to shift the mean to 0; else it stays as it is.
+        rows: (T,) per sample.
+        masks: (T,) per sample, its ``loss_mask``. Entry 0 is ignored.
+        shift_mean: Whether to shift the mean to 0; else it is kept.
         epsilon: Added to the variance, which is the unbiased one (n - 1).
 
     Returns:
-        Rows like those given, 0 outside of the masks.
+        Rows of the same shapes, 0 outside of the masks.
 
     Raises:
-        ValueError: The lengths do not fit, or the masks have fewer than two tokens.
+        ValueError: The lengths do not match, or the masks have fewer than two tokens.
     """
     if len(rows) != len(masks):
         raise ValueError(f"{len(rows)} rows for {len(masks)} masks; expected one for each")

@@ -1,4 +1,4 @@
-"""Batch: named columns with one value for each row, as group calls cut, move and join them."""
+"""Batch: named columns with one value per row, which group calls split, move and join."""
 
 from __future__ import annotations
 
@@ -28,24 +28,34 @@ from helmsman.api.columns import (
 from helmsman.api.errors import UnevenBatchError
 
 Remainder: TypeAlias = Literal["error", "pad", "uneven"]
-"""What becomes of rows that do not divide evenly. error: UnevenBatchError; pad: the last row is
-repeated and masked; uneven: the first parts get one row more."""
+"""Handling of rows that do not divide evenly. error: UnevenBatchError; pad: the last row is
+repeated and masked; uneven: the first parts get one more row.
+"""
 
 
 class PerPart(tuple[Any, ...]):
-    """A meta entry that differed between the batches that were joined: its value in each of them,
-    None where it had none.
-    """
+    """A meta entry that differs between joined batches: the value of each, None if missing."""
 
     __slots__ = ()
 
 
 class Batch(Frozen):
-    """Columns of equal length, and ``meta``, which belongs to all rows.
+    """Columns of equal length, and ``meta``, which applies to all rows.
 
-    It is frozen: no column or entry is added, replaced or removed; operations return new batches,
-    which share memory with the old one wherever they can. Slices and chunks are views. Do not
-    change a column in place, a list least of all.
+    A batch is frozen: no column or entry is added, replaced or removed. Operations return new
+    batches, which share memory with the original where possible; slices and chunks are views. Do
+    not modify a column in place, in particular a list.
+
+    Args:
+        columns: Name -> tensor (N, ...) of any dtype and device, array (N, ...), list of N objects,
+            or Ragged of N rows. Tensors must be strided; convert a nested tensor to a Ragged. Data
+            is not copied; of lists only the references are.
+        meta: Entries that apply to all rows.
+        num_rows: N; required only without columns.
+
+    Raises:
+        TypeError: A value is not a column, or a name is not a string.
+        ValueError: The columns have different lengths.
     """
 
     __slots__ = ("__weakref__", "_num_rows", "columns", "meta", "num_padding")
@@ -53,9 +63,9 @@ class Batch(Frozen):
     columns: Mapping[str, Column]
     """Name -> column, read-only."""
     meta: Mapping[str, Any]
-    """Entries that hold for all rows, read-only."""
+    """Entries that apply to all rows, read-only."""
     num_padding: int
-    """How many rows at the end are padding."""
+    """Number of padding rows at the end."""
     _num_rows: int
 
     def __init__(
@@ -65,21 +75,11 @@ class Batch(Frozen):
         *,
         num_rows: int | None = None,
     ) -> None:
-        """Describe a batch; no data is copied, and of lists only the references.
-
-        Args:
-            columns: name -> tensor (N, ...) of any dtype and device, array (N, ...), list of N
-                objects, or Ragged of N rows. A tensor is strided; of a nested one make a Ragged.
-            meta: entries that hold for all rows.
-            num_rows: N; needed only without columns.
-        Raises: TypeError for a column that has no rows; ValueError for columns of different
-            lengths.
-        """
         kept: dict[str, Column] = {}
         for name, column in columns.items():
             if not isinstance(name, str):
                 raise TypeError(f"names of columns are strings, not {name!r}")
-            # A list that its owner goes on to fill, or clears, must not change under the batch.
+            # Copied, so that later changes of the caller's list do not change the batch.
             kept[name] = list(column) if isinstance(column, (list, tuple)) else column
             if not kind_of(kept[name]):
                 raise TypeError(_no_column(name, column))
@@ -103,12 +103,14 @@ class Batch(Frozen):
         frozen = {"columns": MappingProxyType(dict(columns)), "meta": MappingProxyType(dict(meta))}
         self._fill(**frozen, _num_rows=num_rows, num_padding=num_padding)
 
-    # --- what is in it ----------------------------------------------------------------------------
+    # --- contents ---------------------------------------------------------------------------------
 
     @property
     def mask(self) -> Column:
-        """(N,) bool, False for padding: a tensor where the batch has tensors (on the device of the
-        first), else an array where it has arrays, else a list.
+        """(N,) bool, False for padding.
+
+        A tensor on the device of the first tensor if the batch has tensors, else an array if it has
+        arrays, else a list.
         """
         flags = [row < len(self) - self.num_padding for row in range(len(self))]
         dense: list[Any] = [
@@ -127,13 +129,13 @@ class Batch(Frozen):
         return self._num_rows
 
     def __bool__(self) -> bool:
-        return True  # an empty batch is still a batch, and not a missing one
+        return True  # An empty batch is not a missing one.
 
     def __contains__(self, name: object) -> bool:
         return name in self.columns
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rows."""
+        """Iterate over the rows."""
         return (self[index] for index in range(len(self)))
 
     @overload
@@ -143,8 +145,9 @@ class Batch(Frozen):
     @overload
     def __getitem__(self, key: slice) -> Batch: ...
     def __getitem__(self, key: str | int | slice) -> Any:
-        """A column by its name; a row as a dict; rows of a slice, as a view where it has no step
-        (see take).
+        """Return a column by name, a row as a dict, or the rows of a slice.
+
+        A slice without a step is a view; with a step the rows are copied, as by ``take``.
         """
         if isinstance(key, str):
             if key not in self.columns:
@@ -161,9 +164,7 @@ class Batch(Frozen):
         return {name: column[row] for name, column in self.columns.items()}
 
     def equals(self, other: object) -> bool:
-        """Whether rows, columns, meta and padding are the same, element for element; NaN equals
-        NaN.
-        """
+        """Compare rows, columns, meta and padding element by element; NaN equals NaN."""
         return (
             isinstance(other, Batch)
             and (len(self), self.num_padding) == (len(other), other.num_padding)
@@ -193,21 +194,21 @@ class Batch(Frozen):
     # --- columns and meta -------------------------------------------------------------------------
 
     def select(self, *names: str) -> Batch:
-        """These columns only, in this order."""
+        """Return a batch with these columns only, in this order."""
         return _restore(
             {name: self[name] for name in names}, self.meta, len(self), self.num_padding
         )
 
     def with_columns(self, **columns: Column | tuple[Any, ...]) -> Batch:
-        """With these columns added, or in place of those of the same name."""
+        """Return a batch with these columns added or replaced."""
         all_columns = Batch({**self.columns, **columns}, num_rows=len(self)).columns
         return _restore(all_columns, self.meta, len(self), self.num_padding)
 
     def union(self, other: Batch) -> Batch:
-        """The columns and meta of both, row by row.
+        """Return a batch with the columns and meta of both, row by row.
 
-        Raises: ValueError for different numbers of rows, or a name under which they have different
-            values.
+        Raises:
+            ValueError: The numbers of rows differ, or a name has different values in both.
         """
         if (len(self), self.num_padding) != (len(other), other.num_padding):
             raise ValueError(
@@ -235,14 +236,18 @@ class Batch(Frozen):
     # --- rows -------------------------------------------------------------------------------------
 
     def take(self, rows: GivenRows) -> Batch:
-        """These rows, copied, in their order; a row may be taken again. Only a batch without
-        padding.
+        """Copy rows in the given order; a row may occur several times.
+
+        Requires a batch without padding.
 
         Args:
-            rows: integers, negative ones from the end, in a sequence, array or tensor of one
-                dimension; or a mask: N booleans.
-        Raises: IndexError for rows that are not there and masks of another length; TypeError for
-            other indices; ValueError for a batch with padding.
+            rows: Integers, negative ones from the end, in a sequence, array or tensor of one
+                dimension; or a mask of N booleans.
+
+        Raises:
+            IndexError: A row does not exist, or the mask has another length.
+            TypeError: The indices are neither integers nor booleans.
+            ValueError: The batch has padding.
         """
         return self._take(row_numbers(rows, len(self)), "take")
 
@@ -251,10 +256,10 @@ class Batch(Frozen):
         return self._copied(rows)
 
     def reorder(self, permutation: GivenRows) -> Batch:
-        """The same rows in another order: row i of the result is row ``permutation[i]`` of this
-        one.
+        """Permute the rows: row i of the result is row ``permutation[i]`` of this batch.
 
-        Raises: ValueError where it is not a permutation of all rows.
+        Raises:
+            ValueError: It is not a permutation of all rows, or the batch has padding.
         """
         try:
             rows = row_numbers(permutation, len(self))
@@ -270,8 +275,17 @@ class Batch(Frozen):
         return self._take(rows, "reorder")
 
     def repeat(self, times: int, *, interleave: bool = True) -> Batch:
-        """Each row ``times`` times: one after another (aabb), or the whole batch again (abab)
-        without ``interleave``.
+        """Repeat the rows of a batch without padding.
+
+        Args:
+            times: Number of copies of each row.
+            interleave: True repeats row by row (aabb), False the whole batch (abab).
+
+        Returns:
+            A batch of ``times`` * N rows.
+
+        Raises:
+            ValueError: ``times`` is negative, or the batch has padding.
         """
         count = operator.index(times)
         if count < 0:
@@ -282,14 +296,15 @@ class Batch(Frozen):
         )
 
     def group_by(self, key: str | Callable[[dict[str, Any]], Hashable]) -> dict[Any, Batch]:
-        """Rows by the value of a column, or by what a function makes of each row; groups in the
-        order of their first rows.
+        """Group rows by a column's value or a function of the row; groups keep first-row order.
 
-        Groups are views: of this batch where the rows of each lie together, else of one copy. All
-            NaN are one value.
+        Groups are views: of this batch if each group's rows are adjacent, else of one copy. All NaN
+        count as one value.
 
-        Raises: KeyError, TypeError for a column that has not one hashable value for each row;
-            ValueError for a batch with padding.
+        Raises:
+            KeyError: The column does not exist.
+            TypeError: The column does not have one hashable value per row.
+            ValueError: The batch has padding.
         """
         self._require_no_padding("group_by")
         if callable(key):
@@ -319,7 +334,11 @@ class Batch(Frozen):
         )
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Views of so many rows each, which are all rows together. Raises: ValueError."""
+        """Split into views with these numbers of rows.
+
+        Raises:
+            ValueError: A size is negative, or the sizes do not add up to N.
+        """
         counts = [operator.index(size) for size in sizes]
         if min(counts, default=0) < 0:
             raise ValueError(f"a part has {min(counts)} rows; it has 0 or more")
@@ -331,12 +350,19 @@ class Batch(Frozen):
         return [self._slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
     def chunk(self, num_chunks: int, remainder: Remainder = "error") -> list[Batch]:
-        """Views of equal numbers of rows, as far as ``remainder`` asks for it; always
-        ``num_chunks`` of them.
+        """Split into ``num_chunks`` views of equal size.
 
-        With 'pad' only those that have padding are copies.
+        Args:
+            num_chunks: Number of chunks.
+            remainder: Handling of rows that do not divide evenly. With 'pad', only the chunks that
+                have padding are copies.
 
-        Raises: UnevenBatchError; ValueError for fewer than one chunk, or another remainder.
+        Returns:
+            Exactly ``num_chunks`` batches.
+
+        Raises:
+            UnevenBatchError: The rows do not divide, and ``remainder`` is 'error'.
+            ValueError: ``num_chunks`` is less than 1, or ``remainder`` is unknown.
         """
         if remainder != "pad":
             return self.split(part_sizes(len(self), num_chunks, remainder))
@@ -348,15 +374,14 @@ class Batch(Frozen):
         ]
 
     def pad(self, multiple: int) -> Batch:
-        """Rows added until their number is a multiple: copies of the last one, which ``mask`` shows
-        and ``unpad`` removes.
+        """Append copies of the last row until the number of rows is a multiple of ``multiple``.
 
-        No rows are a multiple of everything.
+        ``mask`` marks these rows and ``unpad`` removes them. A batch without rows stays empty.
         """
         return self._extended(self, -len(self) % _positive(multiple, "multiple"))
 
     def _extended(self, part: Batch, num_missing: int) -> Batch:
-        """A part followed by ``num_missing`` copies of this batch's last row, which are padding."""
+        """Append ``num_missing`` copies of this batch's last row to a part, as padding."""
         if not num_missing:
             return part
         return self._joined(
@@ -364,19 +389,19 @@ class Batch(Frozen):
         )
 
     def unpad(self) -> Batch:
-        """Without the padding."""
+        """Return the batch without padding."""
         return self._slice(0, len(self) - self.num_padding) if self.num_padding else self
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """The rows of all of them, one batch after another.
+        """Concatenate batches.
 
-        Entries of meta that are not the same in all become a PerPart. Only the last rows may be
-        padding.
+        Meta entries that differ become a PerPart. Only the last rows may be padding.
 
-        Raises: ValueError for no batches, different columns, or columns whose rows have different
-            shapes or devices; TypeError for what is no batch, and columns of different kinds or
-            dtypes.
+        Raises:
+            ValueError: There are no batches, or columns, row shapes or devices differ, or rows
+                would follow padding.
+            TypeError: An entry is not a batch, or kinds or dtypes of a column differ.
         """
         batches = list(batches)
         if not batches:
@@ -411,33 +436,37 @@ class Batch(Frozen):
             num_padding,
         )
 
-    # --- to and from others -----------------------------------------------------------------------
+    # --- conversions ------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Name -> column, without meta and padding."""
+        """Return name -> column, without meta and padding."""
         return dict(self.unpad().columns)
 
     def to_tensordict(self) -> Any:
-        """A TensorDict of batch size (N,), without padding.
+        """Convert to a TensorDict of batch size (N,), without padding.
 
-        Tensors and arrays of numbers share memory, where torch can use it as it is; ragged columns
-        of numbers are jagged nested tensors; all other columns are stacks of non-tensor data; meta
-        lies under 'meta'.
+        Tensors and numeric arrays share memory if torch can use it unchanged. Numeric ragged
+        columns become jagged nested tensors, all other columns stacks of non-tensor data. Meta is
+        stored under 'meta'.
 
-        Raises: BackendNotInstalledError without the package tensordict; ValueError for a column
-            'meta' beside meta.
+        Raises:
+            BackendNotInstalledError: The package tensordict is missing.
+            ValueError: A column is named 'meta' and the batch has meta.
         """
         batch = self.unpad()
         return to_tensordict(batch.columns, batch.meta, len(batch))
 
     @classmethod
     def from_tensordict(cls, tensordict: Any) -> Batch:
-        """The batch of a TensorDict with one batch dimension. Tensors share memory, nested ones
-        become Ragged, stacks of non-tensor data become lists, and non-tensor data that belongs to
-        all rows becomes meta.
+        """Convert a TensorDict with one batch dimension.
 
-        Raises: BackendNotInstalledError without the package tensordict; ValueError for other batch
-            sizes; TypeError for a TensorDict that holds others.
+        Tensors share memory. Nested tensors become Ragged, stacks of non-tensor data become lists,
+        and non-tensor data of all rows becomes meta.
+
+        Raises:
+            BackendNotInstalledError: The package tensordict is missing.
+            ValueError: The batch size does not have one dimension.
+            TypeError: It is not a TensorDict, or contains another one.
         """
         columns, meta = from_tensordict(tensordict)
         return cls(columns, meta, num_rows=int(tensordict.batch_size[0]))
@@ -476,8 +505,10 @@ def _restore(
 
 
 def padding_of(batches: Sequence[Batch]) -> int:
-    """Padding of the batches once they are joined. Raises: ValueError where rows would lie behind
-    the padding of others.
+    """Return the number of padding rows of the joined batches.
+
+    Raises:
+        ValueError: Rows of a batch would follow the padding of another.
     """
     padding = 0
     for index, batch in enumerate(batches):
@@ -490,7 +521,7 @@ def padding_of(batches: Sequence[Batch]) -> int:
 
 
 def join_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Entries that are the same in all; the others as PerPart."""
+    """Merge meta entries; those that are not equal in all become a PerPart."""
     joined: dict[str, Any] = {}
     for name in dict.fromkeys(name for meta in metas for name in meta):
         values = [meta.get(name) for meta in metas]
@@ -500,9 +531,19 @@ def join_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def part_sizes(num_rows: int, num_parts: int, remainder: Remainder) -> list[int]:
-    """How many rows each part gets; with 'pad' the rows have been padded already.
+    """Return the number of rows of each part.
 
-    Raises: UnevenBatchError; ValueError for fewer than one part, or another remainder.
+    Args:
+        num_rows: Number of rows; already padded with 'pad'.
+        num_parts: Number of parts.
+        remainder: Handling of rows that do not divide evenly.
+
+    Returns:
+        The sizes of the parts.
+
+    Raises:
+        UnevenBatchError: The rows do not divide, and ``remainder`` is not 'uneven'.
+        ValueError: ``num_parts`` is less than 1, or ``remainder`` is unknown.
     """
     if remainder not in get_args(Remainder):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Columns of a Batch: tensors, NumPy arrays, lists, and ragged rows. torch and NumPy are loaded
-only where a value needs them.
+"""Columns of a Batch: tensors, NumPy arrays, lists and ragged rows.
 
-Slices of tensors, arrays and ragged columns are views of the same memory.
+torch and NumPy are imported only if a value needs them. Slices of tensors, arrays and ragged
+columns are views of the same memory.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 Dense: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 """A tensor or array whose first dimension is the rows."""
 Column: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | list[Any] | Ragged"
-"""The values of a batch under one name, one for each row."""
+"""The values of one column of a batch, one per row."""
 GivenRows: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
-"""Integers in a sequence, array or tensor of one dimension, negative ones from the end; or as many
-booleans as there are rows, which are a mask."""
+"""Integers in a sequence, array or tensor of one dimension, negative ones from the end; or a mask
+with one boolean per row.
+"""
 
 
 class Frozen:
-    """Base of values whose attributes are set once. A plain pickle of one has no memory but its
-    own.
+    """Base of values whose attributes are set once.
+
+    A plain pickle of such a value contains no memory beyond its own.
     """
 
     __slots__ = ()
@@ -45,17 +47,25 @@ class Frozen:
         raise AttributeError(f"a {type(self).__name__} is frozen; {name!r} cannot be deleted")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # which the codec calls itself, because it sends a view without its storage
+        # The codec calls __reduce__ itself, because it sends a view without its storage.
         reduced: Any = self.__reduce__()
         return reduced[0], tuple(map(own, reduced[1]))
 
 
 class Ragged(Frozen):
-    """Rows of different lengths in one piece of memory.
+    """Rows of different lengths in one contiguous block of memory.
 
     Row i is ``values[offsets[i]:offsets[i + 1]]``, as in torch's jagged nested tensors. It is
-    frozen, as a Batch is. ``torch.nn.utils.rnn.pad_sequence(list(column), batch_first=True)`` makes
-    a padded tensor of one.
+    frozen, like a Batch. ``torch.nn.utils.rnn.pad_sequence(list(column), batch_first=True)``
+    converts it to a padded tensor.
+
+    Args:
+        values: (T, ...), the rows one after another; not copied.
+        offsets: (N + 1,) integers; copied.
+
+    Raises:
+        ValueError: The offsets do not match the values.
+        TypeError: ``values`` is not a tensor or array, or the offsets are not integers.
     """
 
     __slots__ = ("offsets", "values")
@@ -63,14 +73,9 @@ class Ragged(Frozen):
     values: Dense
     """(T, ...), the rows one after another."""
     offsets: Dense
-    """(N + 1,) int64 on the host, of the same library as ``values``; from 0 to T, never falling."""
+    """(N + 1,) int64 on the host, of the same library as ``values``; non-decreasing from 0 to T."""
 
     def __init__(self, values: Dense, offsets: Dense | Sequence[int]) -> None:
-        """Takes over ``values`` and copies ``offsets``.
-
-        Raises: ValueError for offsets that do not describe the values; TypeError for values that
-        are neither a tensor nor an array, and offsets that are not integers.
-        """
         _require_dense(values, "the values of a ragged column are")
         try:
             found = _integers(offsets)
@@ -91,9 +96,13 @@ class Ragged(Frozen):
 
     @classmethod
     def from_rows(cls, rows: Iterable[Dense]) -> Ragged:
-        """Copies rows of (t, ...) each into one column; at least one, which says dtype and device.
+        """Copy rows of shape (t, ...) into one column.
 
-        Raises: ValueError for no rows; TypeError, ValueError for rows that do not go together.
+        The first row sets dtype and device.
+
+        Raises:
+            ValueError: There are no rows, or their shapes or devices differ.
+            TypeError: A row is not a tensor or array, or their kinds or dtypes differ.
         """
         found = list(rows)
         if not found:
@@ -116,7 +125,7 @@ class Ragged(Frozen):
     @overload
     def __getitem__(self, index: slice) -> Ragged: ...
     def __getitem__(self, index: int | slice) -> Dense | Ragged:
-        """Row ``index`` as a view of (t, ...); rows of a slice without a step as a view, too."""
+        """Return a row (t, ...) as a view, or the rows of a slice, as a view if it has no step."""
         if not isinstance(index, slice):
             at = row_number(index, len(self))
             return self.values[int(self.offsets[at]) : int(self.offsets[at + 1])]
@@ -141,7 +150,7 @@ class Ragged(Frozen):
 
 
 def _ragged(values: Any, offsets: Any) -> Ragged:
-    """A ragged column of parts that are known to agree."""
+    """Create a ragged column from parts that are known to match."""
     made = Ragged.__new__(Ragged)
     made._fill(values=values, offsets=offsets)
     return made
@@ -153,7 +162,7 @@ def _require_dense(value: Any, what: str) -> None:
 
 
 def vector(like: Dense, values: list[Any], dtype: str) -> Any:
-    """The values on the host, in the library of ``like``."""
+    """Create a vector on the host, in the library of ``like``."""
     if kind_of(like) == "tensor":
         torch = sys.modules["torch"]
         return torch.tensor(values, dtype=getattr(torch, dtype))
@@ -161,8 +170,9 @@ def vector(like: Dense, values: list[Any], dtype: str) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """'tensor', 'array', 'list' or 'ragged'; '' for what cannot be a column. Nothing is imported to
-    find out.
+    """Return 'tensor', 'array', 'list' or 'ragged', or '' if the value cannot be a column.
+
+    Imports nothing.
     """
     if isinstance(value, list):
         return "list"
@@ -176,7 +186,7 @@ def kind_of(value: Any) -> str:
             else ""
         )
     if numpy is not None and isinstance(value, numpy.ndarray):
-        # NumPy's function that joins arrays drops the mask of masked ones.
+        # NumPy's concatenate drops the mask of masked arrays.
         return "array" if value.ndim and not isinstance(value, numpy.ma.MaskedArray) else ""
     return ""
 
@@ -185,16 +195,24 @@ def kind_of(value: Any) -> str:
 
 
 def row_numbers(given: Any, num_rows: int) -> list[int]:
-    """The rows that an operation takes, as GivenRows, counted from the start.
+    """Convert GivenRows to row numbers counted from the start.
 
-    Raises: TypeError for what is not one dimension of integers or booleans; IndexError for rows
-        that are not there, or a mask of another length.
+    Args:
+        given: The rows.
+        num_rows: Number of rows of the batch.
+
+    Returns:
+        Row numbers.
+
+    Raises:
+        TypeError: It is not one dimension of integers or booleans.
+        IndexError: A row does not exist, or the mask has another length.
     """
     try:
         found = list(_plain(given))
     except TypeError as error:
         raise TypeError(
-            f"rows are told by integers or a mask, not by {_described(given)} {given!r}"[:120]
+            f"rows are given as integers or a mask, not as {_described(given)} {given!r}"[:120]
         ) from error
     if "bool" in str(getattr(given, "dtype", "")) or (
         found and all(isinstance(each, bool) for each in found)
@@ -206,7 +224,12 @@ def row_numbers(given: Any, num_rows: int) -> list[int]:
 
 
 def row_number(given: Any, num_rows: int) -> int:
-    """One row, counted from the start. Raises: TypeError for what is no integer; IndexError."""
+    """Convert one row index to a number counted from the start.
+
+    Raises:
+        TypeError: It is not an integer.
+        IndexError: The row does not exist.
+    """
     return _within(_integers([given]), num_rows)[0]
 
 
@@ -229,17 +252,17 @@ def _integers(given: Any) -> list[int]:
 
 
 def _plain(value: Any) -> Any:
-    """Python's numbers in place of those of NumPy and torch."""
+    """Convert NumPy and torch numbers to Python numbers."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def shown(numbers: Sequence[int]) -> str:
-    """The first few of them, for a message."""
+    """Format the first few numbers, for a message."""
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
 def take(column: Column, rows: Sequence[int]) -> Any:
-    """Rows, copied, in the order of ``rows``, which are numbers of ``row_numbers``."""
+    """Copy rows in the order of ``rows``, which are numbers from ``row_numbers``."""
     if isinstance(column, list):
         return [column[row] for row in rows]
     if not isinstance(column, Ragged):
@@ -254,7 +277,7 @@ def take(column: Column, rows: Sequence[int]) -> Any:
     starts: Any = offsets[index]
     lengths = offsets[index + 1] - starts
     ends = lengths.cumsum(0)
-    # distance of each row's values from their place in the result
+    # Offset of each row's values from their position in the result.
     moved = starts - (ends - lengths)
     each = module.repeat_interleave(moved, lengths) if is_tensor else module.repeat(moved, lengths)
     at = module.arange(int(ends[-1]) if len(ends) else 0) + each
@@ -262,8 +285,18 @@ def take(column: Column, rows: Sequence[int]) -> Any:
 
 
 def concat_columns(columns: Sequence[Column], where: str = "") -> Column:
-    """One column of all rows. ``where`` begins the message of an error, a TypeError or
-    ValueError.
+    """Concatenate columns.
+
+    Args:
+        columns: Columns of the same kind.
+        where: Prefix of the error message.
+
+    Returns:
+        One column of all rows.
+
+    Raises:
+        TypeError: Kinds or dtypes differ.
+        ValueError: Row shapes or devices differ.
     """
     kinds = {kind_of(column) for column in columns}
     if len(kinds) > 1 or "" in kinds:
@@ -295,7 +328,7 @@ def _joined(parts: Sequence[Any], where: str) -> Dense:
         (ValueError, "devices", {getattr(part, "device", None) for part in parts}),
     ]
     for error, what, found in facts:
-        # Texts of different lengths have different dtypes in NumPy, which joins them all the same.
+        # NumPy strings of different lengths have different dtypes but can be concatenated.
         if len(found) > 1 and not (
             what == "dtypes" and {getattr(dtype, "kind", "") for dtype in found} in ({"U"}, {"S"})
         ):
@@ -303,7 +336,7 @@ def _joined(parts: Sequence[Any], where: str) -> Dense:
     if kind_of(parts[0]) == "tensor":
         tensor: Dense = sys.modules["torch"].cat(list(parts))
         return tensor
-    dtypes = facts[1][2]  # without the dtype NumPy makes the byte order native
+    dtypes = facts[1][2]  # Without dtype=, NumPy changes the byte order to native.
     array: Dense = sys.modules["numpy"].concatenate(
         parts, dtype=dtypes.pop() if len(dtypes) == 1 else None
     )
@@ -314,8 +347,9 @@ def _joined(parts: Sequence[Any], where: str) -> Dense:
 
 
 def own(value: Any) -> Any:
-    """The value; a tensor that is a view of something larger, which torch would pickle whole, is
-    copied, in a dict too.
+    """Copy a tensor that is a view of a larger storage, which torch would pickle whole.
+
+    Other values are returned unchanged; the tensors in a dict are copied, too.
     """
     if isinstance(value, dict):
         return {name: own(each) for name, each in value.items()}
@@ -328,9 +362,7 @@ def own(value: Any) -> Any:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two values are equal in every element, type, dtype, shape and device; NaN equals
-    NaN.
-    """
+    """Compare every element, type, dtype, shape and device; NaN equals NaN."""
     if first is second:
         return True
     if type(first) is not type(second):
@@ -342,7 +374,7 @@ def same(first: Any, second: Any) -> bool:
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     try:
-        if hasattr(first, "equals"):  # a Batch, a data frame
+        if hasattr(first, "equals"):  # A Batch or a data frame.
             return bool(first.equals(second))
         if not (hasattr(first, "dtype") and hasattr(first, "shape")):
             return bool(first == second) or bool(first != first and second != second)
@@ -354,7 +386,7 @@ def same(first: Any, second: Any) -> bool:
         if first.dtype == object:
             return same(first.tolist(), second.tolist())
         equal = (first == second) | ((first != first) & (second != second))
-        # NumPy's texts compare as Python's
+        # NumPy string scalars compare to a Python bool, which has no all().
         return bool(equal.all() if hasattr(equal, "all") else equal)
     except Exception:  # noqa: BLE001 - the values' own __eq__ runs here, and may raise anything
         return False
@@ -372,7 +404,20 @@ _META = "meta"
 
 
 def to_tensordict(columns: Mapping[str, Column], meta: Mapping[str, Any], num_rows: int) -> Any:
-    """See Batch.to_tensordict."""
+    """Convert columns to a TensorDict; see Batch.to_tensordict.
+
+    Args:
+        columns: Name -> column.
+        meta: Entries that apply to all rows.
+        num_rows: Number of rows.
+
+    Returns:
+        The TensorDict.
+
+    Raises:
+        BackendNotInstalledError: The package tensordict is missing.
+        ValueError: A column is named 'meta' and there is meta.
+    """
     library = _library()
     if _META in columns and meta:
         raise ValueError(
@@ -401,8 +446,9 @@ def _as_items(column: Any) -> Any:
 
 
 def _as_tensor(column: Any) -> Any:
-    """A tensor in the same memory, if torch can use it; a tensor of its own for arrays that are
-    read-only, reversed or of the other byte order; None for what cannot be a tensor.
+    """Convert a column to a tensor in the same memory, if possible; None if it cannot be one.
+
+    Read-only or reversed arrays and arrays of another byte order are copied.
     """
     import torch
 
@@ -416,7 +462,7 @@ def _as_tensor(column: Any) -> Any:
             else torch.nested.nested_tensor_from_jagged(values, offsets.to(values.device))
         )
     if kind == "array" and column.dtype.kind in "biufc" and column.dtype.char not in "gG":
-        # long doubles
+        # Long doubles (g, G) have no torch dtype.
         if not column.dtype.isnative or not column.flags.writeable or min(column.strides) < 0:
             column = column.astype(column.dtype.newbyteorder("="), order="C")
         return torch.from_numpy(column)
@@ -424,7 +470,13 @@ def _as_tensor(column: Any) -> Any:
 
 
 def from_tensordict(tensordict: Any) -> tuple[dict[str, Column], dict[str, Any]]:
-    """See Batch.from_tensordict."""
+    """Convert a TensorDict to columns and meta; see Batch.from_tensordict.
+
+    Raises:
+        BackendNotInstalledError: The package tensordict is missing.
+        ValueError: The batch size does not have one dimension.
+        TypeError: It is not a TensorDict, or contains another one.
+    """
     library = _library()
     if not library.is_tensor_collection(tensordict):
         raise TypeError(
@@ -451,8 +503,7 @@ def from_tensordict(tensordict: Any) -> tuple[dict[str, Column], dict[str, Any]]
                 f"entry {name!r} is a TensorDict itself; flatten it first (flatten_keys)"
             )
         elif getattr(value, "is_nested", False):
-            # One that is a view (narrowed, transposed) has values between its rows, or the other
-            # way round.
+            # A view (narrowed, transposed) may have values between its rows, or transposed rows.
             is_plain = "jagged" in str(value.layout) and value.is_contiguous()
             columns[name] = (
                 Ragged(value.values(), value.offsets())

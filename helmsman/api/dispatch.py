@@ -1,9 +1,8 @@
-"""Dispatch modes: how a method of a worker group spreads its arguments over the ranks and joins
-their results.
+"""Dispatch modes: how a group method splits its arguments over ranks and joins the results.
 
-A method is declared with ``helmsman.register``: the replicated and the cut arguments, the axes, the
-ranks that run it and those whose results count. Nothing is guessed from a value: a list as long as
-the world stays what its declaration says.
+``helmsman.register`` declares a method: the replicated and the split arguments, the axes, the ranks
+that run it and the ranks whose results are returned. Nothing is guessed from a value: a list whose
+length equals the world size is treated as declared.
 """
 
 from __future__ import annotations
@@ -22,60 +21,67 @@ T = TypeVar("T")
 
 
 class Dispatch(Enum):
-    """Which rank gets what, and which results come back. The names are those of the field."""
+    """How arguments are distributed over ranks, and which results are returned.
+
+    The names are those of the field.
+    """
 
     ONE_TO_ALL = "one_to_all"
-    """Every rank gets the same arguments; the results of all ranks, in rank order."""
+    """Every rank gets the same arguments. Returns the results of all ranks, in rank order."""
     ONE_TO_ALL_ONE = "one_to_all_one"
-    """Every rank gets the same arguments; the result of rank 0."""
+    """Every rank gets the same arguments. Returns the result of rank 0."""
     ALL_TO_ALL = "all_to_all"
-    """Every argument is a sequence with one entry for each rank; the results of all ranks, in rank
-    order.
+    """Every argument is a sequence with one entry per rank. Returns the results of all ranks, in
+    rank order.
     """
     DP_MP_COMPUTE = "dp_mp_compute"
-    """Rows are cut over dp, and all ranks of one dp coordinate get the same share; the results of
-    tp 0, cp 0 and the last pipeline stage, joined in dp order."""
+    """Rows are split over dp; all ranks of one dp coordinate get the same share. Returns the
+    results of tp 0, cp 0 and the last pipeline stage, joined in dp order.
+    """
     DP_MP_DISPATCH_FIRST = "dp_mp_dispatch_first"
-    """As DP_MP_COMPUTE, but of each dp coordinate only the rank at tp 0, cp 0 and pp 0 gets its
-    share; the others get None in place of what is cut, and are called all the same."""
+    """Like DP_MP_COMPUTE, but in each dp coordinate only the rank at tp 0, cp 0 and pp 0 gets the
+    share. The other ranks are also called, with None in place of each split argument.
+    """
     DP_MP_DISPATCH_FIRST_COLLECT_ALL = "dp_mp_dispatch_first_collect_all"
-    """Rows go as with DP_MP_DISPATCH_FIRST; the results of all ranks, in rank order."""
+    """Rows are split as in DP_MP_DISPATCH_FIRST. Returns the results of all ranks, in rank order.
+    """
 
 
 class Execute(Enum):
-    """Which ranks run a method."""
+    """The ranks that run a method."""
 
     ALL = "all"
     RANK_ZERO = "rank_zero"
-    """Only rank 0, whose result comes back as it is."""
+    """Only rank 0, whose result is returned as it is."""
 
 
 class Collect(Enum):
-    """What becomes of the results of rows that were cut."""
+    """How the results of split rows are combined."""
 
     JOIN = "join"
-    """One batch, tensor, array, Ragged or list of all rows; None where all of them are None."""
+    """One batch, tensor, array, Ragged or list of all rows; None if all results are None."""
     LIST = "list"
-    """A list with an entry for each part, in their order; for metrics and the like."""
+    """A list with one entry per part, in order; suits metrics."""
 
 
 class AxisSharding(msgspec.Struct, frozen=True):
-    """Rows cut along named axes: a dispatch mode of one's own."""
+    """A custom dispatch mode: rows are split along named axes."""
 
     shard: tuple[Axis, ...] = ("dp",)
-    """Rows are cut over these axes together, the first of them outermost. None: everything is
+    """Rows are split over these axes together, the first one outermost. Empty: everything is
     replicated.
     """
     replicate: tuple[Axis, ...] | None = None
-    """All ranks along these axes get the same share; None: along all that are not cut. Along the
-    rest one coordinate gets it, and the others None."""
+    """All ranks along these axes get the same share; None: along all axes that are not split. Along
+    the remaining axes, one coordinate gets the share and the others get None.
+    """
     take: dict[Axis, int] = {}
-    """Coordinate from which results are taken along an axis that is not cut: 0 where nothing is
-    said, -1 for the last.
+    """Axis that is not split -> coordinate whose results are taken: 0 by default, -1 for the last.
     """
     give: dict[Axis, int] = {}
-    """Coordinate that gets a share along an axis that is neither cut nor replicated: 0 where
-    nothing is said, -1 for the last."""
+    """Axis that is neither split nor replicated -> coordinate that gets the share: 0 by default, -1
+    for the last.
+    """
 
     def __post_init__(self) -> None:
         named = [*self.shard, *(self.replicate or ())]
@@ -100,7 +106,7 @@ class AxisSharding(msgspec.Struct, frozen=True):
 
     @property
     def alone(self) -> tuple[Axis, ...]:
-        """The axes that are neither cut nor replicated."""
+        """The axes that are neither split nor replicated."""
         return (
             ()
             if self.replicate is None
@@ -109,14 +115,15 @@ class AxisSharding(msgspec.Struct, frozen=True):
 
 
 class CustomDispatch(msgspec.Struct, frozen=True):
-    """Functions of one's own; also written as ``{"dispatch_fn": ..., "collect_fn": ...}``."""
+    """User-defined dispatch; also written as ``{"dispatch_fn": ..., "collect_fn": ...}``."""
 
     dispatch_fn: Callable[..., tuple[Sequence[Sequence[Any]], Mapping[str, Sequence[Any]]]]
-    """``dispatch_fn(topology, *args, **kwargs) -> (args, kwargs)``, each entry a sequence with one
-    value for each rank.
+    """``dispatch_fn(topology, *args, **kwargs) -> (args, kwargs)``; each returned argument is a
+    sequence with one value per rank.
     """
     collect_fn: Callable[[Topology, list[Any]], Any]
-    """``collect_fn(topology, results)``; the results of all ranks that ran, in rank order."""
+    """``collect_fn(topology, results)``; receives the results of all ranks that ran, in rank order.
+    """
 
 
 DispatchMode: TypeAlias = Dispatch | AxisSharding | CustomDispatch
@@ -126,17 +133,16 @@ CUTS = {
     Dispatch.DP_MP_DISPATCH_FIRST: AxisSharding(("dp",), (), {"pp": -1}),
     Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL: AxisSharding(("dp",), ()),
 }
-"""Axes of the modes that cut rows."""
+"""Axes of the modes that split rows."""
 
 
 class Shard(Generic[T]):
-    """In a call that no declaration describes: cut this argument along these axes, all ranks along
-    the others get the same.
+    """Splits one argument of a call without a declaration; other axes replicate the shares.
 
     Args:
-        value: a batch, tensor, array, Ragged, list or tuple.
-        axes: the first of them outermost.
-        remainder: as for register.
+        value: A batch, tensor, array, Ragged, list or tuple.
+        *axes: Axes to split along, outermost first; ``dp`` if none is given.
+        remainder: Handling of rows that do not divide evenly; see ``register``.
     """
 
     def __init__(self, value: T, *axes: Axis, remainder: Remainder = "error") -> None:
@@ -146,30 +152,28 @@ class Shard(Generic[T]):
 
 
 class Replicate(Generic[T]):
-    """In a call that no declaration describes: every rank gets the same, which is also what a bare
-    argument means there.
-    """
+    """Gives every rank the same argument in a call without a declaration; the default there."""
 
     def __init__(self, value: T) -> None:
         self.value = value
 
 
 class MethodSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a declaration says."""
+    """The declaration of a group method."""
 
     name: str
-    """Of the method, as workers have it."""
+    """Name of the method on the workers."""
     owner: str = ""
-    """Of its class, for messages."""
+    """Name of its class, for messages."""
     dispatch_mode: DispatchMode
     execute_mode: Execute = Execute.ALL
     shard: tuple[str, ...] | None = None
-    """Parameters that are cut; None: all of them. For modes that cut."""
+    """Parameters that are split, for modes that split; None: all of them."""
     remainder: Remainder = "error"
     collect: Collect | Callable[[list[Any]], Any] | None = None
-    """For modes that cut and join; None otherwise."""
+    """For modes that split and join; None otherwise."""
     signature: inspect.Signature | None = None
-    """Without self; None where it is not known here."""
+    """Signature without self; None if it is unknown."""
 
     @property
     def full_name(self) -> str:
@@ -178,19 +182,19 @@ class MethodSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sharding(self) -> AxisSharding | None:
-        """Along which axes rows are cut; None for modes that do not cut."""
+        """The axes along which rows are split; None for modes that do not split."""
         if isinstance(self.dispatch_mode, AxisSharding):
             return self.dispatch_mode
         return CUTS.get(self.dispatch_mode) if isinstance(self.dispatch_mode, Dispatch) else None
 
     @property
     def mode_shown(self) -> str:
-        """Its dispatch mode, for people."""
+        """Name of the dispatch mode, for messages."""
         return mode_name(self.dispatch_mode)
 
     @property
     def collects_all(self) -> bool:
-        """Whether the results of all ranks come back, in rank order."""
+        """Whether the results of all ranks are returned, in rank order."""
         return self.dispatch_mode in (
             Dispatch.ONE_TO_ALL,
             Dispatch.ALL_TO_ALL,
@@ -199,5 +203,5 @@ class MethodSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mode_name(mode: DispatchMode) -> str:
-    """A dispatch mode, for people."""
+    """Return the name of a dispatch mode, for messages."""
     return mode.name if isinstance(mode, Dispatch) else type(mode).__name__

@@ -1,8 +1,8 @@
-"""What an engine is: any object in a worker; these are the two kinds that the controllers know.
+"""Contracts of the two kinds of engines that the controllers drive: training and inference.
 
-A method defined with ``def`` runs on the worker's engine thread, one after another; one defined
-with ``async def`` runs on the worker's event loop, many at once. An engine needs no base class to
-be called through a Scheduler; it needs these to be driven by TrainController and RolloutController.
+An engine is any object in a worker. Methods defined with ``def`` run one after another on the
+worker's engine thread; methods defined with ``async def`` run concurrently on its event loop. A
+Scheduler calls any object; TrainController and RolloutController require these base classes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 Sample: TypeAlias = Mapping[str, Any]
 """One training sequence. ``input_ids`` (T,) int, a list, numpy array or tensor, is required; every
 other entry is per token (T,) or a scalar. Per-token entries are aligned with ``input_ids``: entry t
-belongs to token t, so ``loss_mask[t]`` says whether the prediction *of* token t counts, and
-``logprobs[t]`` is the log-probability of token t given those before it (entry 0 is unused). A
-scalar ``pair`` keeps two samples together, see helmsman.api.pairs."""
+belongs to token t. ``loss_mask[t]`` states whether the prediction *of* token t counts, and
+``logprobs[t]`` is the log-probability of token t given the tokens before it (entry 0 is unused). A
+scalar ``pair`` keeps two samples together, see helmsman.api.pairs.
+"""
 
 
 class SampleShare(list[Sample]):
@@ -41,8 +42,9 @@ class SampleShare(list[Sample]):
 
 
 def sample_numbers(samples: Sequence[Sample]) -> Sequence[int]:
-    """Index of each sample in the caller's batch; its position in ``samples`` unless these are a
-    SampleShare.
+    """Return the index of each sample in the caller's batch, which a SampleShare holds.
+
+    In other sequences it is the position in ``samples``.
     """
     return samples.numbers if isinstance(samples, SampleShare) else range(len(samples))
 
@@ -50,19 +52,20 @@ def sample_numbers(samples: Sequence[Sample]) -> Sequence[int]:
 LossFn: TypeAlias = Callable[..., tuple["torch.Tensor", dict[str, "torch.Tensor"]]]
 """``loss_fn(outputs, batch, **kwargs) -> (loss_sum, stats)``, a pure function.
 
-``outputs`` (B, T) float32 is what the model says of each token under the current weights: its
-log-probability given those before it (entry 0 of each row is 0), or from a value head the value of
-the tokens up to it, *this one included*. ``batch`` holds the padded columns of the samples, each
-(B, T) or (B,), and ``loss_mask`` (B, T) bool. What stands outside of the mask may be anything, NaN
-included, and must not reach the loss or its gradient.
+``outputs`` (B, T) float32 is the model's output for each token under the current weights: its
+log-probability given the tokens before it (entry 0 of each row is 0). With a value head it is the
+value of the tokens up to and *including* this one. ``batch`` holds the padded columns of the
+samples, each (B, T) or (B,), and ``loss_mask`` (B, T) bool. Entries outside of the mask may have
+any value, including NaN, and must not affect the loss or its gradient.
 
-``loss_sum`` is the *sum* over the masked tokens; the engine divides by the number of masked tokens
-in the global batch, over all micro-batches and data-parallel ranks, which is why results do not
-depend on how the batch was split. ``stats`` are sums, averaged the same way. What else a loss asks
-of the engine it says by ``loss_traits``."""
+``loss_sum`` is the *sum* over the masked tokens. The engine divides it by the number of masked
+tokens in the global batch, over all micro-batches and data-parallel ranks; results therefore do not
+depend on how the batch was split. ``stats`` are sums, averaged the same way. ``loss_traits``
+declares further requirements of a loss.
+"""
 
 Head: TypeAlias = Literal["lm", "value"]
-"""What stands on top of a model: ``lm`` predicts the next token; ``value`` gives a number per token
+"""The output layer of a model: ``lm`` predicts the next token; ``value`` returns a number per token
 (critic, reward model).
 """
 
@@ -71,31 +74,30 @@ _Loss = TypeVar("_Loss", bound="LossFn")
 
 
 class LossTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loss asks of the engine that calls it. As a decorator it becomes the function's
-    attribute ``traits``.
-    """
+    """Requirements of a loss. As a decorator it sets the function's attribute ``traits``."""
 
     head: Head | None = None
-    """The head whose outputs it reads; a train engine with the other one refuses it. None: not
-    checked.
+    """The head whose outputs the loss reads; a train engine with the other head rejects the loss.
+    None: not checked.
     """
     paired: bool = False
     """Rows 2j and 2j + 1 of ``batch`` are the two samples of one pair, the preferred one first (see
-    helmsman.api.pairs), and sums are divided by the pairs of the global batch instead of its
-    tokens."""
+    helmsman.api.pairs). Sums are divided by the pairs of the global batch instead of its tokens.
+    """
     needs_entropy: bool | str = False
-    """``batch`` gets ``entropy`` (B, T) float32, differentiable: entry t is the entropy in nats of
-    the distribution that token t was drawn from, at temperature 1. A string: only where the
-    argument of this name is given and not 0, since it costs a second pass over the logits."""
+    """Adds ``entropy`` (B, T) float32, differentiable, to ``batch``: entry t is the entropy in nats
+    of the distribution that token t was drawn from, at temperature 1. A string: only if the
+    argument of this name is given and not 0, since it costs a second pass over the logits.
+    """
 
     def __call__(self, loss: _Loss) -> _Loss:
-        """Mark a loss."""
+        """Set the ``traits`` of a loss."""
         loss.traits = self  # type: ignore[attr-defined]
         return loss
 
 
 loss_traits = LossTraits
-"""``@loss_traits(head="value")`` above a loss that asks something of the engine."""
+"""``@loss_traits(head="value")`` above a loss declares its requirements."""
 
 
 class TrainEngine(abc.ABC):
@@ -103,13 +105,14 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def create_process_group(self) -> None:
-        """Join the job's process group from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-        MASTER_PORT of the environment.
+        """Join the job's process group.
+
+        Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the environment.
         """
 
     @abc.abstractmethod
     def initialize(self) -> None:
-        """Build model and optimizer on this rank."""
+        """Build the model and optimizer on this rank."""
 
     @abc.abstractmethod
     def train_batch(
@@ -118,8 +121,15 @@ class TrainEngine(abc.ABC):
         loss_fn: LossFn | str,
         loss_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
-        """One optimizer step over this rank's share of a batch; returns the same global statistics
-        on every rank.
+        """Run one optimizer step over this rank's share of a batch.
+
+        Args:
+            samples: This rank's samples.
+            loss_fn: A function, its import path, or the name of a built-in loss.
+            loss_kwargs: Named arguments of the loss.
+
+        Returns:
+            Global statistics, the same on every rank.
         """
 
     @abc.abstractmethod
@@ -129,41 +139,57 @@ class TrainEngine(abc.ABC):
         loss_fn: LossFn | str,
         loss_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
-        """As train_batch, without gradients and without a step."""
+        """Compute the loss without gradients and without an optimizer step.
+
+        Args:
+            samples: This rank's samples.
+            loss_fn: A function, its import path, or the name of a built-in loss.
+            loss_kwargs: Named arguments of the loss.
+
+        Returns:
+            Global statistics, the same on every rank.
+        """
 
     @abc.abstractmethod
     def forward(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of the
-        samples; entry 0 is 0.
+        """Compute the log-probabilities of each sample's tokens.
 
-        From a value head: values, of which entry t is that of the tokens up to t, this one
-            included.
+        Returns:
+            Tensors (T,) float32 on the host, in the order of the samples; entry 0 is 0. With a
+            value head: values, where entry t covers the tokens up to and including t.
         """
 
     @abc.abstractmethod
     def export_weights(self) -> dict[str, torch.Tensor] | None:
-        """The full (unsharded) parameters by Hugging Face name, on the host. A collective; ranks
-        other than 0 return None.
+        """Gather the full (unsharded) parameters by Hugging Face name, on the host.
+
+        A collective; ranks other than 0 return None.
         """
 
     def publish_weights(
         self, target: WeightTarget, form: WeightFormat
     ) -> WeightsInMemory | WeightsOnDisk | int | None:
-        """Send the full parameters by Hugging Face name to a target, in this form, and return on
-        rank 0 what the target says. Raises where the weights have not the target's version, which
-        the script was told a moment ago, any more.
+        """Send the full parameters by Hugging Face name to a target.
 
-        A collective. ``helmsman.engines.weight_transfer.publish`` does it for tensors that are
-        sharded by DTensor; an engine without it has its weights brought by export_weights alone.
+        A collective. ``helmsman.engines.weight_transfer.publish`` implements it for tensors sharded
+        by DTensor. Without this method an engine's weights are transferred by export_weights only.
+
+        Args:
+            target: The destination, with the expected weight version.
+            form: Data type, names and buckets of the parameters.
+
+        Returns:
+            The target's result on rank 0; see WeightTarget.
+
+        Raises:
+            ValueError: The weights do not have the target's version (any more).
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no publish_weights; its weights go by export_weights alone"
         )
 
     def open_weight_store(self, address: str) -> int:
-        """Have rank 0 listen at this address of its own, for instances that take weights by
-        broadcasts; returns the port.
-        """
+        """Open a weight-transfer store at this address on rank 0; returns its port."""
         raise NotImplementedError(
             f"{type(self).__name__} has no open_weight_store; its weights go by export_weights "
             "alone"
@@ -171,28 +197,33 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def save(self, path: str) -> None:
-        """Write all that training goes on from below ``path``, all or nothing."""
+        """Write the full training state below ``path``, atomically."""
 
     def save_in_background(self, path: str) -> None:
-        """As save, and return once the state is where training does not change it; it is written
-        while training goes on. The next save and destroy wait for it. What goes wrong is raised by
-        the next call that the engine says, once, and leaves nothing at ``path``.
+        """Return once training no longer changes the state to save, and write it in the background.
+
+        The next save and ``destroy`` wait for the write. If it fails, nothing remains at ``path``,
+        and a later engine call raises the error, once; each engine documents which calls do.
         """
         raise NotImplementedError(f"{type(self).__name__} has no save_in_background; use save")
 
     def wait_for_save(self) -> None:
-        """Wait until what save_in_background began is written. Raises: what it met."""
+        """Wait until save_in_background has finished; raises its error."""
         raise NotImplementedError(f"{type(self).__name__} has no save_in_background; use save")
 
     @abc.abstractmethod
     def load(self, path: str) -> None:
-        """Read what save wrote."""
+        """Read the state that ``save`` wrote."""
 
     def export_hf(
         self, path: str, dtype: str | None = None, max_shard_bytes: int = 5 << 30
     ) -> None:
-        """Write the full parameters, configuration and tokenizer as a Hugging Face folder, all or
-        nothing.
+        """Write the full parameters, configuration and tokenizer as a Hugging Face directory.
+
+        Args:
+            path: The directory; written completely or not at all.
+            dtype: Floating-point type of the parameters; None keeps theirs.
+            max_shard_bytes: Maximum size of a file.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no export_hf; its weights go by export_weights alone"
@@ -200,9 +231,7 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def get_version(self) -> int:
-        """The weight version: the number of optimizer steps that made these weights, unless set
-        otherwise.
-        """
+        """Return the weight version: the number of optimizer steps, unless set otherwise."""
 
     @abc.abstractmethod
     def set_version(self, version: int) -> None:
@@ -210,23 +239,20 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def set_lr(self, lr: float) -> None:
-        """Use another learning rate from the next step on."""
+        """Set the learning rate, from the next step on."""
 
     def sleep(self) -> None:
-        """Give the devices' memory back for another engine's turn: parameters and optimizer state
-        wait on the host. Only wake, get_version, export_weights, publish_weights and destroy are
-        allowed then. On every rank; idempotent.
+        """Move parameters and optimizer state to the host, to free the devices for another engine.
 
-        export_weights and publish_weights of a sleeping engine send what waits on the host.
+        Until ``wake``, only wake, get_version, export_weights, publish_weights and destroy are
+        allowed; the exports send the copy on the host. On every rank; idempotent.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no sleep; it cannot take turns with another engine"
         )
 
     def wake(self) -> None:
-        """Take the devices' memory again and go on as if nothing had been. On every rank;
-        idempotent.
-        """
+        """Move the state back to the devices and continue. On every rank; idempotent."""
         raise NotImplementedError(
             f"{type(self).__name__} has no wake; it cannot take turns with another engine"
         )
@@ -242,19 +268,17 @@ class TrainEngine(abc.ABC):
 
     @property
     def data_parallel_world_size(self) -> int:
-        """Ranks along the data-parallel axis; batches are split over these."""
+        """Number of data-parallel ranks, over which batches are split."""
         return 1
 
     @property
     def model_parallel_group(self) -> Any | None:
-        """Process group of the ranks that share one data-parallel coordinate; None when this rank
-        is alone in it.
-        """
+        """Process group of the ranks that share a data-parallel coordinate; None for one rank."""
         return None
 
 
 class InferenceEngine(abc.ABC):
-    """A rollout instance that continues prompts."""
+    """A rollout instance that generates continuations of prompts."""
 
     @abc.abstractmethod
     def initialize(self) -> None:
@@ -262,26 +286,31 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """Continue one prompt; many calls are in flight at once and are batched by the engine.
+        """Continue one prompt. The engine batches the calls in flight.
 
-        Only ``stop_token_ids`` end a sequence early: the model's own end token is not among them
-            unless it is named.
+        Only ``stop_token_ids`` end a sequence early; the model's own end token must be listed
+        there.
 
         Raises:
             ValueError: The prompt is empty or too long, has tokens outside the vocabulary, or the
-                id is in flight already.
-            RuntimeError: The engine is asleep, or does not run.
+                id is already in flight.
+            RuntimeError: The engine is asleep, or is not running.
         """
 
     async def agenerate_samples(
         self, requests: Sequence[GenerationRequest]
     ) -> list[GenerationResult]:
-        """Continue one prompt several times: requests that are equal but for id and seed, whose
-        prompt is computed once.
+        """Continue one prompt several times, computing the prompt once.
 
-        Optional, for RolloutController's ``samples_by_engine``. Results are in the order of the
-        requests, when all have ended; abort ends each by its own id. Raises as agenerate, and
-        ValueError where the prompts are not the same.
+        Optional; used with ``samples_by_engine`` of RolloutController. The requests differ only in
+        id and seed; ``abort`` ends each by its own id.
+
+        Returns:
+            Results in the order of the requests, once all have ended.
+
+        Raises:
+            ValueError: The prompts differ, or a request is invalid for ``agenerate``.
+            RuntimeError: The engine is asleep, or is not running.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no agenerate_samples; leave out RolloutController's "
@@ -291,44 +320,45 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """End these requests (None: all) early; each returns what it has with stop_reason 'abort'.
-        Unknown ids are skipped. Returns how many were ended.
+        """End these requests (None: all) early and return their number.
+
+        Each request returns its tokens so far with stop_reason 'abort'. Unknown ids are skipped.
         """
 
     @abc.abstractmethod
     async def update_weights(self, weights: Weights, version: int) -> int:
-        """Take new parameters between two decoding steps and serve them as ``version``; returns the
-        version served.
+        """Load new parameters between two decoding steps.
 
-        ``helmsman.engines.weight_transfer.incoming`` reads all that Weights may be, as tensors by
-        name. When it fails half-way the instance gets no requests until an update succeeds, and is
-        asked to give back those it has.
+        ``helmsman.engines.weight_transfer.incoming`` reads every form of Weights as tensors by
+        name. After a partial update the instance gets no requests until an update succeeds, and its
+        current requests are withdrawn.
 
         Args:
-            weights: All of them, by Hugging Face name, of any type and device, in memory or where
-                to get them.
-            version: Their version.
+            weights: All parameters by Hugging Face name, of any dtype and device, in memory or as a
+                location.
+            version: The version of the parameters.
+
+        Returns:
+            The version served.
 
         Raises:
-            ValueError: Names or shapes do not fit the model, which is left as it was.
-            RuntimeError: The engine is asleep, and wake(weights_only=True) comes first. Or the
-                update ended half-way (PartialWeightUpdateError): nothing is generated until one is
-                completed, and abort gives requests back.
-            ConnectionError: The other members of the group for weights are gone or late.
-            OSError: The files cannot be read, or there is no room for them.
+            ValueError: Names or shapes do not fit the model, which is unchanged.
+            RuntimeError: The engine is asleep; call wake(weights_only=True) first. Or the update
+                ended half-way (PartialWeightUpdateError): the engine generates nothing until an
+                update completes, and ``abort`` returns its requests.
+            ConnectionError: Other members of the weight-sync group have left or are late.
+            OSError: The files cannot be read, or there is no space for them.
         """
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the devices' memory back for another engine's turn. Requests must have ended; none
-        is accepted until wake.
+        """Free the devices' memory for another engine; no request is accepted until ``wake``.
 
         Args:
-            level: 1 drops the cache of keys and values, and keeps the weights on the host; 2 drops
-                the weights too: after wake the engine serves nothing until an update of its
-                weights.
+            level: 1 drops the key-value cache and keeps the weights on the host. 2 also drops the
+                weights: after ``wake``, the engine serves nothing until a weight update.
 
         Raises:
-            ValueError: Another level.
+            ValueError: The level is not 1 or 2.
             RuntimeError: Requests are in flight.
         """
         raise NotImplementedError(
@@ -336,29 +366,29 @@ class InferenceEngine(abc.ABC):
         )
 
     async def wake(self, *, weights_only: bool = False) -> None:
-        """Take the devices' memory again.
+        """Allocate the devices' memory again.
 
         Args:
-            weights_only: Only what weights need, so that an update finds room before the trainer
-                sleeps; a second wake without it brings the cache.
+            weights_only: Allocates only the weights, so that an update fits before the trainer
+                sleeps; a second call without it allocates the cache.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no wake; it cannot take turns with another engine"
         )
 
     def failure(self) -> str | None:
-        """Why this engine can serve no more, though its worker lives: what it runs in other
-        processes has ended. None while it can.
+        """Return why this engine cannot serve although its worker is alive; None if it can.
 
-        A worker asks with every answer to ``health``, on the thread that answers: it must neither
-        wait nor compute. Calls raise EngineDeadError then. Either makes a rollout controller take
-        the instance for dead.
+        The reason is that processes which the engine started have ended. The worker calls this for
+        every ``health`` request, on the thread that answers it, so it must neither block nor
+        compute. Engine calls raise EngineDeadError in that state. A rollout controller treats
+        either as the death of the instance.
         """
         return None
 
     @abc.abstractmethod
     def get_version(self) -> int:
-        """The weight version that is served."""
+        """Return the weight version that is served."""
 
     @abc.abstractmethod
     def destroy(self) -> None:

@@ -1,4 +1,4 @@
-"""What is told of a worker's environment, and how secrets are kept out of it."""
+"""Environment variables of workers, and masking of secrets in them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import msgspec
 MASK = "***"
 
 MASK_VARIABLE = "HELMSMAN_MASK"
-"""Environment variable with more names whose values are secret: shell patterns, separated by commas
+"""Environment variable that lists more names of secrets: shell patterns, separated by commas
 ("MY_*,LICENSE").
 """
 
 
 class EnvironmentVariable(msgspec.Struct, frozen=True):
-    """A variable of a worker, and who set it."""
+    """A variable of a worker, and its source."""
 
     name: str
     value: str
     source: str
-    """'driver' (forwarded from the script's shell), 'spec.env_vars', 'devices' (the worker's
-    masks), 'cpu count' (thread counts), 'set_worker_env', 'node' (the worker's node had it by
-    itself), 'helmsman' (its own marks) or 'engine' (changed in the worker since)."""
+    """'driver' (forwarded from the script's shell), 'spec.env_vars', 'devices' (the worker's device
+    masks), 'cpu count' (thread counts), 'set_worker_env', 'node' (already set on the worker's
+    node), 'helmsman' (set by Helmsman for its own use) or 'engine' (changed later in the worker).
+    """
 
 
 _SECRET_NAME = re.compile(
-    # TOKENIZERS_PARALLELISM is no secret; nor is PWD, the working folder, nor SSH_AUTH_SOCK, a
-    # path.
+    # Not secret: TOKENIZERS_PARALLELISM, PWD (the working directory), SSH_AUTH_SOCK (a path).
     r"TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|WEBHOOK|APIKEY|ACCESSKEY|ACCOUNTKEY|AUTHORIZATION"
     r"|(^|[_.-])(KEYS?|CREDS?|PASS|JWT)([_.-]|$)|(^|[_.-])(AUTH|PAT)$|_PWD$",
     re.IGNORECASE,
@@ -43,13 +43,13 @@ _SECRET_PARTS = (
         ),
         MASK,
     ),
-    # user and password of a URL; a token may also stand there alone
+    # User and password of a URL, or a token alone.
     (
         re.compile(r"(://)[^/\s?#]*@"),
         rf"\1{MASK}@",
     ),
     (re.compile(r"\b(bearer|basic)(\s+|%20)[^\s,;]+", re.IGNORECASE), rf"\1 {MASK}"),
-    # A secret key of AWS: of this length, with all three kinds of characters, and no path.
+    # An AWS secret key: this length, all three kinds of characters, and not a path.
     (
         re.compile(
             r"(?<![\w+/.~-])(?!/)(?=[a-z0-9+/]{0,39}[A-Z])(?=[A-Z0-9+/]{0,39}[a-z])(?=\D{0,39}\d)[A-Za-z0-9+/]{40}(?![\w+/=.-])"
@@ -69,33 +69,34 @@ _ASSIGNED = re.compile(
     r"""(?<![\w.-])(-*[A-Za-z][\w.-]*)(["']?\s*(?:=|:(?!/))\s*["']?)(?!(?:bearer|basic)\b)([^\s;&,"'}]+)""",
     re.IGNORECASE,
 )
-"""name=value or "name": "value" within a value; a colon before a slash parts the folders of a
-search path.
+"""name=value or "name": "value" within a value. A colon before a slash does not match, since it
+separates the directories of a search path.
 """
 _WORD = re.compile(r"[A-Za-z0-9+/_-]{24,}={0,2}")
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]*")
 _FEWEST_RANDOM = 20
-"""Fewest characters of a word that counts as random."""
+"""Minimum length of a word that counts as random."""
 _CHANGES = 0.45
-"""Least share of neighbouring characters that differ in kind (capital, small, digit) in a word that
-counts as random. It is 0.62 in random words on average, and below 0.4 in names that people
-chose."""
+"""Minimum share of adjacent characters of different kinds (capital, small, digit) in a word that
+counts as random. The mean is 0.62 in random words, and below 0.4 in names chosen by people.
+"""
 
 
 def masked(name: str, value: str) -> str:
-    """The value of a variable without its secrets, which are found by name and by shape.
+    """Replace the secrets in a variable's value, which are detected by name and by shape.
 
-    A value whose name is that of a secret, or is on the list in HELMSMAN_MASK, is masked as a
-    whole. In others only the parts that look like a secret are masked: tokens with the prefixes of
+    A value is masked as a whole if its name looks like that of a secret or matches HELMSMAN_MASK.
+    In other values only the parts that look like a secret are masked: tokens with the prefixes of
     known services, JSON web tokens, private keys, passwords in URLs, 'name=value' with such a name,
-    and long random words. Hexadecimal words stay, since commits and digests look so. An empty value
-    stays, since an empty token may be the fault that the user looks for.
+    and long random words. Hexadecimal words are kept, since commits and digests look the same. An
+    empty value is kept, since an empty token may be the error that the user is looking for.
 
     Args:
-        name: of the variable; '' for a text without one.
-        value: of the variable.
+        name: Name of the variable; '' for a text without one.
+        value: Value of the variable.
 
-    Returns: the value with each secret replaced by MASK.
+    Returns:
+        The value with each secret replaced by MASK.
     """
     if value and _is_secret(name):
         return MASK
@@ -108,9 +109,7 @@ def masked(name: str, value: str) -> str:
 
 
 def masked_command(arguments: Sequence[str]) -> str:
-    """A command line without its secrets: ``--api-key VALUE`` and ``--api-key=VALUE`` are masked as
-    variables are.
-    """
+    """Mask the secrets of a command line: ``--api-key VALUE`` and ``--api-key=VALUE``."""
     options = [
         "",
         *(each if each.startswith("-") and "=" not in each else "" for each in arguments),
@@ -131,9 +130,7 @@ def _is_secret(name: str) -> bool:
 
 
 def _is_random(word: str) -> bool:
-    """Whether a word looks like a key: long, of all three kinds of characters, which alternate more
-    often than in names.
-    """
+    """Detect words that look like a key: long, with three often alternating kinds of characters."""
     parts = [part for part in re.split(r"[+/_=-]+", word) if not _HEXADECIMAL.fullmatch(part)]
     kinds = [[_kind(character) for character in part] for part in parts]
     if sum(map(len, kinds)) < _FEWEST_RANDOM or len(set().union(*kinds)) < 3:

@@ -1,4 +1,4 @@
-"""Operations on many workers at once, as they end."""
+"""Operations on many workers at once, collected as they end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any, Protocol
 logger = logging.getLogger(__name__)
 
 _observed: set[Fanout] = set()
-"""Those of which something runs on unawaited; the event loop holds tasks only weakly."""
+"""Fan-outs with operations that are still running but no longer awaited. The event loop references
+tasks only weakly.
+"""
 
 
 _LEAD_S = 2.0
@@ -19,51 +21,56 @@ _LEAD_SHARE = 0.75
 
 
 def lead_of(limit_s: float) -> float:
-    """How many seconds before a limit the worker is asked where the call is, so that its answer is
-    there at the limit.
+    """Return how many seconds before a limit to query the worker for the state of its call.
 
-    It is most of a short limit: a worker whose engine computes in Python needs some hundred
-        milliseconds to answer.
+    The answer must arrive by the limit. The lead is most of a short limit: a worker whose engine
+    computes in Python needs some hundred milliseconds to answer.
     """
     return min(_LEAD_SHARE * max(limit_s, 0.0), _LEAD_S)
 
 
 class Member(Protocol):
-    """One worker's operation."""
+    """The operation of one worker."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the worker has said that it had not begun."""
+        """Whether the worker has reported that the operation has not begun."""
 
     def cancel(self) -> object:
-        """Await it no longer."""
+        """Stop awaiting the operation."""
 
     def inquire(self, lead_s: float) -> None:
-        """Ask the worker for the state of the operation, which will be late in ``lead_s``
-        seconds.
-        """
+        """Query the worker for the state of the operation, which is overdue after ``lead_s``."""
 
     def give_up(self, limit_s: float, source: str) -> None:
-        """It is late."""
+        """Fail the operation because its limit has passed.
+
+        Args:
+            limit_s: The limit in seconds.
+            source: The setting that defines the limit.
+        """
 
 
 class Fanout:
-    """Operations that were begun on several workers. Made and used on the event loop. Those that
-    have not ended are late after ``limit_s`` seconds, which ``source`` says; None for operations
-    that have deadlines of their own.
+    """Operations that have begun on several workers; created and used on the event loop.
+
+    Args:
+        limit_s: Seconds after which pending operations are overdue; None if each operation has its
+            own deadline.
+        source: The setting that defines the limit, for error messages.
     """
 
     def __init__(self, limit_s: float | None = None, source: str = "") -> None:
         self.results: dict[str, Any] = {}
         self.failures: dict[str, BaseException] = {}
-        """In the order in which they came."""
+        """In the order of occurrence."""
         self.pending: dict[str, Member] = {}
-        """What has begun, and will be told by ``succeeded`` or ``failed``; who begins it puts it
-        here.
+        """Operations that have begun; the caller that begins one adds it here. ``succeeded`` or
+        ``failed`` removes it.
         """
         self.started = time.monotonic()
         self._observed: dict[str, tuple[str, Callable[[Any], None] | None]] = {}
-        """By worker: what is logged of its end, and what is given its result."""
+        """Worker id -> description for the log, and the callback for the result."""
         self._until_failure = False
         self._changed: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -74,13 +81,23 @@ class Fanout:
             )
 
     def expect_awaitable(self, worker_id: str, awaitable: Awaitable[Any]) -> None:
-        """Begin an operation."""
+        """Begin an operation.
+
+        Args:
+            worker_id: Id of its worker.
+            awaitable: The operation.
+        """
         task = asyncio.ensure_future(awaitable)
         self.pending[worker_id] = _Task(task)
         task.add_done_callback(lambda ended: self._task_ended(worker_id, ended))
 
     def succeeded(self, worker_id: str, value: Any) -> None:
-        """An operation has ended well."""
+        """Record the result of an operation.
+
+        Args:
+            worker_id: Id of its worker.
+            value: The result.
+        """
         self.pending.pop(worker_id, None)
         if self._observed:
             what, forget = self._observed.pop(worker_id, ("", None))
@@ -95,7 +112,12 @@ class Fanout:
             self._wake()
 
     def failed(self, worker_id: str, error: BaseException) -> None:
-        """An operation has failed, or could not even begin."""
+        """Record the failure of an operation that failed or could not begin.
+
+        Args:
+            worker_id: Id of its worker.
+            error: The exception.
+        """
         self.pending.pop(worker_id, None)
         what, _ = self._observed.pop(worker_id, ("", None))
         if what:
@@ -107,7 +129,12 @@ class Fanout:
             self._wake()
 
     async def wait(self, *, timeout_s: float | None = None, until_failure: bool = False) -> None:
-        """Wait until all have ended; or until the first failure, or for so many seconds."""
+        """Wait until all operations have ended, or until a timeout or the first failure.
+
+        Args:
+            timeout_s: Limit of the wait in seconds; None waits without limit.
+            until_failure: Whether to return at the first failure.
+        """
         self._until_failure = until_failure
         if self.pending and not (until_failure and self.failures):
             self._changed = asyncio.get_running_loop().create_future()
@@ -117,8 +144,12 @@ class Fanout:
             self._stop_timer()
 
     def observe(self, worker_id: str, what: str, forget: Callable[[Any], None] | None) -> None:
-        """Let an operation run on unawaited: how it ends is logged, and its result is for
-        ``forget``.
+        """Leave an operation running without awaiting it; its end is logged.
+
+        Args:
+            worker_id: Id of its worker.
+            what: Description for the log; not empty.
+            forget: Called with the result, to release it.
         """
         self._observed[worker_id] = what, forget
         _observed.add(self)
@@ -161,7 +192,7 @@ class Fanout:
 
 
 class _Task:
-    """An operation that is a task."""
+    """An operation that is an asyncio task."""
 
     is_waiting = False
 
@@ -172,7 +203,7 @@ class _Task:
         self._task.cancel()
 
     def inquire(self, lead_s: float) -> None:
-        """It has a deadline of its own."""
+        """Do nothing: the task has its own deadline."""
 
     def give_up(self, limit_s: float, source: str) -> None:
-        """It has a deadline of its own."""
+        """Do nothing: the task has its own deadline."""

@@ -1,6 +1,4 @@
-"""Faults that a script injects into its own workers, to see that the run survives them; see
-helmsman.testing.
-"""
+"""Faults that a script injects into its own workers to test recovery; see helmsman.testing."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ class _Aimed(msgspec.Struct, frozen=True):
 
 class _Fault(_Aimed, frozen=True, kw_only=True):
     at_step: int
-    """The script's step, as it passes it to FaultInjector.step."""
+    """The script's step number, as passed to FaultInjector.step."""
 
     def __post_init__(self) -> None:
         role, _, index = self.worker_id.rpartition("/")
@@ -31,14 +29,14 @@ class _Fault(_Aimed, frozen=True, kw_only=True):
             )
 
     def _require(self, name: str, value: float, least: str, holds: bool) -> None:
-        if not holds or not math.isfinite(value):  # not so for nan either
+        if not holds or not math.isfinite(value):  # Rejects nan, too.
             raise ValueError(
                 f"{name} is {value:g} in a fault of {self.worker_id}; expected {least}"
             )
 
 
 class Kill(_Fault, frozen=True, kw_only=True, tag=True):
-    """The worker's process ends by SIGKILL."""
+    """SIGKILL ends the worker's process."""
 
     def __str__(self) -> str:
         return f"kill {self.worker_id} at step {self.at_step}"
@@ -46,7 +44,7 @@ class Kill(_Fault, frozen=True, kw_only=True, tag=True):
 
 class _Lasting(_Fault, frozen=True, kw_only=True):
     seconds: float | None = None
-    """For how long; until its end when None."""
+    """Duration in seconds; None: until the process ends."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,21 +57,17 @@ class _Lasting(_Fault, frozen=True, kw_only=True):
 
 
 class Hang(_Lasting, frozen=True, kw_only=True, tag=True):
-    """The worker's process is stopped, as by SIGSTOP: nothing of it answers, and nothing has
-    ended.
-    """
+    """The worker's process is stopped, as by SIGSTOP: it does not answer, and has not ended."""
 
     def __str__(self) -> str:
         return f"hang {self.worker_id} at step {self.at_step}{self._time}"
 
 
 class Slow(_Lasting, frozen=True, kw_only=True, tag=True):
-    """The worker's process runs a part of the time only, and is stopped for the rest of each tenth
-    of a second.
-    """
+    """The worker's process runs for only a fraction of each tenth of a second."""
 
     factor: float
-    """It runs for one part in so many; 1000 at most, beyond which it would rather hang."""
+    """The fraction is 1 / factor. At most 1000; beyond that the process would effectively hang."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,8 +80,9 @@ class Slow(_Lasting, frozen=True, kw_only=True, tag=True):
 
 
 class DropNode(_Fault, frozen=True, kw_only=True, tag=True):
-    """All workers of this run on the worker's node end by SIGKILL at once, and its raylet where the
-    cluster is this run's.
+    """SIGKILL ends all workers of this run on the worker's node at once.
+
+    It also ends the node's raylet, if the cluster belongs to this run.
     """
 
     def __str__(self) -> str:
@@ -98,14 +93,14 @@ Fault: TypeAlias = Kill | Hang | Slow | DropNode
 
 
 class Injection(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a fault at one worker."""
+    """The outcome of a fault for one worker."""
 
     worker_id: str
     pid: int | None
-    """The worker's process; None where there is none."""
+    """The worker's process; None if there is none."""
     node: str
-    """Address of its node; '' where there is none."""
+    """Address of its node; '' if there is none."""
     done: bool
-    """Whether the fault has been inflicted."""
+    """Whether the fault was injected."""
     outcome: str
-    """What has happened, or why it has not, for people."""
+    """What happened, or why the fault was not injected, for messages."""

@@ -71,7 +71,7 @@ def awaitable(
         return await run_in_new_thread(bound)
 
     functools.update_wrapper(call, method)
-    vars(call).pop("__isabstractmethod__", None)  # a subclass defines the blocking form only
+    vars(call).pop("__isabstractmethod__", None)  # A subclass defines only ``x``.
     call.__name__ = f"async_{name}"
     call.__qualname__ = f"{method.__qualname__.rpartition('.')[0]}.{call.__name__}"
     return call

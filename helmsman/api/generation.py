@@ -1,5 +1,6 @@
-"""Sampling parameters, generation requests and their results. No torch: these travel between
-controller and workers.
+"""Sampling parameters, generation requests and results, which travel between driver and workers.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -12,16 +13,14 @@ from helmsman.api.suggestions import Suggesting
 
 StopReason = Literal["stop", "length", "abort"]
 InFlight = Literal["keep", "wait", "abort"]
-"""What becomes of the requests that workers have, when nothing more is to start; see
-RolloutController.pause.
-"""
+"""Handling of running requests when no more may start; see RolloutController.pause."""
 
 
 class SamplingParams(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """How the next token is drawn; the fields mean what they mean in vLLM and Hugging Face."""
+    """How the next token is drawn; the fields have the same meaning as in vLLM and Hugging Face."""
 
     max_new_tokens: int = 128
-    """Most tokens to generate, stop token included."""
+    """Maximum number of tokens to generate, stop token included."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy decoding."""
     top_k: int = 0
@@ -31,10 +30,9 @@ class SamplingParams(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
     arXiv:1904.09751); 1 keeps all.
     """
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the sequence; the stop token is part of the result."""
+    """Tokens that end the sequence; the result includes the stop token."""
     seed: int | None = None
-    """Seed of this request alone, so that its tokens do not depend on what it is batched with; None
-    draws one.
+    """Seed of this request alone, which makes its tokens independent of the batch; None draws one.
     """
 
     def __post_init__(self) -> None:
@@ -52,15 +50,15 @@ class GenerationRequest(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_on
     """One sequence to continue."""
 
     request_id: str
-    """Unique among the requests in flight; abort refers to it."""
+    """Unique among the requests in flight; identifies the request in ``abort``."""
     prompt_ids: list[int]
     """Token ids of the prompt, at least one."""
     sampling: SamplingParams = SamplingParams()
     num_generated: int = 0
-    """How many of the last ``prompt_ids`` were generated before, when the request goes on from an
-    earlier attempt. An engine that numbers what it draws from the first generated token goes on
-    from there, so that a seed draws as if nothing had been cut; ``max_new_tokens`` counts without
-    them."""
+    """Number of tokens at the end of ``prompt_ids`` that an earlier attempt generated. An engine
+    that numbers its random draws by generated token continues from this number, so that a seed
+    gives the same tokens as an uninterrupted run. ``max_new_tokens`` does not count these tokens.
+    """
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_generated <= len(self.prompt_ids):
@@ -76,10 +74,10 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     token_ids: list[int]
-    """Generated tokens without the prompt; ends with the stop token when stop_reason is 'stop'."""
+    """Generated tokens without the prompt; ends with the stop token if stop_reason is 'stop'."""
     logprobs: list[float]
-    """Natural log-probability of each generated token under the model as it is at temperature 1
-    without top-k or top-p.
+    """Natural log-probability of each generated token under the model at temperature 1, without
+    top-k or top-p.
     """
     versions: list[int]
     """Weight version that produced each token."""

@@ -1,6 +1,4 @@
-"""Where jobs would go, or have gone: role -> instance -> bundles -> node and devices -> ranks; and
-why one cannot.
-"""
+"""Placement plans (role, instances, bundles, devices, ranks), and reasons why jobs do not fit."""
 
 from __future__ import annotations
 
@@ -12,13 +10,13 @@ import msgspec
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of the cluster at one moment."""
+    """Snapshot of a node of the cluster."""
 
     node_id: str
     address: str
     hostname: str = ""
     accelerator: str = ""
-    """Ray's resource of its accelerators, 'GPU' or 'NPU'; empty where it has none."""
+    """Ray resource name of its accelerators, 'GPU' or 'NPU'; empty if it has none."""
     num_devices: int = 0
     num_free_devices: int = 0
     num_cpus: float = 0
@@ -26,68 +24,65 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """What is held for one replica."""
+    """The resources reserved for one replica."""
 
     node_id: str
     node: str
     """Address of the node."""
     devices: tuple[str, ...] = ()
-    """Physical ids, in the order of the node."""
+    """Physical ids, in the node's order."""
     bundles: tuple[int, ...] = ()
-    """Of each of these devices, its bundle in the placement group."""
+    """Bundle index in the placement group, for each device."""
     placement_group: Any = None
-    """Ray's; None where the scheduler has none."""
+    """Ray's placement group; None if the scheduler has none."""
 
 
 class PlannedBundle(msgspec.Struct, frozen=True, kw_only=True):
-    """What an instance takes of one node in one piece."""
+    """The resources of one bundle of an instance, all on one node."""
 
     node_id: str
     node: str
-    """Address of the node, for people."""
+    """Address of the node, for messages."""
     resources: dict[str, float]
-    """By Ray's names; memory in bytes."""
+    """Amounts by Ray's resource names; memory in bytes."""
     devices: tuple[str, ...] = ()
-    """Ids of its accelerators, in order. Expected ones in a plan; empty where it asks for some and
-    others hold a part of the node, so that nobody can tell which are free."""
+    """Ids of its accelerators, in order; expected ids in a plan. Empty if other jobs hold part of
+    the node, so that the free ids are unknown.
+    """
 
 
 class PlannedWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker: a rank of its role."""
+    """One worker, which is a rank of its role."""
 
     worker_id: str
-    """'role/index', index being the rank."""
+    """'role/index'; the index is the rank."""
     node_id: str
     node: str
     bundle: int = 0
     """Index of its bundle in its instance."""
     num_devices: int = 0
-    """Accelerators of its own node that it may use."""
+    """Number of accelerators that it may use on its own node."""
     devices: tuple[str, ...] = ()
-    """Their ids; empty as for a bundle."""
+    """Their ids; empty if unknown, as for PlannedBundle."""
     num_ports: int = 0
-    """Ports that it will lease on its node."""
+    """Number of ports to lease on its node."""
 
 
 class PlannedInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """One placement group: all workers of a shared job, or one worker of a separate or deferred
-    one.
-    """
+    """One placement group: all workers of a shared job, or one worker of another job."""
 
     index: int
     bundles: tuple[PlannedBundle, ...]
-    """In the order of nodes and devices; a shared instance has one for each worker, in rank
-    order.
-    """
+    """Ordered by node and device; a shared instance has one per worker, in rank order."""
     workers: tuple[PlannedWorker, ...]
 
 
 class PlannedRole(msgspec.Struct, frozen=True, kw_only=True):
-    """One role."""
+    """The placement of one role."""
 
     role: str
     accelerator: str = ""
-    """Ray's resource of its accelerators, 'GPU' or 'NPU'; empty where it asks for none."""
+    """Ray resource name of its accelerators, 'GPU' or 'NPU'; empty if it requests none."""
     target: str | None = None
     """Role whose nodes and devices it shares; its instances then have no bundles of their own."""
     instances: tuple[PlannedInstance, ...]
@@ -99,13 +94,14 @@ class PlannedRole(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A place for every rank of every role."""
+    """The placement of every rank of every role."""
 
     roles: tuple[PlannedRole, ...]
 
     def table(self) -> str:
-        """A line for each instance, or for the ranks of a shared role on one node: role, ranks,
-        node, devices, ports.
+        """Format the plan as a table of role, ranks, node, devices and ports.
+
+        It has one line per instance, or per node of a shared role.
         """
         rows = [("role", "ranks", "node", "devices", "ports")]
         for role in self.roles:
@@ -129,7 +125,7 @@ def _row(
     first, last = (run[index].worker_id.rpartition("/")[2] for index in (0, -1))
     ranks = first if len(run) == 1 else f"{first}-{last}"
     ports = sum(worker.num_ports for worker in run)
-    if len(instance.bundles) > 1 and len(instance.workers) == 1:  # an instance that spans nodes
+    if len(instance.bundles) > 1 and len(instance.workers) == 1:  # The instance spans nodes.
         devices = " + ".join(
             _ids(bundle.devices, bundle.resources.get(role.accelerator, 0))
             for bundle in instance.bundles
@@ -140,7 +136,7 @@ def _row(
 
 
 def _ids(ids: tuple[str, ...], num_devices: float) -> str:
-    """'0-3,6', or how many where nobody can tell which."""
+    """Format device ids as '0-3,6', or their number if the ids are unknown."""
     if not ids:
         return f"{num_devices:g} of those free" if num_devices else "-"
     if not all(map(str.isdecimal, ids)):
@@ -149,7 +145,7 @@ def _ids(ids: tuple[str, ...], num_devices: float) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """'0-3,6' for [0, 1, 2, 3, 6]."""
+    """Format numbers as ranges: '0-3,6' for [0, 1, 2, 3, 6]."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -160,7 +156,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table as text, each column as wide as its widest cell."""
+    """Format rows as text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
@@ -173,24 +169,23 @@ ShortfallKind = Literal["selector", "bundle", "together", "pieces"]
 
 
 class Shortfall(msgspec.Struct, frozen=True, kw_only=True):
-    """Why jobs do not fit into what there is."""
+    """The reason why jobs do not fit."""
 
     role: str
-    """The role, or 'a and b' where jobs fit only without each other."""
+    """The role, or 'a and b' if jobs fit only without each other."""
     kind: ShortfallKind
-    """selector: no node is allowed; bundle: one worker is larger than what any node has; together:
-    all are more than there is; pieces: it would do in sum, but not as it lies."""
+    """selector: no node is allowed; bundle: one worker needs more than any node has; together: the
+    total exceeds the cluster; pieces: the total would fit, but is fragmented.
+    """
     requested: str
     observed: str
     best_node: str = ""
-    """The best-fitting node, of a bundle."""
+    """The node that fits best, for kind 'bundle'."""
     missing: dict[str, float]
-    """By Ray's names; memory in bytes."""
+    """Amounts by Ray's resource names; memory in bytes."""
     missing_text: str
     change: str = ""
-    """The smallest change that would fit, verified by planning with it; empty as long as nobody has
-    looked for it.
-    """
+    """The smallest change that would fit, verified by planning with it; empty if not computed."""
 
     def __str__(self) -> str:
         change = f" {self.change}." if self.change else ""

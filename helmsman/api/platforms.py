@@ -1,13 +1,12 @@
-"""The accelerator of this process, behind one object that finds out on first use, and the kinds of
-platform as plain data.
+"""The accelerator of this process, resolved on first use, and platform kinds as plain data.
 
 ``current_platform`` belongs to the process that uses it, which is a worker. A driver needs no
-accelerator and never asks for one: it reads ``PLATFORMS``, and its scheduler forbids the rest
+accelerator and never requests one: it reads ``PLATFORMS``, and its scheduler forbids resolution
 (``current_platform.forbid``).
 
-``HELMSMAN_PLATFORM`` (cpu, cuda or npu) is obeyed or refused with an error. Without it: CUDA if
-torch counts a device, then NPU if torch_npu counts one, else CPU. A mask that names devices of
-which torch counts none is logged.
+``HELMSMAN_PLATFORM`` (cpu, cuda or npu) is used, or raises an error if it cannot be. Without it:
+CUDA if torch counts a device, then NPU if torch_npu counts one, else CPU. If a mask names devices
+but torch counts none, a warning is logged.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ TORCH_NPU_COMMAND = "pip install torch_npu (the version that matches torch and C
 
 
 class PlatformInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a kind of platform without looking at any machine."""
+    """Machine-independent facts about a kind of platform."""
 
     name: str
-    """Key in PLATFORMS and value of HELMSMAN_PLATFORM."""
+    """Key in PLATFORMS, and value of HELMSMAN_PLATFORM."""
     device_type: str
     """Type of its torch.device, and name of its module in torch."""
     visibility_env_var: str
-    """Variable that holds the ids of the devices a process may see; empty where there is none."""
+    """Variable with the ids of the devices that a process may see; empty if there is none."""
     ray_resource: str
-    """Resource under which Ray counts it."""
+    """Name of its resource in Ray."""
     communication_backend: str
-    """Backend of torch.distributed for its tensors."""
+    """torch.distributed backend for its tensors."""
 
 
 PLATFORMS: Mapping[str, PlatformInfo] = MappingProxyType(
@@ -72,15 +71,15 @@ PLATFORMS: Mapping[str, PlatformInfo] = MappingProxyType(
 )
 
 EMPTY_MASKS = frozenset({"", "-1", "none", "void", "nodevfiles"})
-"""Values, in lower case, of a visibility variable that hides every device."""
+"""Values of a visibility variable, in lower case, that hide every device."""
 
 
 class DeviceGrant(msgspec.Struct, frozen=True, kw_only=True):
-    """What a scheduler has granted to a worker."""
+    """The devices that a scheduler granted to a worker."""
 
     worker_id: str
     kind: str = ""
-    """Key in PLATFORMS; empty where it was granted no accelerator."""
+    """Key in PLATFORMS; empty if no accelerator was granted."""
     ids: tuple[str, ...] = ()
     """Physical ids, in order."""
 
@@ -90,7 +89,7 @@ def _installed(package: str) -> bool:
 
 
 def _import_torch(what: str) -> Any:
-    """torch, or a PlatformError that says what needed it and how to install it."""
+    """Import torch, or raise a PlatformError that names the feature and the install command."""
     try:
         return importlib.import_module("torch")
     except (ImportError, OSError) as exc:  # OSError: a shared library of torch is missing
@@ -101,7 +100,7 @@ def _import_torch(what: str) -> Any:
 
 
 def _runtime_of(info: PlatformInfo) -> Any:
-    """torch.cuda or torch.npu; the second exists only once torch_npu is imported."""
+    """Return torch.cuda or torch.npu; torch.npu exists only after torch_npu is imported."""
     torch_module = _import_torch(f"the platform {info.name}")
     if info.name == "npu":
         try:
@@ -121,18 +120,21 @@ def _count_devices(info: PlatformInfo) -> int:
 
 
 def _find_platform(grant: DeviceGrant | None = None) -> PlatformInfo:
-    """Look at HELMSMAN_PLATFORM and at this machine through torch; raises PlatformError when they
-    disagree.
+    """Determine the platform from HELMSMAN_PLATFORM and torch.
 
-    With a grant the process must see just what it was granted, or DeviceMismatchError is raised: a
-    worker on the wrong device, or on a CPU where an accelerator was asked for, must not go on.
-    HELMSMAN_PLATFORM=cpu, set on purpose, lifts that.
+    With a grant, the process must see exactly the granted devices: a worker on the wrong device, or
+    on a CPU instead of an accelerator, must not continue. HELMSMAN_PLATFORM=cpu disables this check
+    on purpose.
+
+    Raises:
+        PlatformError: HELMSMAN_PLATFORM and the machine disagree.
+        DeviceMismatchError: The process does not see exactly the granted devices.
     """
     forced = os.environ.get(PLATFORM_ENV_VAR, "").strip().lower()
     if forced:
         found = _forced_platform(forced)
     elif grant is not None and grant.kind:
-        # it is not passed over because torch lacks support for it
+        # The granted kind is checked even if torch lacks support for it.
         found = PLATFORMS[grant.kind if _count_devices(PLATFORMS[grant.kind]) else "cpu"]
     else:
         found = _counted_platform()
@@ -216,7 +218,7 @@ def _require_granted(grant: DeviceGrant, found: PlatformInfo) -> None:
 
 
 def _mask_of(info: PlatformInfo) -> str:
-    """The visibility variable as it stands, for a message."""
+    """Format the visibility variable and its value, for a message."""
     value = os.environ.get(info.visibility_env_var)
     return (
         f"{info.visibility_env_var} unset"
@@ -229,24 +231,25 @@ _GIB = float(1 << 30)
 
 
 class MemoryStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of a process in bytes: on its current device, all zero on CPU, where torch does not
-    count, and on its host.
+    """Memory of a process in bytes, on its current device and on its host.
+
+    Device values are zero on CPU, where torch does not count memory.
     """
 
     device: str = ""
-    """Kind of the device; '' where the process has not used one, as on CPU."""
+    """Kind of the device; '' if the process has not used one, as on CPU."""
     allocated_bytes: int = 0
-    """In its live tensors there."""
+    """Memory of live tensors on the device."""
     reserved_bytes: int = 0
-    """Taken from the device, live tensors included."""
+    """Memory reserved on the device, live tensors included."""
     peak_allocated_bytes: int = 0
     """Highest allocated_bytes so far."""
     free_bytes: int = 0
-    """What the device could still give, to any process."""
+    """Free memory of the device, for any process."""
     total_bytes: int = 0
-    """Size of the device."""
+    """Size of the device's memory."""
     host_bytes: int = 0
-    """Resident on the host; 0 where only the device was asked for."""
+    """Resident memory on the host; 0 if only the device was queried."""
 
     def __str__(self) -> str:
         host = f"{self.host_bytes / _GIB:.2f} GiB on the host"
@@ -265,9 +268,8 @@ class MemoryStats(msgspec.Struct, frozen=True, kw_only=True):
 class CurrentPlatform:
     """The platform of this process, resolved by the first attribute that needs it and then fixed.
 
-    Only ``is_resolved``, ``expect``, ``seed``, ``forbid``, ``allow`` and ``repr`` leave it
-    unresolved. A forked child starts unresolved: neither the parent's device context nor its masks
-    are the child's.
+    Only ``is_resolved``, ``expect``, ``seed``, ``forbid``, ``allow`` and ``repr`` do not resolve
+    it. A forked child starts unresolved: it must not use the parent's device context or masks.
     """
 
     def __init__(self) -> None:
@@ -282,20 +284,22 @@ class CurrentPlatform:
         self._num_allowed = 0
         self._grant: DeviceGrant | None = None
 
-    # --- what it is -------------------------------------------------------------------------------
+    # --- identity ---------------------------------------------------------------------------------
 
     @property
     def info(self) -> PlatformInfo:
-        """The row of PLATFORMS that this process runs on.
+        """The entry of PLATFORMS for this process.
 
-        Raises: PlatformError where it is forbidden, or what HELMSMAN_PLATFORM asks for is not
-        there; DeviceMismatchError where a worker does not see what it was granted.
+        Raises:
+            PlatformError: Resolution is forbidden, or the platform of HELMSMAN_PLATFORM is
+                unavailable.
+            DeviceMismatchError: The process does not see exactly the devices that it was granted.
         """
         with self._lock:
             if self._info is None:
                 if self._forbidden and not self._num_allowed:
                     raise PlatformError(
-                        "the accelerator was asked for in a process that must not use one (pid "
+                        "the accelerator was used in a process that must not use one (pid "
                         f"{os.getpid()}): "
                         f"{self._forbidden[-1]}. Use current_platform inside an engine, which "
                         "runs in a worker; for static "
@@ -307,14 +311,12 @@ class CurrentPlatform:
             return self._info
 
     def expect(self, grant: DeviceGrant) -> None:
-        """Have the first use verify that the process sees just these devices. Touches nothing by
-        itself.
-        """
+        """Verify on first use that the process sees exactly these devices; touches none itself."""
         with self._lock:
             self._grant = grant
 
     def is_resolved(self) -> bool:
-        """Whether this process has found its platform; does not resolve it."""
+        """Whether this process has resolved its platform; does not resolve it."""
         return self._info is not None
 
     @property
@@ -334,12 +336,12 @@ class CurrentPlatform:
 
     @property
     def ray_resource(self) -> str:
-        """Resource under which Ray counts it."""
+        """Name of its resource in Ray."""
         return self.info.ray_resource
 
     @property
     def communication_backend(self) -> str:
-        """Backend for torch.distributed: gloo, nccl or hccl."""
+        """torch.distributed backend: gloo, nccl or hccl."""
         return self.info.communication_backend
 
     # --- devices ----------------------------------------------------------------------------------
@@ -349,10 +351,10 @@ class CurrentPlatform:
         return 1 if self.name == "cpu" else int(self._runtime().device_count())
 
     def device(self, local_rank: int = 0) -> torch.device:
-        """The torch.device at an index into the visible devices, whatever their physical ids; on
-        CPU the one there is.
+        """Return the torch.device at an index into the visible devices, or the CPU device on CPU.
 
-        Raises: PlatformError when torch is missing, or counts fewer devices.
+        Raises:
+            PlatformError: torch is missing, or counts fewer devices.
         """
         make_device: type[torch.device] = _import_torch("a torch.device").device
         if self.name == "cpu":
@@ -369,29 +371,30 @@ class CurrentPlatform:
         return make_device(self.device_type, local_rank)
 
     def set_device(self, local_rank: int = 0) -> None:
-        """Make a visible device the default of this thread; nothing on CPU.
+        """Make a visible device the default of this thread; does nothing on CPU.
 
-        Raises: PlatformError as device().
+        Raises:
+            PlatformError: torch is missing, or counts fewer devices.
         """
         device = self.device(local_rank)
         if self.name != "cpu":
             self._runtime().set_device(device)
 
     def synchronize(self) -> None:
-        """Wait until the current device has finished what was queued; nothing on CPU."""
+        """Wait for all work queued on the current device; does nothing on CPU."""
         if self.name != "cpu":
             self._runtime().synchronize()
 
     # --- memory and seeds -------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
-        """Collect garbage, then give the memory that torch caches back to the device."""
+        """Collect garbage, then return torch's cached memory to the device."""
         gc.collect()
         if self.name != "cpu":
             self._runtime().empty_cache()
 
     def memory_stats(self) -> MemoryStats:
-        """Memory of the current device."""
+        """Return the memory of the current device."""
         if self.name == "cpu":
             return MemoryStats()
         runtime = self._runtime()
@@ -406,11 +409,11 @@ class CurrentPlatform:
         )
 
     def seed(self, seed: int) -> None:
-        """Seed random, and numpy and torch with all its devices where this process has loaded them.
+        """Seed ``random``, and numpy and torch (all devices) if this process has loaded them.
 
         Does not resolve the platform, import a library or touch a device, so it may run before the
-        masks are set. What resolving loads is seeded then; a process that imports numpy or torch by
-        itself later calls this once more.
+        masks are set. Resolving the platform later seeds the libraries that it loads. A process
+        that imports numpy or torch itself later calls ``seed`` again.
         """
         with self._lock:
             self._seed = seed
@@ -419,7 +422,7 @@ class CurrentPlatform:
             self._seed_what_is_loaded()
 
     def _seed_what_is_loaded(self) -> None:
-        """Seed each library once per seed(), so that a stream already drawn from is not rewound."""
+        """Seed each library once per seed(), so that a stream in use is not reset."""
         if self._seed is None:
             return
         for library, seed_it in _SEEDERS.items():
@@ -427,28 +430,24 @@ class CurrentPlatform:
                 seed_it(module, self._seed)
                 self._seeded.add(library)
 
-    # --- who may use it ---------------------------------------------------------------------------
+    # --- permission -------------------------------------------------------------------------------
 
     def forbid(self, reason: str) -> contextlib.ExitStack:
-        """From now until the returned stack is closed, resolving raises PlatformError with this
-        reason.
-        """
+        """Make resolution raise PlatformError with this reason until the returned stack closes."""
         self._forbidden.append(reason)
         stack = contextlib.ExitStack()
         stack.callback(self._lift, reason)
         return stack
 
     def allow(self) -> contextlib.ExitStack:
-        """From now until the returned stack is closed, whatever forbids does not count: engines run
-        in this process.
-        """
+        """Suspend prohibitions until the returned stack closes, for engines in this process."""
         self._num_allowed += 1
         stack = contextlib.ExitStack()
         stack.callback(self._end_allowance)
         return stack
 
     def _lift(self, reason: str) -> None:
-        with contextlib.suppress(ValueError):  # a forked child has forgotten it
+        with contextlib.suppress(ValueError):  # A forked child has reset the list.
             self._forbidden.remove(reason)
 
     def _end_allowance(self) -> None:
@@ -466,13 +465,13 @@ class CurrentPlatform:
 
 _SEEDERS: Mapping[str, Callable[[Any, int], object]] = {
     "numpy": lambda module, seed: module.random.seed(seed % 2**32),
-    # Covers the accelerators too: torch keeps the seed for one that is not initialised until it is.
+    # Covers accelerators: torch applies the seed to each one when it is initialised.
     "torch": lambda module, seed: module.manual_seed(seed % 2**63),
 }
 
 current_platform = CurrentPlatform()
-"""The platform of the process that reads it. Cannot be pickled; import it where it is used."""
+"""The platform of the calling process. It cannot be pickled; import it where it is used."""
 
-# A driver that forks a worker must hand it neither its resolution nor its prohibition, nor a lock
-# that another thread held.
+# A forked worker must not inherit the driver's resolution, its prohibition, or a lock that another
+# thread held.
 os.register_at_fork(after_in_child=current_platform._reset)

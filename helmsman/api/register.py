@@ -1,6 +1,4 @@
-"""The decorator ``register``, by which a worker's class declares how a group of its workers calls a
-method.
-"""
+"""The decorator ``register``, which declares how a worker group calls a worker's method."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ J = TypeVar("J", bound="Batch | torch.Tensor | np.ndarray[Any, Any] | list[Any] 
 
 
 class _AsList(Protocol):
-    """What type checkers see of ``register`` where the results of all ranks come back."""
+    """Type of ``register`` if the results of all ranks are returned."""
 
     @overload
     def __call__(
@@ -60,7 +58,7 @@ class _AsList(Protocol):
 
 
 class _AsOne(Protocol):
-    """Where the result of one rank comes back."""
+    """Type of ``register`` if the result of one rank is returned."""
 
     @overload
     def __call__(
@@ -73,12 +71,13 @@ class _AsOne(Protocol):
 
 
 class _Joined(Protocol):
-    """Where the results of all parts are joined. Ranks whose results do not count may return
-    None.
+    """Type of ``register`` if the results of all parts are joined.
+
+    Ranks whose results are not used may return None.
     """
 
     @overload
-    def __call__(  # type: ignore[overload-overlap]  # what returns nothing anywhere is not joined
+    def __call__(  # type: ignore[overload-overlap]  # Methods without a result are not joined.
         self, function: Callable[Concatenate[W, P], None]
     ) -> RegisteredMethod[W, P, None, None]: ...
     @overload
@@ -92,7 +91,7 @@ class _Joined(Protocol):
 
 
 class _PerRank(Protocol):
-    """Where every argument of a call has an entry for each rank."""
+    """Type of ``register`` if every argument of a call has one entry per rank."""
 
     @overload
     def __call__(
@@ -105,7 +104,7 @@ class _PerRank(Protocol):
 
 
 class _Reduced(Protocol[T]):
-    """Where a function makes one value of the results of all parts."""
+    """Type of ``register`` if a function reduces the results of all parts to one value."""
 
     def __call__(
         self, function: Callable[Concatenate[W, P], R]
@@ -113,7 +112,7 @@ class _Reduced(Protocol[T]):
 
 
 class _Custom(Protocol):
-    """Where functions of the user's own decide."""
+    """Type of ``register`` with user-defined dispatch functions."""
 
     def __call__(
         self, function: Callable[Concatenate[W, P], R]
@@ -126,7 +125,7 @@ _All = Literal[Execute.ALL]
 
 
 class _Cut(TypedDict, total=False):
-    """Options of modes that cut."""
+    """Options of modes that split rows."""
 
     shard: Sequence[str] | None
     remainder: Remainder
@@ -189,22 +188,26 @@ def register(
     remainder: Remainder = "error",
     collect: Collect | Callable[[list[Any]], Any] | None = None,
 ) -> Any:
-    """Declare how a worker's method is called on a group of workers.
+    """Declare how a group of workers calls a method.
 
     Args:
-        dispatch_mode: a Dispatch; an AxisSharding; or functions of one's own (CustomDispatch).
-        execute_mode: which ranks run it. RANK_ZERO goes with modes that give every rank the same,
-            and with own functions.
-        shard: names of the parameters that are cut, in modes that cut; None: all of them. The
-            others are given to all ranks as they are. Arguments that are None are never cut.
-        remainder: what becomes of rows that do not divide evenly, in modes that cut; 'pad' needs
-            Batch arguments, which carry the mask, and results with a row for each row. A part may
-            have no rows at all.
-        collect: what becomes of the results, in modes that cut and do not collect from all ranks: a
-            Collect, or a function that is given the list of them, in the order of the parts, and
-            returns what the call returns.
+        dispatch_mode: A Dispatch, an AxisSharding, or user-defined functions (CustomDispatch).
+        execute_mode: The ranks that run the method. RANK_ZERO requires a mode that gives every rank
+            the same arguments, or user-defined functions.
+        shard: Names of the parameters to split, for modes that split; None: all of them. All ranks
+            get the other arguments unchanged. Arguments that are None are never split.
+        remainder: Handling of rows that do not divide evenly, for modes that split. 'pad' requires
+            Batch arguments, which carry the mask, and results with one row per row. A part may have
+            no rows.
+        collect: Handling of the results, for modes that split and do not collect from all ranks. A
+            Collect, or a function that takes the list of results, in the order of the parts, and
+            returns the result of the call.
 
-    Raises: DispatchError where these do not go together.
+    Returns:
+        A decorator for the method.
+
+    Raises:
+        DispatchError: The arguments do not fit each other or the method.
     """
 
     def declare(function: Callable[..., Any]) -> RegisteredMethod[Any, ..., Any, Any]:
@@ -239,7 +242,7 @@ def _spec_of(
             map(callable, dispatch_mode.values())
         ):
             raise refuse(
-                "a dispatch mode of one's own has the functions 'dispatch_fn' and 'collect_fn'; "
+                "a custom dispatch mode has the functions 'dispatch_fn' and 'collect_fn'; "
                 f"got {sorted(dispatch_mode)}",
                 "Give both, or one of Dispatch",
             )

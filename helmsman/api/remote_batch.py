@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """Rows of a batch that lies in a worker."""
+    """Rows of a batch that is stored in a worker."""
 
     handle: ResultHandle
     start: int
@@ -21,12 +21,17 @@ class Piece(NamedTuple):
 
 
 class RemoteBatch(Batch):
-    """Rows that lie in workers, as one batch.
+    """A batch whose rows are stored in workers.
 
-    As an argument of a call they move from worker to worker, each rank's share to that rank; slices
-    and chunks move nothing. Reading columns or meta in the script fetches all of it, once.
-    ``release()``, or the end of a with statement, lets the workers forget the rows; until then they
-    keep their memory.
+    As an argument of a call, rows move from worker to worker, each share to its rank; slices and
+    chunks move nothing. Reading columns or meta in the script fetches all rows, once.
+    ``release()``, or the end of a ``with`` statement, frees the rows; until then they use memory in
+    their workers.
+
+    Args:
+        scheduler: The scheduler of the workers.
+        pieces: Locations of the rows, in order.
+        num_padding: Number of padding rows at the end.
     """
 
     __slots__ = ("_fetched", "_handles", "_pieces", "_scheduler")
@@ -34,23 +39,27 @@ class RemoteBatch(Batch):
     _fetched: Batch | None
     _handles: Mapping[str, ResultHandle]
     _pieces: Sequence[Piece]
-    """Where its rows lie, in order."""
+    """Locations of its rows, in order."""
     _scheduler: Scheduler
 
     def __init__(self, scheduler: Scheduler, pieces: Sequence[Piece], num_padding: int = 0) -> None:
-        handles = {piece.handle.id: piece.handle for piece in pieces}  # also of no rows
+        handles = {piece.handle.id: piece.handle for piece in pieces}  # Also of empty pieces.
         self._fill(
             _scheduler=scheduler, _pieces=_with_rows(pieces), _handles=handles, _fetched=None
         )
         self._fill(_num_rows=sum(map(_num_rows, pieces)), num_padding=num_padding)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("columns", "meta"):  # which have no value here
+        if name not in ("columns", "meta"):  # These two are fetched on first use.
             raise AttributeError(f"a {type(self).__name__} has no {name!r}")
         return getattr(self.fetch(), name)
 
     def fetch(self) -> Batch:
-        """The rows themselves, here. Raises: HandleLostError."""
+        """Fetch the rows into the script.
+
+        Raises:
+            HandleLostError: A worker no longer has the rows.
+        """
         if self._fetched is None:
             handles = {piece.handle.id: piece.handle for piece in self._pieces}
             found = {id_: self._scheduler.get(handle) for id_, handle in handles.items()}
@@ -60,10 +69,8 @@ class RemoteBatch(Batch):
         return self._fetched
 
     def release(self) -> None:
-        """Let the workers forget the values that its rows are part of, also for slices.
-        Idempotent.
-        """
-        with contextlib.ExitStack() as releases:  # all of them, also when one fails
+        """Release the values in their workers, also for slices of this batch. Idempotent."""
+        with contextlib.ExitStack() as releases:  # Releases all of them even if one fails.
             for handle in self._handles.values():
                 releases.callback(self._scheduler.release, handle)
 
@@ -98,7 +105,11 @@ class RemoteBatch(Batch):
 
     @staticmethod
     def join(batches: Sequence[Batch]) -> RemoteBatch:
-        """The rows of several, without moving any. Raises: ValueError."""
+        """Concatenate batches without moving rows.
+
+        Raises:
+            ValueError: Rows of a batch would follow the padding of another.
+        """
         return RemoteBatch._joined(batches, padding_of(batches))
 
     def __repr__(self) -> str:
@@ -106,7 +117,7 @@ class RemoteBatch(Batch):
         return f"RemoteBatch({len(self)} rows in {', '.join(where)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The codec puts the values in the place of the handles, so the receiver joins rows.
+        # The codec replaces the handles with their values, so the receiver joins rows.
         return _join, ([tuple(piece) for piece in self._pieces], self.num_padding)
 
 
@@ -126,5 +137,5 @@ def _num_rows(piece: Piece) -> int:
 
 
 def _with_rows(pieces: Sequence[Piece]) -> Sequence[Piece]:
-    """Those that have rows, or the first one, which says what the columns are."""
+    """Return the pieces that have rows, or the first piece, which defines the columns."""
     return [piece for piece in pieces if _num_rows(piece)] or pieces[:1]

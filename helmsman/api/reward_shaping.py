@@ -1,5 +1,6 @@
-"""What is done to rewards before advantages are computed, in plain Python: the driver does it, and
-it may lack torch.
+"""Operations on rewards before advantages are computed.
+
+In plain Python, because they run in the driver, which may lack torch.
 """
 
 from __future__ import annotations
@@ -20,29 +21,28 @@ def token_rewards(
     kl_coef: float = 0.0,
     estimator: KlEstimator = "k1",
 ) -> tuple[list[list[float]], float]:
-    """Rewards of tokens: a sample's score at its last token, less the divergence from a reference
-    policy at every token.
+    """Compute token rewards: the score at the last token, minus the KL penalty at every token.
 
     Source: arXiv:1909.08593 eq. 2, per token as in arXiv:2203.02155; for the estimators
-        http://joschu.net/blog/kl-approx.html.
+    http://joschu.net/blog/kl-approx.html.
 
     Args:
         scores: One per sample.
-        masks: ``loss_mask`` of each sample, (T,): the tokens that the policy chose. Entry 0 is left
-            out.
-        logprobs: Of each sample, (T,), under the policy that chose them; only with ``kl_coef``.
-        ref_logprobs: Of each sample, (T,), under the reference policy; only with ``kl_coef``.
-        kl_coef: Weight of the divergence.
+        masks: (T,) per sample, its ``loss_mask``: the tokens that the policy chose. Entry 0 is
+            ignored.
+        logprobs: (T,) per sample, under the policy that chose the tokens; only with ``kl_coef``.
+        ref_logprobs: (T,) per sample, under the reference policy; only with ``kl_coef``.
+        kl_coef: Weight of the divergence from the reference policy.
         estimator: ``k1``, log policy/reference; ``k2``, half its square; ``k3``, which is never
             negative.
 
     Returns:
-        The rewards of each sample's tokens, (T,), 0 outside of its mask; and the mean over samples
-        of the divergence, summed over a sample's tokens, as AdaptiveKl.update takes it (0 without
+        The rewards, (T,) per sample and 0 outside of the mask; and the divergence summed over each
+        sample's tokens, averaged over samples, as input of AdaptiveKl.update (0 without
         ``kl_coef``).
 
     Raises:
-        ValueError: Columns are missing or of other lengths, or there is no such estimator.
+        ValueError: Columns are missing or have other lengths, or the estimator is unknown.
     """
     if estimator not in ("k1", "k2", "k3"):
         raise ValueError(f"there is no KL estimator {estimator!r}; expected 'k1', 'k2' or 'k3'")
@@ -77,16 +77,18 @@ def token_rewards(
 
 
 class AdaptiveKl:
-    """A weight of the divergence that follows how far the policy is from a target: arXiv:1909.08593
-    section 2.2.
+    """A KL coefficient that adapts to a target divergence: arXiv:1909.08593 section 2.2.
 
-    A fixed weight needs no object: it is a number.
+    A fixed coefficient needs no object: it is a number.
 
     Args:
-        coef: The weight to begin with.
-        target: Divergence per sample in nats that is wanted.
-        gain: How fast the weight follows: it changes by at most a fifth of this, as a fraction,
-            with an update.
+        coef: Initial coefficient.
+        target: Desired divergence per sample, in nats.
+        gain: Speed of adaptation: an update changes the coefficient by at most a fifth of this, as
+            a fraction.
+
+    Raises:
+        ValueError: An argument is not above 0.
     """
 
     def __init__(self, coef: float, target: float, gain: float = 0.1) -> None:
@@ -99,24 +101,28 @@ class AdaptiveKl:
         self.gain = gain
 
     def update(self, divergence: float) -> float:
-        """Take the divergence per sample that a batch had, and return the weight for the next
-        one.
-        """
+        """Adapt to a batch's divergence per sample; returns the coefficient for the next batch."""
         error = min(max(divergence / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + self.gain * error
         return self.coef
 
 
 def soft_overlong_punishment(num_tokens: int, *, max_tokens: int, cache_tokens: int) -> float:
-    """Added to the reward of an answer: 0, and from ``max_tokens - cache_tokens`` on falling to -1
-    at ``max_tokens``.
+    """Return the length penalty of an answer, from 0 to -1.
 
-    Source: DAPO, arXiv:2503.14476 eq. 13, L_max and L_cache there.
+    It is 0 up to ``max_tokens - cache_tokens`` tokens, then falls linearly to -1 at ``max_tokens``.
+    Source: DAPO, arXiv:2503.14476 eq. 13, where these are L_max and L_cache.
 
     Args:
         num_tokens: Generated tokens of the answer.
-        max_tokens: The most that an answer should have; -1 above.
-        cache_tokens: Over how many tokens below that the punishment grows.
+        max_tokens: Length from which the penalty is -1.
+        cache_tokens: Number of tokens below ``max_tokens`` over which the penalty grows.
+
+    Returns:
+        The penalty, to add to the reward.
+
+    Raises:
+        ValueError: ``cache_tokens`` is not between 1 and ``max_tokens``.
     """
     if not 0 < cache_tokens <= max_tokens:
         raise ValueError(
@@ -128,14 +134,20 @@ def soft_overlong_punishment(num_tokens: int, *, max_tokens: int, cache_tokens: 
 def overlong_filter(
     masks: Sequence[Sequence[bool]], stop_reasons: Sequence[str]
 ) -> list[list[bool]]:
-    """``loss_mask`` of each sample, empty for answers that were cut off: nothing is learned from
-    them, and their tokens do not count in means. Source: overlong filtering of DAPO,
-    arXiv:2503.14476 section 3.4.
+    """Clear the ``loss_mask`` of truncated answers: they do not train, nor count in means.
+
+    Source: overlong filtering of DAPO, arXiv:2503.14476 section 3.4.
 
     Args:
-        masks: ``loss_mask`` of each sample, (T,).
-        stop_reasons: ``stop_reason`` of each sample's GenerationResult; ``stop`` ends an answer,
-            the others cut it off.
+        masks: (T,) per sample, its ``loss_mask``.
+        stop_reasons: ``stop_reason`` of each sample's GenerationResult; every reason except
+            ``stop`` means truncation.
+
+    Returns:
+        The new masks.
+
+    Raises:
+        ValueError: The lengths differ.
     """
     if len(masks) != len(stop_reasons):
         raise ValueError(
@@ -148,16 +160,12 @@ def overlong_filter(
 
 
 def plain(column: Any) -> Any:
-    """A column as a list of Python numbers: indexing a tensor entry by entry takes a hundred times
-    as long.
-    """
+    """Convert a column to Python numbers; indexing a tensor per entry is a hundred times slower."""
     return column.tolist() if hasattr(column, "tolist") else column
 
 
 def chosen_tokens(mask: Sequence[bool]) -> list[int]:
-    """The places of the tokens that the policy chose. Nothing predicts token 0, so that it is none
-    of them.
-    """
+    """Return the positions of the policy's tokens. Token 0 is never one: nothing predicts it."""
     return [token for token in range(1, len(mask)) if mask[token]]
 
 

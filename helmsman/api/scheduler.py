@@ -155,8 +155,7 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
             self._require_mapping(strategy)
 
     def _require_mapping(self, strategy: SchedulingStrategy) -> None:
-        """Check device_mapping; ``colocation.tile`` checks it against the target's devices later.
-        """
+        """Check device_mapping; ``colocation.tile`` compares it with the target's devices later."""
         field, mapping = "scheduling_strategy.device_mapping", strategy.device_mapping
         if not strategy.fork:
             raise self._wrong(field, mapping, "only with colocation and fork")
@@ -235,9 +234,7 @@ class Scheduler(Closing):
 
     @property
     def shares_process(self) -> bool:
-        """Whether workers run in the script's process: one environment, and no devices of their
-        own.
-        """
+        """Whether workers run in the script's process: one environment, no devices of their own."""
         return False
 
     @functools.cached_property
@@ -475,8 +472,7 @@ class Scheduler(Closing):
 
     @abc.abstractmethod
     async def inject(self, fault: Fault) -> list[Injection]:
-        """Inject a fault into a worker now, whatever its ``at_step``, to test recovery; see
-        FaultPlan.
+        """Inject a fault into a worker now, whatever its ``at_step``; see FaultPlan.
 
         Returns the outcome for each affected worker; a DropNode affects all workers of this run on
         the node. Other calls are not affected. If a worker does not answer, the fault is not
@@ -570,7 +566,7 @@ class Scheduler(Closing):
 
         Args:
             worker_ids: The workers, or their ids.
-            engine: As for create_engine.
+            engine: Import path, callable or EngineSpec; see create_engine.
             engine_name: Name of the engine in each worker; the worker's id if None.
             *args: Positional arguments of the engine.
             **kwargs: Named arguments of the engine.
@@ -588,7 +584,14 @@ class Scheduler(Closing):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Build the same engine in several workers; see create_engines for the arguments.
+        """Await create_engines.
+
+        Args:
+            worker_ids: The workers, or their ids.
+            engine: Import path, callable or EngineSpec; see create_engine.
+            engine_name: Name of the engine in each worker; the worker's id if None.
+            *args: Positional arguments of the engine.
+            **kwargs: Named arguments of the engine.
 
         Raises:
             HelmsmanError: The first error of create_engine, in the order of the workers.
@@ -645,10 +648,22 @@ class Scheduler(Closing):
         rpc_timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Await a method of an engine; see call_engine for the arguments.
+        """Await call_engine.
 
         Tensor arguments must not be written to before the await ends. Cancelling the await does not
         undo a call that has begun.
+
+        Args:
+            worker_id: The worker, or its id.
+            method: Name of the method.
+            engine_name: Name of the engine; the worker's id if None.
+            *args: Positional arguments of the method.
+            rpc_meta: Options of the call; see call_engine.
+            rpc_timeout: Limit in seconds; ``timeouts.call_s`` if None.
+            **kwargs: Named arguments of the method.
+
+        Returns:
+            The method's result, or a ResultHandle.
 
         Raises:
             CallError: The call failed; the subclasses in helmsman.api.errors state the reason.
@@ -720,9 +735,7 @@ class Scheduler(Closing):
 
     @abc.abstractmethod
     def status(self) -> list[WorkerStatus]:
-        """Return the status of all workers under one short deadline; never raises for a dead
-        worker.
-        """
+        """Return the status of all workers under one short deadline, dead workers included."""
 
     @abc.abstractmethod
     def stacks(self, role: str) -> dict[str, str]:

@@ -58,7 +58,7 @@ def _initials(name: str) -> str:
 class Suggesting(msgspec.StructMeta):
     """Metaclass of user-facing structs: the error for an unknown field suggests the nearest one."""
 
-    if not TYPE_CHECKING:  # type checkers take the signature from the fields
+    if not TYPE_CHECKING:  # Type checkers derive the signature from the fields.
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             """Create the struct; the TypeError for an unknown field suggests the nearest one."""

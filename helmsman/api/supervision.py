@@ -1,6 +1,4 @@
-"""Supervision of workers: a monitor probes them and reports, its subscribers react within a restart
-budget.
-"""
+"""Supervision of workers: a monitor probes and reports; a budget limits their restarts."""
 
 from __future__ import annotations
 
@@ -20,29 +18,30 @@ from helmsman.api.workers import PreemptionNotice, WorkerHealth
 log = logging.getLogger(__name__)
 
 _ASK_EVERY_S = 0.25
-"""Between two questions to a worker that does not answer and is not busy."""
+"""Pause between probes of a worker that does not answer and is not busy."""
 
 
 class ProbePolicy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """How often a worker is probed, and after which silence it counts as dead. Times in seconds."""
+    """Probe interval, and the silence after which a worker counts as dead. Times in seconds."""
 
     probe_every_s: float = 2.0
-    """From an answer to the next probe. A worker answers beside a running call, so a long call does
-    not make it silent.
+    """Pause between an answer and the next probe. A worker answers during a call, so a long call
+    does not make it silent.
     """
     dead_s: float = 60.0
     """Silence after which a worker is dead, unless it is busy."""
     busy_s: float = 1800.0
     """Silence after which a worker is dead although it computes: C code may hold its interpreter's
-    lock. ``dead_s`` applies where that is longer."""
+    lock. ``dead_s`` applies if it is longer.
+    """
 
 
 class Sign(Enum):
-    """What a monitor has observed of a worker."""
+    """A monitor's observation of a worker."""
 
     ANSWERED = "answered"
     BUSY = "busy"
-    """It does not answer but uses CPU. Subscribers get no report before it is DEAD, after
+    """It does not answer but uses CPU. Subscribers get no report until it is DEAD, after
     ``busy_s``.
     """
     SUSPECT = "suspect"
@@ -50,31 +49,32 @@ class Sign(Enum):
     DEAD = "dead"
     """It has exited, or has not answered for ``dead_s`` seconds."""
     PREEMPTED = "preempted"
-    """Its node will be preempted. The same notice is reported with every probe for as long as it
-    holds.
-    """
+    """Its node will be preempted. Every probe reports the same notice while it applies."""
     UNKNOWN = "unknown"
     """It could not be probed. Not reported to subscribers."""
 
 
 class Report(NamedTuple):
-    """An observation of a worker."""
+    """One observation of a worker."""
 
     worker_id: str
     sign: Sign
     reason: str = ""
     """Why it is DEAD, as part of a sentence."""
     error: WorkerFailedError | None = None
-    """How it exited; None where it is DEAD because it is silent."""
+    """How it exited; None if it is DEAD because it is silent."""
     health: WorkerHealth | None = None
-    """Of one that ANSWERED."""
+    """Health of a worker that ANSWERED."""
     notice: PreemptionNotice | None = None
-    """Of one that is PREEMPTED."""
+    """Notice of a worker that is PREEMPTED."""
 
 
 class Monitor:
-    """Watches the workers of one scheduler by its ``check_health`` and its ``preemption_notices``.
-    It is used on Helmsman's event loop, whose clock it reads.
+    """Probes the workers of one scheduler; used on Helmsman's event loop, with its clock.
+
+    Args:
+        check_health: The scheduler's ``check_health``.
+        look_up_notices: The scheduler's ``preemption_notices``.
     """
 
     def __init__(
@@ -88,11 +88,18 @@ class Monitor:
         self._looking: asyncio.Task[None] | None = None
 
     async def ask(self, worker_id: str, limit_s: float, *, or_busy: bool = True) -> Report:
-        """Probe a worker until it answers, is busy (unless ``or_busy`` is False), or the limit has
-        passed, after which it is DEAD. One more probe follows the limit, since this process may
-        have been stopped itself, with an answer unread.
+        """Probe a worker until it answers, is busy, or the limit has passed, when it is DEAD.
 
-        Returns a report whose sign is ANSWERED, BUSY, DEAD or UNKNOWN.
+        One more probe follows the limit: this process may itself have been stopped, with an answer
+        unread.
+
+        Args:
+            worker_id: Id of the worker.
+            limit_s: Limit in seconds.
+            or_busy: Whether to return when the worker is busy.
+
+        Returns:
+            A report with sign ANSWERED, BUSY, DEAD or UNKNOWN.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + limit_s
@@ -100,7 +107,7 @@ class Monitor:
             left_s = deadline - loop.time()
             try:
                 health = await self._check_health(worker_id, left_s if left_s > 0 else None)
-            except CallTimeoutError as error:  # it cannot be observed
+            except CallTimeoutError as error:  # The worker cannot be observed.
                 log.debug("%s: %s", worker_id, error)
             except WorkerFailedError as error:
                 return Report(worker_id, Sign.DEAD, f"process {error.pid} {error.cause}", error)
@@ -121,7 +128,7 @@ class Monitor:
             pause_s = min(watch.policy.probe_every_s for watch in self._watches)
             try:
                 found = await self._look_up_notices()
-            # The look-up is repeated, and a death without notice is detected, too
+            # The look-up is repeated, and a death without notice is detected by the probes.
             except Exception as error:  # noqa: BLE001
                 log.debug("preemption notices could not be looked up: %s", error)
             else:
@@ -150,9 +157,17 @@ class Monitor:
 
 
 class Watch:
-    """Reports on some workers to a subscriber, on the event loop, until ``close``. The policy says
-    when to probe, and when a worker is DEAD; it is SUSPECT after ``suspect_s`` seconds without an
-    answer (``policy.dead_s`` when None). Exceptions of the subscriber are logged.
+    """Reports on some workers to a subscriber, on the event loop, until ``close``.
+
+    The subscriber's exceptions are logged.
+
+    Args:
+        monitor: The monitor.
+        policy: Probe interval, and the limits after which a worker is DEAD.
+        subscriber: Receives each report.
+        worker_ids: Ids of the workers.
+        suspect_s: Seconds without an answer after which a worker is SUSPECT; ``policy.dead_s`` if
+            None.
     """
 
     def __init__(
@@ -174,9 +189,7 @@ class Watch:
         monitor._add(self)
 
     def add(self, worker_id: str) -> None:
-        """Watch one more worker, or the new process of a worker: earlier probes do not count for
-        it.
-        """
+        """Watch one more worker, or a worker's new process; earlier probes do not count for it."""
         self.discard(worker_id)
         if not self._is_closed:
             self._asking[worker_id] = asyncio.create_task(self._keep_asking(worker_id))
@@ -187,7 +200,7 @@ class Watch:
             task.cancel()
 
     def close(self) -> None:
-        """Stop watching all workers, for good. Idempotent."""
+        """Stop watching all workers permanently. Idempotent."""
         self._is_closed = True
         for worker_id in tuple(self._asking):
             self.discard(worker_id)
@@ -200,7 +213,7 @@ class Watch:
     def _report(self, report: Report) -> None:
         try:
             self._subscriber(report)
-        except Exception:  # other subscribers and later probes go on
+        except Exception:  # Other subscribers and later probes must continue.
             log.exception(
                 "the subscriber failed on the report that %s is %s",
                 report.worker_id,
@@ -235,9 +248,15 @@ class Watch:
 
 
 class RestartBudget:
-    """Counts restarts within a window of ``window_s`` seconds that ends now. The time is given, in
-    seconds on any clock that does not go back. There is a pause before each: ``pause_s`` before the
-    first, doubled with each more within the window.
+    """Limits restarts within a sliding time window, with exponential pauses.
+
+    Callers pass the time, in seconds of any monotonic clock. The pause before a restart doubles
+    with each earlier restart in the window.
+
+    Args:
+        max_restarts: Maximum number of restarts within the window.
+        window_s: Length of the window in seconds.
+        pause_s: Pause before the first restart in seconds.
     """
 
     def __init__(self, max_restarts: int, window_s: float, pause_s: float = 0.0) -> None:
@@ -245,21 +264,19 @@ class RestartBudget:
         self._begun: list[float] = []
 
     def num_recent(self, now: float) -> int:
-        """Restarts within the window."""
+        """Return the number of restarts within the window."""
         self._begun = [at for at in self._begun if now - at < self._window_s]
         return len(self._begun)
 
     def spend(self, now: float) -> float | None:
-        """Begin one more restart; returns the seconds to wait before it, None when there is none
-        left.
-        """
+        """Begin a restart; returns the seconds to wait before it, or None if none is left."""
         if (num_recent := self.num_recent(now)) >= self._max_restarts:
             return None
         self._begun.append(now)
         return float(self._pause_s * 2**num_recent)
 
     def free_in_s(self, now: float) -> float:
-        """Seconds until there is a restart left; infinite where there is never one."""
+        """Return the seconds until a restart is available; infinite if there is never one."""
         if self.num_recent(now) < self._max_restarts:
             return 0.0
         return (

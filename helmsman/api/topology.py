@@ -1,6 +1,4 @@
-"""Where each rank of a worker group stands: its coordinates along data, tensor, pipeline and
-context parallelism. Pure.
-"""
+"""The coordinates of each rank of a worker group along dp, tp, pp and cp; pure functions."""
 
 from __future__ import annotations
 
@@ -15,12 +13,13 @@ import msgspec
 Axis: TypeAlias = Literal["dp", "tp", "pp", "cp"]
 AXES: tuple[Axis, ...] = ("dp", "tp", "pp", "cp")
 DEFAULT_MESH: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
-"""Outermost axis first, as torch's device meshes are described: tensor-parallel ranks are
-neighbours, pipeline stages are far apart. Megatron's default order is the same."""
+"""Outermost axis first, as in torch's device meshes: tensor-parallel ranks are adjacent, pipeline
+stages are far apart. Megatron's default order is the same.
+"""
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's place in its group."""
+    """The coordinates of one rank in its group."""
 
     rank: int
     world_size: int
@@ -44,7 +43,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
         return self.pp_rank == self.pp_size - 1
 
     def along(self, axis: Axis) -> int:
-        """Its coordinate along an axis."""
+        """Return the coordinate along an axis."""
         coordinate: int = getattr(self, f"{axis}_rank")
         return coordinate
 
@@ -55,7 +54,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParallelSizes:
-    """The number of ranks along each axis, and of all ranks."""
+    """The number of ranks along each axis and in total."""
 
     sizes: Mapping[Axis, int]
 
@@ -89,10 +88,15 @@ class Topology(ParallelSizes):
     """The coordinates of all ranks of a group.
 
     Args:
-        dp, tp, pp, cp: ranks along each axis.
-        mesh: the four axes, outermost first: ranks that differ in the last one only are neighbours.
-    Raises: ValueError for sizes below 1 and a mesh that does not name each axis once; TypeError for
-        sizes that are no integers.
+        dp: Data-parallel ranks.
+        tp: Tensor-parallel ranks.
+        pp: Pipeline stages.
+        cp: Context-parallel ranks.
+        mesh: The four axes, outermost first: ranks that differ only in the last one are adjacent.
+
+    Raises:
+        ValueError: A size is less than 1, or ``mesh`` does not name each axis once.
+        TypeError: A size is not an integer.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class Topology(ParallelSizes):
         cp: int = 1,
         mesh: Sequence[Axis] = DEFAULT_MESH,
     ) -> None:
-        # NumPy's integers would reach messages and JSON
+        # Converted: NumPy integers would appear in messages and JSON.
         dp, tp, pp, cp = map(operator.index, (dp, tp, pp, cp))
         self.sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
         for axis, size in self.sizes.items():
@@ -138,14 +142,26 @@ class Topology(ParallelSizes):
         cp: int = 1,
         mesh: Sequence[Axis] = DEFAULT_MESH,
     ) -> Topology:
-        """The topology of so many ranks; ``dp`` is what tp, pp and cp leave when it is None.
+        """Create the topology of ``world_size`` ranks.
 
-        Raises: ValueError where the sizes do not make up the world.
+        Args:
+            world_size: Number of ranks.
+            dp: Data-parallel ranks; None: derived from the other sizes.
+            tp: Tensor-parallel ranks.
+            pp: Pipeline stages.
+            cp: Context-parallel ranks.
+            mesh: The four axes, outermost first.
+
+        Returns:
+            The topology.
+
+        Raises:
+            ValueError: The sizes do not multiply to ``world_size``.
         """
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; it is 1 or more")
         model = math.prod(max(1, size) for size in (tp, pp, cp))
-        is_positive = min(tp, pp, cp, 1 if dp is None else dp) > 0  # else the constructor tells
+        is_positive = min(tp, pp, cp, 1 if dp is None else dp) > 0  # Else the constructor raises.
         if is_positive and (world_size % model or dp not in (None, world_size // model)):
             given, factors = (
                 ("", {max(1, world_size // model), -(-world_size // model)})
@@ -160,15 +176,21 @@ class Topology(ParallelSizes):
         return cls(dp=world_size // model if dp is None else dp, tp=tp, pp=pp, cp=cp, mesh=mesh)
 
     def get_rank_info(self, rank: int) -> RankInfo:
-        """The coordinates of a rank. Raises: IndexError."""
+        """Return the coordinates of a rank.
+
+        Raises:
+            IndexError: The rank does not exist.
+        """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank}; there are ranks 0 to {self.world_size - 1}")
         return self.ranks[rank]
 
     def rank_at(self, **coordinates: int) -> int:
-        """The rank at these coordinates, ``dp=1, tp=0``; 0 along axes that are not named.
+        """Return the rank at coordinates such as ``dp=1, tp=0``; unnamed axes are 0.
 
-        Raises: ValueError for other axes, IndexError for coordinates that are not there.
+        Raises:
+            ValueError: An axis is unknown.
+            IndexError: A coordinate is out of range.
         """
         self._require_axes(coordinates)
         for axis, size in self.sizes.items():
@@ -180,13 +202,27 @@ class Topology(ParallelSizes):
         return rank
 
     def num_parts(self, axes: Sequence[Axis]) -> int:
-        """Number of coordinates along these axes together. Raises: ValueError."""
+        """Return the number of coordinates along these axes together.
+
+        Raises:
+            ValueError: An axis is unknown or repeated.
+        """
         self._require_axes(axes)
         return math.prod(self.sizes[axis] for axis in axes)
 
     def part_of(self, rank: int, axes: Sequence[Axis]) -> int:
-        """The rank's number along these axes together, the first of them outermost. Raises:
-        ValueError, IndexError.
+        """Return the index of a rank's coordinates along these axes together.
+
+        Args:
+            rank: The rank.
+            axes: The axes, outermost first.
+
+        Returns:
+            An index below ``num_parts(axes)``.
+
+        Raises:
+            ValueError: An axis is unknown or repeated.
+            IndexError: The rank does not exist.
         """
         self._require_axes(axes)
         info = self.get_rank_info(rank)
@@ -202,8 +238,10 @@ class Topology(ParallelSizes):
             )
 
     def derivation(self, axes: Sequence[Axis]) -> str:
-        """How the number of parts along these axes comes about: 'dp = 20 ranks / (tp 2 x pp 2 x cp
-        1)'. Raises: ValueError.
+        """Explain the number of parts along these axes: 'dp = 20 ranks / (tp 2 x pp 2 x cp 1)'.
+
+        Raises:
+            ValueError: An axis is unknown or repeated.
         """
         self._require_axes(axes)
         others = " x ".join(
@@ -214,5 +252,5 @@ class Topology(ParallelSizes):
         )
 
     def table(self) -> str:
-        """A line for each rank."""
+        """Format the ranks as one line each."""
         return "\n".join(f"{info.rank:>4}  {info}" for info in self.ranks)

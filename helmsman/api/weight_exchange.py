@@ -1,6 +1,4 @@
-"""What a weight sync needs of both sides: WeightSource, a training job, and WeightSink, the
-instances of a rollout.
-"""
+"""The two ends of a weight sync: WeightSource (training job), WeightSink (rollout instances)."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ from helmsman.api.weights import WeightFormat, Weights, WeightTarget
 
 
 class WeightPeer(Protocol):
-    """What both sides have. Coroutines run on Helmsman's event loop; every ``timeout`` is in
-    seconds.
+    """Members common to both ends.
+
+    Coroutines run on Helmsman's event loop; every ``timeout`` is in seconds.
     """
 
     scheduler: Scheduler
@@ -28,42 +27,72 @@ class WeightPeer(Protocol):
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """Its workers in rank order. Raises: HelmsmanError unless it is started."""
+        """Its workers in rank order.
+
+        Raises:
+            HelmsmanError: It is not started.
+        """
 
 
 class WeightSource(WeightPeer, Protocol):
     """Sends the weights of a training job."""
 
     async def version(self, timeout: float | None = None) -> int:
-        """The weight version, on which all ranks agree."""
+        """Return the weight version, on which all ranks agree."""
 
     async def export(self, version: int, timeout: float) -> ResultHandle:
-        """Gather all parameters on rank 0 and return their handle. Raises: HelmsmanError for
-        weights of another version.
+        """Gather all parameters on rank 0.
+
+        Args:
+            version: Expected weight version.
+            timeout: Limit in seconds.
+
+        Returns:
+            Handle of the parameters.
+
+        Raises:
+            HelmsmanError: The weights have another version.
         """
 
     async def publish(self, target: WeightTarget, form: WeightFormat, timeout: float | None) -> Any:
-        """Send the weights to a target. Returns a handle, WeightsOnDisk, or the number of bytes, by
-        the kind of target.
+        """Send the weights to a target.
+
+        Args:
+            target: The destination.
+            form: Data type, names and buckets of the parameters.
+            timeout: Limit in seconds.
+
+        Returns:
+            A handle, WeightsOnDisk or the number of bytes, depending on the kind of target.
         """
 
     async def open_store(self, timeout: float | None) -> int:
-        """Open a store on rank 0 where the members of a group meet; returns its port."""
+        """Open a store on rank 0, through which a group's members connect; returns its port."""
 
 
 class WeightSink(WeightPeer, Protocol):
     """Serves weights on the instances of a rollout."""
 
     def hold(self, in_flight: InFlight, timeout: float | None) -> AbstractAsyncContextManager[None]:
-        """A block in which this is the only update under way; ``in_flight`` decides on running
-        requests.
+        """Hold the update lock of the instances.
+
+        Args:
+            in_flight: Handling of running requests.
+            timeout: Limit in seconds.
+
+        Returns:
+            A context in which no other update runs.
         """
 
     def living_ids(self, *, with_suspects: bool = True) -> list[str]:
-        """Ids of instances that have not died. Raises: the reason when none lives or will."""
+        """Return the ids of instances that have not died.
+
+        Raises:
+            HelmsmanError: No instance is alive or will be; gives the reason.
+        """
 
     async def answering_ids(self) -> list[str]:
-        """Ids of living instances that answer now."""
+        """Return the ids of live instances that answer now."""
 
     async def update(
         self,
@@ -74,25 +103,33 @@ class WeightSink(WeightPeer, Protocol):
         kept: ResultHandle | Weights | None = None,
         sending: asyncio.Future[Any] | None = None,
     ) -> Mapping[str, Exception]:
-        """Serve ``version`` on these instances, and on no other, by one call each; within ``hold``.
+        """Load ``version`` on exactly these instances, by one call each; requires ``hold``.
 
         Args:
-            weights: instance id -> the argument of its engine's ``update_weights``.
-            kept: weights for an instance that is rebuilt before the next update; None where there
-                are none to keep.
-            sending: the transfer that the instances wait for; once it fails they get a short grace
-                to fail by themselves.
-        Returns: failures by instance id. Raises: as RolloutController.update_weights.
+            weights: Instance id -> the argument of its engine's ``update_weights``.
+            version: The weight version.
+            timeout: Limit in seconds.
+            kept: Weights for an instance that is rebuilt before the next update; None if there are
+                none.
+            sending: The transfer that the instances wait for. Once it fails, they get a short grace
+                period to fail by themselves.
+
+        Returns:
+            Failures by instance id.
+
+        Raises:
+            HelmsmanError: The update failed as a whole; see RolloutController.update_weights.
         """
 
     def keeps(self, weights: ResultHandle) -> bool:
-        """Whether it keeps the handle for instances that are rebuilt; it releases it later."""
+        """Whether it keeps the handle for rebuilt instances; it then releases the handle later."""
 
     def served_by(
         self, failures: Mapping[str, Exception]
     ) -> tuple[tuple[str, ...], dict[str, str]]:
-        """Ids of the instances that serve, and by id why the others do not; ``failures`` are those
-        of the last update.
+        """Return the ids of the serving instances, and by id the reasons why others do not serve.
+
+        ``failures`` are those of the last update.
         """
 
 

@@ -1,6 +1,4 @@
-"""The memory and the weights of a rollout instance as one state machine, for the rollout controller
-and for engines.
-"""
+"""State machine of a rollout instance's memory and weights, for its controller and engines."""
 
 from __future__ import annotations
 
@@ -10,20 +8,20 @@ from types import MappingProxyType
 
 
 class WeightEvent(Enum):
-    """What changes the memory or the weights of an instance."""
+    """An event that changes the memory or the weights of an instance."""
 
     SLEPT = "slept"
-    """Sleep at level 1: all memory is given back, and the weights wait on the host."""
+    """Sleep at level 1: all device memory is freed, and the weights stay on the host."""
     DROPPED = "dropped"
-    """Sleep at level 2: all memory is given back, and the weights are gone."""
+    """Sleep at level 2: all device memory is freed, and the weights are dropped."""
     WOKE_WEIGHTS = "woke for weights"
-    """The weights have their memory again."""
+    """The memory for the weights is allocated again."""
     WOKE = "woke"
-    """Weights and cache have their memory again."""
+    """The memory for weights and cache is allocated again."""
     UPDATED = "updated"
     """A weight update is complete."""
     TORN = "torn"
-    """A weight update has changed the weights in part."""
+    """A weight update has changed only part of the weights."""
 
 
 class WeightState(Enum):
@@ -72,8 +70,10 @@ class WeightState(Enum):
         return self in (WeightState.AWAKE, WeightState.ASLEEP, WeightState.WARM)
 
     def after(self, event: WeightEvent) -> WeightState:
-        """Return the state that follows an event. Raises: AssertionError for an event that cannot
-        happen now.
+        """Return the state after an event.
+
+        Raises:
+            AssertionError: The event cannot happen in this state.
         """
         following = TRANSITIONS.get((self, event))
         assert following is not None, f"{self} cannot be followed by {event}"
@@ -83,7 +83,7 @@ class WeightState(Enum):
 def _table() -> Mapping[tuple[WeightState, WeightEvent], WeightState]:
     awake, awake_empty, asleep, asleep_empty, warm, warm_empty = WeightState
     rows: dict[WeightState, tuple[WeightState | None, ...]] = {
-        # by SLEPT, DROPPED, WOKE_WEIGHTS, WOKE, UPDATED, TORN
+        # Columns: SLEPT, DROPPED, WOKE_WEIGHTS, WOKE, UPDATED, TORN
         awake: (asleep, asleep_empty, awake, awake, awake, awake_empty),
         awake_empty: (asleep_empty, asleep_empty, awake_empty, awake_empty, awake, awake_empty),
         asleep: (asleep, asleep_empty, warm, awake, None, None),
@@ -100,6 +100,4 @@ def _table() -> Mapping[tuple[WeightState, WeightEvent], WeightState]:
 
 
 TRANSITIONS = _table()
-"""The state that follows each event; an event that is not listed for a state cannot happen in
-it.
-"""
+"""(state, event) -> next state. A missing pair cannot occur."""

@@ -1,5 +1,6 @@
-"""How weights travel from a trainer's ranks to rollout instances. No torch: these are read by the
-controller too.
+"""Formats, targets and locations of weights in transfer from trainer ranks to rollout instances.
+
+Does not import torch, because the controller reads these, too.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from helmsman.api.suggestions import Suggesting
 
 
 class WeightFormat(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """What is made of parameters before they leave a trainer."""
+    """Conversion of parameters before they leave a trainer."""
 
     dtype: str | None = None
-    """Floating-point type that they are cast to, such as 'bfloat16'; None leaves them as they
-    are.
-    """
+    """Floating-point type to cast to, such as 'bfloat16'; None keeps the type."""
     names: tuple[tuple[str, str], ...] = ()
-    """Pairs of a regular expression and what replaces each match in a parameter's name
-    (``re.sub``), one after another.
+    """Pairs of a regular expression and its replacement in parameter names (``re.sub``), applied in
+    order.
     """
     bucket_bytes: int = 256 << 20
-    """Parameters that are cast, sent, written and checked together; beside the model a sender needs
-    two such buckets and a receiver one. A parameter that is larger is a bucket of its own."""
+    """Size of a bucket: parameters that are cast, sent, written and checked together. Besides the
+    model, a sender needs memory for two buckets and a receiver for one. A larger parameter is a
+    bucket of its own.
+    """
     checksum: bool = False
-    """Whether every parameter's bytes are summed up (CRC-32) where they leave and checked where
-    they arrive.
+    """Whether to compute a CRC-32 of every parameter's bytes at the sender and check it at the
+    receiver.
     """
 
     def __post_init__(self) -> None:
@@ -43,76 +44,74 @@ class WeightFormat(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=Tr
                     f"names has {pattern!r}, which is no regular expression: {error}"
                 ) from error
             try:
-                compiled.sub(replacement, "")  # reads the replacement, also where nothing matches
+                compiled.sub(replacement, "")  # Parses the replacement even without a match.
             except (re.error, IndexError) as error:
                 raise ValueError(
                     f"names replaces {pattern!r} by {replacement!r}, which cannot be: {error}"
                 ) from error
 
     def name_of(self, name: str) -> str:
-        """What a parameter is called where it arrives."""
+        """Return a parameter's name at the receiver."""
         for pattern, replacement in self.names:
             name = re.sub(pattern, replacement, name)
         return name
 
 
 class MemoryTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To be returned, as WeightsInMemory."""
+    """Return the weights as WeightsInMemory."""
 
     version: int
-    """That they are expected to have: the engine refuses where its weights have gone on since it
-    was asked for it.
-    """
+    """Expected weight version; the engine raises an error if its weights have changed since."""
 
 
 class DiskTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Into a folder of its own below ``folder``; returned are WeightsOnDisk."""
+    """Write the weights to a new directory below ``folder`` and return WeightsOnDisk."""
 
     version: int
-    """As of MemoryTarget."""
+    """Expected weight version; see MemoryTarget."""
     folder: str
     num_kept: int = 2
-    """Versions that stay there, this one included."""
+    """Number of versions to keep there, this one included."""
 
 
 class CollectiveTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """By broadcasts of a process group of one trainer rank, which is its rank 0, and the rollout
-    instances; it is also what an instance is given for its weights. Returned is the number of
-    bytes.
+    """Broadcast the weights in a process group and return the number of bytes.
+
+    The group consists of one trainer rank, as rank 0, and the rollout instances. An instance
+    receives the same struct as its Weights.
     """
 
     version: int
-    """As of MemoryTarget."""
+    """Expected weight version; see MemoryTarget."""
     group_id: str
-    """Who is in it: a member leaves an earlier group when it is given another id."""
+    """Identifies the group: a member leaves an earlier group when it receives another id."""
     address: str
     port: int
-    """Of rank 0's store, where they meet."""
+    """Port of rank 0's store, through which the members connect."""
     rank: int
     world_size: int
     timeout_s: float
-    """How long a member waits for the others, at the start and in each broadcast."""
+    """Limit in seconds for a member to wait for the others, at the start and in each broadcast."""
 
 
 WeightTarget: TypeAlias = MemoryTarget | DiskTarget | CollectiveTarget
 
 
 class WeightsInMemory(msgspec.Struct, frozen=True):
-    """Parameters by name, each with its CRC-32 where that was asked for."""
+    """Parameters by name, with CRC-32 checksums if requested."""
 
     tensors: Mapping[str, Any]
     checksums: Mapping[str, int] = {}
 
 
 class WeightsOnDisk(msgspec.Struct, frozen=True):
-    """Files of safetensors in a folder that every worker can read, with an index as Hugging Face
-    writes it.
-    """
+    """Safetensors files and a Hugging Face index, in a directory that every worker can read."""
 
     path: str
     num_bytes: int = 0
 
 
 Weights: TypeAlias = Mapping[str, Any] | WeightsInMemory | WeightsOnDisk | CollectiveTarget
-"""What ``InferenceEngine.update_weights`` is given: tensors by name, or where to get them;
-``helmsman.engines.weight_transfer`` reads them all alike."""
+"""Argument of ``InferenceEngine.update_weights``: tensors by name, or their location.
+``helmsman.engines.weight_transfer`` reads all forms.
+"""

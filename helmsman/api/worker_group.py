@@ -1,6 +1,4 @@
-"""What a group of workers is to those who call it: methods that run on its ranks, and futures of
-what they return.
-"""
+"""The caller's view of a worker group: methods that run on its ranks, and futures of results."""
 
 from __future__ import annotations
 
@@ -34,26 +32,27 @@ class ClusterConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=T
     """Size, devices and parallelism of a group's workers."""
 
     device_mapping: str | Sequence[int] | None = None
-    """Devices of the ResourceManager by number, a list or '0-7,16'; ranks get them in this order.
-    None: workers without devices, spread over the nodes."""
+    """Device numbers of the ResourceManager, as a list or '0-7,16'; assigned to ranks in this
+    order. None: workers without devices, spread over the nodes.
+    """
     num_gpus_per_worker: int = 1
-    """Devices of each worker, where there is a device_mapping."""
+    """Devices per worker, if there is a device_mapping."""
     world_size: int | None = None
-    """Number of workers; with a device_mapping what that gives."""
+    """Number of workers; derived from the device_mapping if there is one."""
     num_cpus: float = 1
-    """CPUs of each worker, from which thread counts follow. Workers without devices ask the cluster
-    for them.
+    """CPUs per worker, which also set thread counts. Workers without devices request them from the
+    cluster.
     """
     mem: float = 0
-    """Memory of each worker without devices in GB (10^9 bytes)."""
+    """Memory per worker without devices, in GB (10^9 bytes)."""
     env_vars: dict[str, str] = {}
     """Environment variables of the workers."""
     max_concurrency: int | None = None
-    """Calls of the group that may be in flight at once; further ones wait in the script, in their
-    order. None: no limit.
+    """Maximum number of the group's calls in flight; further calls wait in the script, in order.
+    None: no limit.
     """
     dp_size: int | None = None
-    """Data-parallel ranks; what the other sizes leave when None."""
+    """Data-parallel ranks; None: derived from the other sizes."""
     tp_size: int = 1
     """Tensor-parallel ranks."""
     pp_size: int = 1
@@ -64,8 +63,17 @@ class ClusterConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=T
     """The axes, outermost first."""
 
     def topology(self, name: str, world_size: int) -> Topology:
-        """The coordinates of so many ranks. Raises: InvalidSpecError, for the cluster called
-        ``name``.
+        """Compute the coordinates of the ranks.
+
+        Args:
+            name: Name of the cluster, for the error.
+            world_size: Number of ranks.
+
+        Returns:
+            The topology.
+
+        Raises:
+            InvalidSpecError: The sizes do not multiply to ``world_size``.
         """
         try:
             return Topology.of(
@@ -87,11 +95,17 @@ class ClusterConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=T
 
 
 class GroupFuture(Generic[T_co]):
-    """The result of a call on a group that has begun. ``result()`` blocks for it; ``await`` waits
-    on any event loop.
+    """The pending result of a group call.
 
-    The call goes on when nobody waits for it any more. What the ranks return is put together by
-    whoever first asks, once.
+    ``result()`` blocks; ``await`` works on any event loop.
+
+    The call continues even if no caller waits for it. The first request for the result combines the
+    ranks' results, once.
+
+    Args:
+        results: The ranks' results, in rank order.
+        collect: Combines the ranks' results.
+        forbid_blocking: Raises in a thread that must not wait for the results.
     """
 
     def __init__(
@@ -100,9 +114,6 @@ class GroupFuture(Generic[T_co]):
         collect: Callable[[list[Any]], Any],
         forbid_blocking: Callable[[], None] = lambda: None,
     ) -> None:
-        """Made by the group; ``forbid_blocking`` raises in a thread that must not wait for the
-        results.
-        """
         self._results = results
         self._collect = collect
         self._forbid_blocking = forbid_blocking
@@ -114,17 +125,19 @@ class GroupFuture(Generic[T_co]):
         return self._results.done()
 
     def result(self, timeout: float | None = None) -> T_co:
-        """What the call returns. Raises: what it raised; TimeoutError after ``timeout`` seconds of
-        waiting, and it goes on; RuntimeError on Helmsman's event loop, for what is not done.
+        """Wait for the result of the call.
+
+        Raises:
+            TimeoutError: ``timeout`` seconds have passed; the call continues.
+            RuntimeError: The wait would block Helmsman's event loop.
+            HelmsmanError: The error of the call.
         """
         if not self._results.done():
             self._forbid_blocking()
         return self._collected(self._results.result(timeout))
 
     def awaited(self) -> T_co:
-        """As ``result``, for somebody who is the only one to wait: an interrupt of the wait cancels
-        it.
-        """
+        """Wait for the result as the only waiter: interrupting the wait cancels the future."""
         try:
             return self.result()
         except KeyboardInterrupt:
@@ -132,29 +145,29 @@ class GroupFuture(Generic[T_co]):
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the call raised, or None."""
+        """Wait for the call and return its exception, or None.
+
+        Raises:
+            TimeoutError: ``timeout`` seconds have passed; the call continues.
+        """
         try:
             self.result(timeout)
-        except Exception as error:  # it is what is asked for; an interrupt of the wait is not
+        except Exception as error:  # The call's error; an interrupt of the wait passes through.
             if isinstance(error, concurrent.futures.TimeoutError) and not self._results.done():
                 raise
             return error
         return None
 
     def cancel(self) -> None:
-        """Wait for it no longer; what has begun goes on in the workers, and how it ends is
-        logged.
-        """
+        """Stop waiting. Running calls continue in the workers, and their outcomes are logged."""
         self._results.cancel()
 
     def add_done_callback(self, function: Callable[[Self], Any]) -> None:
-        """Call ``function(future)`` once it is done, on Helmsman's event loop, where it must not
-        block.
-        """
+        """Call ``function(future)`` when done, on Helmsman's event loop; it must not block."""
         self._results.add_done_callback(lambda _: function(self))
 
     def __await__(self) -> Generator[Any, None, T_co]:
-        # Shielded: one of several who await must not cancel it for the others.
+        # Shielded: cancelling one of several awaits must not cancel the others.
         results = yield from asyncio.shield(asyncio.wrap_future(self._results)).__await__()
         return self._collected(results)
 
@@ -163,28 +176,34 @@ class GroupFuture(Generic[T_co]):
             if self._outcome is None:
                 try:
                     self._outcome = self._collect(results), None
-                # Kept, so that everybody who waits gets the same
+                # Kept, so that every waiter gets the same error.
                 except Exception as error:  # noqa: BLE001
                     self._outcome = None, error
         value, failure = self._outcome
         if failure is not None:
             raise failure
-        collected: Any = value  # which the method's declaration says is a T_co
+        collected: Any = value  # A T_co by the method's declaration.
         return collected  # type: ignore[no-any-return]
 
 
 class Options(msgspec.Struct, frozen=True):
-    """How one call is made."""
+    """Options of one call."""
 
     timeout: float | None = None
-    """Seconds for all ranks together; the scheduler's ``timeouts.call_s`` when None."""
+    """Limit in seconds for all ranks together; the scheduler's ``timeouts.call_s`` if None."""
     keep: bool = False
-    """Leave the results in the workers."""
+    """Whether to leave the results in the workers."""
 
 
 class GroupMethod(Generic[P, G]):
-    """A method of a worker group. Calling it runs it on the ranks and returns what its declaration
-    says.
+    """A method of a worker group.
+
+    Calling it runs it on the ranks and returns the declared result.
+
+    Args:
+        group: The worker group.
+        spec: Declaration of the method.
+        options: Options of its calls.
     """
 
     def __init__(
@@ -210,29 +229,40 @@ class GroupMethod(Generic[P, G]):
         self, *, timeout: float | None = ..., keep: Literal[False] = ...
     ) -> GroupMethod[P, G]: ...
     def options(self, *, timeout: float | None = None, keep: bool = False) -> GroupMethod[P, Any]:
-        """The same method with a limit in seconds for all ranks together, or with results that
-        stay; see ``keep``.
+        """Return the same method with other call options.
+
+        Args:
+            timeout: Limit in seconds for all ranks together; ``timeouts.call_s`` if None.
+            keep: Whether to leave the results in the workers; see ``keep``.
+
+        Returns:
+            The method with these options.
         """
         return GroupMethod(self._group, self.spec, Options(timeout, keep))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> G:
-        """Run it and wait.
+        """Run the method and wait for the result.
 
-        Raises: DispatchError and UnevenBatchError before anything is sent; the error of the first
-        rank that failed (GroupCallError, with the others counted, where the group has several
-        ranks).
+        Raises:
+            DispatchError: The arguments do not fit the declaration. Nothing is sent.
+            UnevenBatchError: Rows do not divide over the ranks. Nothing is sent.
+            GroupCallError: Some ranks failed. A group of one rank raises that rank's error itself.
         """
         return self.submit(*args, **kwargs).awaited()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> GroupFuture[G]:
-        """Run it and return a future at once; a failing check of the ranks' coordinates comes out
-        of the future, too.
+        """Start the method and return a future at once; takes the arguments of the method.
 
-        Tensors among the arguments must not be written to before it is done. Calls reach each
-        worker in the order in which they were submitted.
+        A failed check of the ranks' coordinates is raised by the future. Tensor arguments must not
+        be written to before the future is done. Calls reach each worker in the order of submission.
 
-        Raises: DispatchError, UnevenBatchError and ArgumentNotSerializableError, before anything is
-            sent.
+        Returns:
+            A future of the declared result.
+
+        Raises:
+            DispatchError: The arguments do not fit the declaration. Nothing is sent.
+            UnevenBatchError: Rows do not divide over the ranks. Nothing is sent.
+            ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
         """
         return self._group._begin(self.spec, args, kwargs, self._options)
 
@@ -241,12 +271,14 @@ class GroupMethod(Generic[P, G]):
     @overload
     def keep(self, *args: P.args, **kwargs: P.kwargs) -> Any: ...
     def keep(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Run it and wait, but leave the results where they are; ``options(keep=True).submit`` does
-        not wait.
+        """Run the method and wait, but leave the results in the workers.
 
-        Returns: a Batch whose rows stay in the workers until somebody looks at them, where batches
-        are joined; otherwise what the call itself returns, with a ResultHandle in place of each
-        result that is not None.
+        ``options(keep=True).submit`` does not wait.
+
+        Returns:
+            A RemoteBatch where batches are joined, whose rows stay in the workers until they are
+            read. Otherwise the call's usual result, with a ResultHandle in place of each result
+            that is not None.
         """
         options = msgspec.structs.replace(self._options, keep=True)
         return self._group._begin(self.spec, args, kwargs, options).awaited()
@@ -256,19 +288,20 @@ class GroupMethod(Generic[P, G]):
 
 
 class WorkerGroup(ParallelSizes, abc.ABC, Generic[W_co]):
-    """Ranks that are called together; ``W_co`` is the class of which each has an instance."""
+    """Ranks that are called together; each holds an instance of the class ``W_co``."""
 
     topology: Topology
 
     @property
     def sizes(self) -> Mapping[Axis, int]:  # type: ignore[override]
-        """Ranks along each axis."""
+        """Number of ranks along each axis."""
         return self.topology.sizes
 
     def method(self, method: RegisteredMethod[W_co, P, Any, G]) -> GroupMethod[P, G]:
-        """A declared method, to be called on this group: ``group.method(Actor.log_probs)(batch)``.
+        """Bind a declared method to this group: ``group.method(Actor.log_probs)(batch)``.
 
-        Raises: TypeError for what is not declared.
+        Raises:
+            TypeError: ``method`` is not declared by ``register``.
         """
         if not isinstance(getattr(method, "spec", None), msgspec.Struct):
             raise TypeError(
@@ -287,11 +320,10 @@ class WorkerGroup(ParallelSizes, abc.ABC, Generic[W_co]):
 
 
 class RegisteredMethod(Generic[W_contra, P, R, G]):
-    """A declared method: of a worker an ordinary method; of a worker group, one that is called on
-    its ranks.
+    """A declared method: an ordinary method of a worker, and a group call on a worker group.
 
-    On the class itself it is the declaration, to be given to ``WorkerGroup.method``, or to be named
-    in a group's class::
+    On the class itself it is the declaration, to pass to ``WorkerGroup.method`` or to name in a
+    group's class::
 
         class ActorGroup(Cluster[Actor]):
             log_probs = Actor.log_probs
@@ -306,7 +338,7 @@ class RegisteredMethod(Generic[W_contra, P, R, G]):
 
     def __set_name__(self, owner: type, name: str) -> None:
         if not self.spec.owner:
-            # the first class that has it declares it; a group's class only names it
+            # The first class that holds it declares it; a group's class only refers to it.
             self.spec = msgspec.structs.replace(self.spec, name=name, owner=owner.__qualname__)
 
     @overload
@@ -323,9 +355,7 @@ class RegisteredMethod(Generic[W_contra, P, R, G]):
         return self.function.__get__(instance, owner)
 
     def __call__(self, worker: W_contra, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the method itself, as ``super().method(...)`` and ``Class.method(worker, ...)``
-        do.
-        """
+        """Call the function itself; serves ``super().method(...)`` and ``Class.method(worker)``."""
         result: R = self.function(worker, *args, **kwargs)
         return result
 
@@ -334,9 +364,11 @@ class RegisteredMethod(Generic[W_contra, P, R, G]):
 
 
 class GroupWorker:
-    """Optional base of a group's workers: it knows its place before its constructor runs, or right
-    after it where a metaclass makes instances in a way of its own.
+    """Optional base class of a group's workers that provides ``rank_info``.
+
+    It is set before the constructor runs, or right after it if a metaclass creates instances in its
+    own way.
     """
 
     rank_info: RankInfo
-    """What the controller has computed."""
+    """The rank's coordinates, as the controller computed them."""

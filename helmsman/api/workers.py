@@ -1,6 +1,4 @@
-"""Workers as a scheduler reports them and as their engines see them, and handles of values that
-stay there.
-"""
+"""Workers as seen by the scheduler and by their engines, and handles of values kept in them."""
 
 from __future__ import annotations
 
@@ -22,27 +20,27 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     """'role/index'."""
     ip: str
-    """Address of its node, as other nodes reach it."""
+    """Address of its node, as reachable from other nodes."""
     worker_ports: list[str] = []
-    """Ports on which the worker itself listens; empty where it needs none."""
+    """Ports on which the worker itself listens; empty if it needs none."""
     engine_ports: list[str] = []
     """Ports leased to its engine."""
     node_id: str = ""
-    """The scheduler's name for its node, which tells nodes of one address apart."""
+    """The scheduler's id of its node; distinguishes nodes with the same address."""
     devices: list[str] = []
-    """Physical ids of the accelerators of its node that it may use."""
+    """Physical ids of the accelerators that it may use on its node."""
 
 
 def id_of(worker: str | Worker) -> str:
-    """The id of a worker that is given as its id or itself."""
+    """Return the id of a worker, given as its id or as a Worker."""
     return worker.id if isinstance(worker, Worker) else worker
 
 
 def ids_of(workers: Collection[str | Worker]) -> list[str]:
-    """The ids of several workers.
+    """Return the ids of several workers.
 
     Raises:
-        ValueError: ``workers`` is one id. Its letters would be taken for ids.
+        ValueError: ``workers`` is a single id, whose letters would be taken for ids.
     """
     if isinstance(workers, str):
         raise ValueError(
@@ -55,22 +53,20 @@ class WorkerState(Enum):
     """States of a worker: READY -> (OVERDUE -> READY)* -> STOPPED | FAILED."""
 
     READY = "ready"
-    """It takes calls."""
+    """Accepts calls."""
     OVERDUE = "overdue"
-    """A call timed out and still occupies its engine thread; READY again once that call has
-    ended.
-    """
+    """A call timed out and still occupies the engine thread. READY again once that call ends."""
     STOPPED = "stopped"
     """Ended on request."""
     FAILED = "failed"
-    """Its process died."""
+    """The process died."""
 
 
 ProcessState = Literal["running", "sleeping", "disk", "stopped"]
 
 
 class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's health; given also while a call runs, and while the worker itself cannot answer.
+    """A worker's health, also available during a call or while the worker cannot answer.
 
     A worker cannot answer while C code holds its interpreter's lock, or while its process is
     stopped or swapped out. Its health is then an observation from outside: ``stuck_s`` and
@@ -84,9 +80,9 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     engines: dict[str, str]
     """Engine name -> type."""
     running: str | None = None
-    """'engine.method' on the engine thread, None when idle."""
+    """'engine.method' on the engine thread; None when idle."""
     running_s: float | None = None
-    """Seconds since it began."""
+    """Seconds since that call began."""
     num_queued: int = 0
     """Calls waiting for the engine thread."""
     async_running: dict[str, int] = {}
@@ -98,20 +94,19 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     rss_bytes: int = 0
     """Resident memory of the process."""
     ends_in_s: float | None = None
-    """Seconds until it ends, where it was told to; None where it was not."""
+    """Seconds until it ends after a preemption notice; None without one."""
     failed_engines: dict[str, str] = {}
-    """Engine name -> why it can serve no more, of those that say so (InferenceEngine.failure)."""
+    """Engine name -> why it cannot serve, for engines that report it (InferenceEngine.failure)."""
     failure: str | None = None
-    """Why the worker itself cannot serve calls, such as a thread that could not be started; None
-    while it can.
+    """Why the worker itself cannot serve calls, such as a thread that could not start; else None.
     """
     stuck_s: float | None = None
-    """Seconds since its interpreter last ran Python, where it did not answer itself; None where it
-    did.
-    """
+    """Seconds since its interpreter last ran Python, if it did not answer itself; else None."""
     process_state: ProcessState | None = None
-    """State of a worker that did not answer itself. running: a thread of it computes; sleeping: all
-    wait; disk: it waits for a disk or for swapped memory; stopped: by a signal or a debugger."""
+    """State of a worker that did not answer itself. running: a thread computes; sleeping: all
+    threads wait; disk: it waits for a disk or for swapped memory; stopped: by a signal or a
+    debugger.
+    """
 
     @property
     def answered(self) -> bool:
@@ -120,21 +115,21 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_busy(self) -> bool:
-        """Whether the worker did not answer itself, and the kernel shows that it makes progress."""
+        """Whether the worker did not answer, but the kernel reports that it makes progress."""
         return self.process_state in ("running", "disk")
 
 
 class PreemptionNotice(msgspec.Struct, frozen=True, kw_only=True):
-    """That a worker is about to go, with its node or alone."""
+    """A notice that a worker will end soon, alone or with its node."""
 
     reason: str
     """Part of a sentence: 'its node 10.0.0.3 is being drained'."""
     deadline_s: float | None = None
-    """Seconds from now until it goes; None where nobody has said."""
+    """Seconds from now until it ends; None if unknown."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler knows of a worker."""
+    """The scheduler's view of a worker."""
 
     worker_id: str
     state: WorkerState
@@ -142,110 +137,108 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None
     log_path: str
     health: WorkerHealth | None = None
-    """None when the worker did not answer."""
+    """None if the worker did not answer."""
 
 
 CONTROLLER = "controller"
-"""Stands for a worker's id in the handle of a value that the script has put."""
+"""Stands for the worker id in the handle of a value that the script has put."""
 
 
 class ResultHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """A result that stayed in its worker. As an argument of a call it arrives as the value, moved
-    from worker to worker.
+    """A result that stays in its worker.
+
+    As an argument of another call it arrives as the value, which moves from worker to worker.
     """
 
     id: str
     worker_id: str
-    """Worker that made the value; CONTROLLER for one that was put."""
+    """Worker that produced the value; CONTROLLER for a value from ``put``."""
     location: Any
-    """Where the value lies; only the transport that made it can read this."""
+    """Location of the value, in a form that only its transport can read."""
     nbytes: int
     """Size of the packed value."""
     summary: str
-    """What the value is, for people."""
+    """A description of the value, for messages."""
     type_name: str = ""
-    """Name of the value's type; 'Batch' for ours alone."""
+    """Name of the value's type; 'Batch' only for Helmsman's own."""
     length: int | None = None
-    """``len()`` of the value where it has one: rows, for batches, tensors and lists."""
+    """``len()`` of the value, if it has one: rows of batches, tensors and lists."""
     num_padding: int = 0
-    """Of a batch's rows, how many at the end are padding."""
+    """Number of padding rows at the end of a batch."""
 
 
 class Call(NamedTuple):
-    """The arguments of one worker's call, as one of several."""
+    """The arguments of one worker's call in a group of calls."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
     rpc_meta: Mapping[str, Any] | None = None
-    """As for Scheduler.call_engine."""
+    """Options of the call; see Scheduler.call_engine."""
     payload: Any = None
-    """``(args, kwargs)`` packed by Helmsman's codec, for schedulers that send it so; others leave
-    it alone.
+    """``(args, kwargs)`` packed by Helmsman's codec, for schedulers that send it; ignored by
+    others.
     """
 
 
 class EngineSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """What create_engine builds, with what is to be set before."""
+    """An engine to create, with settings to apply before its constructor."""
 
     target: str | type[Any]
     """Import path or class."""
     env: dict[str, str] = {}
-    """Environment variables, set before its module is imported by path and before its constructor
+    """Environment variables, set before the engine's module is imported by path and its constructor
     runs.
     """
     rank_info: RankInfo | None = None
-    """Its place in a worker group, which a GroupWorker has as an attribute before its constructor
-    runs.
-    """
+    """Place in a worker group; a GroupWorker has it as an attribute before its constructor runs."""
     kwargs: dict[str, Any] = {}
-    """Named arguments of the constructor, beside those of create_engine, which has names of its
-    own.
-    """
+    """Named arguments of the constructor, for names that create_engine itself uses."""
 
 
 class Timeouts(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """The one table of time limits, by class of operation, in seconds."""
+    """Time limits by class of operation, in seconds."""
 
     start_s: float = 300.0
-    """create_workers: placement, processes and their first answer, for all workers of the job
+    """create_workers: placement, processes and their first answers, for all workers of the job
     together.
     """
     create_engine_s: float = 1800.0
-    """An engine's constructor (imports and model loading)."""
+    """An engine's constructor, including imports and model loading."""
     call_s: float = 7200.0
-    """An engine call without a ``timeout`` of its own."""
+    """An engine call without its own timeout."""
     health_s: float = 5.0
-    """Control verbs: health, stacks, set_env."""
+    """Control operations: health, stacks, set_env."""
     shutdown_s: float = 8.0
-    """delete_workers and close: engines' destroy, then processes; what is left is killed."""
+    """delete_workers and close: engines' ``destroy``, then processes; the rest is killed."""
 
 
 # --- inside a worker ------------------------------------------------------------------------------
 
 
 class WorkerContext(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker, as its engines see it."""
+    """A worker as seen by its engines."""
 
     worker_id: str
     node: str
     """Address of its node."""
     ports: tuple[int, ...] = ()
-    """Leased to it (``SchedulingSpec.port_count``), for its engines to bind."""
+    """Leased ports (``SchedulingSpec.port_count``), for its engines to bind."""
 
 
 _current: ContextVar[WorkerContext | None] = ContextVar("helmsman_worker_context", default=None)
 
 
 def worker_context() -> WorkerContext | None:
-    """The worker in which an engine is being constructed; None anywhere else, so an engine asks in
-    its ``__init__``.
+    """Return the worker that is constructing an engine; None outside of engine constructors.
+
+    An engine therefore calls this in its ``__init__``.
     """
     return _current.get()
 
 
 @contextlib.contextmanager
 def within(context: WorkerContext) -> Iterator[None]:
-    """Construct an engine of this worker."""
+    """Set the worker context while an engine is constructed."""
     token = _current.set(context)
     try:
         yield

@@ -357,11 +357,11 @@ def test_row_numbers(given: Any, numbers: list[int]) -> None:
         (
             np.array(1),
             TypeError,
-            "rows are told by integers or a mask, not by numpy.ndarray array(1)",
+            "rows are given as integers or a mask, not as numpy.ndarray array(1)",
         ),
         ("012", TypeError, "an integer is needed, not '0'"),
-        (1.5, TypeError, "rows are told by integers or a mask, not by float 1.5"),
-        (None, TypeError, "not by NoneType None"),
+        (1.5, TypeError, "rows are given as integers or a mask, not as float 1.5"),
+        (None, TypeError, "not as NoneType None"),
     ],
     ids=str,
 )

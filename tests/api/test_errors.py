@@ -86,12 +86,12 @@ NEXT_STEPS = {
     "EngineDeadError": "SupervisionPolicy",
     "RequestDeadlineError": "Raise the deadline",
     "RequestsInFlightError": "end them with abort",
-    "ServerLostError": "give the rollout controller supervision",
+    "ServerLostError": "Give the rollout controller supervision",
     "FaultsUnsupportedError": "Run the drill on the 'local' or 'ray' scheduler",
     "EpisodeTimeoutError": "lower max_new_tokens",
-    "WorkflowFailuresError": "Mend the workflow",
+    "WorkflowFailuresError": "Fix the workflow",
     "RewardTimeoutError": "Raise the limit if the function is only slow",
-    "RewardLostError": "Score the item again where that does no harm",
+    "RewardLostError": "Score the item again if repeating the call is safe",
     "RewardWorkersSpentError": "or allow more restarts",
     "PlacementTimeoutError": "Wait for the holder",
     "WorkerStartError": "log: a log_path, last 2 lines:\n  | almost there\n  | last words",
@@ -108,16 +108,16 @@ NEXT_STEPS = {
     "WorkerBacklogError": "Await earlier calls before making more",
     "HandleLostError": "Produce it again",
     "GroupCallError": "Root cause:",
-    "RendezvousError": "no firewall closes the ports",
-    "CheckpointError": "Remove it to go on from the one before it",
-    "DeviceMemoryError": "Give less to the role that holds most",
-    "RecoveryExhaustedError": "start the script again to go on from a checkpoint",
+    "RendezvousError": "no firewall blocks the ports",
+    "CheckpointError": "Remove it to continue from the previous one",
+    "DeviceMemoryError": "Reduce the memory of the largest role",
+    "RecoveryExhaustedError": "start the script again to continue from a checkpoint",
     "UnevenBatchError": "declare remainder='pad'",
     "TopologyMismatchError": "Make the sizes and mesh of worker_config those of their parallel "
     "groups",
     "PlatformPicklingError": "inside the worker instead",
     "SchedulerClosedError": "Make the call there",
-    "LogDirectoryError": "Name a directory that can be written to by log_dir",
+    "LogDirectoryError": "Set log_dir to a writable directory",
     "UntrustedPathError": "XDG_STATE_HOME",
 }
 """The advice of each error that has fields, apart from ADVISED_BY_RAISER and those with one of
@@ -306,7 +306,7 @@ def test_errors_messages_follow_fields() -> None:
         (example(errors.EngineCreationError), "the constructor of engine 'a engine_name' raised"),
         (
             example(errors.MethodNotFoundError, suggestions=()),
-            "methods of a engine_type without a leading underscore",
+            "Call a method of a engine_type without a leading underscore",
         ),
         (
             example(errors.GroupCallError),
@@ -328,17 +328,17 @@ def test_errors_messages_follow_fields() -> None:
             example(errors.UnevenBatchError, num_rows=3, derivation=""),
             "over 5 parts; nearest valid sizes: 5.",
         ),
-        (example(errors.TopologyMismatchError), "\n  train/10  dp=0/2; it says dp=1/2\n"),
+        (example(errors.TopologyMismatchError), "\n  train/10  dp=0/2; worker: dp=1/2\n"),
         (example(errors.TopologyMismatchError), "\n  and 3 more"),
         (example(errors.InstanceLostError, may_have_begun=False), "had not begun the request"),
         (example(errors.RequestDeadlineError, instance=""), "it was a state."),
         (
             example(errors.RequestsInFlightError),
-            "a/1 has 71. It is paused, and 70 wait. Wait on with wait_idle",
+            "a/1 has 71. It is paused, and 70 are queued. Call wait_idle again",
         ),
         (
             example(errors.RequestsInFlightError, paused=False, in_flight={}),
-            "none is in flight. 70 wait. Wait on, or",
+            "none is in flight. 70 are queued. Wait again, or",
         ),
         (
             example(errors.ServerStartError),
@@ -353,7 +353,7 @@ def test_errors_messages_follow_fields() -> None:
         ),
         (
             example(errors.RecoveryExhaustedError, checkpoint=""),
-            "begin again, since there is no checkpoint.",
+            "start over, because there is no checkpoint.",
         ),
         (
             example(errors.ResourcesNotMetError, observed="node-a\nnode-b"),
@@ -362,11 +362,11 @@ def test_errors_messages_follow_fields() -> None:
         (example(errors.DeviceMismatchError, granted=""), "granted no accelerator;"),
         (
             example(errors.RayStartError, processes=(), reason="No."),
-            "started on this machine: No. When",
+            "started on this machine: No. Its",
         ),
         (
             errors.BootstrapError("it broke", exit_code=errors.BootstrapExit.RAY_DIED, log="boom"),
-            "what it printed:\nboom",
+            "the end of its output:\nboom",
         ),
     ):
         assert text in str(error)

@@ -171,7 +171,7 @@ def test_worker_death_controller_next_step(
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(errors.WorkerFailedError) as caught:
             future.result(timeout=NOTICE_LIMIT_S)
-        for part in [*expected, f"delete_workers('{role}') frees what the role holds"]:
+        for part in [*expected, f"delete_workers('{role}') frees the role's resources"]:
             assert part in str(caught.value)
         assert "restart_worker" not in str(caught.value)
     (worker,) = scheduler.create_workers(Job(role=role))

@@ -140,7 +140,7 @@ def test_create_engine_name_under_construction(
     ("method", "reason"),
     [
         ("ehco", r"engine 'engine-\d+' \(a Counter\) .*Did you mean: echo"),
-        ("zzzzzz", "methods of Counter without a leading underscore"),
+        ("zzzzzz", "method of Counter without a leading underscore"),
         *(
             (private, "it is private")
             for private in ("_secret", "__init__", "__reduce__", "__class__")

@@ -82,8 +82,8 @@ class WorkerFailedError(CallError, _LoggedError):
         )
         others = (
             self.aftermath
-            or f"Other workers are unharmed. {step} delete_workers({self.role!r}) frees what the "
-            "role holds."
+            or f"Other workers are not affected. {step} delete_workers({self.role!r}) frees the "
+            "role's resources."
         )
         pid = "unknown" if self.pid is None else self.pid
         return (
@@ -307,8 +307,8 @@ class RendezvousError(HelmsmanError, ConnectionError):
         if self.refused:
             what = f"rank 0 cannot listen on port {self.port}: {self.refused}"
             step = (
-                "End what has that port on its node, or delete the role and create it again, "
-                "which leases another port."
+                "End the process that uses the port on that node, or delete the role and create "
+                "it again, which leases another port."
             )
         else:
             reasons = dict.fromkeys(self.failed.values())
@@ -323,8 +323,8 @@ class RendezvousError(HelmsmanError, ConnectionError):
                 f"by {few(self.reached)}"
             )
             step = (
-                "Check that the nodes reach one another at these addresses, and that no firewall "
-                "closes the ports of "
+                "Check that the nodes can reach each other at these addresses, and that no "
+                "firewall blocks the ports of "
                 "HELMSMAN_PORT_RANGE between them."
             )
         return (
@@ -378,7 +378,7 @@ class TopologyMismatchError(HelmsmanError):
         differences = self.differences
         width = max(map(len, differences))
         rows = [
-            f"  {name.ljust(width)}  {ours}; it says {theirs}"
+            f"  {name.ljust(width)}  {ours}; worker: {theirs}"
             for name, (ours, theirs) in list(differences.items())[:16]
         ]
         more = [f"  and {len(differences) - 16} more"] if len(differences) > 16 else []

@@ -285,12 +285,11 @@ class RayStartError(BackendError, _LoggedError):
 
     def describe(self) -> str:
         return (
-            f"no Ray of its own could be started on this machine: {self.reason.rstrip('.')}. "
-            "When it was given up, these of its processes were there: "
-            f"{', '.join(self.processes) or 'none'}; they were ended. "
-            "See what Ray logged, and whether the machine has memory, processes (ulimit -u) and "
-            "space under its temporary "
-            "folder left; or start a cluster with `ray start --head` and give its "
+            f"no embedded Ray could be started on this machine: {self.reason.rstrip('.')}. "
+            f"Its running processes were ended: {', '.join(self.processes) or 'none'}. "
+            "Read Ray's log, and check that the machine has free memory, processes (ulimit -u) "
+            "and space in its temporary "
+            "directory; or start a cluster with `ray start --head` and give its "
             f"address.{self.log}"
         )
 
@@ -408,9 +407,9 @@ class LogDirectoryError(HelmsmanError, OSError):
     path: str
     reason: str
     template = (
-        "the logs of this run cannot be kept in {path}: {reason}. Name a directory that can be "
-        "written to by log_dir; without "
-        "it the place is below XDG_STATE_HOME, else among the temporary files (TMPDIR)."
+        "the logs of this run cannot be kept in {path}: {reason}. Set log_dir to a writable "
+        "directory; the default "
+        "is below XDG_STATE_HOME, else in the temporary directory (TMPDIR)."
     )
 
 
@@ -425,7 +424,7 @@ class UntrustedPathError(HelmsmanError, PermissionError):
     expected: str
     owner: str
     template = (
-        "{path} is not used: it is {observed} of {owner}, expected {expected}. Have it removed, "
-        "or name another place: log_dir "
+        "{path} is not used: it is {observed} of {owner}, expected {expected}. Remove it, "
+        "or choose another directory: log_dir "
         "for logs, else XDG_STATE_HOME, XDG_RUNTIME_DIR or TMPDIR."
     )

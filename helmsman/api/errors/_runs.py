@@ -67,14 +67,14 @@ class RequestsInFlightError(GenerationError, TimeoutError):
         )
         paused = "It is paused, and " if self.paused else ""
         advice = (
-            "Wait on with wait_idle, end them with abort, or go on with resume"
+            "Call wait_idle again, end them with abort, or continue with resume"
             if self.paused
-            else "Wait on, or end them with abort"
+            else "Wait again, or end them with abort"
         )
         return (
             f"role {self.role!r}: {self.operation} has waited {round(self.limit_s, 3):g} s for "
             f"requests in flight: {have}. "
-            f"{paused}{self.num_queued} wait. {advice}: they come to their ends wherever they are."
+            f"{paused}{self.num_queued} are queued. {advice}. Requests in flight continue."
         )
 
 
@@ -87,7 +87,7 @@ class EngineDeadError(HelmsmanError, ConnectionError):
     engine: str
     reason: str
     template = (
-        "{engine} can serve no more: {reason}. The worker's log has its last words; a rollout "
+        "{engine} cannot serve any more: {reason}. Read the end of the worker's log; a rollout "
         "controller with a "
         "SupervisionPolicy replaces such an instance."
     )
@@ -113,11 +113,11 @@ class ServerLostError(_ServerError, EngineDeadError):
 
     engine: str = "ServerEngine"
     template = (
-        "the inference server at {address} was lost: {reason}. What it had begun was not sent "
-        "again; give the rollout "
-        "controller supervision, so that the instance is replaced, and retries=RetryGeneration() "
-        "to have its requests "
-        "continued elsewhere.{output}"
+        "the inference server at {address} was lost: {reason}. Its running requests were not sent "
+        "again. Give the rollout "
+        "controller supervision, which replaces the instance, and retries=RetryGeneration(), "
+        "which continues its requests "
+        "on other instances.{output}"
     )
 
 
@@ -130,7 +130,7 @@ class ServerStartError(_ServerError):
     limit_s: float
     step: str
     template = (
-        "the inference server was to be ready at {address} within {limit_s:g} s, and {reason} "
+        "the inference server at {address} did not become ready (limit {limit_s:g} s): {reason} "
         "after {elapsed_s:.1f} s. {step}."
         "\ncommand: {command}{output}"
     )
@@ -165,7 +165,7 @@ class EpisodeTimeoutError(HelmsmanError, TimeoutError):
     template = (
         "the episode of {item} did not end within {limit_s:g} s "
         "(WorkflowExecutor.episode_timeout), and was cancelled. Raise "
-        "the limit, lower max_new_tokens, or give what it waits for a limit of its own."
+        "the limit, lower max_new_tokens, or limit the operation that the episode waits for."
     )
 
 
@@ -178,10 +178,10 @@ class WorkflowFailuresError(HelmsmanError):
     last: str
     """Type and message of the last error."""
     template = (
-        "{num_failed} of the last {window} episodes have failed, and {limit} are tolerated "
+        "{num_failed} of the last {window} episodes failed, and {limit} are tolerated "
         "(WorkflowExecutor.max_failures). "
-        "The last error was {last}. Mend the workflow, have it return nothing for what cannot be "
-        "used, or tolerate more."
+        "The last error was {last}. Fix the workflow, let it return nothing for unusable episodes, "
+        "or raise the limit."
     )
 
 
@@ -216,10 +216,10 @@ class RewardLostError(HelmsmanError):
     call: str
     reason: str
     template = (
-        "{call} has no result and was not repeated, since its worker has gone: {reason}. The "
-        "others go on, and it is "
-        "restarted as often as RewardPool.max_restarts allows. Score the item again where that "
-        "does no harm."
+        "{call} has no result and was not repeated, because its worker exited: {reason}. Other "
+        "workers continue; this one is "
+        "restarted as often as RewardPool.max_restarts allows. Score the item again if repeating "
+        "the call is safe."
     )
 
 
@@ -234,8 +234,8 @@ class RewardWorkersSpentError(HelmsmanError):
     template = (
         "none of the {num_workers} workers of role {role!r} is left, and {max_restarts} were "
         "restarted within {window_s:g} "
-        "s, which is all that is allowed (RewardPool.max_restarts). The last one ended so: "
-        "{reason}. Mend the function, or "
+        "s, the most that RewardPool.max_restarts allows. The last worker ended: {reason}. Fix "
+        "the function, or "
         "allow more restarts."
     )
 
@@ -251,7 +251,7 @@ class CheckpointError(HelmsmanError):
         reason = self.reason.rstrip(".")
         return (
             f"role {self.role!r} cannot load the checkpoint {self.path}: {reason}. Remove it "
-            "to go on from the one before it."
+            "to continue from the previous one."
         )
 
 
@@ -277,9 +277,9 @@ class DeviceMemoryError(HelmsmanError):
     def describe(self) -> str:
         lines = "".join(f"\n  {line}" for line in self.figures)
         return (
-            f"{self.worker_id}: {self.method} found no room: {self.reason}\n  the devices are "
+            f"{self.worker_id}: {self.method} ran out of memory: {self.reason}\n  the devices are "
             f"{self.owner}; memory by worker:"
-            f"{lines}\nGive less to the role that holds most: fewer tokens in a micro-batch, "
+            f"{lines}\nReduce the memory of the largest role: fewer tokens per micro-batch, "
             "gradient checkpointing or offload "
             "for the trainer; a smaller cache, or sleep(level=2), for the rollout."
         )
@@ -311,16 +311,16 @@ class RecoveryExhaustedError(HelmsmanError):
         loss = self.loss
         failed = f" The last of them failed: {self.reason}." if self.reason else ""
         where = (
-            f"go on from {self.checkpoint}"
+            f"continue from {self.checkpoint}"
             if self.checkpoint
-            else "begin again, since there is no checkpoint"
+            else "start over, because there is no checkpoint"
         )
         return (
             f"role {self.role!r}: rank {self.rank} ({loss.worker_id} on node {loss.node}, pid "
             f"{loss.pid}) {loss.cause}, after "
             f"{self.num_recoveries} recoveries within {self.window_s:g} s, which is the most that "
             "RecoveryPolicy."
-            f"max_recoveries allows.{failed} Mend what ends the workers, or allow more, and start "
+            f"max_recoveries allows.{failed} Fix the cause, or allow more recoveries, and start "
             f"the script again to {where}."
             f"{loss.log}"
         )
@@ -333,7 +333,7 @@ class ParallelLayoutError(HelmsmanError, ValueError):
     requested: int
     observed: str
     step: str
-    template = "{what} asks for {requested}, and there is {observed}. {step}."
+    template = "{what} requires {requested}, but there is {observed}. {step}."
 
 
 class FaultsUnsupportedError(HelmsmanError):
@@ -341,7 +341,7 @@ class FaultsUnsupportedError(HelmsmanError):
 
     scheduler: str
     template = (
-        "{scheduler} has its workers in the script's own process, which a fault would kill or "
-        "stop with them. Run the drill on "
-        "the 'local' or 'ray' scheduler, or leave the fault plan out."
+        "{scheduler} runs its workers in the script's process, which a fault would kill or stop, "
+        "too. Run the drill on "
+        "the 'local' or 'ray' scheduler, or remove the fault plan."
     )

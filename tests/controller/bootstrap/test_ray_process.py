@@ -138,9 +138,7 @@ async def test_ray_process_start_detects_a_dead_process(
     )
     with pytest.raises(BootstrapError) as caught:
         await make_ray(source).start("run-1")
-    assert f"{name} has ended; the end of its output:\n\n{name}.err: {reason}" in str(
-        caught.value
-    )
+    assert f"{name} has ended; the end of its output:\n\n{name}.err: {reason}" in str(caught.value)
     assert str(caught.value).count(reason) == 1
     assert "all is well" not in str(caught.value)
 

@@ -251,7 +251,7 @@ def test_device_memory_error_has_figures_of_both_sides(pair: Pair, kind: str) ->
     pair.step()
     pair.call(pair.train_id, "plan", "train_batch", kind)
     with pytest.raises(
-        DeviceMemoryError, match=r"train_batch found no room: .*out of memory. Tried"
+        DeviceMemoryError, match=r"train_batch ran out of memory: .*out of memory. Tried"
     ) as caught:
         pair.trainer.train_batch(SAMPLES, "sft")
     error = caught.value
@@ -262,7 +262,7 @@ def test_device_memory_error_has_figures_of_both_sides(pair: Pair, kind: str) ->
     assert pair.trainer.train_batch(SAMPLES, "sft")["loss"] > 0
     pair.turns.to_rollout()
     pair.call(pair.rollout_id, "plan", "agenerate", kind)
-    with pytest.raises(DeviceMemoryError, match=rf"{pair.rollout_id}: agenerate found no room"):
+    with pytest.raises(DeviceMemoryError, match=rf"{pair.rollout_id}: agenerate ran out of memory"):
         pair.rollout.generate(PROMPTS[:1], GREEDY)
     pair.call(pair.rollout_id, "plan", "agenerate", "other")
     with pytest.raises(EngineCallError, match="the mesh is bent"):
@@ -275,7 +275,7 @@ def test_device_memory_error_when_the_rollout_is_closed() -> None:
         pair.turns.to_training()
         pair.rollout.close()
         pair.call(pair.train_id, "plan", "train_batch", "cuda")
-        with pytest.raises(DeviceMemoryError, match=r"train_batch found no room") as caught:
+        with pytest.raises(DeviceMemoryError, match=r"train_batch ran out of memory") as caught:
             pair.trainer.train_batch(SAMPLES, "sft")
         assert [line.split(":")[0] for line in caught.value.figures] == [pair.train_id]
         pair.close()
@@ -300,7 +300,7 @@ def test_handoff_after_a_hand_over_that_fails(
     other = "training" if to == "rollout" else "rollout"
     steps[other]()
     pair.call(pair.train_id if side == "train" else pair.rollout_id, "plan", method, "cuda")
-    with pytest.raises(DeviceMemoryError, match=r"found no room") as caught:
+    with pytest.raises(DeviceMemoryError, match=r"ran out of memory") as caught:
         steps[to]()
     assert caught.value.owner.startswith("nobody's")
     assert pair.turns.owner is Owner.NOBODY

@@ -89,7 +89,7 @@ def test_make_log_dir_that_cannot_be_made(path: str, monkeypatch: pytest.MonkeyP
     with LocalScheduler(preload=()) as scheduler, pytest.raises(LogDirectoryError) as caught:
         scheduler.create_workers(Job(role="a"))
     assert f"cannot be kept in {path}/helmsman/" in str(caught.value)
-    assert "Name a directory that can be written to by log_dir" in str(caught.value)
+    assert "Set log_dir to a writable directory" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", ["relative", "/nowhere/at/all", ""])

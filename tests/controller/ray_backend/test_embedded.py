@@ -179,11 +179,11 @@ def test_start_follows_the_limit_of_the_script(tmp_path: Path) -> None:
     assert lines[-2:] == STARTED
     for fact in (
         (
-            "no Ray of its own could be started on this machine: TimeoutError: gcs_server has not "
+            "no embedded Ray could be started on this machine: TimeoutError: gcs_server has not "
             "published"
         ),
         r"within 4 s \(Timeouts.start_s\)",
-        r"these of its processes were there: .*gcs_server \(pid \d+, sleeping\)",
+        r"Its running processes were ended: .*gcs_server \(pid \d+, sleeping\)",
         r"log: .*/session_\S+/logs",
     ):
         assert re.search(fact, "\n".join(lines)), lines
@@ -322,7 +322,7 @@ def lose(name, closes):
     end = f"{name} (pid {pid}) was ended by SIGKILL (sender unknown)"
     said("names it:", end in str(failure))
     said("log:", os.path.basename(failure.log_path), "worker:", failure.worker_id)
-    said("blames others:", "OOM" in str(failure), "unharmed" in str(failure))
+    said("blames others:", "OOM" in str(failure), "not affected" in str(failure))
     (status,) = scheduler.status()
     said("status:", status.state.name)
     restart = lambda: scheduler.restart_worker(worker)

@@ -377,7 +377,7 @@ def test_initialize_indivisible_layouts(four_ranks: list[dict[str, Any]]) -> Non
             in found["context heads"][1]
         )
         assert found["world"][0] == ParallelLayoutError.__name__
-        assert "and there is a world of 4 ranks" in found["world"][1]
+        assert "but there is a world of 4 ranks" in found["world"][1]
 
 
 def test_packing_unsupported_model(make: Make) -> None:
