@@ -94,7 +94,7 @@ def test_make_micro_batch_integer_types(kind: type[np.integer[Any]]) -> None:
         ({"input_ids": [[1, 2]]}, "sample 1: 'input_ids' is"),
         (
             {"input_ids": [1, 50]},
-            "sample 1: 'input_ids' has ids outside the vocabulary, which has 50",
+            "sample 1: 'input_ids' has ids outside the vocabulary of size 50",
         ),
         ({"input_ids": [-1, 1]}, "outside the vocabulary"),
         ({"input_ids": [1.5]}, "sample 1: 'input_ids' is"),

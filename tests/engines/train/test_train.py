@@ -227,7 +227,7 @@ def test_load_invalid_checkpoints(make: Make, tmp_path: Path) -> None:
             # as a crash of its host leaves a file that was written last
             file.write_bytes(left)
             with pytest.raises(
-                ValueError, match=f"'{file}' cannot be read, as after a crash of its host"
+                ValueError, match=f"'{file}' is damaged, possibly by a crash of its host"
             ):
                 engine.load(str(tmp_path / "own"))
         file.write_bytes(content)
@@ -393,7 +393,7 @@ def test_create_process_group_ranks_missing(monkeypatch: pytest.MonkeyPatch) -> 
         engine.create_process_group()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    for rank, hint in (("0", "is the port taken"), ("1", "is rank 0 alive")):
+    for rank, hint in (("0", "is the port in use"), ("1", "is rank 0 running")):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(
             ConnectionError,
