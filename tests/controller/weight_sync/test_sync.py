@@ -93,7 +93,7 @@ def test_push_on_ray() -> None:
             (
                 way,
                 WeightFormat(names=((r"^.*$", "same"),)),
-                "are both called 'same' by WeightFormat.names",
+                "are both mapped to 'same' by WeightFormat.names",
             )
             for way in ("memory", "disk", "collective")
         ),
@@ -221,7 +221,7 @@ def test_via_disk_damaged_file_makes_readers_stale(
     ]
     with pytest.raises(
         HelmsmanError,
-        match=r"exchanged in part: ValueError: \d of \d+ parameters did not arrive as they were",
+        match=r"exchanged in part: ValueError: \d of \d+ parameters have wrong checksums",
     ):
         supervised.rollout.update_weights(WeightsOnDisk(str(folder)), version + 1)
     assert set(supervised.health()) == {Health.STALE}
