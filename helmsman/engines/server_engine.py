@@ -358,7 +358,7 @@ class ServerEngine(InferenceEngine):
         unended = [count for index, count in enumerate(counts) if index not in attempt.has_ended]
         # vLLM sends nothing for a sequence that a pause has ended before its first token.
         if any(unended) or (unended and not requests.is_held):
-            said = "the events ended before the sequences"
+            said = "the events ended before the sequences did"
             await client.refuse(call.route, 200, said, "a reason for the end of each")
 
     async def _forget(self, attempt: Attempt) -> None:

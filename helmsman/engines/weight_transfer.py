@@ -71,8 +71,9 @@ def publish(
     Raises:
         ValueError: ``version`` is not the target's, two names map to the same one, or the dtype is
             unknown.
-        RuntimeError: Rank 0 failed; it raises its own error (ConnectionError, OSError), after all
-            ranks have taken part until the end.
+        ConnectionError: On rank 0: a member of the weight-sync group is missing or late.
+        OSError: On rank 0: the files cannot be written.
+        RuntimeError: On the other ranks: rank 0 failed. All ranks take part until the end.
     """
     try:
         if version != target.version:

@@ -24,8 +24,8 @@ def partial_update(cause: Exception | str) -> PartialWeightUpdateError:
     """
     said = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
     return PartialWeightUpdateError(
-        f"the weights were exchanged in part: {said}. The instance generates nothing until an "
-        "update is completed."
+        f"the weights were updated only in part: {said}. The instance generates nothing until an "
+        "update succeeds."
     )
 
 

@@ -68,7 +68,9 @@ def read_saved(path: str) -> Saved:
     if not os.path.isfile(progress_path):
         raise ValueError(f"{path!r} is not a checkpoint of this engine: it has no {PROGRESS_FILE}")
     if not os.path.isfile(os.path.join(path, STATE_FOLDER, ".metadata")):
-        raise ValueError(f"{path!r} is a part of a checkpoint: it has no {STATE_FOLDER}/.metadata")
+        raise ValueError(
+            f"{path!r} is an incomplete checkpoint: it has no {STATE_FOLDER}/.metadata"
+        )
     with open(progress_path, "rb") as file, _readable(progress_path):
         return msgspec.json.decode(file.read(), type=Saved)
 
@@ -84,7 +86,7 @@ def read_contents(path: str) -> tuple[dcp.FileSystemReader, dict[str, TensorStor
     with _readable(os.path.join(folder, ".metadata")):
         metadata = reader.read_metadata()
     if problem := missing_part(folder, metadata):
-        raise ValueError(f"{path!r} is a part of a checkpoint: {problem}")
+        raise ValueError(f"{path!r} is an incomplete checkpoint: {problem}")
     found = {
         name: each
         for name, each in metadata.state_dict_metadata.items()

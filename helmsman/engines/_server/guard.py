@@ -73,8 +73,9 @@ def _report(report_fd: int, number: int) -> None:
 def _wake_at_childs_end() -> int:
     """Return a descriptor that becomes readable when a child has ended.
 
-    Signals to the worker's group end no process here: the engine requests the stop, or the worker
-    ends. They get handlers that do nothing, because the server would inherit ignored signals.
+    Signals to the worker's group must not end the guard: only the engine's request or the worker's
+    end stops the server. The guard has handlers that do nothing, because the server would inherit
+    ignored signals.
     """
     read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

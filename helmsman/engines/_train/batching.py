@@ -155,7 +155,7 @@ def check_samples(samples: Sequence[Sample], vocab_size: int) -> list[Columns]:
             if column.ndim != checked[0][name].ndim:
                 scalar, other = (number, numbers[0]) if column.ndim == 0 else (numbers[0], number)
                 raise ValueError(
-                    f"{name!r} is a scalar in sample {scalar}, and has one entry per token in "
+                    f"{name!r} is a scalar in sample {scalar}, but has one entry per token in "
                     f"sample {other}"
                 )
     sample_units(SampleShare(checked, numbers))

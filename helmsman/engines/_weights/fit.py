@@ -80,7 +80,7 @@ def expected_of(folder: str) -> list[Expected]:
         problem = error
     else:
         form = form_of(model.state_dict(keep_vars=True))
-        # servers skip a tied head
+        # Servers skip a tied head, so it cannot replace the embeddings.
         forms.append(Expected(form.shapes, dict.fromkeys(form.aliases, "")))
     shapes = _shapes_of_files(folder)
     if shapes:
@@ -115,7 +115,7 @@ def require_fit(forms: Sequence[Expected], shapes: Mapping[str, Sequence[int]]) 
     problems = [_problems(form, shapes) for form in forms]
     if all(problems):
         raise ValueError(
-            f"the weights do not fit the rollout model, which was left as it is. {problems[0]}"
+            f"the weights do not fit the rollout model, which is unchanged. {problems[0]}"
         )
 
 

@@ -66,7 +66,7 @@ class WeightGroup:
         except (RuntimeError, ValueError) as error:
             self.leave()
             raise ConnectionError(
-                f"rank {place.rank} of {place.world_size} did not meet the others for weights at "
+                f"rank {place.rank} of {place.world_size} could not join the weight-sync group at "
                 f"{place.address}:{place.port} "
                 f"within {place.timeout_s:g} s ({error}). Check the members that did not report "
                 "this error."

@@ -236,14 +236,14 @@ def test_load_invalid_checkpoints(make: Make, tmp_path: Path) -> None:
     part.write_bytes(content[:-1])
     with pytest.raises(
         ValueError,
-        match=rf"is a part of a checkpoint: .* has {len(content) - 1} of {len(content)} bytes",
+        match=rf"is an incomplete checkpoint: .* has {len(content) - 1} of {len(content)} bytes",
     ):
         engine.load(str(tmp_path / "own"))
-    with pytest.raises(ValueError, match=r"is a part of a checkpoint: .* has \d+ of \d+ bytes"):
+    with pytest.raises(ValueError, match=r"is an incomplete checkpoint: .* has \d+ of \d+ bytes"):
         make(model=str(tmp_path / "own"))
     part.unlink()
     with pytest.raises(
-        ValueError, match=r"is a part of a checkpoint: it has no state/__0_0.distcp"
+        ValueError, match=r"is an incomplete checkpoint: it has no state/__0_0.distcp"
     ):
         engine.load(str(tmp_path / "own"))
     shutil.rmtree(part.parent)
