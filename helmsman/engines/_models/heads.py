@@ -71,9 +71,8 @@ def give_values(model: nn.Module) -> None:
 def _token_values(model: Any, *, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     hidden = model.base_model(input_ids=input_ids, **kwargs).last_hidden_state
     scores: torch.Tensor = model.score(hidden)[..., 0]
-    return (
-        scores.float().clone()
-    )  # a copy, since FSDP cannot protect a view against in-place changes
+    # FSDP cannot protect a view against in-place changes, so return a copy.
+    return scores.float().clone()
 
 
 def plain_config(model: nn.Module) -> Any:

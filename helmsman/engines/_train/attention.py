@@ -112,7 +112,11 @@ def row_attention(
     helmsman_rows: RowShape | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention: (B, H, N, D) in, (B, N, H, D) out, as transformers expects."""
+    """Compute causal attention: (B, H, N, D) in, (B, N, H, D) out, in the dtype of the inputs.
+
+    This is the signature of transformers' attention interface. Raises ValueError if the model
+    passes an unsupported option, or did not pass ``helmsman_rows``.
+    """
     if helmsman_rows is None:
         raise ValueError(
             f"{type(module).__name__} did not receive the layout of the rows: the model does not "

@@ -13,7 +13,11 @@ import torch
 from helmsman.api.reward_shaping import KlEstimator
 
 Columns: TypeAlias = Mapping[str, torch.Tensor]
+"""Columns of a micro-batch by name, (B, T) or (B,): ``loss_mask`` is bool, ``pair`` integer, all
+others are used as float32.
+"""
 LossResult: TypeAlias = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""The sum of a loss, and sums of its statistics by name: float32 tensors of one element."""
 
 
 def require(loss: str, batch: Columns, needed: Sequence[str]) -> None:

@@ -54,9 +54,9 @@ def grpo_loss(
 
     Args:
         logprobs: (B, T) float32 under the current weights.
-        batch: ``loss_mask`` (B, T) bool; ``logprobs`` (B, T) of the policy that generated the
-            tokens; ``advantages`` (B,) or (B, T); with ``kl_coef`` also ``ref_logprobs`` (B, T);
-            optionally ``loss_weights`` (B,) or (B, T).
+        batch: ``loss_mask`` (B, T) bool; float32 ``logprobs`` (B, T) of the policy that generated
+            the tokens; ``advantages`` (B,) or (B, T); with ``kl_coef`` also ``ref_logprobs`` (B,
+            T); optionally ``loss_weights`` (B,) or (B, T).
         clip_low: The probability ratio is clipped from below at 1 - clip_low.
         clip_high: The probability ratio is clipped from above at 1 + clip_high.
         dual_clip: Tokens of negative advantage whose ratio exceeds this bound have no gradient;
@@ -111,7 +111,7 @@ def decoupled_ppo_loss(
 
     Args:
         logprobs: (B, T) float32 under the current weights.
-        batch: ``loss_mask`` (B, T) bool; ``logprobs`` (B, T) of the rollout engine;
+        batch: ``loss_mask`` (B, T) bool; float32 ``logprobs`` (B, T) of the rollout engine;
             ``prox_logprobs`` (B, T) of the proximal policy; ``advantages`` (B,) or (B, T); with
             ``kl_coef`` also ``ref_logprobs`` (B, T); optionally ``loss_weights`` (B,) or (B, T).
         clip_low: The ratio of current to proximal policy is clipped from below at 1 - clip_low.
@@ -177,9 +177,9 @@ def gspo_loss(
 
     Args:
         logprobs: (B, T) float32 under the current weights.
-        batch: ``loss_mask`` (B, T) bool; ``logprobs`` (B, T) of the policy that generated the
-            tokens; ``advantages`` (B,), one per sequence; with ``kl_coef`` also ``ref_logprobs``
-            (B, T); optionally ``loss_weights`` (B,) or (B, T).
+        batch: ``loss_mask`` (B, T) bool; float32 ``logprobs`` (B, T) of the policy that generated
+            the tokens; ``advantages`` (B,), one per sequence; with ``kl_coef`` also
+            ``ref_logprobs`` (B, T); optionally ``loss_weights`` (B,) or (B, T).
         clip_low: The ratio is clipped from below at 1 - clip_low.
         clip_high: The ratio is clipped from above at 1 + clip_high.
         kl_coef: Weight of the KL divergence to the reference policy.
@@ -222,9 +222,9 @@ def cispo_loss(
 
     Args:
         logprobs: (B, T) float32 under the current weights.
-        batch: ``loss_mask`` (B, T) bool; ``logprobs`` (B, T) of the policy that generated the
-            tokens; ``advantages`` (B,) or (B, T); with ``kl_coef`` also ``ref_logprobs`` (B, T);
-            optionally ``loss_weights`` (B,) or (B, T).
+        batch: ``loss_mask`` (B, T) bool; float32 ``logprobs`` (B, T) of the policy that generated
+            the tokens; ``advantages`` (B,) or (B, T); with ``kl_coef`` also ``ref_logprobs`` (B,
+            T); optionally ``loss_weights`` (B,) or (B, T).
         ratio_cap: Upper bound of the probability ratio, which has no gradient.
         kl_coef: Weight of the KL divergence to the reference policy.
         kl_estimator: ``k1``, ``k2`` or ``k3``, see kl_estimate.

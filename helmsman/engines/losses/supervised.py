@@ -51,9 +51,9 @@ def value_loss(values: torch.Tensor, batch: Columns, clip: float | None = None) 
 
     Args:
         values: (B, T) float32 under the current weights, the outputs of a value head.
-        batch: ``loss_mask`` (B, T) bool; ``returns`` (B, T), as from helmsman.api.advantages.gae,
-            or (B,); with ``clip`` also ``values`` (B, T), the output of ``forward`` before the
-            batch's updates; optionally ``loss_weights`` (B,) or (B, T).
+        batch: ``loss_mask`` (B, T) bool; float32 ``returns`` (B, T), as from
+            helmsman.api.advantages.gae, or (B,); with ``clip`` also ``values`` (B, T), the output
+            of ``forward`` before the batch's updates; optionally ``loss_weights`` (B,) or (B, T).
         clip: If given, the loss is the larger one of that of the value and that of the value
             clipped to within this distance of the old one (arXiv:2005.12729, section 3,
             optimisation 1).
@@ -99,7 +99,7 @@ def dpo_loss(
     Args:
         logprobs: (B, T) float32 under the current weights.
         batch: ``loss_mask`` (B, T) bool, true for the tokens of the answers; ``ref_logprobs`` (B,
-            T) of a frozen reference model; ``pair`` (B,).
+            T) float32 of a frozen reference model; ``pair`` (B,) int64.
         beta: Scale of the difference of log-ratios; for ``ipo`` its tau.
         loss_type: Function of that difference.
 
@@ -146,8 +146,9 @@ def reward_model_loss(values: torch.Tensor, batch: Columns, center_coef: float =
 
     Args:
         values: (B, T) float32 under the current weights, the outputs of a value head.
-        batch: ``loss_mask`` (B, T) bool; ``pair`` (B,); optionally ``margin`` (B,), the minimum
-            lead of the preferred reward, read from the preferred sample (arXiv:2307.09288 eq. 2).
+        batch: ``loss_mask`` (B, T) bool; ``pair`` (B,) int64; optionally ``margin`` (B,) float32,
+            the minimum lead of the preferred reward, read from the preferred sample
+            (arXiv:2307.09288 eq. 2).
         center_coef: Weight of the squared sum of a pair's rewards, which keeps rewards around 0
             (arXiv:2312.09244 section 2).
 
