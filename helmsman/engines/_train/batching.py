@@ -61,7 +61,7 @@ class TokenRows(msgspec.Struct, frozen=True):
 
 
 def pad(samples: Sequence[torch.Tensor], multiple: int = 1) -> TokenRows:
-    """Put each sample in a row, padded on the right to a common multiple of ``multiple``."""
+    """Put each sample in a row, padded on the right to one length, a multiple of ``multiple``."""
     input_ids = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
     num_rows, longest = input_ids.shape
     input_ids = torch.nn.functional.pad(input_ids, (0, -longest % multiple))
