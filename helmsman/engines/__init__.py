@@ -1,3 +1,4 @@
-"""Train and rollout engines on torch and transformers. They import only the contracts; an engine
-travels by its import path.
+"""Training and rollout engines on torch and transformers.
+
+They import only the contracts; an engine is named by its import path.
 """

@@ -1,4 +1,4 @@
-"""A small engine beside others, which says what their process holds."""
+"""A small engine that reports the memory use of its worker's process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from helmsman.api.platforms import MemoryStats, current_platform
 
 
 class MemoryProbe:
-    """Answers beside whatever runs in its worker."""
+    """Memory use of a worker's process; runs beside the worker's other engines."""
 
     async def figures(self) -> MemoryStats:
-        """Of this process. It does not make a process use a device that it has not used so far,
-        which costs memory there.
+        """Measure the process's memory, in bytes.
+
+        A device that the process has not used is not initialised: that would cost memory there.
         """
         resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
         host_bytes = resident_pages * os.sysconf("SC_PAGE_SIZE")

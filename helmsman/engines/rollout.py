@@ -1,11 +1,10 @@
-"""The rollout engine: any Hugging Face causal language model with a slot cache and continuous
-batching.
+"""Rollout engine for Hugging Face causal language models.
 
-One process and one device per instance. Requests join and leave the batch between decoding steps;
-weights are exchanged between two steps, and each token carries the version that produced it. Keys
-and values computed under earlier weights are kept: the log-probabilities of a sequence that an
-update has cut are those with which its tokens were drawn, not those of a fresh pass of either
-version.
+It has a slot cache and continuous batching; one process and one device per instance. Requests join
+and leave the batch between decoding steps. Weights are updated between two steps, and each token
+records the version that produced it. Keys and values computed under earlier weights are kept: when
+an update falls into a sequence, its log-probabilities are those with which its tokens were sampled,
+not those of a fresh forward pass under either version.
 """
 
 from __future__ import annotations
@@ -33,45 +32,53 @@ logger = logging.getLogger(__name__)
 class RolloutConfig(
     msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """What a rollout engine serves, and how much at a time."""
+    """Configuration of a rollout engine: its model and its limits."""
 
     model: str | dict[str, Any]
-    """Local folder in the Hugging Face layout, or the entries of a configuration with
+    """Local folder in the Hugging Face layout, or the entries of a configuration, including
     ``model_type``.
     """
     max_concurrency: int = 64
-    """Sequences that are decoded together; more wait. The cache is allocated for all of them at
-    full length.
+    """Sequences that are decoded together; further requests wait. The cache is allocated for all of
+    them at full length.
     """
     max_model_len: int = 2048
     """Most tokens of a sequence, prompt and continuation; a longer continuation ends with
-    stop_reason 'length'. The positions that the model was built for are a limit, too."""
+    stop_reason 'length'. The model's own maximum number of positions also applies.
+    """
     max_prefill_tokens: int = 16384
     """Most prompt tokens, padding included, that are computed between two decoding steps; a longer
-    prompt goes alone.
+    prompt is computed alone.
     """
     dtype: str = "auto"
     """Type of weights and cache, such as ``bfloat16``; ``auto`` is bfloat16 on devices, float32 on
     the host.
     """
     seed: int = 0
-    """Seed of drawn weights; the train engine's, to start from its weights."""
+    """Seed of randomly initialised weights; use the training engine's seed to start from its
+    weights.
+    """
     close_timeout_s: float = 60.0
-    """How long destroy waits for the step that is running."""
+    """Seconds that destroy waits for the running step."""
 
     def __post_init__(self) -> None:
         if self.max_concurrency < 1 or self.max_model_len < 2:
-            raise ValueError("max_concurrency is at least 1 and max_model_len at least 2")
+            raise ValueError(
+                f"max_concurrency is {self.max_concurrency} and max_model_len is "
+                f"{self.max_model_len}; expected at least 1 and at least 2"
+            )
 
 
 class HFRolloutEngine(InferenceEngine):
     """A rollout instance on one device.
 
     Args:
-        config: The configuration; or give its fields as keyword arguments.
+        config: The configuration. Alternatively, pass its fields as keyword arguments.
+        **fields: Fields of RolloutConfig; not allowed together with ``config``.
 
     Raises:
-        ValueError: Unknown fields, or values of another type (msgspec.ValidationError).
+        ValueError: Both ``config`` and fields are given, a field is unknown, or a value has the
+            wrong type (msgspec.ValidationError).
     """
 
     def __init__(self, config: RolloutConfig | None = None, **fields: Any) -> None:
@@ -89,7 +96,7 @@ class HFRolloutEngine(InferenceEngine):
         """Build the model on this instance's device and start decoding; the weights are version 0.
 
         Raises:
-            ValueError: The model cannot be built, or has layers that this engine does not decode.
+            ValueError: The model cannot be built, or has layers that this engine cannot decode.
             RuntimeError: The engine is running or was destroyed.
         """
         if self._loop is not None or self._destroyed:
@@ -105,7 +112,7 @@ class HFRolloutEngine(InferenceEngine):
         positions = max_positions(model.config)
         if positions is not None and positions < self._max_len:
             logger.warning(
-                "max_model_len is %d, and the model has %d positions: sequences end there",
+                "max_model_len is %d, but the model has %d positions; sequences end there",
                 self._max_len,
                 positions,
             )
@@ -131,16 +138,34 @@ class HFRolloutEngine(InferenceEngine):
         return self._loop
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """See InferenceEngine. Raises also what the decoding step raised that this request was part
-        of.
+        """Continue one prompt; concurrent calls are batched.
+
+        Raises:
+            ValueError: The prompt is empty or too long, has tokens outside the vocabulary, or the
+                request id is already in flight.
+            RuntimeError: The engine is asleep or not running.
+            Exception: The error of the decoding step that this request was part of.
         """
         return (await self.agenerate_samples([request]))[0]
 
     async def agenerate_samples(
         self, requests: Sequence[GenerationRequest]
     ) -> list[GenerationResult]:
-        """See InferenceEngine. Samples join the batch together, as soon as there are slots for all
-        of them (for ``max_concurrency`` of them, where they are more).
+        """Continue one prompt several times; the prompt is computed once.
+
+        The samples join the batch together once there are slots for all of them (or, if there are
+        more samples than that, ``max_concurrency`` slots).
+
+        Args:
+            requests: Requests that differ only in id and seed.
+
+        Returns:
+            Results in the order of the requests, when all have ended.
+
+        Raises:
+            ValueError: The prompts differ, or a request is invalid as in agenerate.
+            RuntimeError: The engine is asleep or not running.
+            Exception: The error of a decoding step that a request was part of.
         """
         loop = self._running()
         for request in requests:
@@ -153,29 +178,65 @@ class HFRolloutEngine(InferenceEngine):
         return list(await asyncio.gather(*map(asyncio.wrap_future, loop.submit(requests))))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """End the given requests (None: all) with stop_reason 'abort'; return their number."""
         return await asyncio.wrap_future(self._running().abort(request_ids))
 
     async def update_weights(self, weights: Weights, version: int) -> int:
-        """See InferenceEngine. Nothing is decoded while the weights come."""
+        """Load new weights in place and serve them as ``version``; decoding pauses meanwhile.
+
+        Args:
+            weights: All parameters by Hugging Face name, of any dtype and device: in memory, as
+                files, or received by broadcasts.
+            version: Their version.
+
+        Returns:
+            The version served.
+
+        Raises:
+            ValueError: Names or shapes do not fit the model, which is unchanged.
+            RuntimeError: The engine is asleep. Or the update failed half-way
+                (PartialWeightUpdateError): the engine generates nothing until an update succeeds.
+            ConnectionError: A member of the weight-sync group is missing or late.
+            OSError: The files cannot be read.
+        """
         return await asyncio.wrap_future(self._running().update_weights(weights, version))
 
     async def sleep(self, level: int = 1) -> None:
-        """See InferenceEngine. Idempotent; level 2 after level 1 drops the weights on the host."""
+        """Release device memory. Idempotent.
+
+        Args:
+            level: 1 drops the cache and keeps the weights on the host; 2 drops the weights too,
+                also after an earlier sleep(1).
+
+        Raises:
+            ValueError: The level is not 1 or 2.
+            RuntimeError: Requests are in flight.
+        """
         await asyncio.wrap_future(self._running().sleep(level))
 
     async def wake(self, *, weights_only: bool = False) -> None:
-        """See InferenceEngine. Idempotent. Raises torch.OutOfMemoryError where there is no room;
-        the engine sleeps on.
+        """Allocate the device memory again. Idempotent.
+
+        Args:
+            weights_only: Restore only the weights, so that an update can be loaded; a second wake()
+                without it allocates the cache.
+
+        Raises:
+            torch.OutOfMemoryError: The device has too little free memory; the engine stays asleep.
         """
         await asyncio.wrap_future(self._running().wake(weights_only))
 
     def get_version(self) -> int:
+        """Return the weight version that is served."""
         return self._running().version
 
     def stats(self) -> dict[str, int]:
-        """``num_running`` and ``num_waiting`` requests; ``num_prompt_tokens`` computed (of requests
-        that join together with the same prompt, once) and ``num_generated_tokens`` so far; and the
-        ``version``. Takes no lock.
+        """Return counters of the engine. Takes no lock.
+
+        Returns:
+            ``num_running`` and ``num_waiting`` requests; ``num_prompt_tokens`` computed and
+            ``num_generated_tokens`` so far; and the weight ``version``. A prompt shared by samples
+            that join together counts once.
         """
         return self._running().stats()
 
@@ -183,7 +244,7 @@ class HFRolloutEngine(InferenceEngine):
         """End all requests as aborted and release the device. Idempotent.
 
         Raises:
-            TimeoutError: The step that is running did not end within ``close_timeout_s``.
+            TimeoutError: The running step did not end within ``close_timeout_s``.
         """
         self._destroyed = True
         loop, self._loop = self._loop, None

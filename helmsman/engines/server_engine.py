@@ -1,9 +1,8 @@
-"""ServerEngine: a rollout instance whose model runs in an inference server, a process that the
-worker launches.
+"""Rollout engine whose model runs in an inference server, a process that the worker launches.
 
-A weight update ends what the server generates; each sequence then continues after its tokens as a
-new request. So the version of every token is exact, and nothing that was computed by old weights is
-used by new ones, at the cost of one more prefill.
+A weight update ends all generations on the server; each sequence then continues after its tokens as
+a new request. The version of every token is therefore exact, and no keys or values of old weights
+are used with new ones, at the cost of one more prefill per sequence.
 """
 
 from __future__ import annotations
@@ -39,20 +38,22 @@ from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.weights import partial_update
 
 _ENDING_S = 10.0
-"""How long the server has to end what a pause ends, before its connections are closed."""
+"""Seconds that the server has to end paused generations before their connections are closed."""
 
 
 class ServerEngine(InferenceEngine):
-    """A rollout instance that is a server process: vLLM's OpenAI server, or SGLang.
+    """A rollout instance served by an inference server process: vLLM's OpenAI server, or SGLang.
 
-    The worker needs one leased port (``SchedulingSpec(port_count=1)``), and the package aiohttp
+    The worker needs one leased port (``SchedulingSpec(port_count=1)``) and the package aiohttp
     (``helmsman[server]``). The server sees the worker's devices, and ends with the worker.
 
     Args:
-        config: The configuration; or give its fields as keyword arguments.
+        config: The configuration. Alternatively, pass its fields as keyword arguments.
+        **fields: Fields of ServerConfig; not allowed together with ``config``.
 
     Raises:
-        ValueError: Unknown fields, or values of another type (msgspec.ValidationError).
+        ValueError: Both ``config`` and fields are given, a field is unknown, or a value has the
+            wrong type (msgspec.ValidationError).
         RuntimeError: The worker has no leased port.
         BackendNotInstalledError: aiohttp is missing.
     """
@@ -67,31 +68,30 @@ class ServerEngine(InferenceEngine):
         if context is None or not context.ports:
             raise RuntimeError(
                 "a ServerEngine binds a port that is leased to its worker, and this one has none; "
-                "ask for it by "
-                "SchedulingSpec(port_count=1)"
+                "request one by SchedulingSpec(port_count=1)"
             )
         http.library()
         self._host = context.node if self.config.host == "node" else self.config.host
         self._port = context.ports[0]
         self._dialect = DIALECTS[self.config.dialect]()
         self._model = ""
-        """Name of the model, as the server calls it."""
+        """Name of the model on the server."""
         self._forms: list[Expected] = []
-        """Names and shapes of weights that fit the model."""
+        """Accepted names and shapes of weights; empty if they are unknown."""
         self._process: ServerProcess | None = None
         self._client: http.ServerClient | None = None
         self._requests: Requests | None = None
         self._is_destroyed = False
         self._state = WeightState.AWAKE
-        """Without whole weights the server generates nothing."""
+        """The server generates nothing while its weights are incomplete."""
         self._one_update = asyncio.Lock()
         self._exchange = ""
-        """A folder of this engine's own, where weights are laid for the server."""
+        """Private folder of this engine, from which the server reads weights."""
         self._locks = contextlib.ExitStack()
         self._group: WeightGroup | None = None
         self._weight_thread = concurrent.futures.ThreadPoolExecutor(1, "weights")
-        """One, as collectives keep their order. Not shut down by destroy: an update that is
-        interrupted needs it to its end.
+        """A single thread, so that collectives keep their order. destroy() does not shut it down:
+        an interrupted update still needs it for its cleanup.
         """
 
     # --- life -------------------------------------------------------------------------------------
@@ -100,8 +100,9 @@ class ServerEngine(InferenceEngine):
         """Launch the server and wait until it is ready; the weights are version 0.
 
         Raises:
-            ServerStartError: It ended, or was not ready in time; nothing of it is left.
-            ValueError: There is no ``exchange_folder``.
+            ServerStartError: The server ended, or was not ready in time; it has been stopped and
+                cleaned up.
+            ValueError: ``exchange_folder`` does not exist.
             RuntimeError: The engine is running or was destroyed.
         """
         if self._process is not None or self._is_destroyed:
@@ -112,11 +113,10 @@ class ServerEngine(InferenceEngine):
         if not os.path.isdir(self.config.exchange_folder):
             raise ValueError(
                 f"there is no folder {self.config.exchange_folder!r} on this worker; set "
-                "ServerConfig.exchange_folder to one "
-                "that has room for all weights"
+                "ServerConfig.exchange_folder to one that has room for all weights"
             )
         self._forms = forms_of(self.config.model)
-        # which never begins with the hyphen of an argument, as other alphabets may
+        # Hexadecimal, because a key that starts with a hyphen would be parsed as an option.
         key = secrets.token_hex(24)
         address = f"{'127.0.0.1' if self._host == '0.0.0.0' else self._host}:{self._port}"
         self._exchange, lock = make_exchange(self.config.exchange_folder)
@@ -174,10 +174,10 @@ class ServerEngine(InferenceEngine):
         )
 
     def destroy(self) -> None:
-        """End the server, within ``stop_timeout_s`` and a few seconds. Idempotent.
+        """Stop the server, within ``stop_timeout_s`` and a few seconds. Idempotent.
 
         Raises:
-            TimeoutError: Something of it is left, although it was killed.
+            TimeoutError: A process of the server is still alive after SIGKILL.
         """
         self._is_destroyed = True
         client, requests = self._client, self._requests
@@ -192,7 +192,7 @@ class ServerEngine(InferenceEngine):
                     self._leave(client, requests), client.loop
                 )
                 with contextlib.suppress(TimeoutError):
-                    # something else holds the loop; the server's end is their end
+                    # The loop is busy; the requests fail when the server ends.
                     leaving.result(self.config.stop_timeout_s)
         finally:
             self._client = None
@@ -208,22 +208,37 @@ class ServerEngine(InferenceEngine):
         await client.close()
 
     def get_version(self) -> int:
+        """Return the weight version that is served; 0 before initialize()."""
         return self._requests.version if self._requests is not None else 0
 
     def failure(self) -> str | None:
+        """Return why the server can serve no more, or None while it can."""
         if self._process is None or not self._process.has_ended or self._is_destroyed:
             return None
         return f"its inference server has ended: {self._process.how_it_ended()}"
 
     def server_pid(self) -> int:
-        """Process id of the server."""
+        """Return the process id of the server.
+
+        Raises:
+            RuntimeError: The engine was not initialized.
+        """
         if self._process is None:
             raise RuntimeError("the server engine is not running; call initialize() first")
         return self._process.pid
 
     async def stats(self) -> dict[str, float]:
-        """``num_running`` and ``num_waiting`` requests of the server, ``kv_cache_usage`` from 0 to
-        1; ``num_generated_tokens`` that came from it so far; and the ``version``.
+        """Return counters of the server and the engine.
+
+        Returns:
+            ``num_running`` and ``num_waiting`` requests of the server; ``kv_cache_usage``, a
+            fraction from 0 to 1; ``num_generated_tokens`` received from it so far; and the weight
+            ``version``.
+
+        Raises:
+            RuntimeError: The engine is not running.
+            ServerLostError: The server has ended or its connection broke.
+            ServerRequestError: The server refused the request.
         """
         text = (
             await self._running().call("GET", "/metrics", limit_s=self.config.control_timeout_s)
@@ -239,7 +254,7 @@ class ServerEngine(InferenceEngine):
     def _on_server_end(self) -> None:
         client, requests = self._client, self._requests
         if client is not None and requests is not None and client.loop is not None:
-            with contextlib.suppress(RuntimeError):  # the worker has stopped its loop already
+            with contextlib.suppress(RuntimeError):  # the loop has already stopped
                 asyncio.run_coroutine_threadsafe(requests.notify(), client.loop)
 
     def _running(self) -> http.ServerClient:
@@ -271,8 +286,14 @@ class ServerEngine(InferenceEngine):
     # --- generation -------------------------------------------------------------------------------
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """See InferenceEngine. Raises also ServerLostError when the server has ended or its
-        connection broke, and ServerRequestError when it refused the request.
+        """Continue one prompt; concurrent calls are batched by the server.
+
+        Raises:
+            ValueError: The prompt is empty or too long, has tokens outside the vocabulary, or the
+                request id is already in flight.
+            RuntimeError: The engine is asleep or not running.
+            ServerLostError: The server has ended or its connection broke.
+            ServerRequestError: The server refused the request.
         """
         self._require_awake()
         return (await self._served().generate([request]))[0]
@@ -280,8 +301,22 @@ class ServerEngine(InferenceEngine):
     async def agenerate_samples(
         self, requests: Sequence[GenerationRequest]
     ) -> list[GenerationResult]:
-        """See InferenceEngine. One request of vLLM has all samples where they have no seeds; else
-        each is a request, and the server's prefix cache has the prompt.
+        """Continue one prompt several times.
+
+        vLLM gets one request for all samples if they have no seeds. Otherwise each sample is a
+        request, and the server's prefix cache holds the prompt.
+
+        Args:
+            requests: Requests that differ only in id and seed.
+
+        Returns:
+            Results in the order of the requests, when all have ended.
+
+        Raises:
+            ValueError: The prompts differ, or a request is invalid as in agenerate.
+            RuntimeError: The engine is asleep or not running.
+            ServerLostError: The server has ended or its connection broke.
+            ServerRequestError: The server refused a request.
         """
         check_samples_of_one(requests)
         self._require_awake()
@@ -290,10 +325,11 @@ class ServerEngine(InferenceEngine):
     def _require_awake(self) -> None:
         if not self._state.has_cache:
             raise RuntimeError(
-                f"a request came while the server is {self._state.value}; call wake() first"
+                f"a request arrived while the server is {self._state.value}; call wake() first"
             )
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """End the given requests (None: all) with stop_reason 'abort'; return their number."""
         return await self._served().abort(request_ids)
 
     async def _read(self, attempt: Attempt) -> None:
@@ -308,7 +344,7 @@ class ServerEngine(InferenceEngine):
                         chunk.sample for chunk in chunks if not 0 <= chunk.sample < len(counts)
                     ]:
                         raise ValueError(
-                            f"it is of sample {unknown[0]}, and {len(counts)} were asked for"
+                            f"it is of sample {unknown[0]}, but {len(counts)} were requested"
                         )
                 except ValueError as error:
                     await client.refuse(
@@ -320,33 +356,48 @@ class ServerEngine(InferenceEngine):
                     )
                     counts[chunk.sample] += len(chunk.token_ids)
         unended = [count for index, count in enumerate(counts) if index not in attempt.has_ended]
-        # vLLM sends nothing for what a pause has ended before its first token.
+        # vLLM sends nothing for a sequence that a pause has ended before its first token.
         if any(unended) or (unended and not requests.is_held):
-            said = "the events ended before the sequences"
+            said = "the events ended before the sequences did"
             await client.refuse(call.route, 200, said, "a reason for the end of each")
 
     async def _forget(self, attempt: Attempt) -> None:
-        """Tell the server that an attempt is no longer read, where the end of the connection does
-        not.
-        """
+        """Abort an attempt on a server that ignores closed connections."""
         call = self._dialect.abort(attempt.request_id)
         if call is not None and self._client is not None and not self._client.is_closed:
             with contextlib.suppress(ServerRequestError, ServerLostError, TimeoutError):
-                # its tokens count all the same
+                # Best effort: the tokens received so far are valid without it.
                 await self._send([call])
 
     # --- weights ----------------------------------------------------------------------------------
 
     async def update_weights(self, weights: Weights, version: int) -> int:
-        """See InferenceEngine. The server generates by the old weights while the new ones come;
-        weights that do not come as a folder of files are written to ``exchange_folder`` for it to
-        read.
+        """Load new weights into the server and serve them as ``version``.
+
+        The server generates with the old weights while the new ones arrive. Weights that are not a
+        folder of files are first written to ``exchange_folder``.
+
+        Args:
+            weights: All parameters by Hugging Face name, of any dtype and device: in memory, as
+                files, or received by broadcasts.
+            version: Their version.
+
+        Returns:
+            The version served.
+
+        Raises:
+            ValueError: Names or shapes do not fit the model, which is unchanged.
+            RuntimeError: The engine is asleep. Or the update failed half-way
+                (PartialWeightUpdateError): the engine generates nothing until an update succeeds.
+            ConnectionError: A member of the weight-sync group is missing or late.
+            OSError: The files cannot be read, or ``exchange_folder`` has no room.
+            ServerLostError: The server has ended or its connection broke.
         """
         requests = self._served()
         async with self._one_update:
             if not self._state.has_weight_memory:
                 raise RuntimeError(
-                    "the server is asleep, and has no room for weights; call "
+                    "the server is asleep and has no memory for weights; call "
                     "wake(weights_only=True) first"
                 )
             async with self._laid_out(weights) as path, self._paused(requests):
@@ -375,17 +426,15 @@ class ServerEngine(InferenceEngine):
 
     @contextlib.asynccontextmanager
     async def _paused(self, requests: Requests) -> AsyncIterator[None]:
-        """While the block runs the server generates nothing; it resumes afterwards, unless it has
-        no whole weights.
-        """
+        """Pause generation during the block; then resume unless the weights are incomplete."""
         if not self._state.has_cache:
             yield
             return
         requests.hold()
         try:
             await self._send(self._dialect.pause())
-            # An attempt without tokens may have come to the server after the pause, to wait there
-            # until it resumes.
+            # An attempt without tokens may have reached the server after the pause; it would wait
+            # there until the server resumes.
             requests.close_attempts(begun=False)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ENDING_S):
@@ -395,7 +444,7 @@ class ServerEngine(InferenceEngine):
         except BaseException:
             if self._state.is_whole and not self._is_destroyed:
                 with contextlib.suppress(ServerRequestError, ServerLostError, TimeoutError):
-                    # the first error counts
+                    # The first error is the one to raise.
                     await self._send(self._dialect.resume())
             raise
         else:
@@ -406,14 +455,21 @@ class ServerEngine(InferenceEngine):
     # --- sleep ------------------------------------------------------------------------------------
 
     async def sleep(self, level: int = 1) -> None:
-        """See InferenceEngine; for a server that was started with ``ServerConfig.sleep``, else
-        RuntimeError.
+        """Release device memory; needs ``ServerConfig.sleep``.
+
+        Args:
+            level: 1 drops the cache and keeps the weights on the host; 2 drops the weights too.
+
+        Raises:
+            ValueError: The level is not 1 or 2.
+            RuntimeError: Requests are in flight, or the server was started without
+                ``ServerConfig.sleep``.
         """
         requests = self._served()
         check_level(level)
         if not self.config.sleep:
             raise RuntimeError(
-                "this server was not started so that it can sleep; set ServerConfig.sleep"
+                "this server was started without support for sleep; set ServerConfig.sleep"
             )
         async with self._one_update:
             if requests.generations:
@@ -428,6 +484,12 @@ class ServerEngine(InferenceEngine):
                 self._on(WeightEvent.DROPPED)
 
     async def wake(self, *, weights_only: bool = False) -> None:
+        """Allocate the device memory again.
+
+        Args:
+            weights_only: Restore only the weights, so that an update can be loaded; a second wake()
+                without it allocates the cache.
+        """
         self._running()
         async with self._one_update:
             needs_cache = not self._state.has_cache and not weights_only
@@ -460,8 +522,8 @@ def _model_at(address: str, headers: Mapping[str, str], limit_s: float) -> dict[
             status=status,
             answer=answer.decode(errors="replace")[:2000],
             expected="200 with its models",
-            step="Look whether it is of ServerConfig.dialect, and whether another program listens "
-            "there",
+            step="Check that the server matches ServerConfig.dialect, and that no other program "
+            "listens there",
         )
     return model
 

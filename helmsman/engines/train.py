@@ -1,9 +1,8 @@
-"""The train engine: any Hugging Face causal model, to predict tokens or values, sharded with FSDP2
-over the ranks of its job.
+"""Training engine: a Hugging Face causal language model or value model, sharded with FSDP2.
 
 Fully sharded data parallelism: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277. Every rank
-holds a shard of each parameter and sees its own share of the batch. Losses are normalised over the
-global batch before the backward pass, so results do not depend on the number of ranks or
+holds a shard of each parameter and processes its own share of the batch. Losses are normalised over
+the global batch before the backward pass, so results do not depend on the number of ranks or
 micro-batches, up to rounding.
 """
 
@@ -77,13 +76,15 @@ from helmsman.engines.weight_transfer import publish
 
 
 class FSDPTrainEngine(TrainEngine):
-    """A rank of a training job.
+    """One rank of a training job.
 
     Args:
-        config: The configuration; or give its fields as keyword arguments.
+        config: The configuration. Alternatively, pass its fields as keyword arguments.
+        **fields: Fields of TrainConfig; not allowed together with ``config``.
 
     Raises:
-        ValueError: Unknown fields, or values of another type (msgspec.ValidationError).
+        ValueError: Both ``config`` and fields are given, a field is unknown, or a value has the
+            wrong type (msgspec.ValidationError).
     """
 
     def __init__(self, config: TrainConfig | None = None, **fields: Any) -> None:
@@ -100,10 +101,10 @@ class FSDPTrainEngine(TrainEngine):
         self._memory = HostMemory(self.config.offload)
 
     def create_process_group(self) -> None:
-        """Join the job's process group; without RANK and WORLD_SIZE, a group of one.
+        """Join the job's process group; without RANK and WORLD_SIZE, create a group of one.
 
         Raises:
-            ConnectionError: Not all ranks came together within ``rendezvous_timeout_s``.
+            ConnectionError: Not all ranks joined within ``rendezvous_timeout_s``.
         """
         if self._owns_group:
             return
@@ -114,11 +115,13 @@ class FSDPTrainEngine(TrainEngine):
         )
 
     def initialize(self) -> None:
-        """Build model and optimizer on this rank; each builds the whole model on its host before it
-        keeps its shard.
+        """Build the model and the optimizer on this rank.
+
+        Every rank builds the whole model in host memory before it keeps its shard.
 
         Raises:
-            RuntimeError: It has a model, whose steps would be counted for another one.
+            RuntimeError: The engine already has a model, or another rank failed.
+            ValueError: The model cannot be built, or cannot be divided as configured.
         """
         if self._model is not None:
             raise RuntimeError(
@@ -127,7 +130,7 @@ class FSDPTrainEngine(TrainEngine):
             )
         if not dist.is_initialized():
             self.create_process_group()
-        # FSDP takes the current one; somebody else may have made the group
+        # FSDP uses the current device. The group may exist without create_process_group.
         current_platform.set_device(local_device_index())
         self._device = current_platform.device(local_device_index())
         self._weight_group = WeightGroup(self._device)
@@ -159,9 +162,7 @@ class FSDPTrainEngine(TrainEngine):
         self._optimizer = None if self.config.frozen else self._make_optimizer()
 
     def _prepare(self, model: nn.Module) -> TensorPlan | None:
-        """Check that the model can be divided as configured, and change what has to be changed
-        before it is sharded.
-        """
+        """Validate the parallel layout against the model, and modify the model before sharding."""
         config: Any = model.config
         tensor_size, context_size = (
             self.config.tensor_parallel_size,
@@ -207,7 +208,7 @@ class FSDPTrainEngine(TrainEngine):
             )
         if self._memory.is_asleep and not may_sleep:
             raise RuntimeError(
-                "the train engine is asleep, and its state waits on the host; call wake() first"
+                "the train engine is asleep: its state is on the host; call wake() first"
             )
         return self._model
 
@@ -221,8 +222,8 @@ class FSDPTrainEngine(TrainEngine):
         if self.config.frozen:
             raise RuntimeError(
                 "this train engine is frozen (TrainConfig.frozen): it takes no steps and has no "
-                "optimizer to save or to load; "
-                "build it again with the folder of other weights as its model"
+                "optimizer to save or to load. To change its weights, build it again with their "
+                "folder as its model"
             )
 
     def train_batch(
@@ -231,24 +232,25 @@ class FSDPTrainEngine(TrainEngine):
         loss_fn: LossFn | str,
         loss_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
-        """One optimizer step over this rank's share of a batch, which may be empty.
+        """Take one optimizer step over this rank's share of a batch, which may be empty.
 
         Args:
-            samples: As ``helmsman.api.engines.Sample``.
+            samples: Columns of each sample by name; see ``helmsman.api.engines.Sample``.
             loss_fn: A name in ``helmsman.engines.losses.LOSSES``, an import path, or a function.
             loss_kwargs: Further arguments of the loss.
 
         Returns:
-            The same on every rank: ``loss`` and the loss's own statistics, averaged over the tokens
-            of the global batch (over its pairs, if the loss compares pairs); ``num_tokens`` (and
-            ``num_pairs``) of them; ``grad_norm`` before clipping; ``lr``.
+            The same statistics on every rank. ``loss`` and the loss's own statistics are averaged
+            over the tokens of the global batch (over its pairs for a loss that compares pairs).
+            ``num_tokens`` and, for paired losses, ``num_pairs`` are their counts. ``grad_norm`` is
+            the norm before clipping; ``lr`` is the learning rate of the step.
 
         Raises:
-            ValueError: A sample is malformed, no token of the global batch counts, or the loss asks
-                for another head.
-            RuntimeError: The engine is frozen; or another rank failed, and no step is taken: what
-                the loss raises on one rank is an error of all.
-            FloatingPointError: The gradient is not finite; weights and optimizer are as before.
+            ValueError: A sample is malformed, the global batch has no token in a loss mask, or the
+                loss needs another head.
+            RuntimeError: The engine is frozen, asleep or has no model. Or another rank failed: an
+                error of one rank's loss is raised on all ranks, and no step is taken.
+            FloatingPointError: The gradient is not finite; weights and optimizer are unchanged.
         """
         model, optimizer = self._built_model().train(), self._built_optimizer()
         optimizer.zero_grad(set_to_none=True)
@@ -280,6 +282,22 @@ class FSDPTrainEngine(TrainEngine):
         loss_fn: LossFn | str,
         loss_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
+        """Compute the statistics of train_batch without gradients and without a step.
+
+        Args:
+            samples: Columns of each sample by name; see ``helmsman.api.engines.Sample``.
+            loss_fn: A name in ``helmsman.engines.losses.LOSSES``, an import path, or a function.
+            loss_kwargs: Further arguments of the loss.
+
+        Returns:
+            The same statistics on every rank: those of train_batch, without ``grad_norm`` and
+            ``lr``.
+
+        Raises:
+            ValueError: A sample is malformed, the global batch has no token in a loss mask, or the
+                loss needs another head.
+            RuntimeError: The engine is asleep or has no model, or another rank failed.
+        """
         self._built_model().eval()
         try:
             return self._accumulate(samples, loss_fn, loss_kwargs)
@@ -309,12 +327,12 @@ class FSDPTrainEngine(TrainEngine):
         for micro_batch in micro_batches:
             columns = micro_batch.to(self._device)
             outputs = self._outputs(micro_batch, columns, loss)
-            # the backward pass is a collective, also of a rank that has no loss here
+            # The backward pass is a collective, so a rank without a loss here takes part too.
             total = outputs.sum() * 0.0
             if micro_batch.indices and error is None:
                 try:
                     loss_sum, stats = loss(outputs, columns)
-                # Raised below, once the other ranks' collectives have been served
+                # Raised below, after this rank has taken part in the remaining collectives.
                 except Exception as exc:  # noqa: BLE001
                     error = exc
                 else:
@@ -325,8 +343,8 @@ class FSDPTrainEngine(TrainEngine):
                         )
             if torch.is_grad_enabled():
                 with whole_pass(self._built_model()):
-                    # FSDP averages gradients over its ranks; the loss is a sum over them, divided
-                    # by the tokens (pairs) of all.
+                    # FSDP averages gradients over its ranks, but the loss is a sum over all ranks
+                    # divided by the global number of tokens (pairs).
                     (total * (self._built_mesh().data.size() / num_units)).backward()
         with failing_together("the loss"):
             if error is not None:
@@ -340,21 +358,22 @@ class FSDPTrainEngine(TrainEngine):
         return {**averages, **{name: float(count) for name, count in counts.items()}}
 
     def _make_micro_batches(self, samples: Sequence[Columns]) -> tuple[list[MicroBatch], int, int]:
-        """As many micro-batches as the rank with the most has; the global numbers of loss tokens
-        and samples. A collective.
+        """Split the samples into micro-batches, padded with empty ones to the largest rank's count.
+
+        Returns the micro-batches and the global numbers of loss tokens and of samples. A
+        collective.
         """
         groups = group_samples(samples, self._batching)
         num_tokens = sum(int(sample["loss_mask"].sum()) for sample in samples)
         shares = gather_objects((len(groups), num_tokens, len(samples), fingerprint(samples)))
         model_size = self._layout().model_size
-        strangers = [
+        mismatched = [
             rank for rank, share in enumerate(shares) if share != shares[rank - rank % model_size]
         ]
-        if strangers:
+        if mismatched:
             raise ValueError(
-                f"rank(s) {strangers} got other samples than the head of their model-parallel "
-                "group; all ranks of one "
-                "data-parallel coordinate are given the same"
+                f"rank(s) {mismatched} got other samples than the head of their model-parallel "
+                "group; pass the same samples to all ranks of one data-parallel coordinate"
             )
         most = max(share[0] for share in shares)
         groups = group_samples(samples, self._batching, at_least=most)
@@ -369,10 +388,10 @@ class FSDPTrainEngine(TrainEngine):
         columns: dict[str, torch.Tensor] | None = None,
         loss: LossCall | None = None,
     ) -> torch.Tensor:
-        """(B, T) float32: log-probability of every token of the columns given those before it, 0 at
-        the first; or its value.
+        """Compute log-probabilities or values of a micro-batch's tokens, (B, T) float32.
 
-        The columns get what else the loss needs.
+        The log-probability of a token is conditioned on the tokens before it; the first entry of
+        each row is 0. If the loss needs entropies, they are added to ``columns``.
         """
         rows, mesh = micro_batch.rows, self._built_mesh()
         input_ids, position_ids, next_ids = (
@@ -408,8 +427,18 @@ class FSDPTrainEngine(TrainEngine):
 
     @torch.no_grad()
     def forward(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Log-probabilities (entry 0 is 0) or values of each sample's tokens, (T,) float32 on the
-        host, in their order.
+        """Compute the log-probabilities or values of each sample's tokens. A collective.
+
+        Args:
+            samples: Columns of each sample by name; see ``helmsman.api.engines.Sample``.
+
+        Returns:
+            One (T,) float32 tensor on the host per sample, in the order of the samples. Entry 0 of
+            log-probabilities is 0.
+
+        Raises:
+            ValueError: A sample is malformed, or its model-parallel ranks have different samples.
+            RuntimeError: The engine is asleep or has no model, or another rank failed.
         """
         self._built_model().eval()
         with failing_together("preparing the batch"):
@@ -427,20 +456,50 @@ class FSDPTrainEngine(TrainEngine):
         return results
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:
-        """The full parameters by Hugging Face name on rank 0's host, float32, tied ones once; None
-        elsewhere. A collective.
+        """Gather the full parameters on rank 0's host. A collective.
+
+        Returns:
+            On rank 0, float32 tensors on the host by Hugging Face name, tied ones once; None
+            elsewhere.
+
+        Raises:
+            RuntimeError: The engine has no model.
         """
         sent = self.publish_weights(MemoryTarget(version=self._progress.version), WeightFormat())
         return dict(sent.tensors) if isinstance(sent, WeightsInMemory) else None
 
     def open_weight_store(self, address: str) -> int:
+        """Listen on rank 0 for the instances of a weight-sync group.
+
+        Args:
+            address: IP address of this rank's host that the instances can reach.
+
+        Returns:
+            The port.
+        """
         return self._weight_group.open_store(address)
 
     def publish_weights(
         self, target: WeightTarget, form: WeightFormat
     ) -> WeightsInMemory | WeightsOnDisk | int | None:
-        """Send the full parameters, by Hugging Face name, bucket by bucket from rank 0. A
-        collective; see publish.
+        """Send the full parameters by Hugging Face name, bucket by bucket. A collective.
+
+        Rank 0 sends; the other ranks contribute their shards.
+
+        Args:
+            target: Memory, a folder on disk or a weight-sync group, with the version to send.
+            form: Dtype, names, bucket size in bytes and checksums of the sent tensors.
+
+        Returns:
+            On rank 0 the weights in memory, the folder, or the number of bytes broadcast; None
+            elsewhere.
+
+        Raises:
+            ValueError: The engine's version is not the target's, two parameters map to one name, or
+                the dtype is unknown.
+            RuntimeError: The engine has no model, or another rank failed.
+            ConnectionError: The instances did not join the group, or left it.
+            OSError: The files cannot be written.
         """
         return publish(
             named_tensors(self._built_model(may_sleep=True)),
@@ -453,15 +512,30 @@ class FSDPTrainEngine(TrainEngine):
         )
 
     def save(self, path: str) -> None:
-        """Write parameters, optimizer state, version, step count and random state below ``path``,
-        all or nothing; every rank writes its part. See Checkpointer.save. A collective.
+        """Write a checkpoint to ``path``, all or nothing. A collective.
+
+        Parameters, optimizer state, weight version, step count and random state are saved; every
+        rank writes its part. See Checkpointer.save.
+
+        Args:
+            path: Folder that all ranks can write to; an existing checkpoint there is replaced.
+
+        Raises:
+            OSError: The files cannot be written.
+            RuntimeError: The engine is frozen, asleep or has no model, or another rank failed.
         """
         self._save(path, background=False)
 
     def save_in_background(self, path: str) -> None:
-        """As save, and return as soon as the state has been copied to the host. What goes wrong
-        later is raised by the next train_batch, eval_batch, save, load or wait_for_save. A
-        collective.
+        """Save like save(), but return once the state has been copied to the host. A collective.
+
+        A later failure is raised by the next train_batch, eval_batch, save, load or wait_for_save.
+
+        Args:
+            path: Folder that all ranks can write to; an existing checkpoint there is replaced.
+
+        Raises:
+            RuntimeError: The engine is frozen, asleep or has no model, or another rank failed.
         """
         self._save(path, background=True)
 
@@ -478,13 +552,25 @@ class FSDPTrainEngine(TrainEngine):
             )
 
     def wait_for_save(self) -> None:
-        """Wait until what save_in_background began is written. Raises what it met. A collective."""
+        """Wait until the save that save_in_background began is written. A collective.
+
+        Raises:
+            Exception: The error with which that save failed.
+        """
         self._built_model(may_sleep=True)
         self._checkpointer.wait()
 
     def load(self, path: str) -> None:
-        """Read what save wrote, by any number of ranks; the random state only where they are as
-        many. A collective.
+        """Read a checkpoint of save(), written by any number of ranks. A collective.
+
+        The random state is restored only if the number of ranks is the same.
+
+        Args:
+            path: Folder of the checkpoint.
+
+        Raises:
+            OSError: The files cannot be read.
+            RuntimeError: The engine is frozen, asleep or has no model, or another rank failed.
         """
         self._check_trainable()
         optimizer = self._make_optimizer()
@@ -495,8 +581,17 @@ class FSDPTrainEngine(TrainEngine):
     def export_hf(
         self, path: str, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> None:
-        """Write the weights and the tokenizer as a Hugging Face folder; see hf_export.export_hf. A
-        collective.
+        """Write the weights and the tokenizer as a Hugging Face folder. A collective.
+
+        Args:
+            path: Folder to write, all or nothing.
+            dtype: Type of the parameters, such as ``bfloat16``; None keeps theirs.
+            max_shard_bytes: Largest size of one safetensors file, in bytes.
+
+        Raises:
+            ValueError: The dtype is unknown.
+            OSError: The files cannot be written.
+            RuntimeError: The engine has no model, or another rank failed.
         """
         model, source = self._built_model(may_sleep=True), self._model_folder()
         export_hf(
@@ -512,39 +607,46 @@ class FSDPTrainEngine(TrainEngine):
         return self.config.model if isinstance(self.config.model, str) else None
 
     def sleep(self) -> None:
-        """Have parameters and optimizer state wait on the host, pinned where there is a device, and
-        give its memory back. export_hf, wait_for_save, set_version and set_lr are allowed
-        meanwhile, besides those that TrainEngine names.
+        """Move parameters and optimizer state to the host and release device memory.
+
+        Host memory is pinned where there is a device. Besides the methods that TrainEngine.sleep
+        names, export_hf, wait_for_save, set_version and set_lr are allowed until wake().
         """
         model = self._built_model(may_sleep=True)
         self._memory.sleep(model, self._optimizer)
 
     def wake(self) -> None:
-        """Take the device's memory again. Raises torch.OutOfMemoryError where there is not enough;
-        it sleeps on then.
+        """Move parameters and optimizer state back to the device.
+
+        Raises:
+            torch.OutOfMemoryError: The device has too little free memory; the engine stays asleep.
         """
         self._built_model(may_sleep=True)
         self._memory.wake()
 
     def get_version(self) -> int:
+        """Return the weight version."""
         return self._progress.version
 
     def set_version(self, version: int) -> None:
+        """Set the weight version; the step count is unchanged."""
         self._progress = Progress(version=version, num_steps=self._progress.num_steps)
 
     def set_lr(self, lr: float) -> None:
-        """Use another learning rate from the next step on, such as for another phase of training;
-        not part of a checkpoint. Raises ValueError as TrainConfig.
+        """Set the learning rate from the next step on; it is not part of a checkpoint.
+
+        Raises:
+            ValueError: The rate is negative or not finite.
         """
         self.config = msgspec.structs.replace(self.config, lr=lr)
 
     def destroy(self) -> None:
-        """Free the model and leave the process group, if this engine had joined it. Idempotent."""
+        """Free the model and leave the process group if this engine joined it. Idempotent."""
         if self._model is not None:
             self._checkpointer.close()
             self._weight_group.close()
             self._memory.clear()
-            # of the next model, should there be one
+            # initialize() may build another model, which starts from these counts.
             self._progress = Progress(version=0, num_steps=0)
         had_model, self._mesh, self._model, self._optimizer = (
             self._model is not None,
@@ -560,16 +662,19 @@ class FSDPTrainEngine(TrainEngine):
 
     @property
     def data_parallel_rank(self) -> int:
+        """This rank's coordinate along the data-parallel axis."""
         return self._layout().data_rank
 
     @property
     def data_parallel_world_size(self) -> int:
+        """Number of ranks along the data-parallel axis."""
         return self._layout().data_size
 
     @property
     def model_parallel_group(self) -> dist.ProcessGroup | None:
-        """The tensor- and context-parallel ranks of one data-parallel coordinate; None when this
-        rank is alone in it, and before initialize.
+        """Group of the tensor- and context-parallel ranks of one data-parallel coordinate.
+
+        None when this rank is alone in it, and before initialize().
         """
         return None if self._mesh is None else self._mesh.model_group
 

@@ -1,4 +1,4 @@
-"""What a train engine trains, and how."""
+"""Configuration of the training engine."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from helmsman.api.engines import Head
 from helmsman.api.suggestions import Suggesting
 
 Offload: TypeAlias = Literal["none", "optimizer", "all"]
-"""What waits on the host while it is not used."""
+"""State that is kept on the host while it is not in use."""
 
 
 class TrainConfig(
     msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """What a train engine trains, and how."""
+    """Configuration of a training engine: model, optimizer, parallel layout and limits."""
 
     model: str | dict[str, Any]
-    """Local folder in the Hugging Face layout, or the entries of a configuration with
+    """Local folder in the Hugging Face layout, or the entries of a configuration, including
     ``model_type``.
     """
     head: Head = "lm"
-    """``lm`` trains a policy; ``value`` a critic or a reward model, which gives a number for each
-    token. Its linear layer is drawn from ``seed`` when ``model`` has none, and is exported as
-    ``transformers`` saves sequence classification."""
+    """``lm`` trains a policy. ``value`` trains a critic or a reward model, which outputs a number
+    for each token. Its linear layer is drawn from ``seed`` when ``model`` has none, and is exported
+    in the layout of ``transformers`` sequence classification.
+    """
     frozen: bool = False
-    """The engine only forwards and evaluates, such as a reference or a reward model: there is no
-    optimizer, parameters are kept in ``compute_dtype``, and train_batch, save and load are
-    refused."""
+    """The engine only forwards and evaluates, for example as a reference or a reward model. It has
+    no optimizer, parameters are kept in ``compute_dtype``, and train_batch, save and load raise
+    RuntimeError.
+    """
     lr: float = 1e-5
     """Learning rate after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -42,17 +44,18 @@ class TrainConfig(
     num_warmup_steps: int = 0
     """Steps over which the learning rate rises linearly; it is constant afterwards."""
     max_grad_norm: float | None = 1.0
-    """Gradients are scaled down to this global 2-norm; None leaves them as they are."""
+    """Gradients are scaled down to this global 2-norm; None disables clipping."""
     max_tokens_per_micro_batch: int = 16384
-    """Budget of one forward pass in tokens per data-parallel rank, padding included; its
+    """Most tokens of one forward pass per data-parallel rank, padding included. Its
     context-parallel ranks share them.
     """
     compute_dtype: str = "auto"
     """Type of the forward and backward pass, such as ``bfloat16``; ``auto`` is bfloat16 on devices,
-    float32 on the host. Parameters, gradient reduction and optimizer state are float32 in any
-    case."""
+    float32 on the host. Parameters, gradient reduction and optimizer state of a trained model are
+    always float32.
+    """
     seed: int = 0
-    """Seed of drawn weights; the same on every rank."""
+    """Seed of randomly initialised weights; the same on every rank."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations
     (arXiv:1604.06174).
@@ -62,33 +65,33 @@ class TrainConfig(
     keeping them (ZeRO-2).
     """
     tensor_parallel_size: int = 1
-    """Ranks that share every layer's matrices and every token (arXiv:1909.08053); neighbours, which
-    belong on one node.
+    """Ranks that split every layer's matrices and process the same tokens (arXiv:1909.08053). They
+    are consecutive ranks and should share a node.
     """
     context_parallel_size: int = 1
-    """Ranks that share the tokens of a sequence and, inside attention, its heads
+    """Ranks that split the tokens of a sequence and, inside attention, its heads
     (arXiv:2309.14509).
     """
     data_parallel_replicas: int = 1
-    """Copies of the sharded model: 2 shards the parameters over one half of the data-parallel
-    ranks, and again over the other. Parameters are gathered among fewer ranks, and take more
-    memory."""
+    """Number of copies of the sharded model. With 2, each half of the data-parallel ranks shards
+    all parameters. More copies gather parameters among fewer ranks and use more memory.
+    """
     packing: bool | None = None
-    """Whether the samples of a micro-batch are one row without padding, with positions that begin
-    again at each; None does so where the model allows it."""
+    """Whether the samples of a micro-batch form one row without padding, with positions that
+    restart at each sample. None packs if the model supports it.
+    """
     offload: Offload = "none"
-    """What is on the host while it is not used: ``optimizer``, its state between steps, for which
-    the device needs room then; ``all``, parameters, gradients and optimizer, which steps on the
-    host, too (FSDP's CPUOffloadPolicy)."""
+    """State kept on the host while not in use. ``optimizer``: the optimizer state between steps;
+    the device needs room for it during a step. ``all``: parameters, gradients and optimizer state;
+    the optimizer also steps on the host (FSDP's CPUOffloadPolicy).
+    """
     rendezvous_timeout_s: float = 300.0
-    """How long the ranks wait for each other at the start."""
+    """Seconds that ranks wait for each other at the start."""
     collective_timeout_s: float = 1800.0
-    """How long a collective waits for the slowest rank."""
+    """Seconds that a collective waits for the slowest rank."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a number that no training can have; sizes of axes are checked where
-        the ranks are counted.
-        """
+        """Raise ValueError for an invalid number; parallel sizes are checked by the engine."""
         for name in ("lr", "eps", "weight_decay", "num_warmup_steps"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} is {value}; expected 0 or more, and not infinity")

@@ -1,4 +1,4 @@
-"""What a vLLM instance serves, and how; read without vLLM."""
+"""Configuration of a vLLM instance; can be imported without vLLM."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ _BY_FIELD = {
     "max_num_seqs": "set VLLMConfig.max_concurrency",
     "enable_prefix_caching": "set VLLMConfig.enable_prefix_caching",
     "enable_sleep_mode": "set VLLMConfig.enable_sleep_mode",
-    "worker_extension_cls": "it is by its own that weights are updated; leave it out",
+    "worker_extension_cls": "weight updates need the engine's own extension; leave it out",
 }
-"""What engine_args may not have, and what to do."""
+"""Keys that engine_args must not have -> what to do instead."""
 
 
 class VLLMConfig(
     msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """The fields of RolloutConfig mean here what they mean there."""
+    """Configuration of a vLLM engine. Fields shared with RolloutConfig have the same meaning."""
 
     model: str
     """Local folder in the Hugging Face layout."""
     max_concurrency: int = 64
-    """Sequences that are decoded together (vLLM's ``max_num_seqs``); more wait in vLLM."""
+    """Sequences that are decoded together (vLLM's ``max_num_seqs``); further requests wait in vLLM.
+    """
     max_model_len: int = 2048
     """Most tokens of a sequence, prompt and continuation; a longer continuation ends with
     stop_reason 'length'.
@@ -40,40 +41,41 @@ class VLLMConfig(
     the host.
     """
     seed: int = 0
-    """Of vLLM's own random numbers, which requests without a seed draw from."""
+    """Seed of vLLM's own random numbers, used by requests that have no seed."""
     tensor_parallel_size: int = 1
     """Ranks over which each layer is split."""
     pipeline_parallel_size: int = 1
     """Ranks over which the layers are divided."""
     distributed_executor_backend: str | None = None
-    """How vLLM starts its ranks: ``mp`` (processes of this node), ``ray``, or what vLLM chooses.
-    ``ray`` in a Ray worker of a ``deferred`` instance takes the bundles of its placement group,
-    which may be on several nodes; not run yet."""
+    """How vLLM starts its ranks: ``mp`` (processes of this node), ``ray``, or None for vLLM's
+    choice. In a Ray worker of a ``deferred`` instance, ``ray`` uses the bundles of its placement
+    group, which may span nodes; this combination has not been run yet.
+    """
     gpu_memory_utilization: float = 0.9
-    """Part of a device's memory that vLLM takes for weights and cache; colocated with a trainer,
-    less.
+    """Fraction of a device's memory that vLLM uses for weights and cache; use less when colocated
+    with a trainer.
     """
     enforce_eager: bool = False
-    """Run without compiled graphs: starts sooner, decodes slower."""
+    """Run without compiled graphs: starts faster, decodes slower."""
     enable_prefix_caching: bool = True
-    """Keep the keys and values of what was computed, for prompts that begin alike; samples of one
-    prompt share it by this.
+    """Cache keys and values by prompt prefix. Samples of one prompt share its computation this way.
     """
     keep_prefix_cache: bool = False
-    """Let prompts use keys and values that were computed under earlier weights. By default, an
-    update parts with them.
+    """Let prompts reuse keys and values that were computed under earlier weights. By default, an
+    update empties the prefix cache.
     """
     in_flight: InFlight | None = None
-    """What an update does to the keys and values of requests in flight: ``keep`` (also None) goes
-    on with them, as HFRolloutEngine does; ``recompute`` has vLLM compute them again by the new
-    weights. vLLM also recomputes those that it drops for want of room. A request that has no token
-    yet begins again in any case."""
+    """What an update does with the keys and values of requests in flight. ``keep`` (also None)
+    continues with them, like HFRolloutEngine. ``recompute`` makes vLLM compute them again under the
+    new weights. vLLM also recomputes requests that it preempts for lack of memory. A request
+    without a token yet always starts again.
+    """
     load_format: LoadFormat = "auto"
-    """Where the first weights come from: the folder, or ``dummy`` for random ones, which an update
+    """Source of the first weights: the folder, or ``dummy`` for random ones that an update
     replaces.
     """
     enable_sleep_mode: bool = False
-    """Have vLLM allocate in a way that lets ``sleep`` give memory back; devices only."""
+    """Make vLLM allocate memory such that ``sleep`` can release it; devices only."""
     max_lora_rank: int = 0
     """Largest rank of LoRA adapters; 0 for none."""
     max_loras: int = 1
@@ -81,16 +83,17 @@ class VLLMConfig(
     adapters: dict[str, str] = {}
     """LoRA adapters to load at the start: name -> folder."""
     adapter: str = ""
-    """The one of them that requests use; '' for none."""
+    """Name of the adapter that requests use; '' for none."""
     bucket_bytes: int = 256 << 20
-    """Weights that are handed to vLLM's processes at once, through shared memory; one that is
-    larger goes alone.
+    """Bytes of weights that are passed to vLLM's processes at once, through shared memory; a larger
+    tensor is passed alone.
     """
     close_timeout_s: float = 60.0
-    """How long destroy waits for vLLM's processes to end before it kills them."""
+    """Seconds that destroy waits for vLLM's processes to end before it kills them."""
     engine_args: dict[str, Any] = {}
-    """Anything else that vLLM's ``AsyncEngineArgs`` takes; these win over the fields above. What
-    the engine reckons with itself is set by its field alone."""
+    """Further arguments of vLLM's ``AsyncEngineArgs``; they override the fields above. Arguments
+    that the engine itself depends on can only be set by their fields.
+    """
 
     def __post_init__(self) -> None:
         least = {
@@ -110,11 +113,11 @@ class VLLMConfig(
         for name, instead in _BY_FIELD.items():
             if name in self.engine_args:
                 raise ValueError(
-                    f"engine_args has {name!r}, which the engine reckons with itself: {instead}"
+                    f"engine_args has {name!r}, which the engine sets itself: {instead}"
                 )
         if self.adapters and not self.max_lora_rank:
             raise ValueError(
-                "adapters are given and max_lora_rank is 0; set it to the largest of their ranks"
+                "adapters are given but max_lora_rank is 0; set it to the largest of their ranks"
             )
         if self.adapter and self.adapter not in self.adapters:
             raise ValueError(

@@ -1,8 +1,7 @@
-"""The rollout engine on vLLM: one instance per worker, whose EngineCore and ranks are child
-processes of it.
+"""Rollout engine on vLLM: one instance per worker; EngineCore and ranks are its child processes.
 
-It takes HFRolloutEngine's place by its name alone. vLLM's client lives on an event loop in a thread
-of its own, so that calls may come from any loop or thread and health is answered beside them.
+It is a drop-in replacement for HFRolloutEngine. vLLM's client runs on an event loop in its own
+thread, so calls may come from any loop or thread, and health checks are answered concurrently.
 """
 
 from __future__ import annotations
@@ -32,13 +31,15 @@ _LAST_TASKS_S = 5.0
 
 
 class VLLMEngine(InferenceEngine):
-    """A rollout instance that vLLM serves, on the devices that its worker sees.
+    """A rollout instance served by vLLM, on the devices that its worker sees.
 
     Args:
-        config: The configuration; or give its fields as keyword arguments.
+        config: The configuration. Alternatively, pass its fields as keyword arguments.
+        **fields: Fields of VLLMConfig; not allowed together with ``config``.
 
     Raises:
-        ValueError: Unknown fields, or values of another type (msgspec.ValidationError).
+        ValueError: Both ``config`` and fields are given, a field is unknown, or a value has the
+            wrong type (msgspec.ValidationError).
         BackendNotInstalledError: vLLM is not installed.
     """
 
@@ -53,20 +54,20 @@ class VLLMEngine(InferenceEngine):
         self._thread: threading.Thread | None = None
         self._instance: VLLMInstance | None = None
         self._calls: set[Future[Any]] = set()
-        """Those under way, for destroy to see them answered before the loop ends."""
+        """Calls in flight; destroy waits for them before it stops the loop."""
         self._destroyed = False
 
     def initialize(self) -> None:
         """Start vLLM's processes and load the model; the weights are version 0.
 
-        vLLM inherits this worker's environment, its devices' masks included. It lets the system
-        choose the ports on which its processes meet, so that instances of one node do not collide;
-        VLLM_PORT, which makes all of them try the same, is best left unset.
+        vLLM inherits this worker's environment, including device visibility. The operating system
+        chooses the ports of vLLM's processes, so instances on one node do not collide. Leave
+        VLLM_PORT unset: it makes all of them try the same port.
 
         Raises:
-            ValueError: There is no such folder, or vLLM does not know an argument.
-            RuntimeError: The engine is running or was destroyed; or vLLM could not start, and its
-                log says why.
+            ValueError: The folder does not exist, or vLLM rejects an argument.
+            RuntimeError: The engine is running or was destroyed; or vLLM could not start, for the
+                reason in its log.
         """
         if self._instance is not None or self._destroyed:
             raise RuntimeError(
@@ -101,11 +102,13 @@ class VLLMEngine(InferenceEngine):
             raise
 
     def failure(self) -> str | None:
+        """Return why vLLM can serve no more, or None while it can."""
         return self._instance.failure if self._instance is not None else None
 
     def destroy(self) -> None:
-        """End all requests as aborted, and vLLM's processes: those that have not ended after
-        ``close_timeout_s`` are killed. Idempotent.
+        """End all requests as aborted and stop vLLM's processes. Idempotent.
+
+        Processes that have not ended after ``close_timeout_s`` are killed.
         """
         self._destroyed = True
         instance, self._instance = self._instance, None
@@ -145,70 +148,131 @@ class VLLMEngine(InferenceEngine):
         return call
 
     async def _to_its_end(self, work: Callable[[VLLMInstance], Coroutine[Any, Any, T]]) -> T:
-        """Await what must not be left half done when its caller is cancelled."""
+        """Await work that must run to completion even if its caller is cancelled."""
         return await asyncio.shield(asyncio.wrap_future(self._begin(work)))
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """See InferenceEngine. Cancelling the call ends the request in vLLM. Raises also
-        EngineDeadError when vLLM's processes have ended.
+        """Continue one prompt. Cancelling the call ends the request in vLLM.
 
-        With a seed, the tokens do not depend on what else is in flight, up to rounding. A request
-        that goes on after a cut (``num_generated``, or an update with ``in_flight='recompute'``)
-        draws from a stream that follows from the seed and from the number of tokens so far: it
-        repeats itself, but differs from an uncut one, since vLLM's own generators begin at their
-        first number.
+        With a seed, the tokens do not depend on other requests in flight, up to rounding. A request
+        that continues after an interruption (``num_generated``, or an update with
+        ``in_flight='recompute'``) samples from a stream derived from the seed and the number of
+        tokens so far. The result is reproducible, but differs from that of an uninterrupted
+        request, because vLLM's generators restart at their first number.
+
+        Raises:
+            ValueError: The prompt is empty or too long, has tokens outside the vocabulary, or the
+                request id is already in flight.
+            RuntimeError: The engine is asleep or not running.
+            EngineDeadError: vLLM's processes have ended.
         """
         return (await self.agenerate_samples([request]))[0]
 
     async def agenerate_samples(
         self, requests: Sequence[GenerationRequest]
     ) -> list[GenerationResult]:
-        """See InferenceEngine. Each sample keeps its own seed; vLLM's ``n`` would derive one from
-        another. The prompt is computed once but for the last of its blocks (``block_size`` tokens),
-        by way of the prefix cache.
+        """Continue one prompt several times; the prefix cache computes the prompt once.
+
+        Each sample keeps its own seed; vLLM's ``n`` would derive one from another. The last block
+        of the prompt (``block_size`` tokens) is computed for every sample.
+
+        Args:
+            requests: Requests that differ only in id and seed.
+
+        Returns:
+            Results in the order of the requests, when all have ended.
+
+        Raises:
+            ValueError: The prompts differ, or a request is invalid as in agenerate.
+            RuntimeError: The engine is asleep or not running.
+            EngineDeadError: vLLM's processes have ended.
         """
         check_samples_of_one(requests)
         return await asyncio.wrap_future(self._begin(lambda instance: instance.generate(requests)))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """End the given requests (None: all) with stop_reason 'abort'; return their number."""
         return await asyncio.wrap_future(
             self._begin(lambda instance: instance.requests.abort(request_ids))
         )
 
     def stats(self) -> dict[str, float]:
-        """``num_running`` (those with a token) and ``num_waiting`` requests; ``num_prompt_tokens``
-        computed and ``num_generated_tokens`` so far; ``num_prefix_tokens`` of prompts that were
-        looked up in the prefix cache, and ``num_prefix_hits`` of them that were found;
-        ``kv_cache_usage``, the part of the cache that requests have, 0 to 1, as of the last step;
-        and the ``version``. Takes no lock.
+        """Return counters of the engine. Takes no lock.
+
+        Returns:
+            ``num_running`` (requests with a token) and ``num_waiting`` requests;
+            ``num_prompt_tokens`` computed and ``num_generated_tokens`` so far;
+            ``num_prefix_tokens``, the prompt tokens looked up in the prefix cache, and
+            ``num_prefix_hits``, those found; ``kv_cache_usage``, the used fraction of the cache (0
+            to 1) as of the last step; and the weight ``version``.
         """
         return self._running().stats()
 
     async def update_weights(self, weights: Weights, version: int) -> int:
-        """See InferenceEngine; for requests in flight, see VLLMConfig.in_flight. Weights in memory
-        go to vLLM's processes by shared memory of this node, copied once; files are read by each
-        rank; broadcasts are received by the first rank, on its device, and passed on to the
-        others.
+        """Load new weights and serve them as ``version``.
+
+        VLLMConfig.in_flight says what happens to requests in flight. Weights in memory are copied
+        once, into shared memory of this node for vLLM's processes. Files are read by each rank.
+        Broadcasts are received by the first rank, on its device, and passed on to the others.
+
+        Args:
+            weights: All parameters by Hugging Face name, of any dtype and device: in memory, as
+                files, or received by broadcasts.
+            version: Their version.
+
+        Returns:
+            The version served.
+
+        Raises:
+            ValueError: Names or shapes do not fit the model, which is unchanged.
+            RuntimeError: The engine is asleep. Or the update failed half-way
+                (PartialWeightUpdateError): the engine generates nothing until an update succeeds.
+            ConnectionError: A member of the weight-sync group is missing or late.
+            OSError: The files cannot be read, or shared memory has no room.
+            EngineDeadError: vLLM's processes have ended.
         """
         return await self._to_its_end(lambda instance: instance.update_weights(weights, version))
 
     def get_version(self) -> int:
+        """Return the weight version that is served."""
         return self._running().requests.version
 
     async def sleep(self, level: int = 1) -> None:
-        """See InferenceEngine. On devices this is vLLM's sleep mode, which ``enable_sleep_mode``
-        prepares. On the CPU vLLM has none: requests are refused and the prefix cache is emptied, as
-        elsewhere, but no memory is given back.
+        """Release device memory by vLLM's sleep mode, which needs ``enable_sleep_mode``.
+
+        On the CPU vLLM has no sleep mode: requests are refused and the prefix cache is emptied, but
+        no memory is released.
+
+        Args:
+            level: 1 drops the cache and keeps the weights on the host; 2 drops the weights too.
+
+        Raises:
+            ValueError: The level is not 1 or 2.
+            RuntimeError: Requests are in flight, or sleep mode is not enabled.
         """
         check_level(level)
         await self._to_its_end(lambda instance: instance.sleep(level))
 
     async def wake(self, *, weights_only: bool = False) -> None:
+        """Allocate the device memory again.
+
+        Args:
+            weights_only: Restore only the weights, so that an update can be loaded; a second wake()
+                without it allocates the cache.
+        """
         await self._to_its_end(lambda instance: instance.wake(weights_only))
 
     async def load_lora(self, name: str, path: str) -> None:
-        """Load a LoRA adapter in PEFT's layout from a folder, in place of one of this name. Needs
-        ``max_lora_rank``.
+        """Load a LoRA adapter, replacing a loaded one of the same name.
+
+        Args:
+            name: Name of the adapter.
+            path: Folder in PEFT's layout.
+
+        Raises:
+            ValueError: ``max_lora_rank`` is 0.
+            RuntimeError: vLLM did not load the adapter.
+            EngineDeadError: vLLM's processes have ended.
         """
         if not self.config.max_lora_rank:
             raise ValueError(
@@ -218,14 +282,18 @@ class VLLMEngine(InferenceEngine):
         await self._to_its_end(lambda instance: instance.load_adapter(name, path))
 
     async def unload_lora(self, name: str) -> None:
-        """Forget an adapter that requests do not use. Raises: ValueError for one that they do, or
-        that is not there.
+        """Unload an adapter that requests do not use.
+
+        Raises:
+            ValueError: The adapter is in use or not loaded.
         """
         await self._to_its_end(lambda instance: instance.unload_adapter(name))
 
     async def use_lora(self, name: str = "") -> None:
-        """Have requests that begin from now on use this adapter; '' for none. Raises: ValueError
-        for one that is not loaded.
+        """Set the adapter for requests that start from now on; '' for none.
+
+        Raises:
+            ValueError: The adapter is not loaded.
         """
 
         async def use(instance: VLLMInstance) -> None:
@@ -252,7 +320,7 @@ def _arguments(config: VLLMConfig) -> dict[str, Any]:
         "load_format": config.load_format,
         "enable_sleep_mode": config.enable_sleep_mode,
         "logprobs_mode": "raw_logprobs",
-        "generation_config": "vllm",  # and not the folder's, which may set how tokens are drawn
+        "generation_config": "vllm",  # the folder's may change sampling defaults
         "worker_extension_cls": _EXTENSION,
         "disable_log_stats": True,
     }
@@ -271,7 +339,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
-        if left := asyncio.all_tasks(loop):  # whose callers would wait for ever
+        if left := asyncio.all_tasks(loop):  # their callers would wait forever
             for task in left:
                 task.cancel()
             loop.run_until_complete(asyncio.wait(left, timeout=_LAST_TASKS_S))

@@ -1,10 +1,9 @@
-"""Weights on their way from a trainer's ranks to a rollout instance: in memory, as files, or by
-broadcasts; in buckets.
+"""Weight transfer from a trainer to a rollout instance: in memory, as files or by broadcasts.
 
-A trainer sends its tensors by ``publish``; an instance reads what comes by ``incoming``, whichever
-way that is. By broadcasts, each bucket is a header (msgpack) and the bytes of its tensors end to
-end; the first header has the names and shapes of all, so that an instance can refuse before it has
-changed anything.
+The trainer's ranks send their tensors with ``publish``, and an instance reads them with
+``incoming``; both work in buckets. In broadcasts, each bucket is a header (msgpack) followed by the
+bytes of its tensors, concatenated. The first header has the names and shapes of all tensors, so
+that an instance can refuse them before it has changed anything.
 """
 
 from __future__ import annotations
@@ -53,21 +52,35 @@ def publish(
     group: WeightGroup,
     full: Callable[[torch.Tensor], torch.Tensor] = full_tensor,
 ) -> WeightsInMemory | WeightsOnDisk | int | None:
-    """Send tensors by name, which have this version, to a target. Every rank that has shards of
-    them calls it with the same; rank 0 sends, and returns what was made. ``full`` gives all of a
-    tensor, on any device.
+    """Send tensors by name to a target; rank 0 sends. A collective of all ranks that hold shards.
 
-    Raises: ValueError for another version than the target's, names that are the same once they are
-    mapped, or a type that is none; on every rank what the target raises, after all ranks have come
-    to the end.
+    Args:
+        tensors: Tensors by Hugging Face name, of any dtype and device, possibly sharded (DTensor);
+            the same names on every rank.
+        target: Memory, a folder on disk or a weight-sync group, with the version to send.
+        form: Dtype, names, bucket size in bytes and checksums of the sent tensors.
+        version: Weight version of the tensors.
+        is_root: Whether this is rank 0.
+        group: This process's membership in weight-sync groups.
+        full: Gathers a whole tensor from its shards, on any device.
+
+    Returns:
+        On rank 0 the weights in memory, the folder, or the number of bytes broadcast; None
+        elsewhere.
+
+    Raises:
+        ValueError: ``version`` is not the target's, two names map to the same one, or the dtype is
+            unknown.
+        ConnectionError: On rank 0: a member of the weight-sync group is missing or late.
+        OSError: On rank 0: the files cannot be written.
+        RuntimeError: On the other ranks: rank 0 failed. All ranks take part until the end.
     """
     try:
         if version != target.version:
             raise ValueError(
-                f"the trainer has weight version {version}, and version {target.version} was to "
-                "be sent: it has gone on since "
-                "it was asked. Take no step, and load nothing, until a push has returned; then "
-                "push again"
+                f"the trainer has weight version {version}, but version {target.version} was to "
+                "be sent: its weights changed during the push. Take no step, and load nothing, "
+                "until a push has returned; then push again"
             )
         dtype = None if form.dtype is None else resolve_dtype(form.dtype)
         named = _renamed(tensors, form)
@@ -94,7 +107,8 @@ def _renamed(tensors: Mapping[str, torch.Tensor], form: WeightFormat) -> dict[st
         mapped = form.name_of(name)
         if mapped in sources:
             raise ValueError(
-                f"{sources[mapped]!r} and {name!r} are both called {mapped!r} by WeightFormat.names"
+                f"{sources[mapped]!r} and {name!r} are both mapped to {mapped!r} by "
+                "WeightFormat.names"
             )
         sources[mapped] = name
     return {mapped: tensors[name] for mapped, name in sources.items()}
@@ -122,8 +136,8 @@ class _MemorySink(Sink[WeightsInMemory]):
     def put(self, bucket: Bucket) -> None:
         assert isinstance(self._weights.tensors, dict)
         assert isinstance(self._weights.checksums, dict)
-        # Copies also of what is on the host: a parameter of one shard would go on changing, and go
-        # when the trainer sleeps.
+        # Host tensors are copied too: an unsharded parameter would keep changing with training,
+        # and its memory is released when the trainer sleeps.
         self._weights.tensors.update(
             {name: tensor.to("cpu", copy=True) for name, tensor in bucket.tensors.items()}
         )
@@ -134,7 +148,7 @@ class _MemorySink(Sink[WeightsInMemory]):
 
 
 class _DiskSink(Sink[WeightsOnDisk]):
-    """Files in a folder that gets its name when it is complete."""
+    """Writes files into a folder that is renamed to its final name when complete."""
 
     def __init__(self, target: DiskTarget, until_the_end: contextlib.ExitStack) -> None:
         self._folder, self._version, self._num_kept = (
@@ -163,8 +177,9 @@ class _DiskSink(Sink[WeightsOnDisk]):
         return WeightsOnDisk(path, self._writer.num_bytes)
 
     def _remove_old(self, path: str) -> None:
-        """Leave this version and those that were written last: numbers of an earlier run may be
-        higher.
+        """Remove all but this version and the most recently written ones.
+
+        Recency is by modification time, since an earlier run may have left higher version numbers.
         """
         others = [
             (entry.stat().st_mtime_ns, entry.path)
@@ -172,7 +187,7 @@ class _DiskSink(Sink[WeightsOnDisk]):
             if entry.name.startswith(_VERSION_FOLDER) and entry.path != path
         ]
         for _, old in sorted(others, reverse=True)[max(0, self._num_kept - 1) :]:
-            shutil.rmtree(old, ignore_errors=True)  # somebody else's business otherwise
+            shutil.rmtree(old, ignore_errors=True)  # it may belong to another user
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -180,13 +195,13 @@ class _Header(msgspec.Struct, frozen=True):
     dtypes: dict[str, str] = {}
     checksums: dict[str, int] = {}
     num_bytes: int = 0
-    """Of the tensors that follow; with 0 there are no more of them."""
+    """Size of the tensors that follow; 0 ends the transfer."""
     error: str = ""
-    """Why they do not come."""
+    """Why the tensors are not sent; empty if they are."""
 
 
 class GroupSink(Sink[int]):
-    """Broadcasts of rank 0 of a group."""
+    """Broadcasts weights as rank 0 of a weight-sync group."""
 
     def __init__(self, place: CollectiveTarget, group: WeightGroup) -> None:
         self._group, self._num_bytes, self._is_over = group, 0, False
@@ -194,22 +209,24 @@ class GroupSink(Sink[int]):
         group.join(place)
 
     def announce(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Send the names and shapes of all tensors."""
+        """Broadcast the names and shapes of all tensors."""
         self._send({name: list(shape) for name, shape in shapes.items()})
 
     def give_up(self, error: Exception) -> None:
-        """Send the reason why nothing more comes, unless all has been sent or the group is
-        broken.
+        """Broadcast the reason why no more tensors follow.
+
+        Does nothing if all have been sent or the group is broken.
         """
         if not self._is_over and not isinstance(error, ConnectionError):
             self._is_over = True
-            with contextlib.suppress(ConnectionError):  # it is the other error that counts
+            with contextlib.suppress(ConnectionError):  # the caller raises the first error
                 self._send({}, error=f"{type(error).__name__}: {error}")
 
     def _send(self, shapes: dict[str, list[int]], **others: Any) -> None:
         self._group.broadcast_bytes(msgspec.msgpack.encode(_Header(shapes, **others)))
 
     def put(self, bucket: Bucket) -> None:
+        """Broadcast a bucket: its header, then its bytes."""
         tensors = bucket.tensors
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         if num_bytes == 0:
@@ -226,11 +243,12 @@ class GroupSink(Sink[int]):
             view[start : start + tensor.nbytes].copy_(as_bytes(tensor))
             start += tensor.nbytes
         self._send(shapes, dtypes=dtypes, checksums=bucket.checksums, num_bytes=num_bytes)
-        # Nothing that may fail stands between the header and its bytes, for which the others wait.
+        # After the header the receivers wait for the bytes, so nothing in between may fail.
         self._group.broadcast(view)
         self._num_bytes += num_bytes
 
     def finish(self) -> int:
+        """Broadcast the end of the transfer; returns the number of bytes sent."""
         self._is_over = True
         self._send({})
         return self._num_bytes
@@ -240,13 +258,13 @@ class GroupSink(Sink[int]):
 
 
 class Incoming:
-    """Weights that come, bucket by bucket; to be read once.
+    """Incoming weights, bucket by bucket. Can be iterated once.
+
+    Iterating raises ValueError when a checksum does not match, ConnectionError or OSError.
 
     Args:
-        shapes: Of all of them, known before the first one is there.
-        buckets: Tensors by name, which are the reader's until it asks for the next bucket. Raises
-            ValueError for bytes that are not those that were sent, where checksums are;
-            ConnectionError; OSError.
+        shapes: Shapes of all tensors by name, known before the first bucket arrives.
+        buckets: Tensors by name; each bucket is valid until the next one is requested.
     """
 
     def __init__(
@@ -260,7 +278,21 @@ class Incoming:
 
 @contextlib.contextmanager
 def incoming(weights: Weights, group: WeightGroup) -> Iterator[Incoming]:
-    """Read weights, however they come. Raises: ConnectionError, OSError, ValueError."""
+    """Read weights from memory, files or broadcasts.
+
+    Args:
+        weights: The weights, or where to get them.
+        group: This process's membership in weight-sync groups.
+
+    Yields:
+        Their shapes, and their tensors in buckets.
+
+    Raises:
+        ConnectionError: A member of the weight-sync group is missing or late.
+        OSError: The files cannot be read.
+        RuntimeError: The trainer reported that it cannot send its weights.
+        ValueError: A checksum does not match.
+    """
     if isinstance(weights, CollectiveTarget):
         received = _Received(weights, group)
         try:
@@ -276,7 +308,7 @@ def incoming(weights: Weights, group: WeightGroup) -> Iterator[Incoming]:
 
 
 def _in_memory(weights: WeightsInMemory) -> Incoming:
-    # of all of them, while nothing has changed
+    # All checksums are verified before the first tensor is handed out.
     _require_checksums(weights.tensors, weights.checksums)
     return Incoming(
         {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()},
@@ -309,13 +341,14 @@ def _in_files(weights: WeightsOnDisk) -> Incoming:
 
 
 class _Received:
-    """Broadcasts of a group. Buckets that its reader does not want are received too: the others do
-    not wait.
+    """Broadcasts received as a member of a weight-sync group.
+
+    Buckets that the reader does not use are received too, because the other members do not wait.
     """
 
     def __init__(self, place: CollectiveTarget, group: WeightGroup) -> None:
         self._group = group
-        self._is_over = True  # nothing is to be received if it cannot begin
+        self._is_over = True  # nothing is received if joining fails
         self._buffer = torch.empty(0, dtype=torch.uint8, device=group.device)
         group.join(place)
         self.shapes = {name: tuple(shape) for name, shape in self._header().shapes.items()}
@@ -328,7 +361,7 @@ class _Received:
             yield bucket
 
     def read_to_the_end(self) -> None:
-        """Receive what is left, so that the group stays usable, unless it is broken."""
+        """Receive the remaining buckets, so that the group stays usable, unless it is broken."""
         with contextlib.suppress(ConnectionError, RuntimeError):
             while self._next() is not None:
                 pass
@@ -342,7 +375,7 @@ class _Received:
     def _next(self) -> tuple[_Header, dict[str, torch.Tensor]] | None:
         if self._is_over:
             return None
-        self._is_over = True  # unless this one comes
+        self._is_over = True  # reset below once this bucket has arrived
         header = self._header()
         if header.num_bytes == 0:
             return None
@@ -351,7 +384,7 @@ class _Received:
                 self._buffer = torch.empty(
                     header.num_bytes, dtype=torch.uint8, device=self._group.device
                 )
-            except RuntimeError:  # no room; the others would wait for this one
+            except RuntimeError:  # Out of memory: leave, or the other members would wait.
                 self._group.leave()
                 raise
         view = self._buffer[: header.num_bytes]
@@ -364,8 +397,8 @@ class _Received:
             num_bytes = dtype.itemsize * torch.Size(shape).numel()
             part = view[start : start + num_bytes]
             start += num_bytes
-            # A view of another type begins at a multiple of its size, which one that follows
-            # smaller types may not.
+            # A view needs an offset that is a multiple of its item size. Tensors that follow
+            # smaller dtypes may lack it.
             aligned = part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
             tensors[name] = aligned.view(dtype).view(shape)
         return header, tensors
@@ -379,6 +412,6 @@ def _require_checksums(tensors: Mapping[str, torch.Tensor], checksums: Mapping[s
     ]
     if wrong:
         raise ValueError(
-            f"{len(wrong)} of {len(tensors)} parameters did not arrive as they were sent "
-            f"(CRC-32): {', '.join(wrong[:4])}"
+            f"{len(wrong)} of {len(tensors)} parameters have wrong checksums (CRC-32) after the "
+            f"transfer: {', '.join(wrong[:4])}"
         )

@@ -93,7 +93,7 @@ async def test_adapter_of_a_request(served: Served, tmp_path: Path) -> None:
         await served.engine.use_lora(name)
         served.model = model
         await require_the_trainers(served, f"adapter {name!r}")
-    with pytest.raises(ValueError, match="use_lora another"):
+    with pytest.raises(ValueError, match="call use_lora for another"):
         await served.engine.unload_lora("first")
     await served.engine.unload_lora("second")
     with pytest.raises(ValueError, match="there is no adapter 'second'; loaded are: first"):

@@ -267,12 +267,12 @@ async def test_sleep_refuses_requests_and_weights(served: Served) -> None:
     await running
     falling_asleep = asyncio.ensure_future(served.engine.sleep())
     late = asyncio.ensure_future(served.engine.agenerate(served.request([3])))
-    with pytest.raises(RuntimeError, match="the engine sleeps"):
+    with pytest.raises(RuntimeError, match="the engine is asleep"):
         await late
     await falling_asleep
     for _ in range(2):  # once with the weights' memory back in between
         await served.engine.sleep()
-        with pytest.raises(RuntimeError, match="the engine sleeps"):
+        with pytest.raises(RuntimeError, match="the engine is asleep"):
             await served.engine.agenerate(served.request([3]))
         with pytest.raises(RuntimeError, match="weights_only"):
             await served.engine.update_weights(weights_of(served.model), 100)
@@ -287,7 +287,7 @@ async def test_sleep_level_2_needs_update(served: Served) -> None:
     await served.engine.sleep()
     await served.engine.sleep(2)
     await served.engine.wake(weights_only=True)
-    with pytest.raises(RuntimeError, match="the engine sleeps"):
+    with pytest.raises(RuntimeError, match="the engine is asleep"):
         await served.engine.agenerate(served.request([3]))
     await served.engine.wake()
     waiting = asyncio.ensure_future(served.engine.agenerate(served.request([3])))

@@ -1,10 +1,8 @@
-"""The sequences that are being decoded: their slots in a key-value cache, and the model's step over
-them.
+"""The sequences being decoded: their slots in a key-value cache, and the model's step over them.
 
 Row r of each layer's pool holds the keys and values of one sequence, from column 0 on. Running
-sequences fill the rows from 0 on without gaps, so that a step works on views and copies nothing but
-the new entries. Joining and leaving at every step is the iteration-level scheduling of Orca (OSDI
-2022).
+sequences occupy the first rows without gaps, so a step works on views and copies only the new
+entries. Sequences join and leave at every step: the iteration-level scheduling of Orca (OSDI 2022).
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ class DecodeBatch:
     """Up to ``num_slots`` sequences, in rows 0 to ``num_rows - 1``.
 
     A prompt's last token is not prefilled: it is the input of the sequence's first step, so that
-    every token is drawn in the same way.
-
-    Raises: ValueError where the model's attention is of a kind that slots cannot hold.
+    every token is sampled in the same way. Raises ValueError if slots cannot hold the model's kind
+    of attention.
     """
 
     def __init__(
@@ -43,7 +40,7 @@ class DecodeBatch:
         self._window = int(getattr(config, "sliding_window", None) or max_len)
         self._mask_kinds = _mask_kinds(config)
         self.cache = SlotCache(num_slots, max_len)
-        """Keys and values of all slots."""
+        """Keys and values by slot."""
         self._sampling: list[SamplingParams] = []
         self._positions: list[int] = []
         dtype = next(model.parameters()).dtype
@@ -67,12 +64,14 @@ class DecodeBatch:
         sampling: Sequence[SamplingParams],
         seeds: Sequence[int],
     ) -> int:
-        """Prefill prompts of 1 to ``max_len - 1`` tokens together and append them as rows. Equal
-        prompts are computed once. Returns the number of prompt tokens that were computed.
+        """Prefill prompts of 1 to ``max_len - 1`` tokens together and append them as rows.
 
-        Each seed decides what its sequence draws. The number for the token at position p, counted
-        from the prompt's first, is the p-th of the seed's stream, so that a continuation resumed
-        with the same seed goes on as if it had not been cut, here or on another instance.
+        Equal prompts are computed once. Returns the number of prompt tokens that were computed.
+
+        Each seed determines the samples of its sequence. The random number for the token at
+        position p, counted from the start of the prompt, is the p-th of the seed's stream. A
+        sequence that is resumed with the same seed, here or on another instance, therefore
+        continues as if uninterrupted.
         """
         start, end = self.num_rows, self.num_rows + len(prompts)
         unique: dict[tuple[int, ...], int] = {}
@@ -88,7 +87,7 @@ class DecodeBatch:
                 start,
                 torch.tensor(which, device=self._device),
             )
-            # Padding on the right needs no mask: no token of a prompt sees what comes after it.
+            # Padding on the right needs no mask: attention is causal.
             self._model.base_model(  # type: ignore[operator]
                 input_ids=padded.to(self._device), past_key_values=self.cache, use_cache=True
             )
@@ -105,7 +104,7 @@ class DecodeBatch:
         return sum(map(len, unique))
 
     def step(self) -> tuple[list[int], list[float]]:
-        """Draw the next token of every row; returns tokens and their log-probabilities, by row."""
+        """Sample the next token of every row; return tokens and their log-probabilities, by row."""
         num_rows, cursor = self.num_rows, self.cache.cursor
         slots, positions = self._slots[:num_rows], self._input_positions[:num_rows]
         cursor.prefill, cursor.rows, cursor.columns, cursor.width = (
@@ -149,8 +148,9 @@ class DecodeBatch:
     def _make_mask(
         self, positions: torch.Tensor, width: int
     ) -> torch.Tensor | Mapping[str, torch.Tensor]:
-        """Additive masks (N, 1, 1, width): a row sees its own columns, within the window in layers
-        that have one.
+        """Make additive masks (N, 1, 1, width): a row attends to its own columns.
+
+        In layers with a sliding window, only to those within the window.
         """
         columns, last = self._columns[:width], positions[:, None]
         masks = {}
@@ -199,10 +199,11 @@ def _mask_kinds(config: Any) -> tuple[str, ...]:
 
 
 class Cursor:
-    """Where the next forward pass writes; the layers of one cache share it. In prefill whole
-    prompts are written, from slot ``start`` on, and ``rows`` (B,) is the pass's row for each slot.
-    Decoding writes one token per row: ``rows`` (N,) are the slots, ``columns`` (N,) the column of
-    each, and attention looks at ``width`` columns.
+    """Position where the next forward pass writes; shared by the layers of one cache.
+
+    Prefill writes whole prompts, from slot ``start`` on; ``rows`` (B,) int64 is the row of the pass
+    for each slot. Decoding writes one token per row: ``rows`` (N,) int64 are the slots, ``columns``
+    (N,) int64 the column of each, and attention covers ``width`` columns.
     """
 
     def __init__(self) -> None:
@@ -226,9 +227,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         self._released: tuple[torch.Size, torch.Size] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the pools for states like these; zeros, since a masked NaN would still spoil the
-        sum.
-        """
+        """Allocate the pools, with zeros: a masked NaN would still spoil the sum."""
         shape = (self._num_slots, key_states.shape[1], self._num_columns)
         self.keys = key_states.new_zeros(*shape, key_states.shape[-1])
         self.values = value_states.new_zeros(*shape, value_states.shape[-1])
@@ -237,7 +236,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new states (B, heads, T, head size); returns the states to attend to."""
+        """Store new states (B, heads, T, head size); return the states to attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cursor, keys, values = self._cursor, self.keys, self.values
@@ -255,7 +254,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         return keys[:num_rows, :, :width], values[:num_rows, :, :width]
 
     def release(self) -> None:
-        """Give the pools' memory back; nothing may be stored until allocate."""
+        """Release the pools' memory; nothing may be stored until allocate()."""
         if self.is_initialized and self._released is None:
             self._released = (self.keys.shape, self.values.shape)
             self.keys, self.values = self.keys.new_empty(0), self.values.new_empty(0)
@@ -272,15 +271,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
             self.values[target, :, :length] = self.values[source, :, :length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys for the masks that the model makes, which it does in
-        prefill only.
-        """
+        """Return length and offset of the keys for the model's own masks, used only in prefill."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens before those of a forward pass: none in prefill; while decoding they are given as
-        positions.
-        """
+        """Return the tokens before a forward pass: 0, since decoding passes explicit positions."""
         return 0
 
     def get_max_length(self) -> int:
@@ -288,9 +283,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """The slots of all layers, each for a sequence of so many tokens; layers appear as the model
-    first uses them.
-    """
+    """The slots of all layers, one sequence each; a layer is added on its first use."""
 
     def __init__(self, num_slots: int, num_columns: int) -> None:
         self.cursor = Cursor()
@@ -305,7 +298,10 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
             layer.release()
 
     def allocate(self) -> None:
-        """Have all slots again, empty. Raises: torch.OutOfMemoryError, and has none of them."""
+        """Allocate all slots again, empty.
+
+        Raises torch.OutOfMemoryError if there is too little memory; then none are allocated.
+        """
         try:
             for layer in self.layers:
                 layer.allocate()
@@ -327,21 +323,21 @@ class SamplingRows(msgspec.Struct, frozen=True):
     temperature: torch.Tensor
     """(N,) float32; 0 is greedy."""
     top_k: torch.Tensor
-    """(N,) int64, at least 1; the vocabulary's size keeps all."""
+    """(N,) int64, at least 1; the vocabulary's size disables it."""
     top_p: torch.Tensor
     """(N,) float32, in (0, 1]."""
     all_greedy: bool
-    """Whether every temperature is 0, which spares the drawing."""
+    """Whether every temperature is 0, so that no sampling is needed."""
     any_filtered: bool
-    """Whether a sequence that is not greedy uses top_k or top_p, which takes a sort."""
+    """Whether a sequence that is not greedy uses top_k or top_p, which needs a sort."""
 
 
 def draw_uniforms(seed: int, num: int) -> torch.Tensor:
-    """The first numbers of a seed's stream, (num,) float32 in [0, 1): a function of seed and
-    position alone, whatever ``num`` is.
+    """Return the first ``num`` numbers of a seed's stream, (num,) float32 in [0, 1).
 
-    Philox counts, so all 64 bits of the seed matter; torch's generator on the host uses 32 of them,
-    under which two requests of a long run may well draw the same.
+    Each is a function of seed and position only. Philox is a counter-based generator that uses all
+    64 bits of the seed. torch's host generator uses 32 of them, so two requests of a long run could
+    share a stream.
     """
     return torch.from_numpy(
         np.random.Generator(np.random.Philox(key=seed)).random(num, dtype=np.float32)
@@ -351,29 +347,34 @@ def draw_uniforms(seed: int, num: int) -> torch.Tensor:
 def sample_tokens(
     logits: torch.Tensor, uniforms: torch.Tensor, rows: SamplingRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per sequence, by logits (N, V) and uniforms (N,) float32 in [0, 1), by
-    inverting the cumulative distribution.
+    """Sample one token per sequence, by inverting the cumulative distribution.
 
-    One uniform number decides each token, so what a sequence draws depends on its own logits and
-    number alone, not on its neighbours in the batch. The order is temperature, top-k, top-p
-    (arXiv:1904.09751), as in Hugging Face and vLLM.
+    One uniform number decides each token, so a sample depends only on the sequence's own logits and
+    number, not on the rest of the batch. The order is temperature, top-k, top-p (arXiv:1904.09751),
+    as in Hugging Face and vLLM.
 
-    Returns tokens (N,) int64, and their log-probabilities (N,) float32 under the plain model:
-    temperature 1, nothing left out.
+    Args:
+        logits: (N, V) floating point.
+        uniforms: (N,) float32 in [0, 1).
+        rows: Sampling parameters of the N sequences.
+
+    Returns:
+        Tokens (N,) int64, and their log-probabilities (N,) float32 under the model itself:
+        temperature 1, no filter.
     """
     logits = logits.float()
     tokens = logits.argmax(-1)
     if not rows.all_greedy:
         greedy = rows.temperature == 0
-        # A subtraction first: dividing by a tiny temperature must not overflow.
+        # Subtract the maximum first, so that dividing by a tiny temperature does not overflow.
         scaled = (logits - logits.amax(-1, keepdim=True)) / rows.temperature.masked_fill(
             greedy, 1.0
         )[:, None]
         if rows.any_filtered:
             scaled = _filter(scaled, rows)
         cumulative = scaled.softmax(-1).cumsum(-1)
-        # The total is 1 only up to rounding; staying below it keeps the draw on a token that has a
-        # probability.
+        # The total is 1 only up to rounding. A target below it always selects a token with a
+        # probability above 0.
         total = cumulative[:, -1]
         target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
         drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
@@ -383,11 +384,11 @@ def sample_tokens(
 
 
 def _filter(scaled: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Logits with everything outside top-k and top-p at -inf, in the order of the vocabulary."""
+    """Set logits outside of top-k and top-p to -inf, keeping the order of the vocabulary."""
     ordered, index = scaled.sort(dim=-1, descending=True, stable=True)
     beyond_k = torch.arange(scaled.shape[-1], device=scaled.device) >= rows.top_k[:, None]
     probabilities = ordered.masked_fill(beyond_k, -torch.inf).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    # The most likely token stays in any case: nothing comes before it.
+    # The most likely token always stays, since no probability precedes it.
     dropped = beyond_k | (before >= rows.top_p[:, None])
     return scaled.masked_fill(torch.zeros_like(dropped).scatter_(-1, index, dropped), -torch.inf)

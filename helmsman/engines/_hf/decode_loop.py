@@ -1,4 +1,4 @@
-"""The thread that decodes: it takes requests and commands between steps and resolves their futures.
+"""The decoding thread: it takes requests and commands between steps and resolves their futures.
 
 A request waits until a slot is free, runs from its prefill to its last token, and is resolved
 exactly once:
@@ -57,8 +57,9 @@ class _Sequence(Generation):
 
 
 class DecodeLoop:
-    """Continuous batching in a thread of its own, which alone uses the model from now on. All
-    public methods may be called from any thread. At most ``max_prefill_tokens`` prompt tokens,
+    """Continuous batching in its own thread, the only user of the model from then on.
+
+    All public methods may be called from any thread. At most ``max_prefill_tokens`` prompt tokens,
     padding included, are computed between two decoding steps.
     """
 
@@ -76,15 +77,15 @@ class DecodeLoop:
         self._max_len = max_len
         self._max_prefill_tokens = max_prefill_tokens
         self.version = version
-        """The weight version that is served."""
+        """Weight version being served."""
         self.state = WeightState.AWAKE
-        """Without whole weights nothing is decoded, and requests wait or are aborted."""
+        """While the weights are incomplete nothing is decoded, and requests wait or are aborted."""
         self._host_swap = HostSwap()
-        """Has the weights of an engine that sleeps."""
+        """Holds the weights while the engine is asleep."""
         self._weight_group = WeightGroup(next(model.parameters()).device)
         self._num_generated = self._num_prefilled = 0
         self._waiting: deque[list[_Sequence]] = deque()
-        """Those of an entry join together, so that their prompt is computed once."""
+        """Sequences of one entry join together, so that their prompt is computed once."""
         self._running: list[_Sequence] = []
         self._ids: set[str] = set()
         self._commands: deque[Callable[[], None]] = deque()
@@ -94,9 +95,7 @@ class DecodeLoop:
         self._thread.start()
 
     def stats(self) -> dict[str, int]:
-        """Counts as of the last step: running, waiting, tokens computed and generated; and the
-        version.
-        """
+        """Return counts as of the last step, and the weight version."""
         return {
             "num_running": len(self._running),
             "num_waiting": sum(map(len, list(self._waiting))),
@@ -106,9 +105,11 @@ class DecodeLoop:
         }
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[GenerationResult]]:
-        """Queue requests with the same prompt, which join together as soon as there are slots for
-        all; on an error none. Raises: ValueError for an id that is in flight already; RuntimeError
-        when the engine is asleep or destroyed.
+        """Queue requests with the same prompt, all or none; they join once there are slots for all.
+
+        Raises:
+            ValueError: An id is already in flight.
+            RuntimeError: The engine is asleep or destroyed.
         """
         sequences = [_Sequence(request, self._max_len) for request in requests]
         ids: set[str] = set()
@@ -116,7 +117,7 @@ class DecodeLoop:
             self._check_open()
             if not self.state.has_cache:
                 raise RuntimeError(
-                    "the rollout engine is asleep, and accepts no request; call wake() first"
+                    "the rollout engine is asleep and accepts no requests; call wake() first"
                 )
             for request in requests:
                 if request.request_id in self._ids or request.request_id in ids:
@@ -137,14 +138,13 @@ class DecodeLoop:
         )
 
     def update_weights(self, weights: Weights, version: int) -> Future[int]:
-        """Exchange the weights before the next step, which waits for them; the future has the
-        version that is served.
-        """
+        """Load weights before the next step, which waits for them; the future has the version."""
         return self._command(lambda: self._update_weights(weights, version))
 
     def sleep(self, level: int) -> Future[None]:
-        """Give the memory of cache and weights back, which at level 1 wait on the host and at level
-        2 are dropped.
+        """Release the memory of cache and weights.
+
+        At level 1 the weights are kept on the host, at level 2 they are dropped.
         """
         return self._command(lambda: self._sleep(level))
 
@@ -152,8 +152,9 @@ class DecodeLoop:
         return self._command(lambda: self._wake(weights_only))
 
     def close(self, timeout_s: float) -> None:
-        """End all requests as aborted, and the thread. Idempotent. Raises: TimeoutError when a step
-        did not end in time.
+        """End all requests as aborted, and the thread. Idempotent.
+
+        Raises TimeoutError if a running step does not end in time.
         """
         with self._changed:
             self._closing = True
@@ -176,7 +177,7 @@ class DecodeLoop:
                 return
             try:
                 future.set_result(run())
-            # It belongs to the caller, who waits on the future
+            # The caller gets the error from the future.
             except Exception as exc:  # noqa: BLE001
                 future.set_exception(exc)
 
@@ -196,8 +197,8 @@ class DecodeLoop:
                 commands, closing = self._commands, self._closing
                 self._commands = deque()
             while commands:
-                # and nothing remembers it: with the weights of an update goes the memory of their
-                # sender
+                # Keep no reference: a command may hold an update's weights, and so the memory of
+                # their sender.
                 commands.popleft()()
             if closing:
                 self._abort(None)
@@ -209,7 +210,7 @@ class DecodeLoop:
                 self._admit()
                 self._step()
             except Exception as exc:
-                logger.exception("a decoding step failed; its requests fail with it")
+                logger.exception("a decoding step failed; failing its requests")
                 self._fail(exc)
 
     @property
@@ -217,9 +218,7 @@ class DecodeLoop:
         return self.state.is_whole and bool(self._waiting or self._running)
 
     def _admit(self) -> None:
-        """Prefill waiting requests, as many as slots and the prefill budget allow, first come first
-        served.
-        """
+        """Prefill waiting requests in order of arrival, as slots and the prefill budget allow."""
         joining: list[_Sequence] = []
         prompts: set[tuple[int, ...]] = set()
         longest = 0
@@ -262,7 +261,7 @@ class DecodeLoop:
         ]
         resolved = [self._running[row] for row in rows]
         for row in reversed(rows):
-            # the last row takes a removed one's place, so the highest goes first
+            # Highest row first, since the last row takes a removed one's place.
             self._batch.remove(row)
             self._running[row] = self._running[-1]
             self._running.pop()
@@ -302,7 +301,7 @@ class DecodeLoop:
         with self._changed:
             if self._ids:
                 raise RuntimeError(
-                    f"{len(self._ids)} request(s) are in flight, and the engine stays awake; wait "
+                    f"{len(self._ids)} request(s) are in flight, so the engine stays awake; wait "
                     "for their end or abort them"
                 )
             self.state = self.state.after(WeightEvent.SLEPT if level == 1 else WeightEvent.DROPPED)
@@ -326,7 +325,7 @@ class DecodeLoop:
     def _update_weights(self, weights: Weights, version: int) -> int:
         if not self.state.has_weight_memory:
             raise RuntimeError(
-                "the rollout engine is asleep, and has no room for weights; call "
+                "the rollout engine is asleep and has no memory for weights; call "
                 "wake(weights_only=True) first"
             )
         try:

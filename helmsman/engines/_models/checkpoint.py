@@ -1,15 +1,14 @@
-"""Checkpoints of a sharded training state, which every rank writes its part of: all or nothing, for
-any number of ranks.
+"""Checkpoints of a sharded training state. Every rank writes its part, all or nothing.
 
-    <path>/helmsman.json     how far training has come, and on how many ranks
-    <path>/config.json       the model's configuration; the tokenizer's files where it came from a
-                             folder
+    <path>/helmsman.json     progress of training, and the number of ranks
+    <path>/config.json       the model's configuration; the tokenizer's files if the model came
+                             from a folder
     <path>/state/            torch.distributed.checkpoint: parameters and optimizer state by name,
                              each rank's random state
 
-Tensors are saved by their place in the whole, which their DTensor knows, so ranks of another number
-or mesh read what they need of them. The folder gets its name when everything is in it. To give the
-weights to others there is hf_export.py.
+Tensors are saved by their position in the full tensor, which their DTensor records, so any number
+of ranks and any mesh can read the parts that they need. The folder gets its final name when it is
+complete. hf_export.py exports weights for other programs.
 """
 
 from __future__ import annotations
@@ -49,9 +48,10 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Saves and loads the state of a training job, with the random state of ``device`` and the
-    host. Every method but ``close`` is called on all ranks, which wait ``timeout_s`` for each
-    other's writing.
+    """Saves and loads the state of a training job.
+
+    This includes the random state of ``device`` and the host. Every method but ``close`` is called
+    on all ranks; they wait ``timeout_s`` seconds for each other.
     """
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
@@ -59,7 +59,7 @@ class Checkpointer:
         self._group: Any = None
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
-        """Of the last save in the background, on rank 0, until it is told."""
+        """Error of the last background save, on rank 0, until it is raised."""
 
     def save(
         self,
@@ -71,16 +71,17 @@ class Checkpointer:
         *,
         background: bool = False,
     ) -> None:
-        """Write a checkpoint at a folder that all ranks reach; one that was there is replaced when
-        this is complete. The tokenizer is copied from ``source``, the folder that the model came
-        from.
+        """Write a checkpoint to a folder that all ranks can write to. A collective.
 
-        With ``background`` it returns once the state has been copied to the host, and is written
-        while training goes on. What goes wrong then is raised by the next call of save, load, or
-        wait.
+        An existing checkpoint there is replaced once this one is complete. The tokenizer is copied
+        from ``source``, the folder that the model came from. With ``background``, the call returns
+        once the state has been copied to the host, and later failures are raised by the next save,
+        load or wait.
 
-        Raises: OSError where a rank cannot write there, or there is something else than a
-        checkpoint; other ranks raise RuntimeError.
+        Raises:
+            OSError: This rank cannot write there, or the path holds something else than a
+                checkpoint.
+            RuntimeError: Another rank failed.
         """
         self.wait()
         path = os.path.abspath(path)
@@ -119,7 +120,7 @@ class Checkpointer:
         try:
             self._write(state, unfinished, path, is_root)
         except Exception as error:
-            logger.exception("%s was not saved", path)
+            logger.exception("writing the checkpoint %s failed", path)
             if is_root:
                 self._failure = error
 
@@ -135,8 +136,8 @@ class Checkpointer:
             if is_root:
                 if problem := missing_part(folder, metadata):
                     raise OSError(
-                        f"{problem}, which another rank has written; {path} must be one folder "
-                        "for all ranks"
+                        f"{problem}, which another rank has written; {path} must be on a file "
+                        "system that all ranks share"
                     )
                 replace_folder(unfinished, path)
         finally:
@@ -144,7 +145,7 @@ class Checkpointer:
                 shutil.rmtree(unfinished, ignore_errors=True)
 
     def wait(self) -> None:
-        """Wait until nothing is being written. Raises: what the last save in the background met."""
+        """Wait for the background save and raise its error, if any. A collective."""
         self._join_writing()
         with failing_together("the last save in the background"):
             self.raise_failure()
@@ -155,19 +156,21 @@ class Checkpointer:
             self._writing = None
 
     def raise_failure(self) -> None:
-        """Raise what a save in the background met, once: on rank 0 alone, so inside a block that
-        fails together.
+        """Raise the error of a background save, once.
+
+        Only rank 0 raises it, so call this inside a failing_together block.
         """
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def close(self) -> None:
-        """Wait until nothing is being written, and leave the group of the writers. Idempotent."""
+        """Wait for the background save, and leave the writers' group. Idempotent."""
         self._join_writing()
         if self._failure is not None:
             logger.error(
-                "the last checkpoint was not saved, and no call has raised it: %s", self._failure
+                "the last checkpoint was not saved, and no call has raised its error: %s",
+                self._failure,
             )
             self._failure = None
         group, self._group = self._group, None
@@ -175,20 +178,18 @@ class Checkpointer:
             dist.destroy_process_group(group)
 
     def _join_group(self) -> None:
-        """Have a group of its own: what is written in the background must not meet the collectives
-        of training.
-        """
+        """Create a separate group, to keep background writes apart from training's collectives."""
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
 
     def load(self, path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-        """Read a checkpoint into a model and an optimizer that has not stepped.
+        """Read a checkpoint into a model and an optimizer that has not stepped. A collective.
 
         Raises:
-            ValueError: There is no checkpoint, a part of one, or one of another model; nothing has
+            ValueError: There is no complete checkpoint, or it is one of another model; nothing has
                 changed.
-            RuntimeError: It cannot be read to its end; the model has some of its parameters. Or
-                another rank failed.
+            RuntimeError: Reading failed half-way, and the model has some of the checkpoint's
+                parameters. Or another rank failed.
         """
         self.wait()
         with failing_together(f"loading {path}"):
@@ -199,7 +200,7 @@ class Checkpointer:
             states = _empty_states(model, found)
         self._join_group()
         random = self._random_state() if saved.num_ranks == dist.get_world_size() else {}
-        # One that was saved on another kind of device has no state of this one.
+        # A checkpoint from another kind of device has no random state for this one.
         random = {
             name: tensor
             for name, tensor in random.items()
@@ -234,8 +235,10 @@ class Checkpointer:
 
 
 def read_parameters(path: str, model: nn.Module) -> None:
-    """Read the parameters of a checkpoint into a model that is not sharded, in one process. Raises:
-    ValueError as load.
+    """Read the parameters of a checkpoint into an unsharded model, in one process.
+
+    Raises:
+        ValueError: There is no complete checkpoint, or it is one of another model.
     """
     read_saved(path)
     reader, found = read_contents(path)
@@ -250,9 +253,7 @@ def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Of model and optimizer by name, sharded as they are. An optimizer that has not stepped has
-    none.
-    """
+    """Return the tensors of model and optimizer by name; a new optimizer has none."""
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
     tensors = _model_tensors(model)
     for parameter, states in optimizer.state.items():
@@ -264,8 +265,9 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
 def _empty_states(
     model: nn.Module, found: Mapping[str, TensorStorageMetadata]
 ) -> list[tuple[torch.Tensor, str, str, torch.Tensor]]:
-    """(parameter, key, name in the checkpoint, tensor to read it into) for each of the optimizer's
-    tensors that there are.
+    """Allocate the optimizer's tensors that a checkpoint has.
+
+    Returns (parameter, key, name in the checkpoint, tensor to read into) for each.
     """
     states: list[tuple[torch.Tensor, str, str, torch.Tensor]] = []
     parameters = named_tensors(model)
@@ -286,7 +288,7 @@ def _empty_states(
 def _staged(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         local = tensor.to_local().to("cpu", copy=True)
-        # from_local would bring it to the mesh's device again
+        # DTensor.from_local would move it to the mesh's device again.
         return DTensor(local, tensor._spec, requires_grad=False)
     return tensor.to("cpu", copy=True)
 

@@ -1,6 +1,4 @@
-"""The folder of a checkpoint: made beside its place and named when it is complete, and read only if
-it is whole.
-"""
+"""The folder of a checkpoint: written under a temporary name, renamed when complete."""
 
 from __future__ import annotations
 
@@ -27,14 +25,12 @@ STATE_FOLDER = "state"
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """How far training has come; the schedule of the learning rate follows from it and the
-    configuration.
-    """
+    """Progress of training; with the configuration it determines the learning rate schedule."""
 
     version: int
     """Weight version."""
     num_steps: int
-    """Optimizer steps that were taken."""
+    """Optimizer steps taken."""
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -49,9 +45,7 @@ def is_checkpoint(path: str) -> bool:
 
 
 def begin_folder(path: str, model: nn.Module, source: str | None, saved: Saved) -> str:
-    """Make a folder beside ``path`` with everything but the state; returns its name. Raises:
-    OSError.
-    """
+    """Create a folder beside ``path`` with everything but the state; return its name."""
     check_replaceable(path, PROGRESS_FILE)
     parent, name = os.path.split(path)
     os.makedirs(parent, exist_ok=True)
@@ -69,28 +63,30 @@ def begin_folder(path: str, model: nn.Module, source: str | None, saved: Saved) 
 
 
 def read_saved(path: str) -> Saved:
-    """What helmsman.json has. Raises: ValueError where there is no checkpoint, or only a part of
-    one.
-    """
+    """Read helmsman.json; raise ValueError if there is no complete checkpoint."""
     progress_path = os.path.join(path, PROGRESS_FILE)
     if not os.path.isfile(progress_path):
         raise ValueError(f"{path!r} is not a checkpoint of this engine: it has no {PROGRESS_FILE}")
     if not os.path.isfile(os.path.join(path, STATE_FOLDER, ".metadata")):
-        raise ValueError(f"{path!r} is a part of a checkpoint: it has no {STATE_FOLDER}/.metadata")
+        raise ValueError(
+            f"{path!r} is an incomplete checkpoint: it has no {STATE_FOLDER}/.metadata"
+        )
     with open(progress_path, "rb") as file, _readable(progress_path):
         return msgspec.json.decode(file.read(), type=Saved)
 
 
 def read_contents(path: str) -> tuple[dcp.FileSystemReader, dict[str, TensorStorageMetadata]]:
-    """A reader of a checkpoint's state, and the tensors that it has by name. Raises: ValueError
-    where a file is not whole.
+    """Return a reader of a checkpoint's state, and the metadata of its tensors by name.
+
+    Raises:
+        ValueError: A file is missing or truncated.
     """
     folder = os.path.join(path, STATE_FOLDER)
     reader = dcp.FileSystemReader(folder)
     with _readable(os.path.join(folder, ".metadata")):
         metadata = reader.read_metadata()
     if problem := missing_part(folder, metadata):
-        raise ValueError(f"{path!r} is a part of a checkpoint: {problem}")
+        raise ValueError(f"{path!r} is an incomplete checkpoint: {problem}")
     found = {
         name: each
         for name, each in metadata.state_dict_metadata.items()
@@ -101,22 +97,20 @@ def read_contents(path: str) -> tuple[dcp.FileSystemReader, dict[str, TensorStor
 
 @contextlib.contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """Whatever a file's decoder makes of what is not its format, as ValueError; what the system
-    says of it stays.
-    """
+    """Convert decoding errors of a file to ValueError; OSError is passed on."""
     try:
         yield
     except OSError:
         raise
-    except Exception as error:  # a decoder, pickle's above all, raises anything
+    except Exception as error:  # decoders, pickle in particular, raise arbitrary errors
         raise ValueError(
-            f"{path!r} cannot be read, as after a crash of its host: {type(error).__name__}: "
+            f"{path!r} is damaged, possibly by a crash of its host: {type(error).__name__}: "
             f"{error}. Load another checkpoint"
         ) from error
 
 
 def missing_part(folder: str, metadata: Metadata) -> str:
-    """Which of the files that should be there are not, or not whole; '' when all are."""
+    """Describe the first missing or truncated file; '' if all are complete."""
     sizes: dict[str, int] = {}
     for each in (metadata.storage_data or {}).values():
         sizes[each.relative_path] = max(sizes.get(each.relative_path, 0), each.offset + each.length)
@@ -130,8 +124,10 @@ def missing_part(folder: str, metadata: Metadata) -> str:
 
 
 class Writer(dcp.FileSystemWriter):
-    """Says what the system has said: where a file takes no more, torch's archive fails once again
-    while it is closed.
+    """A file writer that raises the OSError of a failed write.
+
+    When a file cannot be written, torch's archive fails again while it is closed, and its
+    RuntimeError hides the cause.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -146,8 +142,9 @@ class Writer(dcp.FileSystemWriter):
 
 @contextlib.contextmanager
 def plain_errors(what: str) -> Iterator[None]:
-    """torch's error of several ranks, which is no Exception, as that of the first of them. Raises:
-    OSError, RuntimeError.
+    """Convert torch's CheckpointException of several ranks to an error of the first failed rank.
+
+    CheckpointException is not an Exception. Raises OSError or RuntimeError.
     """
     try:
         yield

@@ -1,9 +1,8 @@
-"""The process group of a training job: joining, leaving, and failing together; sharded tensors by
-name and as a whole.
+"""The process group of a training job, joint failure of its ranks, and sharded tensors by name.
 
-Several engines of one process (an actor and its reference model, say) share the default group: the
-first one makes it, the last one to leave takes it down, and a group that somebody else made is left
-alone.
+Several engines of one process (such as an actor and its reference model) share the default group.
+The first engine creates it, and the last one to leave destroys it. A group created elsewhere is
+never destroyed here.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ def environment_int(name: str, default: int) -> int:
 
 
 def local_device_index() -> int:
-    """Index of this rank's device among those it sees: LOCAL_RANK, or 0 where each process is shown
-    one device only.
-    """
+    """Index of this rank's device: LOCAL_RANK, or 0 if the process sees only one device."""
     return 0 if current_platform.device_count() == 1 else environment_int("LOCAL_RANK", 0)
 
 
 def join_process_group(*, rendezvous_timeout_s: float, collective_timeout_s: float) -> bool:
-    """Join the default process group from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a job of
-    one rank needs no address and opens no port. Returns whether the group is ours to leave; False
-    when somebody else had made it.
+    """Join the default process group from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    Raises: ConnectionError when not all ranks came together in time; ValueError where the
-    environment does not say where they meet.
+    A job of one rank needs no address and opens no port. Returns whether the caller must leave the
+    group; False if it was created elsewhere.
+
+    Raises:
+        ConnectionError: Not all ranks joined in time.
+        ValueError: The environment has no address or port.
     """
     global _num_users
     if dist.is_initialized():
@@ -56,8 +55,7 @@ def join_process_group(*, rendezvous_timeout_s: float, collective_timeout_s: flo
     rank, world_size = environment_int("RANK", 0), environment_int("WORLD_SIZE", 1)
     device_type, backend = current_platform.device_type, current_platform.communication_backend
     dist.init_process_group(
-        # The host backend carries small objects and optimizer scalars, which do not live on the
-        # device.
+        # The host backend serves small objects and optimizer scalars, which are on the host.
         "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{backend}",
         store=_meet(rank, world_size, rendezvous_timeout_s),
         rank=rank,
@@ -82,11 +80,12 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
             address, port, world_size, is_master=rank == 0, timeout=timedelta(seconds=timeout_s)
         )
     except dist.DistError as exc:
-        hint = "is the port taken?" if rank == 0 else "is rank 0 alive, and can this node reach it?"
+        hint = (
+            "is the port in use?" if rank == 0 else "is rank 0 running, and can this node reach it?"
+        )
         raise ConnectionError(
             f"rank {rank} of {world_size} did not meet the other ranks at {address}:{port} within "
-            f"{timeout_s:g} s; {hint} "
-            "Look at the ranks that did not report this."
+            f"{timeout_s:g} s; {hint} Check the ranks that did not report this error."
         ) from exc
 
 
@@ -98,7 +97,7 @@ def leave_process_group() -> None:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's small picklable value, by rank, on every rank. A collective."""
+    """Gather a small picklable value of every rank, by rank, on every rank. A collective."""
     if dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -108,16 +107,15 @@ def gather_objects(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def failing_together(what: str) -> Iterator[None]:
-    """A block whose failure on one rank is an error on every rank, instead of the others' hang in
-    the next collective.
+    """Raise an error on every rank if the block fails on any rank. A collective.
 
-    The block itself must not communicate. The rank that failed raises its own error, the others
-    RuntimeError.
+    Without it, the other ranks would hang in the next collective. The block itself must not
+    communicate. The failed rank raises its own error, the others RuntimeError.
     """
     error: Exception | None = None
     try:
         yield
-    # Whatever went wrong here, the other ranks must not wait for this one
+    # Any error must be reported, or the other ranks would wait for this one.
     except Exception as exc:  # noqa: BLE001
         error = exc
     failures = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
@@ -125,16 +123,17 @@ def failing_together(what: str) -> Iterator[None]:
         raise error
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
     if failed:
-        # By these words the controller knows that the cause is elsewhere
-        # (helmsman/controller/_roles/call_all.py).
+        # The controller recognises this text as a secondary error
+        # (helmsman/controller/_roles/call_all.py). Do not change it.
         raise RuntimeError(
             f"{what} failed on another rank, so this one did not go on. {'; '.join(failed)}"
         )
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, or shards of them; one with several names (tied
-    embeddings) by its first name only.
+    """Return parameters and persistent buffers, or their shards, by name.
+
+    A tensor with several names (tied embeddings) is included once, under the first one.
     """
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -143,8 +142,6 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be sharded, on its device. A collective of the ranks that have a
-    shard.
-    """
+    """Gather a possibly sharded tensor on its device. A collective of its shards' ranks."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

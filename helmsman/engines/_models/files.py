@@ -1,4 +1,4 @@
-"""Folders that appear and are replaced as a whole, and files of tensors in them."""
+"""Folders that are created and replaced as a whole, and tensor files in them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,22 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def check_replaceable(path: str, mark: str) -> None:
-    """Raise FileExistsError unless there is nothing at a path, an empty folder, or one with the
-    file ``mark``.
+    """Raise FileExistsError unless the path is free, or an empty folder, or one that has ``mark``.
 
-    What is replaced is removed: a path that was meant as the parent of the new folder must not cost
-        all that is in it.
+    Replacing removes the old folder, so a path that was meant as the parent of the new folder must
+    be refused.
     """
     if not os.path.lexists(path) or os.path.isfile(os.path.join(path, mark)):
         return
     if not os.path.isdir(path) or os.listdir(path):
         what = f"a folder with other files and no {mark}" if os.path.isdir(path) else "no folder"
         raise FileExistsError(
-            f"{path} is {what}, and would be replaced; give the path of a folder that is new, or "
-            "remove it"
+            f"{path} is {what}, and would be replaced; give the path of a new folder, or remove it"
         )
 
 
 def replace_folder(source: str, path: str) -> None:
-    """Give a folder another name on the same file system, in place of what has it now."""
+    """Rename a folder on the same file system, replacing an existing one."""
     if not os.path.lexists(path):
         os.rename(source, path)
         return
@@ -46,8 +44,9 @@ def replace_folder(source: str, path: str) -> None:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: str) -> None:
-    """Write a safetensors file of tensors on any device. Raises: OSError, which safetensors has as
-    a number in its message.
+    """Write tensors of any device to a safetensors file.
+
+    Raises OSError; safetensors only reports its number in the message.
     """
     seen: set[int] = set()
     alone = {}
@@ -66,9 +65,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: str) -> None:
 
 
 class FolderWriter:
-    """Writes tensors into a folder as Hugging Face has them: files of safetensors, and an index in
-    the end.
-    """
+    """Writes tensors in the Hugging Face layout: safetensors files and finally an index."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -84,8 +81,9 @@ class FolderWriter:
     def finish(
         self, metadata: Mapping[str, Any] | None = None, *, indexes_one: bool = True
     ) -> None:
-        """Name the files and write their index, with ``metadata`` beside the size. Without
-        ``indexes_one`` one file alone has no index, and the name model.safetensors.
+        """Name the files and write their index, with ``metadata`` beside the total size.
+
+        Without ``indexes_one``, a single file gets no index and the name model.safetensors.
         """
         count = len(self._files)
         if count == 1 and not indexes_one:
@@ -120,7 +118,7 @@ _TOKENIZER_PREFIXES = (
 
 
 def copy_tokenizer(source: str | None, path: str) -> None:
-    """Copy the files of a tokenizer from a folder in the Hugging Face layout, if it has any."""
+    """Copy the tokenizer files of a folder in the Hugging Face layout, if it has any."""
     if source is not None:
         for entry in os.scandir(source):
             if entry.is_file() and entry.name.startswith(_TOKENIZER_PREFIXES):

@@ -1,10 +1,9 @@
-"""Heads of models: the one that predicts the next token, and the one that gives a number per token
-(critic, reward model).
+"""Heads of models: next-token prediction, and one value per token (critic, reward model).
 
-A value head is what ``transformers`` calls sequence classification with one label: the architecture
-without its prediction of tokens, and a linear layer ``score``. Folders of it are read by
-``AutoModelForSequenceClassification``, by trl and by servers of reward models. ``transformers``
-gives the score of the last token alone; here it is given for every token.
+A value head is sequence classification with one label in ``transformers``: the architecture without
+its token prediction, and a linear layer ``score``. ``AutoModelForSequenceClassification``, trl and
+reward model servers can load its folders. ``transformers`` outputs the score of the last token
+only; here every token gets a value.
 """
 
 from __future__ import annotations
@@ -34,14 +33,15 @@ CONFIG_ENTRIES: dict[Head, dict[str, Any]] = {"lm": {}, "value": {"num_labels": 
 
 
 def head_of(model: nn.Module) -> Head:
-    """The head of a model that build_model has built, sharded or not."""
+    """Return the head of a model from build_model, sharded or not."""
     return "value" if type(model).__name__.endswith(_VALUE_SUFFIX) else "lm"
 
 
 def check_saved_head(folder: str, head: Head, *, exact: bool = False) -> None:
-    """Raise ValueError when the model in a folder has another head, which ``transformers`` would
-    drop for a drawn one. ``exact`` refuses a model that predicts tokens for a value head, too; such
-    a model is where critics and reward models begin.
+    """Raise ValueError if the model in a folder has another head.
+
+    ``transformers`` would silently replace that head by a random one. For a value head, a model
+    that predicts tokens is accepted unless ``exact``: critics and reward models start from one.
     """
     (architecture, *_) = AutoConfig.from_pretrained(
         folder, local_files_only=True
@@ -55,9 +55,10 @@ def check_saved_head(folder: str, head: Head, *, exact: bool = False) -> None:
 
 
 def give_values(model: nn.Module) -> None:
-    """Make a model with a value head return (B, T) float32, a value for each token, in place of the
-    scores of the last ones. It is the model's own ``forward`` that changes, so that a sharded model
-    gathers the parameters of the head with its own. Raises: ValueError.
+    """Make a model with a value head return a value for each token, (B, T) float32.
+
+    This replaces the model's own ``forward``, so that a sharded model gathers the parameters of the
+    head with its own. Raises ValueError if there is no linear layer ``score``.
     """
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise ValueError(
@@ -70,11 +71,12 @@ def give_values(model: nn.Module) -> None:
 def _token_values(model: Any, *, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     hidden = model.base_model(input_ids=input_ids, **kwargs).last_hidden_state
     scores: torch.Tensor = model.score(hidden)[..., 0]
-    return scores.float().clone()  # FSDP cannot guard a view against changes in place
+    # FSDP cannot protect a view against in-place changes, so return a copy.
+    return scores.float().clone()
 
 
 def plain_config(model: nn.Module) -> Any:
-    """A copy of a model's configuration that names its class, as ``transformers`` writes it."""
+    """Return a copy of a model's configuration with its class, as ``transformers`` saves it."""
     config: Any = copy.deepcopy(model.config)
     config.architectures = [_plain_class(model).__name__]
     return config
@@ -85,9 +87,7 @@ def _plain_class(model: nn.Module) -> Any:
 
 
 def skeleton(model: nn.Module) -> PreTrainedModel:
-    """A model of the same class and configuration without storage, and without what sharding has
-    added to its class.
-    """
+    """Build a model of the same class and configuration, without storage and without sharding."""
     with torch.device("meta"):
         empty: PreTrainedModel = _plain_class(model)(copy.deepcopy(model.config))
     return empty

@@ -1,4 +1,4 @@
-"""Building a Hugging Face model.
+"""Construction of Hugging Face models.
 
 Every rank of a training job and every rollout instance builds its model here, from the same
 description and seed, so that all of them start from the same weights before the first transfer.
@@ -32,25 +32,24 @@ from helmsman.engines._models.heads import (
 
 
 def resolve_dtype(name: str) -> torch.dtype:
-    """A floating-point type by its name in torch; ``auto`` is bfloat16 on devices, float32 on the
-    host. Raises: ValueError.
+    """Return a floating-point dtype by its name in torch; raise ValueError for any other name.
+
+    ``auto`` is bfloat16 on devices, float32 on the host.
     """
     if name == "auto":
         return torch.float32 if current_platform.device_type == "cpu" else torch.bfloat16
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(
-            f"there is no floating-point type {name!r}; give 'auto' or a name of torch, such as "
-            "'bfloat16'"
+            f"there is no floating-point type {name!r}; give 'auto' or the name of a torch type, "
+            "such as 'bfloat16'"
         )
     return dtype
 
 
 @contextlib.contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keep the bars of ``transformers`` out of a worker's log while a block reads or writes
-    weights.
-    """
+    """Disable the progress bars of ``transformers``, to keep them out of a worker's log."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -61,8 +60,8 @@ def without_progress_bars() -> Iterator[None]:
 
 
 _drawing = threading.Lock()
-"""Held while weights are drawn, from a random state that engines in threads of one process (inline)
-share.
+"""Held while weights are initialised, since engines in threads of one process (inline) share the
+global random state.
 """
 
 
@@ -71,14 +70,22 @@ def build_model(
 ) -> nn.Module:
     """Build a causal ``transformers`` model on the host, in evaluation mode.
 
-    ``model`` is a local folder in the Hugging Face layout, or a checkpoint (weights are read); or
-    the entries of its configuration, such as ``{"model_type": "qwen2", "hidden_size": 64, ...}``
-    (weights are drawn). ``seed`` is that of drawn weights, and of a value head that the folder does
-    not have; the global random state is left as it was. With the head ``lm`` the outputs have
-    ``logits``; with ``value`` they are values (B, T) float32.
+    The global random state is unchanged.
 
-    Raises: ValueError where the folder or the model type does not exist, the checkpoint is not
-    whole, or the folder's model has a value head where none is wanted.
+    Args:
+        model: Local folder in the Hugging Face layout, or a checkpoint (weights are read); or the
+            entries of a configuration, such as ``{"model_type": "qwen2", "hidden_size": 64, ...}``
+            (weights are initialised randomly).
+        seed: Seed of random weights, and of a value head that the folder lacks.
+        dtype: Type of the parameters.
+        head: With ``lm`` the outputs have ``logits``; with ``value`` they are (B, T) float32.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: The folder or the model type does not exist, the checkpoint is incomplete, or
+            the folder's model has a value head and ``head`` is ``lm``.
     """
     auto_class, entries = AUTO_CLASSES[head], CONFIG_ENTRIES[head]
     if isinstance(model, str):
@@ -120,13 +127,14 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 _LENGTH_INCLUDED = ("longrope", "su", "llama3")
-"""Kinds of rotary scaling for which max_position_embeddings already is the scaled length."""
+"""Kinds of rotary scaling for which max_position_embeddings is already the scaled length."""
 
 
 def max_positions(config: Any) -> int | None:
-    """Most tokens of a sequence for which a model was built; None where its configuration does not
-    say. Rotary embeddings that are scaled allow ``factor`` times as many, by the rules of vLLM; the
-    larger number is returned where a configuration may include it.
+    """Return the most tokens of a sequence that a model supports; None if unknown.
+
+    Scaled rotary embeddings allow ``factor`` times as many, by vLLM's rules. If the number may
+    already include the factor, the larger result is returned.
     """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
@@ -148,16 +156,12 @@ def max_positions(config: Any) -> int | None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The blocks that sharding and checkpointing treat as units: what ``transformers`` declares as
-    not to be split.
-    """
+    """Return the blocks that sharding and checkpointing treat as units (``_no_split_modules``)."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Make every decoder layer recompute its activations in the backward pass instead of keeping
-    them (arXiv:1604.06174).
-    """
+    """Make decoder layers recompute activations in the backward pass (arXiv:1604.06174)."""
     for layer in decoder_layers(model):
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)

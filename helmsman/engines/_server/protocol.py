@@ -1,6 +1,4 @@
-"""The protocol that ServerEngine speaks with an inference server: its configuration, requests and
-answers.
-"""
+"""Protocol between ServerEngine and an inference server: configuration, requests and answers."""
 
 from __future__ import annotations
 
@@ -17,64 +15,62 @@ _OURS = {
     "--model": "set ServerConfig.model",
     "--model-path": "set ServerConfig.model",
     "--host": "set ServerConfig.host",
-    "--port": "it is a port that is leased to the worker; leave it out",
-    "--api-key": "each engine makes its own; leave it out",
+    "--port": "the engine uses the port leased to its worker; leave it out",
+    "--api-key": "each engine generates its own; leave it out",
 }
-"""Arguments that ServerConfig.args may not have, and what to do."""
+"""Arguments that ServerConfig.args must not have -> what to do instead."""
 
 
 class ServerConfig(
     msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """Which server a rollout instance runs, and how."""
+    """Configuration of an inference server that serves a rollout instance."""
 
     model: str
     """Local folder in the Hugging Face layout."""
     dialect: Literal["vllm", "sglang"] = "vllm"
-    """Which server it is."""
+    """Kind of server."""
     tensor_parallel_size: int = 1
-    """Devices that the model is split over, of those that the worker was given."""
+    """Devices that the model is split over, out of the worker's."""
     max_model_len: int | None = None
-    """Most tokens of a sequence, prompt and continuation; None leaves it to the model."""
+    """Most tokens of a sequence, prompt and continuation; None uses the model's limit."""
     dtype: str = "auto"
-    """Type of weights and cache, as the server calls it."""
+    """Type of weights and cache, by the server's name for it."""
     seed: int = 0
-    """Of what has no seed of its own."""
+    """Seed for requests that have none."""
     sleep: bool = False
-    """Start the server so that it can sleep."""
+    """Start the server with support for sleep."""
     args: tuple[str, ...] = ()
-    """More of the server's own arguments, which come last, so that they win over ours. Not its
-    model, address and key.
+    """Further arguments of the server. They come last, so they override ours; model, address and
+    key are not allowed.
     """
     env: dict[str, str] = {}
-    """Environment variables of the server, beside the worker's."""
+    """Environment variables of the server, in addition to the worker's."""
     command: tuple[str, ...] = ()
-    """The program with its first arguments, before ours, such as ('vllm', 'serve'); empty for its
-    module, by the worker's Python."""
+    """Program and its first arguments, before ours, such as ('vllm', 'serve'). Empty: the server's
+    Python module, run by the worker's Python.
+    """
     host: str = "127.0.0.1"
-    """Where the server listens; 'node' is the address of the worker's node. Only its own worker
-    needs to reach it, and vLLM's key does not cover the routes by which weights are changed."""
+    """Address on which the server listens; 'node' is the address of the worker's node. Only its own
+    worker needs to reach it, and vLLM's key does not protect the routes that change weights.
+    """
     start_timeout_s: float = 600.0
-    """How long it may take to get ready."""
+    """Seconds until the server must be ready."""
     stop_timeout_s: float = 15.0
-    """How long it has to end in order."""
+    """Seconds for an orderly stop."""
     control_timeout_s: float = 600.0
-    """How long a control request may take, such as the loading of weights."""
+    """Seconds for one control request, such as loading weights."""
     retry_s: float = 30.0
-    """How long a request that cannot have begun is sent again: the connection was refused, or the
-    server answered 503.
+    """Seconds during which a request that cannot have started is retried: the connection was
+    refused, or the server answered 503.
     """
     exchange_folder: str = "/dev/shm"
-    """Where weights that do not come as files are laid for the server to read; it needs room for
-    all of them.
-    """
+    """Folder for weights that do not arrive as files; it needs room for all of them."""
 
     def __post_init__(self) -> None:
         for name in (arg.partition("=")[0].replace("_", "-") for arg in self.args):
             if name in _OURS:
-                raise ValueError(
-                    f"args has {name}, which ServerEngine gives the server itself: {_OURS[name]}"
-                )
+                raise ValueError(f"args has {name}, which ServerEngine sets itself: {_OURS[name]}")
         if self.tensor_parallel_size < 1:
             raise ValueError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}; expected 1 or more"
@@ -85,13 +81,15 @@ class ServerConfig(
 
 
 class Call(NamedTuple):
+    """One HTTP request to a server: route, JSON body and query parameters."""
+
     route: str
     body: Any = None
     params: Mapping[str, str] | None = None
 
 
 class Chunk(NamedTuple):
-    """What one event of a generation brings for one sample."""
+    """Tokens that one event of a generation adds to one sample."""
 
     sample: int
     token_ids: Sequence[int]
@@ -100,57 +98,66 @@ class Chunk(NamedTuple):
 
 
 class Stats(NamedTuple):
+    """Names of a server's metrics."""
+
     num_running: str
     num_waiting: str
     kv_cache_usage: str
 
 
 class Dialect(Protocol):
-    """How one kind of server is started and spoken to. It keeps no state."""
+    """How to start one kind of server and talk to it. Stateless."""
 
     health_route: str
-    """Answers 200 once the server is ready."""
+    """Route that answers 200 once the server is ready."""
     samples_together: bool
     """Whether one request can have several samples."""
     stats: Stats
 
     def command(self, config: ServerConfig, host: str, port: int, key: str) -> list[str]:
-        """Program and arguments."""
+        """Return the program and its arguments."""
 
     def environment(self, config: ServerConfig, key: str) -> dict[str, str]:
-        """Variables that it needs."""
+        """Return the environment variables that the server needs."""
 
     def generation(self, model: str, attempt: Attempt) -> Call:
-        """The request for an attempt, which is answered by a stream of events."""
+        """Return the request for an attempt; a stream of events answers it."""
 
     def chunks(self, event: bytes, num_tokens: Sequence[int]) -> list[Chunk]:
-        """What an event says. ``num_tokens``: of each sample, how many this answer has brought
-        before.
+        """Decode an event.
 
-        Raises: ValueError (msgspec.DecodeError too) with what it says for one that is an error, or
-            not of this dialect.
+        Args:
+            event: Data of the event, JSON.
+            num_tokens: Number of tokens received before, for each sample.
+
+        Returns:
+            The new tokens by sample.
+
+        Raises:
+            ValueError: The event is an error or not of this dialect (msgspec.DecodeError too).
         """
 
     def abort(self, request_id: str) -> Call | None:
-        """End a generation; None where the end of the connection does."""
+        """Return the request that ends a generation; None if closing the connection ends it."""
 
     def pause(self) -> list[Call]:
-        """End all generations as aborted, and begin none until resume."""
+        """Return requests that abort all generations and start none until resume."""
 
     def resume(self) -> list[Call]:
-        """Generate again."""
+        """Return requests that let the server generate again."""
 
     def load(self, path: str) -> list[Call]:
-        """Take the weights of a folder, and forget what was computed by the old ones."""
+        """Return requests that load the weights of a folder and empty the prefix cache."""
 
     def sleep(self, level: int) -> list[Call]:
-        """See InferenceEngine.sleep."""
+        """Return requests that release memory; levels as in InferenceEngine.sleep."""
 
     def wake(self, *, weights: bool, cache: bool) -> list[Call]:
-        """Take back the memory of the weights, of the cache, or of both."""
+        """Return requests that allocate the memory of the weights, of the cache, or of both."""
 
 
 def require_logprobs(token_ids: Sequence[int], logprobs: Sequence[float | None]) -> list[float]:
+    """Check that each token has a finite log-probability; raise ValueError otherwise."""
     found = [math.nan if each is None else each for each in logprobs]
     if len(token_ids) != len(found) or any(math.isnan(each) for each in found):
         raise ValueError(
@@ -165,13 +172,15 @@ class _Outcome(msgspec.Struct, frozen=True):
 
 
 def problem_in(answer: bytes) -> str | None:
-    """Of ``{"success": false}``, and of what a method of VLLMWorkerExtension returned on any
-    rank.
+    """Return the error in an answer, if any.
+
+    Errors are ``{"success": false}``, and failures that a method of VLLMWorkerExtension returned on
+    any rank.
     """
     try:
         outcome = msgspec.json.decode(answer, type=_Outcome)
     except msgspec.DecodeError:
-        return None  # it is text for people
+        return None  # The answer is plain text.
     problems = [
         ": ".join(each["error"])
         for each in outcome.results

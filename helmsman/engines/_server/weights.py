@@ -1,6 +1,4 @@
-"""Weights as an inference server takes them, whichever way they come: a folder of safetensors that
-it reads.
-"""
+"""Conversion of incoming weights to a folder of safetensors, which an inference server can read."""
 
 from __future__ import annotations
 
@@ -25,13 +23,14 @@ log = logging.getLogger(__name__)
 
 
 def forms_of(folder: str) -> list[Expected]:
-    """What weights of a folder's model look like; nothing where that cannot be told, as with code
-    of the model's own.
+    """Return the expected names and shapes of a model's weights.
+
+    Empty where they cannot be determined, for example for a model with its own code.
     """
     try:
         return expected_of(folder)
     except ValueError as error:
-        log.warning("weights for %s are loaded without a look whether they fit: %s", folder, error)
+        log.warning("weights for %s are loaded without checking that they fit: %s", folder, error)
         return []
 
 
@@ -39,22 +38,22 @@ _FOLDER = "helmsman-weights."
 
 
 def make_exchange(parent: str) -> tuple[str, int]:
-    """A folder of this process's own below ``parent``, and the descriptor of its lock, which ends
-    with the process.
+    """Create a private folder of this process below ``parent``; return its path and its lock.
 
-    Folders whose process has gone are removed: where a worker is killed, its guardian may kill the
-        server's guard, too.
+    The lock is a descriptor and ends with the process. Folders whose process has exited are
+    removed: when a worker is killed, its guardian may kill the server's guard too, before the guard
+    removes the folder.
     """
     for name in os.listdir(parent):
         if name.startswith(_FOLDER):
             with contextlib.suppress(OSError):
-                # its process lives, it is somebody else's, or another has removed it
+                # Still locked, owned by another user, or already removed.
                 _remove_abandoned(os.path.join(parent, name))
     unlocked = tempfile.mkdtemp(prefix=f".{_FOLDER}", dir=parent)
     lock = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     path = os.path.join(parent, os.path.basename(unlocked)[1:])
-    os.rename(unlocked, path)  # from here on others see it
+    os.rename(unlocked, path)  # from here on other processes consider it for removal
     return path, lock
 
 
@@ -72,12 +71,24 @@ def _remove_abandoned(path: str) -> None:
 def as_folder(
     weights: Weights, group: WeightGroup, forms: Sequence[Expected], exchange_folder: str
 ) -> Iterator[str]:
-    """Weights, however they come, as a folder for the server to read; it is there until the end.
-    Servers take what they find, and go on without the rest, so names and shapes are compared
-    before.
+    """Provide weights from any source as a folder that the server can read during the block.
 
-    Raises: ValueError where they do not fit the model, or are not those that were sent;
-        ConnectionError; OSError.
+    Servers load the tensors that they find and ignore missing ones, so names and shapes are checked
+    here.
+
+    Args:
+        weights: The weights, or where to get them.
+        group: This process's membership in weight-sync groups.
+        forms: Accepted names and shapes; empty accepts all.
+        exchange_folder: Folder in which files are written if the weights are not files yet.
+
+    Yields:
+        The path of the folder.
+
+    Raises:
+        ValueError: The weights do not fit the model, or a checksum does not match.
+        ConnectionError: A member of the weight-sync group is missing or late.
+        OSError: Files cannot be read or written.
     """
     with incoming(weights, group) as arriving:
         if forms:
@@ -85,7 +96,7 @@ def as_folder(
         if isinstance(weights, WeightsOnDisk):
             if _has_checksums(weights.path):
                 for _ in arriving:
-                    pass  # reading them is what verifies them
+                    pass  # reading verifies the checksums
             yield weights.path
             return
         path = tempfile.mkdtemp(prefix="weights.", dir=exchange_folder)
@@ -102,8 +113,10 @@ def _has_checksums(path: str) -> bool:
 
 
 def write_folder(buckets: Iterable[Mapping[str, torch.Tensor]], path: str) -> None:
-    """Write tensors by name as files with an index, as Hugging Face has them. Raises: OSError where
-    there is no room.
+    """Write tensors by name as safetensors files with an index, in the Hugging Face layout.
+
+    Raises:
+        OSError: The folder has no room.
     """
     writer = FolderWriter(path)
     for bucket in buckets:
@@ -112,10 +125,8 @@ def write_folder(buckets: Iterable[Mapping[str, torch.Tensor]], path: str) -> No
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"no room for {sum(tensor.nbytes for tensor in bucket.values())} bytes of weights "
-                "more, after "
-                f"{writer.num_bytes}, in {path}: {error}. Free some, or set "
-                "ServerConfig.exchange_folder to a folder with room "
-                "for all of them",
+                f"no room for {sum(tensor.nbytes for tensor in bucket.values())} more bytes of "
+                f"weights, after {writer.num_bytes}, in {path}: {error}. Free some, or set "
+                "ServerConfig.exchange_folder to a folder with room for all of them",
             ) from error
     writer.finish()

@@ -1,3 +1,1 @@
-"""What rollout engines share: admission of requests, what they have generated, and their way across
-weight updates.
-"""
+"""Shared parts of rollout engines: admission of requests, and weight updates during generation."""

@@ -1,6 +1,4 @@
-"""A request from its admission to its result: checks, generated tokens, and how it continues after
-a cut.
-"""
+"""A request from admission to result: checks, generated tokens and continuation."""
 
 from __future__ import annotations
 
@@ -18,7 +16,8 @@ def check_request(
     vocab_size: int | None,
     limit: str = "max_model_len",
 ) -> None:
-    """Raise ValueError for a request that no engine can do. None is a number that is not known;
+    """Raise ValueError for a request that cannot be served; a limit of None is unknown.
+
     ``limit`` names the setting that ``max_model_len`` comes from.
     """
     prompt, name, seed = (
@@ -47,16 +46,17 @@ def check_request(
 
 
 def check_samples_of_one(requests: Sequence[GenerationRequest]) -> None:
+    """Raise ValueError unless all requests have the same prompt."""
     for request in requests:
         if request.prompt_ids != requests[0].prompt_ids:
             raise ValueError(
                 f"requests {requests[0].request_id!r} and {request.request_id!r} have different "
-                "prompts; "
-                "agenerate_samples takes samples of one"
+                "prompts; agenerate_samples takes samples of one"
             )
 
 
 def check_level(level: int) -> None:
+    """Raise ValueError unless the sleep level is 1 or 2."""
     if level not in (1, 2):
         raise ValueError(
             f"level is {level}; expected 1, which keeps the weights on the host, or 2, which "
@@ -65,15 +65,14 @@ def check_level(level: int) -> None:
 
 
 def already_in_flight(request_id: str) -> ValueError:
+    """Build the error for a duplicate request id."""
     return ValueError(
-        f"the request id {request_id!r} is already in flight; ids are unique among those"
+        f"the request id {request_id!r} is already in flight; ids of requests in flight are unique"
     )
 
 
 class Generation:
-    """A request, the LoRA adapter that the server uses for it, and what it has generated, in one
-    attempt or several.
-    """
+    """A request with its LoRA adapter and the tokens generated so far, in one or more attempts."""
 
     def __init__(
         self, request: GenerationRequest, max_model_len: int | None, adapter: Any = None
@@ -90,17 +89,20 @@ class Generation:
 
     @property
     def num_left(self) -> int:
+        """Number of tokens that may still be generated."""
         return self._most - len(self.tokens)
 
     @property
     def token_ids(self) -> list[int]:
+        """Prompt and generated tokens."""
         return [*self.request.prompt_ids, *self.tokens]
 
     @property
     def attempt_seed(self) -> int | None:
-        """Seed of the next attempt, 0 to 2**63 - 1. Servers number what they draw from an attempt's
-        first token on, so the seed itself would give a continuation the same random numbers
-        again.
+        """Seed of the next attempt, 0 to 2**63 - 1; None if the request has none.
+
+        Servers restart their random numbers with each attempt, so the same seed would give a
+        continuation the same random numbers again.
         """
         seed, offset = self.request.sampling.seed, self.request.num_generated + len(self.tokens)
         if seed is None or (offset == 0 and seed < 2**63):
@@ -111,25 +113,28 @@ class Generation:
         )
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
-        """Append tokens that this version has generated, unless it has ended."""
+        """Append tokens generated under this weight version, unless the generation has ended."""
         if self.stop_reason is None:
             self.tokens += token_ids
             self.logprobs += logprobs
             self.versions += [version] * len(token_ids)
 
     def end(self, reason: StopReason) -> bool:
+        """Set the stop reason; return False if there already is one."""
         if self.stop_reason is not None:
             return False
         self.stop_reason = reason
         return True
 
     def settle(self) -> None:
+        """End the generation if its last token is a stop token or no tokens are left."""
         if self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids:
             self.end("stop")
         elif self.num_left <= 0:
             self.end("length")
 
     def result(self) -> GenerationResult:
+        """Return the result of an ended generation."""
         assert self.stop_reason is not None
         return GenerationResult(
             request_id=self.request.request_id,

@@ -1,9 +1,8 @@
-"""The requests that a server generates, from their admission to their ends, across updates of its
-weights.
+"""Requests in flight on a server, from admission to result, across weight updates.
 
-Each request is one attempt or several in a row: one that an update cuts continues as another, after
-its tokens so far. The version of a token is the one that is served when it arrives, so all tokens
-must have arrived before the version changes.
+Each request is one or more consecutive attempts: when an update interrupts one, the next attempt
+continues after its tokens. The version of a token is the version served when it arrives, so all
+tokens must have arrived before the version changes.
 """
 
 from __future__ import annotations
@@ -18,39 +17,48 @@ from helmsman.engines._serving.generation import Generation, already_in_flight, 
 
 
 class Attempt:
-    """One request to the server: the next tokens of some generations of one prompt. Its number
-    makes its id unique, since an earlier attempt of the same request may not be quite over on the
-    server.
+    """One request to the server: the next tokens of some generations of one prompt.
+
+    Its number makes its id unique, since the server may not have finished an earlier attempt of the
+    same request.
     """
 
     def __init__(self, generations: Sequence[Generation], number: int) -> None:
         self.generations = generations
         self.request_id = f"{generations[0].request.request_id}.{number}"
         self.has_ended: set[int] = set()
-        """Indices of the generations that the server has ended, for whatever reason."""
+        """Indices of the generations that the server has ended, for any reason."""
         self.has_tokens = False
         self.is_closing = False
         self.reading: asyncio.Future[None] | None = None
 
     @property
     def is_wanted(self) -> bool:
+        """Whether any generation still needs tokens of this attempt."""
         return any(
             each.stop_reason is None and index not in self.has_ended
             for index, each in enumerate(self.generations)
         )
 
     def close(self) -> None:
+        """Stop reading the attempt."""
         self.is_closing = True
         if self.reading is not None:
             self.reading.cancel()
 
 
 class Requests:
-    """All requests of one server. The methods run on one event loop. ``read`` has the server
-    generate an attempt, and calls ``take`` until all of it has ended; ``forget`` is called when an
-    attempt is closed, for servers to which the end of the reader says nothing. When the server has
-    ended nothing is held back, so that ``read`` raises. ``samples_together`` says whether one
-    attempt may have several samples, where these have no seeds.
+    """All requests of one server. Its methods run on one event loop.
+
+    Args:
+        read: Sends an attempt to the server and calls ``take`` until all of it has ended.
+        has_ended: Whether the server has ended. If so, nothing is held back, so that ``read``
+            raises.
+        max_model_len: Most tokens of a sequence; None if unknown.
+        vocab_size: Size of the vocabulary; None if unknown.
+        samples_together: Whether one attempt may have several samples, if they have no seeds.
+        forget: Called when an attempt is closed, for servers that do not react to a closed
+            connection.
     """
 
     def __init__(
@@ -67,48 +75,59 @@ class Requests:
         self._max_model_len, self._vocab_size = max_model_len, vocab_size
         self._samples_together = samples_together
         self.version = 0
-        """Weight version that is served."""
+        """Weight version being served."""
         self.generations: dict[str, Generation] = {}
         self.num_generated_tokens = 0
         self.is_held = False
-        """Nothing is sent to the server, and generations that it ends as aborted continue after
-        release.
+        """While set, nothing is sent to the server, and generations that it aborts continue after
+        release().
         """
         self._changed = asyncio.Condition()
         self._attempts: set[Attempt] = set()
         self._num_attempts = 0
 
     def hold(self) -> None:
+        """Send no more attempts until release()."""
         self.is_held = True
 
     async def release(self) -> None:
+        """Send attempts again."""
         self.is_held = False
         await self.notify()
 
     def close_attempts(self, *, begun: bool) -> None:
-        """Close the attempts that have no token, which lose nothing, and with ``begun`` the others
-        too.
-        """
+        """Close attempts without a token, which lose nothing; with ``begun`` also the others."""
         for attempt in self._attempts:
             if begun or not attempt.has_tokens:
                 attempt.close()
 
     async def until_ended(self, *, closing: bool = False) -> None:
-        """Wait until no attempt runs, or with ``closing`` none that was closed."""
+        """Wait until no attempt runs; with ``closing``, until no closed attempt runs."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: not any(each.is_closing or not closing for each in self._attempts)
             )
 
     async def notify(self) -> None:
+        """Wake all waiters to check their conditions again."""
         async with self._changed:
             self._changed.notify_all()
 
     async def generate(
         self, requests: Sequence[GenerationRequest], adapter: Any = None
     ) -> list[GenerationResult]:
-        """Continue one prompt, once for each request. Raises: ValueError for a wrong one; what
-        ``read`` raises.
+        """Continue one prompt, once for each request.
+
+        Args:
+            requests: Requests with the same prompt.
+            adapter: LoRA adapter of the server; None for none.
+
+        Returns:
+            Results in the order of the requests.
+
+        Raises:
+            ValueError: A request is invalid or its id is already in flight.
+            Exception: An error of ``read``.
         """
         with contextlib.ExitStack() as stack:
             generations = []
@@ -126,7 +145,7 @@ class Requests:
                 await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
             finally:
                 if not all(each.done() for each in running):
-                    # no caller waits for the other samples of one that has failed
+                    # One sample failed or the call was cancelled; no caller waits for the others.
                     await self.abort([each.request_id for each in requests])
                     await asyncio.wait(running)
             for each in running:
@@ -134,7 +153,7 @@ class Requests:
         return [each.result() for each in generations]
 
     async def abort(self, request_ids: Sequence[str] | None) -> int:
-        """End these early, None for all; returns how many were ended."""
+        """End requests early (None: all); return how many were ended."""
         found = list(self.generations) if request_ids is None else request_ids
         num_ended = sum(
             self.generations[id_].end("abort") for id_ in found if id_ in self.generations
@@ -159,7 +178,7 @@ class Requests:
             await self._attempt([generation])
 
     async def _attempt(self, generations: Sequence[Generation]) -> None:
-        """Have the server go on with generations, until it or an update has ended that."""
+        """Continue generations on the server until they end or an update interrupts them."""
 
         def are_over() -> bool:
             return all(each.stop_reason is not None for each in generations)
@@ -185,7 +204,7 @@ class Requests:
             self._attempts.discard(attempt)
             await self.notify()
         for each in generations:
-            each.settle()  # the server may have been stopped before it could say so
+            each.settle()  # the server may have been paused before it reported the end
 
     def take(
         self,
@@ -195,7 +214,7 @@ class Requests:
         logprobs: Sequence[float],
         reason: StopReason | None,
     ) -> None:
-        """Take tokens of an attempt's generation, and the reason of its end where it has ended."""
+        """Add tokens of an attempt's generation, and its stop reason if it has ended."""
         generation = attempt.generations[index]
         generation.add(token_ids, logprobs, self.version)
         attempt.has_tokens = attempt.has_tokens or bool(token_ids)
@@ -207,5 +226,5 @@ class Requests:
             generation.end(reason)
         elif not self.is_held:
             generation.settle()
-            # by the server, for reasons of its own: the caller may go on from here
+            # The server aborted it on its own; the caller may resume from here.
             generation.end("abort")

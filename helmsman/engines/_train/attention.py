@@ -1,15 +1,14 @@
-"""Attention for rows that are packed, or shared by context-parallel ranks, behind the attention
-interface of ``transformers``.
+"""Attention for packed or context-parallel rows, behind the ``transformers`` attention interface.
 
-Context parallelism is DeepSpeed-Ulysses, arXiv:2309.14509: each rank has a part of the tokens
-everywhere but inside attention. There an all-to-all exchange gives it all tokens of a part of the
-heads, and another one undoes it. It needs nothing but all-to-all of a backend, and each head is
-computed as on one rank.
+Context parallelism is DeepSpeed-Ulysses, arXiv:2309.14509: outside attention, each rank has a part
+of the tokens. For attention, an all-to-all exchange gives it all tokens of a part of the heads, and
+a second one reverses that. The backend only needs all-to-all, and each head is computed as on one
+rank.
 
-Packed rows are computed segment by segment: by torch's variable-length flash attention where there
-is one (CUDA, half precision), else each segment by scaled_dot_product_attention, which every
-platform has. Either costs the sum of the squared lengths, where a mask over the whole row would
-cost the square of their sum.
+Packed rows are computed segment by segment: by torch's variable-length flash attention where
+available (CUDA, half precision), else by one scaled_dot_product_attention per segment, which every
+platform has. Either costs the sum of the squared lengths; a mask over the whole row would cost the
+square of their sum.
 """
 
 from __future__ import annotations
@@ -29,17 +28,16 @@ from transformers import AttentionInterface
 from helmsman.api.errors import ParallelLayoutError
 
 IMPLEMENTATION = "helmsman"
-"""Name under which transformers' attention interface has it."""
+"""Name of this implementation in transformers' attention interface."""
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""What transformers' attention functions may be asked for and this one cannot give."""
+"""Options of transformers' attention functions that this one lacks."""
 
 
 class RowShape:
-    """What attention has to know of the rows; goes as a keyword argument of the model to each of
-    its layers.
+    """Layout of the rows; passed to each attention layer as a keyword argument of the model.
 
-    ``segments`` are the lengths of the sequences that lie end to end in the one row, or None where
-    each row is one sequence; ``group`` are the ranks that share the rows, or None.
+    ``segments`` are the lengths of the packed sequences in the single row, or None if each row is
+    one sequence. ``group`` are the ranks that share the rows, or None.
     """
 
     def __init__(
@@ -56,18 +54,20 @@ class RowShape:
 
 
 def use_row_attention(model: nn.Module, needed_for: str) -> None:
-    """Have a model of transformers attend by row_attention. Raises: ValueError where it cannot,
-    with ``needed_for``.
+    """Make a transformers model use row_attention.
+
+    Raises ValueError if the model does not support it; ``needed_for`` names the feature that needs
+    it.
     """
     reason = why_not_rows(model)
     if reason:
-        raise ValueError(f"{needed_for} cannot be had with {type(model).__name__}: {reason}")
+        raise ValueError(f"{needed_for} is not supported for {type(model).__name__}: {reason}")
     AttentionInterface.register(IMPLEMENTATION, row_attention)
     model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
 
 
 def why_not_rows(model: nn.Module) -> str:
-    """Why a model's tokens cannot be packed, or shared by ranks; empty where they can be."""
+    """Return why a model's tokens can be neither packed nor split over ranks; '' if they can."""
     config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
     kinds = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
@@ -81,14 +81,12 @@ def why_not_rows(model: nn.Module) -> str:
     if not getattr(model, "_supports_attention_backend", False):
         return "transformers does not let its attention be replaced (_supports_attention_backend)"
     if getattr(config, "attn_logit_softcapping", None):
-        return "its attention scores are capped, which no fused kernel of torch does"
+        return "its attention scores are capped, which torch's fused kernels do not support"
     return ""
 
 
 def check_heads(config: Any, tensor_size: int, context_size: int) -> None:
-    """Each context-parallel rank gets as many heads. Raises: ParallelLayoutError where they do not
-    divide.
-    """
+    """Raise ParallelLayoutError unless the heads divide evenly over the context-parallel ranks."""
     num_heads = config.num_attention_heads
     if num_heads % (tensor_size * context_size):
         per_rank = num_heads // tensor_size
@@ -114,19 +112,24 @@ def row_attention(
     helmsman_rows: RowShape | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention; (B, H, N, D) in, (B, N, H, D) out, as transformers has it."""
+    """Compute causal attention: (B, H, N, D) in, (B, N, H, D) out, in the dtype of the inputs.
+
+    This is the signature of transformers' attention interface. Raises ValueError if the model
+    passes an unsupported option, or did not pass ``helmsman_rows``.
+    """
     if helmsman_rows is None:
         raise ValueError(
-            f"{type(module).__name__} was not told how the rows lie: the model keeps keyword "
-            "arguments from its attention. Set "
-            "packing to False and context_parallel_size to 1"
+            f"{type(module).__name__} did not receive the layout of the rows: the model does not "
+            "pass keyword arguments to its attention. Set packing to False and "
+            "context_parallel_size to 1"
         )
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if unsupported or attention_mask is not None:
         raise ValueError(
-            f"{type(module).__name__} asks its attention for "
-            f"{', '.join(unsupported) or 'a mask of its own'}, which packed and "
-            "context-parallel rows do not have. Set packing to False and context_parallel_size to 1"
+            f"{type(module).__name__} passes "
+            f"{', '.join(unsupported) or 'a mask of its own'} to its attention, which packed and "
+            "context-parallel rows do not support. Set packing to False and "
+            "context_parallel_size to 1"
         )
     group = helmsman_rows.group
     if group is not None:
@@ -168,7 +171,7 @@ def _one_sequence(
         mask = (distance >= 0) & (distance < window)
     num_groups = query.shape[1] // key.shape[1]
     if num_groups > 1 and mask is not None:
-        # with a mask, torch has no fused kernel for grouped heads
+        # With a mask, torch has no fused kernel for grouped heads.
         key, value = (each.repeat_interleave(num_groups, dim=1) for each in (key, value))
     return scaled_dot_product_attention(
         query,
@@ -183,9 +186,7 @@ def _one_sequence(
 
 
 def _has_flash(query: torch.Tensor) -> bool:
-    """Whether torch has variable-length attention for these tensors: from 2.10 on, on CUDA, in half
-    precision.
-    """
+    """Whether torch has variable-length attention for this query (2.10+, CUDA, fp16 or bf16)."""
     if (
         query.device.type != "cuda"
         or query.dtype not in (torch.bfloat16, torch.float16)
@@ -233,8 +234,9 @@ def _flash(
 
 
 def _repeat_heads(states: torch.Tensor, num_query_heads: int, size: int) -> torch.Tensor:
-    """Key or value heads often enough for each rank to get as many: whole groups stay with their
-    query heads.
+    """Repeat key or value heads so that they divide evenly over the ranks.
+
+    Whole groups stay with their query heads.
     """
     num_heads = states.shape[1]
     groups = num_query_heads // num_heads
@@ -247,14 +249,15 @@ def _repeat_heads(states: torch.Tensor, num_query_heads: int, size: int) -> torc
 
 
 def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(P, ...) to each rank of a group its part, and from each one part. Differentiable."""
+    """Send part p of (P, ...) to rank p of a group; receive one part from each. Differentiable."""
     exchanged: torch.Tensor = all_to_all_single(torch.empty_like(parts), parts, group=group)
     return exchanged
 
 
 def _heads_for_tokens(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(B, H, N / P, D), a part of the tokens of all heads, to (B, H / P, N, D), all tokens of a
-    part of the heads.
+    """Exchange a part of the tokens of all heads for all tokens of a part of the heads.
+
+    From (B, H, N / P, D) to (B, H / P, N, D).
     """
     parts = torch.stack(states.chunk(dist.get_world_size(group), dim=1))
     return torch.cat(list(_exchange(parts, group).unbind()), dim=2)
@@ -266,8 +269,10 @@ def _tokens_for_heads(states: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 
 
 class _Gather(torch.autograd.Function):
-    """Parts of the last axis, end to end. All ranks make the same of them, so that each has the
-    whole gradient of its part.
+    """Concatenates the ranks' parts along the last axis.
+
+    All ranks compute the same loss from the result, so each already has the whole gradient of its
+    part.
     """
 
     @staticmethod
@@ -284,8 +289,9 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_tokens(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(R, N) of all ranks, from (R, N / P) of each. Differentiable where all ranks compute the same
-    loss. A collective.
+    """Gather (R, N) from the (R, N / P) of each rank. A collective.
+
+    Differentiable if all ranks compute the same loss.
     """
     gathered: torch.Tensor = _Gather.apply(part, group)  # type: ignore[no-untyped-call]
     return gathered

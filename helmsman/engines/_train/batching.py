@@ -1,9 +1,8 @@
-"""From samples to micro-batches under a token budget: checked, grouped, and as the padded columns
-that losses see.
+"""Checks samples and groups them into micro-batches under a token budget.
 
-A causal model needs no attention mask for padding on the right: no real token sees it. Packed, the
-samples lie end to end in one row; positions begin again at each, and attention is told where they
-end (attention.py).
+A causal model needs no attention mask for padding on the right: no real token attends to it. Packed
+samples are concatenated in one row; positions restart at each sample, and attention gets the
+segment lengths (attention.py).
 """
 
 from __future__ import annotations
@@ -20,38 +19,34 @@ from helmsman.api.engines import Sample, SampleShare, sample_numbers
 from helmsman.api.pairs import sample_units
 
 Columns = Mapping[str, torch.Tensor]
-"""The entries of one sample, on the host."""
+"""Entries of one sample, on the host."""
 
 
 class TokenRows(msgspec.Struct, frozen=True):
-    """R rows of N tokens, on the host, and where in them each sample's tokens are."""
+    """R rows of N tokens on the host, and the position of each sample's tokens in them."""
 
     input_ids: torch.Tensor
     """(R, N) int64."""
     position_ids: torch.Tensor
-    """(R, N) int64: the position of each token in its sample."""
+    """(R, N) int64: position of each token in its sample."""
     next_ids: torch.Tensor
-    """(R, N) int64: the token after each in its row; of no meaning where a sample ends."""
+    """(R, N) int64: the next token in the row; meaningless at the end of a sample."""
     places: torch.Tensor
-    """(B, T) int64: where in the flattened rows each token of each sample is; 0 beyond its end."""
+    """(B, T) int64: index of each sample's tokens in the flattened rows; 0 beyond its end."""
     lengths: torch.Tensor
-    """(B,) int64: tokens of each sample."""
+    """(B,) int64: number of tokens of each sample."""
     segments: tuple[int, ...] | None
-    """Packed: lengths that add up to N, of which none sees another. None: each row is one
+    """Packed: lengths of the independent segments, which add up to N. None: each row is one
     sequence.
     """
 
     def per_token(self, values: torch.Tensor) -> torch.Tensor:
-        """(B, T): what the model says *at* each token of each sample, from (R, N); 0 beyond its
-        end. Differentiable.
-        """
+        """Select outputs (R, N) *at* each token: (B, T), 0 beyond the end. Differentiable."""
         within = torch.arange(self.places.shape[1])[None] < self.lengths[:, None]
         return self._at(values, self.places, within)
 
     def per_prediction(self, values: torch.Tensor) -> torch.Tensor:
-        """(B, T): what the model says at the token *before* each, from (R, N); 0 at the first and
-        beyond the end.
-        """
+        """Select outputs (R, N) *before* each token: (B, T), 0 at the first and past the end."""
         positions = torch.arange(self.places.shape[1])[None]
         return self._at(
             values,
@@ -66,9 +61,7 @@ class TokenRows(msgspec.Struct, frozen=True):
 
 
 def pad(samples: Sequence[torch.Tensor], multiple: int = 1) -> TokenRows:
-    """One row per sample, padded on the right to one length, which is a multiple of
-    ``multiple``.
-    """
+    """Put each sample in a row, padded on the right to one length, a multiple of ``multiple``."""
     input_ids = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
     num_rows, longest = input_ids.shape
     input_ids = torch.nn.functional.pad(input_ids, (0, -longest % multiple))
@@ -84,9 +77,7 @@ def pad(samples: Sequence[torch.Tensor], multiple: int = 1) -> TokenRows:
 
 
 def pack(samples: Sequence[torch.Tensor], multiple: int = 1) -> TokenRows:
-    """One row of all samples, end to end; what pads it to a multiple of ``multiple`` is a segment
-    of its own.
-    """
+    """Concatenate all samples in one row; padding to ``multiple`` is a separate segment."""
     lengths = [len(sample) for sample in samples]
     padding = -sum(lengths) % multiple
     segments = (*lengths, padding) if padding else tuple(lengths)
@@ -108,17 +99,18 @@ def _places(starts: Sequence[int], longest: int, num_tokens: int) -> torch.Tenso
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
-    """Some samples of a batch: what a loss sees of them, and what the model does."""
+    """Some samples of a batch: columns for the loss and rows for the model."""
 
     indices: tuple[int, ...]
-    """Which samples these are, one per row of the columns."""
+    """Index of each row's sample in the batch."""
     lengths: tuple[int, ...]
-    """Their lengths before padding."""
+    """Lengths of the samples before padding."""
     columns: dict[str, torch.Tensor]
-    """``input_ids`` (B, T) int64, ``loss_mask`` (B, T) bool, and the samples' other entries: (B, T)
-    or (B,), on the host; padded on the right to one length."""
+    """``input_ids`` (B, T) int64, ``loss_mask`` (B, T) bool, and the samples' other entries, (B, T)
+    or (B,); on the host, padded on the right to the longest sample.
+    """
     rows: TokenRows
-    """The same tokens as the model gets them."""
+    """The same tokens in the layout of the model's input."""
 
     def to(self, device: torch.device) -> dict[str, torch.Tensor]:
         return {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
@@ -126,25 +118,27 @@ class MicroBatch(msgspec.Struct, frozen=True):
 
 class Batching(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
-    """Budget of one micro-batch, padding included; a longer sample, or pair, gets a micro-batch of
-    its own.
+    """Token budget of one micro-batch, padding included; a longer sample, or pair, gets its own
+    micro-batch.
     """
     vocab_size: int
     """Token ids are below this."""
     packing: bool = False
-    """Whether the model gets the samples end to end in one row, or one row each, padded."""
+    """Whether samples are concatenated in one row; else each is a padded row."""
     multiple: int = 1
-    """The model's rows are padded to a multiple of this, since so many ranks share them."""
+    """Row lengths are padded to a multiple of this, the number of ranks that share the rows."""
 
 
 def check_samples(samples: Sequence[Sample], vocab_size: int) -> list[Columns]:
-    """The entries of each sample as tensors, all with the same entries. Without ``loss_mask`` every
-    token but the first counts. Messages name the samples of a SampleShare by their numbers in the
-    whole batch.
+    """Convert each sample's entries to tensors, and check that all samples have the same ones.
 
-    Raises: ValueError where a sample lacks ``input_ids``, has ids outside the vocabulary, other
-    entries than the first sample, or an entry of another length, or one that is per token in some
-    samples only; or ``pair`` is not that of two samples.
+    Without ``loss_mask`` every token but the first is in the loss. Messages give the numbers of a
+    SampleShare's samples in the whole batch.
+
+    Raises:
+        ValueError: A sample lacks ``input_ids``, has ids outside the vocabulary, or its entries
+            differ from the first sample's in name or in being per token; an entry has another
+            length; or a ``pair`` does not have two samples.
     """
     numbers = sample_numbers(samples)
     checked: list[Columns] = [
@@ -161,12 +155,12 @@ def check_samples(samples: Sequence[Sample], vocab_size: int) -> list[Columns]:
             if column.ndim != checked[0][name].ndim:
                 scalar, other = (number, numbers[0]) if column.ndim == 0 else (numbers[0], number)
                 raise ValueError(
-                    f"{name!r} is a scalar in sample {scalar}, and has one entry per token in "
+                    f"{name!r} is a scalar in sample {scalar}, but has one entry per token in "
                     f"sample {other}"
                 )
     sample_units(SampleShare(checked, numbers))
-    # Padded, a column takes the type of its first row: fractions beside a row of integers would be
-    # cut off.
+    # A padded column takes the dtype of its first row: floats beside a row of integers would be
+    # truncated.
     fractions = {
         name
         for columns in checked
@@ -182,12 +176,11 @@ def check_samples(samples: Sequence[Sample], vocab_size: int) -> list[Columns]:
 def group_samples(
     samples: Sequence[Columns], batching: Batching, at_least: int = 0
 ) -> list[list[int]]:
-    """Which samples go together, longest first, as few groups as the budget allows; ``at_least`` so
-    many where it can be.
+    """Group samples, longest first, into as few groups as the budget allows; returns their indices.
 
-    Packed, the number of tokens in the groups is about the same, so that ranks with the same number
-    of groups keep step. The two samples of a pair (helmsman.api.pairs) are neighbours in one group,
-    in the order of the batch.
+    When packing, at least ``at_least`` groups are made if possible, with about the same number of
+    tokens each, so that ranks with the same number of groups stay in step. The two samples of a
+    pair (helmsman.api.pairs) are adjacent in one group, in the order of the batch.
     """
     units = sample_units(samples)
     lengths = [[len(samples[index]["input_ids"]) for index in unit] for unit in units]
@@ -227,8 +220,9 @@ def make_micro_batch(
 
 
 def empty_micro_batch(batching: Batching) -> MicroBatch:
-    """A stand-in for a rank that has fewer micro-batches than the others and must still take part
-    in their collectives.
+    """Make a micro-batch without samples.
+
+    A rank with fewer micro-batches than the others uses it to take part in their collectives.
     """
     tokens = torch.zeros(2, dtype=torch.int64)
     stand_in = {"input_ids": tokens, "loss_mask": torch.zeros(2, dtype=torch.bool)}
@@ -237,7 +231,7 @@ def empty_micro_batch(batching: Batching) -> MicroBatch:
 
 
 def fingerprint(samples: Sequence[Columns]) -> int:
-    """A number by which ranks that must have the same samples find out that they have not."""
+    """Return a checksum by which ranks detect that their samples differ."""
     found = 0
     for sample in samples:
         found = zlib.crc32(sample["input_ids"].contiguous().numpy().tobytes(), found)
@@ -258,9 +252,7 @@ def _under_padded_budget(
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """First fit, longest first: at most 11/9 of the fewest possible groups, and one (Johnson 1973,
-    Yue 1991).
-    """
+    """First fit, longest first: at most 11/9 of the optimum plus one (Johnson 1973, Yue 1991)."""
     groups: list[list[int]] = []
     room: list[int] = []
     for index in order:
@@ -277,7 +269,7 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) ->
 def _balanced(
     order: Sequence[int], lengths: Sequence[int], num: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """So many groups of about equally many tokens; None where that would break the budget."""
+    """Make ``num`` groups of about equally many tokens; None if that would exceed the budget."""
     groups: list[list[int]] = [[] for _ in range(num)]
     tokens = [0] * num
     for index in order:
@@ -302,17 +294,16 @@ def _to_columns(number: int, sample: Mapping[str, Any], vocab_size: int) -> dict
             f"sample {number}: 'input_ids' is {tuple(input_ids.shape)} {input_ids.dtype}; "
             "expected (T,) int, T > 0"
         )
-    input_ids = input_ids.long()  # torch has no minimum of the unsigned types that token files have
+    input_ids = input_ids.long()  # torch has no min() for the unsigned types of token files
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
         raise ValueError(
-            f"sample {number}: 'input_ids' has ids outside the vocabulary, which has {vocab_size}"
+            f"sample {number}: 'input_ids' has ids outside the vocabulary of size {vocab_size}"
         )
     for name, column in columns.items():
         if column.ndim > 1 or (column.ndim == 1 and len(column) != len(input_ids)):
             raise ValueError(
                 f"sample {number}: {name!r} has the shape {tuple(column.shape)}; expected "
-                f"({len(input_ids)},), one entry per "
-                "token, or a scalar"
+                f"({len(input_ids)},), one entry per token, or a scalar"
             )
     mask = columns.get("loss_mask", torch.ones(len(input_ids), dtype=torch.bool))
     if mask.ndim != 1:

@@ -1,6 +1,4 @@
-"""Which part of a training state waits on the host, and when: offload between steps, and sleep
-between turns.
-"""
+"""Host placement of a training state: offload between steps, and sleep."""
 
 from __future__ import annotations
 
@@ -26,8 +24,9 @@ def offload_policy(offload: Offload) -> OffloadPolicy:
 
 
 def place(model: nn.Module, device: torch.device, offload: Offload) -> nn.Module:
-    """Bring a sharded model to its device; with ``all`` its buffers alone, as FSDP brings
-    parameters when they are used.
+    """Move a sharded model to its device.
+
+    With ``all`` only its buffers move, as FSDP moves parameters when they are used.
     """
     if offload != "all":
         return model.to(device)
@@ -38,7 +37,7 @@ def place(model: nn.Module, device: torch.device, offload: Offload) -> nn.Module
 
 
 class HostMemory:
-    """Where a train engine's model and optimizer are: on the device, or waiting on the host."""
+    """Tracks and moves a training engine's model and optimizer between device and host."""
 
     def __init__(self, offload: Offload) -> None:
         self._offload = offload
@@ -47,11 +46,11 @@ class HostMemory:
         self.is_asleep = False
 
     def sleep(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Have all of it wait on the host; a frozen model has no optimizer. Idempotent."""
+        """Move all of it to the host; a frozen model has no optimizer. Idempotent."""
         if self.is_asleep:
             return
         model.zero_grad(set_to_none=True)
-        reshard(model)  # what the last forward pass has gathered is no shard, and would stay
+        reshard(model)  # gathered parameters are not shards, and would stay on the device
         self._asleep.offload(
             _on_device(
                 [
@@ -65,8 +64,10 @@ class HostMemory:
         current_platform.empty_cache()
 
     def wake(self) -> None:
-        """Bring all of it back that was there before. Idempotent. Raises: torch.OutOfMemoryError,
-        and it sleeps on.
+        """Move all of it back. Idempotent.
+
+        Raises torch.OutOfMemoryError if the device has too little memory; the state stays on the
+        host.
         """
         try:
             self._asleep.restore()
@@ -76,18 +77,17 @@ class HostMemory:
         self.is_asleep = False
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As full_tensor, wherever the tensor is; while it sleeps, one at a time is on the
-        device.
-        """
+        """Gather a full tensor; during sleep, one tensor at a time is on the device."""
         with self._asleep.present(tensor):
             whole = full_tensor(tensor)
-            # What has one shard is that shard, whose memory goes when this returns.
+            # An unsharded tensor is returned as is, and its memory is released at the end of the
+            # block.
             is_shard = storage_of(whole)._cdata == storage_of(tensor)._cdata
             return whole.clone() if self.is_asleep and is_shard else whole
 
     @contextlib.contextmanager
     def optimizer_present(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """While the block lasts the optimizer's state is where its parameters are."""
+        """Keep the optimizer's state with its parameters during the block."""
         self._between_steps.restore()
         try:
             yield
@@ -96,7 +96,7 @@ class HostMemory:
                 self._between_steps.offload(_on_device(_state_tensors(optimizer)))
 
     def offload_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have another optimizer's state where it is between steps; the last one's is forgotten."""
+        """Place a new optimizer's state as between steps, and drop the previous one's."""
         self._between_steps.clear()
         with self.optimizer_present(optimizer):
             pass
@@ -113,7 +113,5 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _on_device(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that are where the platform computes; what FSDP has pinned on the host stays as it
-    is.
-    """
+    """Select the tensors on the platform's device; FSDP's pinned host tensors stay as they are."""
     return [tensor for tensor in tensors if tensor.device.type == current_platform.device_type]

@@ -1,15 +1,14 @@
-"""Where each rank of a training job stands: a mesh of replicas x shards x tensor-parallel ranks,
-and who shares a batch.
+"""Mesh of a training job: replicas x shards x tensor-parallel ranks, and the ranks' groups.
 
 Ranks are numbered with tensor parallelism innermost, then context parallelism, then data
-parallelism, so that the ranks that talk most are neighbours:
+parallelism, so that the ranks that communicate most are neighbours:
 
     rank = tensor_rank + tensor_parallel_size * (
         context_rank + context_parallel_size * data_parallel_rank
     )
 
-Parameters are sharded over the data-parallel and the context-parallel ranks alike: each of them
-sees tokens of its own.
+Parameters are sharded over data-parallel and context-parallel ranks alike, since each of these
+processes different tokens.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from helmsman.engines._train.parallel_plan import TensorPlan
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's coordinates; plain numbers, which are known before the ranks have met.
+    """One rank's coordinates; plain numbers, available before the process group exists.
 
-    Raises: ParallelLayoutError where the sizes do not make up the world.
+    Raises ParallelLayoutError if the sizes do not divide the world size.
     """
 
     rank: int
@@ -70,7 +69,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model_size(self) -> int:
-        """Ranks that share one data-parallel coordinate, and so the samples."""
+        """Ranks that share one data-parallel coordinate, and therefore the samples."""
         return self.tensor_size * self.context_size
 
     @property
@@ -83,15 +82,15 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shard_size(self) -> int:
-        """Ranks over which a copy of the parameters is sharded, tensor parallelism aside."""
+        """Ranks over which FSDP shards a copy of the parameters."""
         return self.world_size // self.tensor_size // self.num_replicas
 
 
 class ParallelMesh:
-    """The process groups of a layout. Made by all ranks together, once the default group is there.
+    """The process groups of a layout. Created by all ranks together, after the default group.
 
-    Their collectives wait ``timeout_s`` for the slowest rank; torch would not give them the limit
-    of the default group.
+    Their collectives wait ``timeout_s`` seconds for the slowest rank; torch would not apply the
+    limit of the default group.
     """
 
     def __init__(self, layout: Layout, device_type: str, timeout_s: float) -> None:
@@ -108,7 +107,7 @@ class ParallelMesh:
         groups = [_group_of(rows, timeout_s) if len(rows) > 1 else _everybody() for rows in lines]
         mesh = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
         self.data: DeviceMesh = mesh["replicate", "shard"] if "replicate" in axes else mesh["shard"]
-        """What FSDP shards over, and replicates over."""
+        """Mesh over which FSDP shards and replicates."""
         self.tensor: DeviceMesh | None = mesh["tensor"] if "tensor" in axes else None
         coordinates = torch.arange(layout.world_size).view(
             -1, layout.context_size, layout.tensor_size
@@ -116,20 +115,20 @@ class ParallelMesh:
         self.model_group = (
             None if layout.model_size == 1 else _group_of(coordinates.flatten(1), timeout_s)
         )
-        """The ranks that share this one's samples; None when it is alone."""
+        """Ranks with the same samples as this one; None if there are no others."""
         self.context_group = (
             None if layout.context_size == 1 else _group_of(_along(coordinates, 1), timeout_s)
         )
-        """The ranks that have the other parts of its sequences; None when it has all of them."""
+        """Ranks that share this rank's sequences; None if it has whole sequences."""
 
     @property
     def context_rank(self) -> int:
-        """Which part of the sequences this rank has."""
+        """Index of this rank's part of the sequences."""
         return 0 if self.context_group is None else dist.get_rank(self.context_group)
 
 
 def _along(ranks: torch.Tensor, axis: int) -> torch.Tensor:
-    """Ranks that differ along an axis alone, in rows."""
+    """Return rows of ranks that differ along one axis only."""
     return ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis])
 
 
@@ -155,10 +154,10 @@ def shard_model(
     reshard_after_forward: bool,
     offload_policy: OffloadPolicy,
 ) -> None:
-    """Keep only this rank's part of each parameter: that of the plan, and of that what FSDP leaves
-    it.
+    """Keep only this rank's part of each parameter: the plan's shard, sharded again by FSDP.
 
-    Layer by layer, so that no device holds more than one whole layer, and what belongs to none.
+    This goes layer by layer, so that a device holds at most one whole layer besides the parameters
+    outside of layers.
     """
     names = {id(module): name for name, module in model.named_modules()}
     layers = decoder_layers(model)
@@ -179,26 +178,26 @@ def shard_model(
 
 @contextlib.contextmanager
 def whole_pass(model: nn.Module) -> Iterator[None]:
-    """A forward or a backward pass. FSDP forgets what an error cuts off, and the next pass is like
-    any other.
+    """Guard a forward or backward pass: after an error, reset FSDP's state.
 
-    Else it would take the next backward pass for a part of this one, whose end never came, and
-    leave out the gradients that it reduces at the end: those of the embeddings.
+    Otherwise FSDP would treat the next backward pass as part of the failed one, and skip the
+    gradients that it reduces at the end: those of the embeddings.
     """
     try:
         yield
     except BaseException:
-        # of what is gathered, too, which FSDP would add to the next ones
+        # FSDP would add gradients of still gathered parameters to the next ones.
         model.zero_grad(set_to_none=True)
         if hasattr(model, "reset_iter_state"):
-            # of torch 2.13; one that lacks it needs the engine to be built again
+            # Since torch 2.13; with an older one, the engine must be rebuilt after the error.
             model.reset_iter_state()  # type: ignore[operator]
         raise
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a pass without a backward pass has left gathered, which is neither loaded into nor
-    stepped on then.
+    """Free the parameters that a pass without a backward pass has left gathered.
+
+    Gathered parameters would not see loaded values or optimizer steps.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -207,12 +206,11 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float | None) -> float:
-    """Scale gradients down so that their global 2-norm is at most ``limit`` (None: any); the same
-    factor on every rank.
+    """Scale gradients so that their global 2-norm is at most ``limit`` (None: any). A collective.
 
-    A collective. torch's own clip_grad_norm_ does not take gradients on different meshes; those of
-    tensor-parallel and other layers are. Returns the norm before clipping; inf or nan where a
-    gradient is not finite, and then nothing was scaled.
+    Returns the norm before clipping. If it is not finite, nothing is scaled. torch's
+    clip_grad_norm_ does not support gradients on different meshes, such as those of tensor-parallel
+    and other layers.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
@@ -224,17 +222,17 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float | None
     dist.all_reduce(total)
     norm = math.sqrt(total) if total >= 0 else math.nan
     if shards and limit is not None and math.isfinite(norm):
-        # As torch's clip_grad_norm_ has it.
+        # The same formula as in torch's clip_grad_norm_.
         torch._foreach_mul_(shards, min(1.0, limit / (norm + 1e-6)))
     return norm
 
 
 def _num_copies(grad: torch.Tensor) -> float:
-    """How many ranks of the world hold each entry of a gradient."""
+    """Return the number of ranks that hold each entry of a gradient."""
     num_parts = 1
     if isinstance(grad, DTensor):
         for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
             if placement.is_partial():
-                raise AssertionError(f"a gradient that is not reduced: {grad.placements}")
+                raise AssertionError(f"a gradient is not reduced: {grad.placements}")
             num_parts *= 1 if placement.is_replicate() else size
     return dist.get_world_size() / num_parts

@@ -1,10 +1,9 @@
-"""Tensor parallelism of a ``transformers`` model: the plan that it declares, in the styles of
-torch.
+"""Tensor parallelism of a ``transformers`` model, by the plan that the model declares.
 
-Megatron-LM, arXiv:1909.08053: the matrices of a layer are cut by columns, then by rows, so that
-each rank computes some heads and some of the hidden units, and one sum over the ranks ends each
-half of the layer. A model of transformers says which matrix is cut how (``base_model_tp_plan`` of
-its configuration, ``_tp_plan`` of its class); nothing here knows a model by name.
+Megatron-LM, arXiv:1909.08053: the matrices of a layer are split by columns, then by rows, so that
+each rank computes some heads and some hidden units, and one sum over the ranks ends each half of
+the layer. A transformers model declares the split of each matrix (``base_model_tp_plan`` of its
+configuration, ``_tp_plan`` of its class); no model is known by name here.
 """
 
 from __future__ import annotations
@@ -34,10 +33,11 @@ _NORM_STYLES = {"replicated_with_grad_allreduce"}
 
 
 class TensorPlan:
-    """How each module of one model is cut over so many tensor-parallel ranks.
+    """Split of each module of a model over ``size`` tensor-parallel ranks.
 
-    Raises: ValueError for a model that declares no plan, or one that is not supported;
-        ParallelLayoutError where sizes of the model do not divide.
+    Raises:
+        ValueError: The model declares no plan, or an unsupported one.
+        ParallelLayoutError: ``size`` does not divide a size of the model.
     """
 
     def __init__(self, model: nn.Module, size: int) -> None:
@@ -47,8 +47,8 @@ class TensorPlan:
         if not any(style in _COLUMN_STYLES for style in declared.values()):
             raise ValueError(
                 f"tensor_parallel_size is {size}, and {self._name} declares no plan for it in "
-                "transformers. Set "
-                "tensor_parallel_size to 1; FSDP and context parallelism need no plan"
+                "transformers. Set tensor_parallel_size to 1; FSDP and context parallelism need "
+                "no plan"
             )
         self._styles = {
             name: style
@@ -58,16 +58,17 @@ class TensorPlan:
         self._choose_vocabulary(model)
         self._check(model, config.get_text_config(), size)
         self.has_sharded_logits = self._styles.get(self._output_name) in _COLUMN_STYLES
-        """Whether each rank's logits are of its own part of the vocabulary."""
+        """Whether each rank's logits cover only its part of the vocabulary."""
 
     def apply(
         self, module: nn.Module, name: str, mesh: DeviceMesh, but_for: Sequence[nn.Module] = ()
     ) -> None:
-        """Cut the matrices of a module of the model, by its name there, but for those inside of
-        others that have been cut.
+        """Split the matrices of a module, except those inside of the modules ``but_for``.
+
+        ``name`` is the module's name in the model; modules in ``but_for`` have been split before.
         """
         others = {id(inner) for other in but_for for inner in other.modules()}
-        # What is tied stays tied: each style puts a new parameter in the place of the old one.
+        # Each style replaces the parameter, so tied parameters are tied again below.
         tied = self._is_tied and not name
         for inner_name, inner in list(module.named_modules(prefix=name)):
             if id(inner) in others:
@@ -75,7 +76,7 @@ class TensorPlan:
             if self._has_one_input(inner_name, inner):
                 _replicate_input(inner, mesh)
             if inner_name in self._styles:
-                # All ranks have built the same weights, so that none is sent.
+                # All ranks have built the same weights, so nothing needs to be sent.
                 parallelize_module(inner, mesh, self._style(inner_name), src_data_rank=None)
                 if isinstance(inner, nn.Embedding):
                     _keep_padding_fixed(inner)
@@ -86,9 +87,7 @@ class TensorPlan:
             output.weight = embeddings.weight
 
     def _has_one_input(self, name: str, module: nn.Module) -> bool:
-        """Whether a module has several column-parallel matrices, and nothing else that its input
-        could go to.
-        """
+        """Whether a module's input goes only to several column-parallel matrices."""
         children = [
             (f"{name}.{child}", inner)
             for child, inner in module.named_children()
@@ -107,17 +106,18 @@ class TensorPlan:
         if style in _ROW_STYLES:
             return RowwiseParallel(input_layouts=Shard(-1) if style == "rowwise" else Replicate())
         if style in _NORM_STYLES:
-            # Each rank norms its own heads, so that its weights' gradients are parts of a sum. That
-            # is all this is used for: which axis the heads are on makes no difference.
+            # Each rank normalises its own heads, so the gradients of the norm's weights must be
+            # summed over ranks. SequenceParallel does that; the axis makes no difference here.
             return SequenceParallel(sequence_dim=1, use_local_output=True)
         if name == self._output_name:
-            # as a DTensor, since FSDP warns of a model that returns a view
+            # Keep a DTensor, since FSDP warns about a model that returns a view.
             return ColwiseParallel(use_local_output=False)
         return ColwiseParallel(output_layouts=Shard(-1) if style == "colwise" else Replicate())
 
     def _choose_vocabulary(self, model: nn.Module) -> None:
-        """Cut the embeddings as the logits are; both stay whole where the embeddings' class does
-        more than to look up.
+        """Split the embeddings like the logits; keep both whole for a special embedding class.
+
+        A subclass of nn.Embedding may do more than a look-up.
         """
         embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
         self._embedding_name, self._output_name = (
@@ -152,9 +152,8 @@ class TensorPlan:
                 for name in odd
             ]
             raise ValueError(
-                f"tensor_parallel_size is {size}, and the plan of {self._name} asks for what is "
-                "not supported: "
-                f"{', '.join(found[:4])}. Set tensor_parallel_size to 1"
+                f"tensor_parallel_size is {size}, but the plan of {self._name} has styles that are "
+                f"not supported: {', '.join(found[:4])}. Set tensor_parallel_size to 1"
             )
         self._check_heads(config, size)
         for name, style in self._styles.items():
@@ -207,8 +206,9 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _replicate_input(module: nn.Module, mesh: DeviceMesh) -> None:
-    """The gradient of what several matrices get is summed over the ranks once, and not once for
-    each of them.
+    """Make the input of several matrices a DTensor, so that its gradient is summed over ranks once.
+
+    Otherwise it would be summed once for each matrix.
     """
 
     def replicate(
@@ -230,8 +230,9 @@ def _replicate_input(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _keep_padding_fixed(embedding: nn.Embedding) -> None:
-    """No gradient for the padding token's embedding, as when it is whole; a shard would take its
-    row for another's.
+    """Give the padding token's embedding no gradient, as in an unsharded embedding.
+
+    A shard would apply ``padding_idx`` to another token's row.
     """
     padding, embedding.padding_idx = embedding.padding_idx, None
     if padding is None:

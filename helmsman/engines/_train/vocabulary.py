@@ -1,8 +1,7 @@
-"""Log-probabilities and entropies from logits, in float32 without a float32 copy of all logits,
-forward or backward.
+"""Log-probabilities and entropies from logits, without a float32 copy of all logits.
 
-With a group, its ranks have equal parts of the vocabulary. They all compute the same loss, so that
-each has the whole gradient of its own logits.
+The computation is in float32, forward and backward. With a group, its ranks hold equal parts of the
+vocabulary. All of them compute the same loss, so each has the whole gradient of its own logits.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 _CHUNK_NUMEL = 1 << 24
-"""Logits that are turned to float32 at once, 64 MiB of them; bounds the extra memory."""
+"""Logits that are converted to float32 at once (64 MiB); bounds the extra memory."""
 
 
 def target_logprobs(
@@ -22,12 +21,18 @@ def target_logprobs(
     group: dist.ProcessGroup | None = None,
     chunk_numel: int = _CHUNK_NUMEL,
 ) -> torch.Tensor:
-    """Log-probability, (...) float32, of targets (...) int64 under logits (..., V); of V / ranks
-    with a group, each of whose ranks has a part of the vocabulary, and then a collective.
+    """Compute log-probabilities of targets, differentiable in ``logits``.
 
-    Targets are ids of the whole vocabulary. It is differentiable in ``logits``; with a group the
-    same on all its ranks, as its gradient must be. ``chunk_numel`` logits are turned to float32 at
-    once.
+    Args:
+        logits: (..., V) floating point; with a group, V is this rank's equal part of the
+            vocabulary.
+        targets: (...) int64, ids of the whole vocabulary.
+        group: Ranks that share the vocabulary; the call is then a collective, and the gradient of
+            the result must be the same on all of them.
+        chunk_numel: Number of logits converted to float32 at once.
+
+    Returns:
+        (...) float32.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     picked: torch.Tensor = _TargetLogprobs.apply(flat, targets.reshape(-1), group, chunk_numel)  # type: ignore[no-untyped-call]
@@ -37,8 +42,9 @@ def target_logprobs(
 def distribution_entropies(
     logits: torch.Tensor, group: dist.ProcessGroup | None = None, chunk_numel: int = _CHUNK_NUMEL
 ) -> torch.Tensor:
-    """Entropy in nats, (...), of the distribution that each row of logits makes; arguments as
-    target_logprobs.
+    """Compute the entropy in nats of the distribution of each row of logits.
+
+    Arguments as in target_logprobs; logits (..., V) give entropies (...) float32.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     entropies: torch.Tensor = _Entropies.apply(flat, group, chunk_numel)  # type: ignore[no-untyped-call]
@@ -104,7 +110,7 @@ class _Entropies(torch.autograd.Function):
         if group is not None:
             normalizer = _gather(normalizer, group).logsumexp(0)
         pieces = zip(logits.split(rows), normalizer.split(rows), strict=True)
-        # entr(p) = -p log p is 0 at p = 0, so that a logit of -inf counts for nothing.
+        # entr(p) = -p log p is 0 at p = 0, so a logit of -inf contributes nothing.
         entropies = torch.cat(
             [
                 torch.special.entr((chunk.float() - norm[:, None]).exp()).sum(-1)

@@ -1,5 +1,6 @@
-"""A running vLLM: its requests, its pauses, and the watch over its processes. Everything here
-happens on one event loop.
+"""A running vLLM: its requests and pauses, and supervision of its processes.
+
+All of it runs on one event loop, except kill().
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ _LOOK_EVERY_S = 0.25
 
 
 class VLLMInstance:
-    """An AsyncLLM and what Helmsman asks of it. Made and used on one running event loop; ``start``
-    comes first.
+    """An AsyncLLM with requests, weight updates, sleep and adapters.
+
+    Created and used on one running event loop; ``start`` comes first.
     """
 
     def __init__(self, config: VLLMConfig, vocab_size: int | None) -> None:
         self.config = config
         self.failure: str | None = None
-        """Why it can serve no more; None while it can."""
+        """Why vLLM can serve no more; None while it can."""
         self.requests = Requests(
             self._read,
             has_ended=lambda: self.failure is not None,
@@ -45,7 +47,7 @@ class VLLMInstance:
         self._children: list[Any] = []
         self._lora_numbers = itertools.count(1)
         self._one_change = asyncio.Lock()
-        """Of weights, adapters or sleep."""
+        """Serializes changes of weights, adapters and sleep."""
         self._transfer = VLLMTransfer(config.model, config.bucket_bytes)
         self._num_updates = 0
         self._freezes = config.in_flight != "recompute"
@@ -77,7 +79,7 @@ class VLLMInstance:
         await self.requests.notify()
 
     def _fail(self) -> None:
-        """vLLM's processes have ended: so do all requests, and nothing is served any more."""
+        """Record that vLLM's processes have ended, and end all requests."""
         if self.failure is not None:
             return
         ends = [
@@ -85,7 +87,9 @@ class VLLMInstance:
             for child in self._children
             if not child.is_alive()
         ]
-        self.failure = f"vLLM's engine has ended: {', '.join(ends) or 'one of its workers is gone'}"
+        self.failure = (
+            f"vLLM's engine has ended: {', '.join(ends) or 'one of its workers has exited'}"
+        )
         self._died.set()
         self.requests.close_attempts(begun=True)
 
@@ -96,7 +100,7 @@ class VLLMInstance:
             raise EngineDeadError(engine="VLLMEngine", reason=self.failure)
 
     async def _call(self, work: Awaitable[T]) -> T:
-        """Await vLLM's answer, which would never come once its processes have ended."""
+        """Await vLLM's answer, or raise EngineDeadError once its processes have ended."""
         from vllm.v1.engine.exceptions import EngineDeadError as VLLMDeadError
 
         working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self._died.wait())
@@ -114,8 +118,9 @@ class VLLMInstance:
             dying.cancel()
 
     async def close(self) -> None:
-        """End all requests as aborted and vLLM's processes; calls that are under way end with
-        EngineDeadError.
+        """End all requests as aborted, and vLLM's processes.
+
+        Other calls in flight end with EngineDeadError.
         """
         if self._watch is not None:
             self._watch.cancel()
@@ -125,10 +130,10 @@ class VLLMInstance:
         self._died.set()
         if self._llm is not None:
             self._llm.shutdown()
-            await asyncio.sleep(0)  # what it has left for the loop to close
+            await asyncio.sleep(0)  # let the loop run vLLM's close callbacks
 
     def kill(self) -> None:
-        """End vLLM's processes at once, from any thread. Its workers end when its core has."""
+        """Kill vLLM's processes, from any thread. Its workers exit when its core has exited."""
         for child in self._children:
             if child.is_alive():
                 child.kill()
@@ -138,7 +143,7 @@ class VLLMInstance:
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         self._require_life()
         if not self.state.has_cache:
-            raise RuntimeError("a request came while the engine sleeps; wake it first")
+            raise RuntimeError("a request arrived while the engine is asleep; call wake() first")
         return await self.requests.generate(requests, self._adapters.get(self._adapter))
 
     async def _read(self, attempt: Attempt) -> None:
@@ -170,14 +175,14 @@ class VLLMInstance:
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
             seed=generation.attempt_seed,
-            logprobs=0,  # of the token that was drawn, alone
+            logprobs=0,  # of the sampled token only
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
         inputs: dict[str, Any] = {"prompt_token_ids": prompt}
         if not self.config.keep_prefix_cache:
-            # What was computed before the last update, or by an adapter that had this one's name
-            # and folder, is not found.
+            # The salt hides prefixes computed before the last update, or by an earlier adapter with
+            # the same name and folder.
             number = adapter.lora_int_id if adapter is not None else 0
             inputs["cache_salt"] = f"weights {self._num_updates} adapter {number}"
         is_first = True
@@ -192,8 +197,7 @@ class VLLMInstance:
                 tokens, reason = list(part.token_ids), part.finish_reason
                 if reason not in (None, "stop", "length", "abort"):
                     raise RuntimeError(
-                        f"vLLM ended request {attempt.request_id!r} with {reason!r}; its log says "
-                        "more"
+                        f"vLLM ended request {attempt.request_id!r} with {reason!r}; see its log"
                     )
                 logprobs = [
                     entry[token].logprob
@@ -211,7 +215,7 @@ class VLLMInstance:
             self._num_hit += num_cached
 
     def stats(self) -> dict[str, float]:
-        generations = list(self.requests.generations.values())  # of another thread
+        generations = list(self.requests.generations.values())  # another thread may change it
         num = len(generations)
         num_running = min(
             sum(bool(each.tokens) for each in generations), self.config.max_concurrency
@@ -236,7 +240,7 @@ class VLLMInstance:
             self._require_life()
             if not self.state.has_weight_memory:
                 raise RuntimeError(
-                    "the engine sleeps; wake it, with weights_only=True at least, before its "
+                    "the engine is asleep; call wake(weights_only=True), or wake(), before its "
                     "weights are updated"
                 )
             self.requests.hold()
@@ -258,13 +262,12 @@ class VLLMInstance:
         if self._freezes and not self._is_frozen:
             await self._call(internals.freeze(self._llm, self.config.max_concurrency))
             self._is_frozen = True
-        # Prefixes that were begun by the old weights are found by their mark, so attempts without a
-        # token begin again.
+        # Attempts without a token start again: their cache salt belongs to the old weights.
         self.requests.close_attempts(begun=not self._freezes)
         await self.requests.until_ended(closing=True)
 
     async def _go_on(self) -> None:
-        """Decode again if the weights are whole and there is a cache."""
+        """Resume decoding if the weights are complete and there is a cache."""
         if self.failure is not None or not self.state.is_serving:
             return
         if self._is_frozen:
@@ -285,7 +288,7 @@ class VLLMInstance:
             self._require_life()
             if num := len(self.requests.generations):
                 raise RuntimeError(
-                    f"{num} requests are in flight; abort them, or let them end, before it sleeps"
+                    f"{num} requests are in flight; abort them, or let them end, before sleep()"
                 )
             if self.state.has_weight_memory:
                 await self._fall_asleep(level)
@@ -296,7 +299,7 @@ class VLLMInstance:
         on_host = internals.is_on_host()
         if not on_host and not self.config.enable_sleep_mode:
             raise RuntimeError(
-                "sleep needs enable_sleep_mode=True, with which vLLM allocates so that it can"
+                "sleep needs enable_sleep_mode=True, so that vLLM can release its memory"
             )
         before = self.state
         self.requests.hold()
@@ -307,7 +310,7 @@ class VLLMInstance:
             self.state = before
             await self._go_on()
             raise
-        self._num_updates += 1  # the cache is gone
+        self._num_updates += 1  # the cache was dropped
 
     async def wake(self, weights_only: bool) -> None:
         async with self._one_change:
@@ -340,7 +343,7 @@ class VLLMInstance:
             adapter = LoRARequest(name, next(self._lora_numbers), path)
             if not await self._call(self._llm.add_lora(adapter)):
                 raise RuntimeError(
-                    f"vLLM did not take the adapter {name!r} of {path}; the worker's log says more"
+                    f"vLLM did not load the adapter {name!r} from {path}; see the worker's log"
                 )
             self._adapters[name] = adapter
             if old is not None:
@@ -353,7 +356,7 @@ class VLLMInstance:
                 raise ValueError(_unknown_adapter(name, self._adapters))
             if name == self._adapter:
                 raise ValueError(
-                    f"requests use the adapter {name!r}; use_lora another, or none, first"
+                    f"requests use the adapter {name!r}; call use_lora for another, or none, first"
                 )
             num_using = sum(
                 each.adapter is self._adapters[name] for each in self.requests.generations.values()

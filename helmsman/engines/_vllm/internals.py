@@ -1,6 +1,4 @@
-"""The sides of vLLM that are not its public interface, in one place. Written for 0.32, and run with
-it on the CPU.
-"""
+"""Uses of vLLM beyond its public interface. Written for 0.32 and tested with it on the CPU."""
 
 from __future__ import annotations
 
@@ -15,42 +13,41 @@ from helmsman.api.extras import needed_by
 from helmsman.api.suggestions import did_you_mean
 
 OLDEST = (0, 32)
-"""The oldest vLLM that is supported, and the one that the tests are run with."""
+"""The oldest supported vLLM, which the tests use."""
 _OLDEST_TEXT = ".".join(map(str, OLDEST))
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
-    # On the CPU: instances of one machine would all bind their threads to the same processors, and
-    # ranks need a NUMA node each. The number of threads follows OMP_NUM_THREADS, which follows
-    # SchedulingSpec.cpu.
+    # On the CPU, instances of one machine would all bind their threads to the same processors, and
+    # each rank would need a NUMA node. The number of threads follows OMP_NUM_THREADS, which
+    # follows SchedulingSpec.cpu.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # vLLM names its processes by setproctitle, which would write over the environment that shows
-    # whose children they are.
+    # vLLM renames its processes with setproctitle, which would overwrite the environment that marks
+    # them as children of their worker.
     "SPT_NOENV": "1",
 }
-"""Variables that vLLM and its children read, where the user has not set them."""
+"""Variables for vLLM and its children, unless the user has set them."""
 
 
 class UnsupportedVLLMError(RuntimeError):
-    """The installed vLLM is too old, or has no longer what is relied on."""
+    """The installed vLLM is too old, or lacks an internal that is used here."""
 
 
 def require_vllm() -> None:
-    """Raises: BackendNotInstalledError; UnsupportedVLLMError for an early version."""
+    """Raise BackendNotInstalledError without vLLM, UnsupportedVLLMError for an old version."""
     with needed_by("VLLMEngine", "vllm"):
         import vllm
     text = str(getattr(vllm, "__version__", ""))
-    found = re.match(r"(\d+)\.(\d+)", text)  # a source build has no number, and is tried
+    found = re.match(r"(\d+)\.(\d+)", text)  # a source build has no number and is accepted
     if found and (int(found[1]), int(found[2])) < OLDEST:
         raise UnsupportedVLLMError(
             f"the installed vLLM is {text}; VLLMEngine supports {_OLDEST_TEXT} and later. Install "
-            "one of "
-            "these, such as by pip install 'helmsman[vllm]'"
+            "one of these, such as by pip install 'helmsman[vllm]'"
         )
 
 
 def prepare_environment() -> None:
-    """Set variables of this process, of which vLLM's are children; the user's values stay."""
+    """Set the environment variables that vLLM's processes inherit; the user's values are kept."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Forking a process that has threads, as a worker has, may deadlock the child.
@@ -58,11 +55,14 @@ def prepare_environment() -> None:
 
 
 async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None]) -> Any:
-    """An AsyncLLM for the running event loop, which it blocks until vLLM's processes are ready;
-    ``on_usage`` is called after steps with the part of the cache that is used, 0 to 1.
+    """Start an AsyncLLM on the running event loop, blocking it until vLLM's processes are ready.
 
-    Raises: ValueError for an argument that AsyncEngineArgs does not have, UnsupportedVLLMError, and
-        what vLLM raises.
+    ``on_usage`` is called after steps with the used fraction of the cache, 0 to 1.
+
+    Raises:
+        ValueError: AsyncEngineArgs lacks an argument.
+        UnsupportedVLLMError: The installed vLLM lacks a part that is used here.
+        Exception: Any error of vLLM's start.
     """
     try:
         from vllm import AsyncEngineArgs
@@ -71,8 +71,7 @@ async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None])
     except ImportError as error:
         raise UnsupportedVLLMError(
             f"the installed vLLM lacks a part that VLLMEngine uses: {error}. It is tested with "
-            f"vLLM {_OLDEST_TEXT}; install "
-            "that, such as by pip install 'helmsman[vllm]'"
+            f"vLLM {_OLDEST_TEXT}; install that, such as by pip install 'helmsman[vllm]'"
         ) from error
 
     class Listener(StatLoggerBase):  # type: ignore[misc, unused-ignore]
@@ -90,13 +89,13 @@ async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None])
     for name in arguments:
         if name not in known:
             raise ValueError(
-                f"engine_args has {name!r}, which the installed vLLM's AsyncEngineArgs has not; "
+                f"engine_args has {name!r}, which the installed vLLM's AsyncEngineArgs lacks; "
                 f"{did_you_mean(name, known)}"
             )
     if is_on_host():
-        # There EngineCore ends by a request with a seed whose prompt is computed in parts (0.32):
-        # "CPU Generator does not use offset". Without parts, a step has room for the longest
-        # prompt.
+        # On the CPU, a seeded request whose prompt is prefilled in chunks crashes EngineCore
+        # (0.32): "CPU Generator does not use offset". Without chunks, a step has room for the
+        # longest prompt.
         arguments = {"enable_chunked_prefill": False, **arguments}
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Listener])
 
@@ -108,13 +107,15 @@ def is_on_host() -> bool:
 
 
 async def freeze(llm: Any, max_outputs: int) -> None:
-    """Decode nothing until ``resume_generation``. When this returns, the readers have every token
-    that was decoded, of at most ``max_outputs`` requests in a step.
+    """Stop decoding until ``resume_generation``.
+
+    On return, the readers have received every decoded token, of at most ``max_outputs`` requests
+    per step.
     """
     await llm.pause_generation(mode="keep", clear_cache=False)
-    # vLLM's answer comes by the socket of the tokens, after them, and is given out at once while
-    # they still go through a queue and a task. That task yields between two outputs at most, so
-    # after so many turns it has done all of them.
+    # vLLM's answer arrives on the same socket after the tokens, but is delivered at once, while the
+    # tokens still pass through a queue and a task. That task yields at most once per output, so
+    # this many turns of the loop are enough for all of them.
     while not llm.engine_core.outputs_queue.empty():  # noqa: ASYNC110 - it has no event for it
         await asyncio.sleep(0)
     for _ in range(max_outputs + 16):
@@ -122,16 +123,16 @@ async def freeze(llm: Any, max_outputs: int) -> None:
 
 
 def children_of(llm: Any) -> list[Any]:
-    """The processes that it has started itself: EngineCore, whose children the ranks are."""
+    """Return the processes that vLLM has started directly: EngineCore, the parent of the ranks."""
     manager = getattr(getattr(llm.engine_core, "resources", None), "engine_manager", None)
     return list(getattr(manager, "processes", ()))
 
 
 def pack_tied_heads(model: Any) -> None:
-    """Pack heads again that share their weight with the embeddings.
+    """Repack heads that share their weight with the embeddings.
 
-    On the CPU a head multiplies by a packed copy, and vLLM makes a new one only of layers that were
-    loaded themselves (0.32): the head of a tied model would keep the weights of its start.
+    On the CPU a head multiplies by a packed copy of its weight. vLLM (0.32) repacks only layers
+    that were loaded themselves, so the head of a tied model would keep its initial weights.
     """
     owners: dict[int, list[Any]] = {}
     for layer in model.modules():

@@ -1,6 +1,4 @@
-"""The ways of weights into the processes of a vLLM instance: shared memory, files, or a trainer's
-broadcasts.
-"""
+"""Transfer of weights into the processes of a vLLM instance: shared memory, files or broadcasts."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from helmsman.engines.weight_transfer import Incoming, incoming
 from helmsman.engines.weights import partial_update
 
 Call = Callable[..., Awaitable[list[dict[str, Any]]]]
-"""``call(method, *args)``: a method of VLLMWorkerExtension on all ranks; the Outcome of each."""
+"""``call(method, *args)`` calls a method of VLLMWorkerExtension on all ranks; returns Outcomes."""
 
 _ALIGNMENT = 64
 
@@ -41,9 +39,10 @@ _TYPES: dict[str, type[Exception]] = {
 
 
 class VLLMTransfer:
-    """Brings weights to all ranks of an instance, which decode nothing meanwhile; ``model`` is the
-    folder that says which names and shapes fit, and ``bucket_bytes`` go through shared memory at
-    once.
+    """Loads weights on all ranks of an instance, while it decodes nothing.
+
+    ``model`` is the folder that defines the accepted names and shapes. At most ``bucket_bytes``
+    pass through shared memory at once.
     """
 
     def __init__(self, model: str, bucket_bytes: int) -> None:
@@ -51,11 +50,15 @@ class VLLMTransfer:
         self._forms: list[Expected] = []
 
     async def carry(self, weights: Weights, call: Call) -> None:
-        """Have every rank use these weights.
+        """Load these weights on every rank.
 
-        Raises: ValueError for weights that do not fit, ConnectionError and OSError as ``incoming``,
-            all with nothing changed; PartialWeightUpdateError when it ended half-way;
-            EngineDeadError.
+        Raises:
+            ValueError: The weights do not fit; nothing has changed.
+            ConnectionError: A member of the weight-sync group is missing or late; nothing has
+                changed.
+            OSError: The files cannot be read; nothing has changed.
+            PartialWeightUpdateError: The update failed half-way.
+            EngineDeadError: vLLM's processes have ended.
         """
         if not self._forms:
             self._forms = await asyncio.to_thread(expected_of, self._model)
@@ -71,7 +74,7 @@ class VLLMTransfer:
 
     def _fitting(self, weights: Weights) -> Incoming:
         with incoming(weights, WeightGroup(torch.device("cpu"))) as arriving:
-            # nothing of it lasts, as they are no broadcasts
+            # The result stays valid after the block, because these are not broadcasts.
             require_fit(self._forms, arriving.shapes)
             return arriving
 
@@ -90,24 +93,23 @@ class VLLMTransfer:
         except EngineDeadError:
             raise
         except Exception as error:
-            with contextlib.suppress(Exception):  # the first error counts
+            with contextlib.suppress(Exception):  # the first error is raised
                 await call("helmsman_end")
             if isinstance(error, OSError) and not has_begun:
                 raise OSError(
-                    f"a process of vLLM cannot open the memory of its parent ({error}): weights "
-                    "reach only instances on one "
-                    "node this way. Use ViaDisk or ViaCollective."
+                    f"a process of vLLM cannot open the memory of its parent ({error}): this "
+                    "transfer works only if the instance is on one node. Use ViaDisk or "
+                    "ViaCollective."
                 ) from error
             raise partial_update(error) from error
 
 
 @contextlib.contextmanager
 def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
-    """Copy tensors to memory for processes of this user on this machine; returns what they need, of
-    plain types.
+    """Copy tensors to shared memory for processes of this user on this machine.
 
-    It is an anonymous file of the kernel's, opened by its owner's entry in /proc: it has no name
-    that could be left behind.
+    Yields a message of plain types for read_shared. The memory is an anonymous kernel file, opened
+    through its owner's entry in /proc, so no name can be left behind.
     """
     entries: dict[str, list[Any]] = {}
     end = 0
@@ -127,9 +129,7 @@ def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
 
 
 def read_shared(message: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors, in the shared memory, which stays as long as they do; what is written to them
-    stays in this process.
-    """
+    """Return the tensors of a message, mapped copy-on-write; they keep the mapping alive."""
     with open(message["path"], "rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     tensors = {}
@@ -160,8 +160,10 @@ def split(
 
 
 def _require_done(outcomes: list[dict[str, Any]]) -> None:
-    """Raise the first error of a rank; one of a connection, which may be a consequence of another,
-    only where all are.
+    """Raise the first error of a rank.
+
+    A ConnectionError may be a consequence of another rank's error, so it is raised only if all
+    errors are ConnectionErrors.
     """
     failed = [outcome for outcome in outcomes if outcome]
     if failed:

@@ -1,9 +1,8 @@
-"""The part of a weight update that runs in vLLM's own workers: each rank takes its part of every
-full tensor.
+"""The part of a weight update that runs in vLLM's workers: each rank loads its shards.
 
 vLLM mixes VLLMWorkerExtension into its worker class by name (``worker_extension_cls``) and calls it
-by ``collective_rpc``, on all ranks at once, between two steps. Arguments and results are of plain
-types, since vLLM lets no others through.
+by ``collective_rpc``, on all ranks at once, between two steps. Arguments and results are plain
+types, since vLLM allows no others.
 """
 
 from __future__ import annotations
@@ -25,13 +24,11 @@ from helmsman.engines.weight_transfer import GroupSink, incoming
 from helmsman.engines.weights import PartialWeightUpdateError
 
 Outcome = dict[str, Any]
-"""``error`` (type, message) and whether the weights are ``torn``; empty where all went well."""
+"""``error`` (type, message) and whether the weights are ``torn``; empty on success."""
 
 
 class VLLMWorkerExtension:
-    """Methods of each of vLLM's workers. Their names must not be those of any of vLLM's worker
-    classes.
-    """
+    """Methods added to vLLM's workers; their names must not clash with those of vLLM's classes."""
 
     rank: int
     device: torch.device
@@ -40,7 +37,7 @@ class VLLMWorkerExtension:
     get_model: Callable[[], Any]
 
     def helmsman_begin(self, message: Mapping[str, Any]) -> Outcome:
-        """Begin an update, whose tensors follow in messages like this one."""
+        """Begin an update; its tensors follow in messages of the same form."""
 
         def begin() -> None:
             read_shared(message)
@@ -52,19 +49,21 @@ class VLLMWorkerExtension:
         return _outcome(lambda: _loading_of(self).load(read_shared(message).items()))
 
     def helmsman_end(self) -> Outcome:
-        """Every tensor has come, or no more do: use them, and be ready for another update."""
+        """Finish an update, complete or not, and get ready for another one."""
         return _outcome(lambda: _loading_of(self).end())
 
     def helmsman_load_files(self, path: str) -> Outcome:
-        """Take all weights from a folder; each rank reads it."""
+        """Load all weights from a folder; each rank reads it."""
         return _outcome(lambda: _loading_of(self).read(WeightsOnDisk(path)))
 
     def helmsman_receive(
         self, place: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]
     ) -> Outcome:
-        """Take all weights from a trainer's broadcasts. The first rank is the member of its group,
-        and sends them on to the others of this instance. ``place`` is a CollectiveTarget and
-        ``forms`` are Expected, as plain types.
+        """Load all weights from a trainer's broadcasts.
+
+        The first rank is a member of the weight-sync group and passes the weights on to the other
+        ranks of this instance. ``place`` is a CollectiveTarget and ``forms`` are Expected, as plain
+        types.
         """
         found = msgspec.convert(place, CollectiveTarget), msgspec.convert(forms, list[Expected])
         return _outcome(lambda: _loading_of(self).receive(*found))
@@ -95,8 +94,9 @@ class _Loading:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Also of an update that ended half-way: a layer that waits for its rest must not take it
-        from the next one.
+        """Finish an update, even a failed one.
+
+        Otherwise an incomplete layer would take its missing tensors from the next update.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -132,7 +132,7 @@ class _Loading:
                 self._take(_passed_on(arriving, sink))
         except Exception as error:
             if sink is not None:
-                # not this group is broken
+                # A RuntimeError, because this instance's own group is not broken.
                 sink.give_up(RuntimeError(f"{type(error).__name__}: {error}"))
             raise
 
@@ -140,23 +140,21 @@ class _Loading:
         try:
             self.begin()
             for bucket in buckets:
-                # The buffer is the next bucket's soon, and vLLM keeps tensors of a layer until all
-                # of it is there.
+                # The next bucket reuses the buffer, but vLLM keeps tensors until their layer is
+                # complete.
                 self.load((name, tensor.clone()) for name, tensor in bucket.items())
             self.end()
         except Exception as error:
             try:
                 self.end()
-            # The first error counts; the weights are torn in either case
+            # The first error is raised; the weights are torn in either case.
             except Exception:  # noqa: BLE001
                 self._is_begun = False
             raise PartialWeightUpdateError(f"{type(error).__name__}: {error}") from error
 
 
 class _InstanceGroup(WeightGroup):
-    """The ranks of one vLLM instance as a group for weights: vLLM's own groups, which exist
-    already.
-    """
+    """The ranks of one vLLM instance as a weight-sync group, on top of vLLM's existing groups."""
 
     def __init__(self, world: Any, device: torch.device) -> None:
         super().__init__(device)
@@ -187,7 +185,7 @@ class _InstanceGroup(WeightGroup):
 def _passed_on(
     buckets: Iterable[Mapping[str, torch.Tensor]], sink: GroupSink | None
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """The same buckets, each once the other ranks have it too."""
+    """Yield each bucket after the other ranks have received it too."""
     for bucket in buckets:
         if sink is not None:
             sink.put(Bucket(bucket, {}))
@@ -197,7 +195,7 @@ def _passed_on(
 
 
 def _outcome(work: Callable[[], None]) -> Outcome:
-    """An exception would reach the engine as text, and its type only vLLM's log."""
+    """Run work and return its error: vLLM would pass on only the text of an exception."""
     try:
         work()
     except Exception as error:  # noqa: BLE001 - the process boundary
@@ -208,8 +206,7 @@ def _outcome(work: Callable[[], None]) -> Outcome:
 
 
 def _loading_of(worker: VLLMWorkerExtension) -> _Loading:
-    # An extension has no constructor of its own, and an attribute of its class would clash with
-    # nothing but be shared.
+    # An extension has no constructor, and a class attribute would be shared between workers.
     loading: _Loading | None = worker.__dict__.get("_helmsman_loading")
     if loading is None:
         loading = worker.__dict__["_helmsman_loading"] = _Loading(worker)

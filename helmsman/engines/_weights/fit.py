@@ -1,8 +1,8 @@
-"""Whether weights fit a model, checked before any of them is loaded.
+"""Checks that weights fit a model, before any of them is loaded.
 
-vLLM's own parameters have other names (projections are fused) and shapes (of a rank's part), and
-its loader fails half-way. So names and shapes are compared with those of the Hugging Face model, as
-a trainer has them, or of the folder's files.
+vLLM's own parameters have other names (fused projections) and shapes (a rank's shard), and its
+loader fails half-way. So names and shapes are compared with those of the Hugging Face model, which
+a trainer has, or of the folder's files.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _HEAD = "lm_head.weight"
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """Names and shapes of one form of a model's weights."""
+    """Names and shapes of one accepted form of a model's weights."""
 
     shapes: dict[str, list[int] | None]
-    """None for any."""
+    """Shape by name; None accepts any shape."""
     aliases: dict[str, str] = {}
-    """Other name of a tensor (tied embeddings) -> the name that it can stand for, "" for none."""
+    """Other name of a tensor (tied embeddings) -> the name that it can replace, '' for none."""
 
 
 def vocab_size_of(folder: str) -> int | None:
-    """Size of the vocabulary of a folder's model; None where its configuration does not say."""
+    """Return the vocabulary size of a folder's model; None if its configuration lacks it."""
     try:
         with open(os.path.join(folder, "config.json")) as file:
             config: dict[str, Any] = json.load(file)
@@ -44,7 +44,7 @@ def vocab_size_of(folder: str) -> int | None:
 
 
 def form_of(state: Mapping[str, torch.Tensor]) -> Expected:
-    """The form of a state dict whose tensors with several names are one object."""
+    """Return the form of a state dict in which a tensor with several names is one object."""
     first: dict[int, str] = {}
     for name, tensor in state.items():
         first.setdefault(id(tensor), name)
@@ -58,10 +58,11 @@ def form_of(state: Mapping[str, torch.Tensor]) -> Expected:
 
 
 def expected_of(folder: str) -> list[Expected]:
-    """The forms in which weights of a folder's model may come to a server; at least one.
+    """Return the accepted forms of the weights of a folder's model; at least one.
 
-    Raises: ValueError where neither a configuration that transformers can build nor files of
-        safetensors are there.
+    Raises:
+        ValueError: There is neither a configuration that transformers can build nor a safetensors
+            file.
     """
     try:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -74,12 +75,12 @@ def expected_of(folder: str) -> list[Expected]:
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
-    # VLLM has models that transformers has not; the files may do
+    # vLLM supports models that transformers lacks; the files may have the shapes.
     except Exception as error:  # noqa: BLE001
         problem = error
     else:
         form = form_of(model.state_dict(keep_vars=True))
-        # servers skip a tied head
+        # Servers skip a tied head, so it cannot replace the embeddings.
         forms.append(Expected(form.shapes, dict.fromkeys(form.aliases, "")))
     shapes = _shapes_of_files(folder)
     if shapes:
@@ -110,11 +111,11 @@ def _shapes_of_files(folder: str) -> dict[str, list[int] | None]:
 
 
 def require_fit(forms: Sequence[Expected], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises: ValueError unless names and shapes are those of one of the forms."""
+    """Raise ValueError unless names and shapes match one of the forms."""
     problems = [_problems(form, shapes) for form in forms]
     if all(problems):
         raise ValueError(
-            f"the weights do not fit the rollout model, which was left as it is. {problems[0]}"
+            f"the weights do not fit the rollout model, which is unchanged. {problems[0]}"
         )
 
 

@@ -1,8 +1,7 @@
-"""The process group by which a trainer's weights go to rollout instances: a trainer's rank, which
-is rank 0, and each instance.
+"""Weight-sync group: rank 0 of a training job and rollout instances; rank 0 broadcasts weights.
 
-torch's default group is the training job's, and ``new_group`` takes none from outside of it; so the
-backend's own group is made here on a store of its own. Everything goes by broadcasts from rank 0.
+torch's default group is the training job's, and ``new_group`` accepts only its members. So the
+backend's group is created here, directly on a store of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from helmsman.api.weights import CollectiveTarget
 
 
 class WeightGroup:
-    """What a process has of such groups: the one that it is a member of and, on rank 0, the store
-    where members meet. The tensors that go by it are on ``device``.
+    """Membership of this process in a weight-sync group.
+
+    On rank 0 it also holds the store where members meet. Broadcast tensors are on ``device``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,16 +30,16 @@ class WeightGroup:
         self._limit = timedelta()
 
     def open_store(self, address: str) -> int:
-        """Be rank 0: listen where the members will meet, on a port that the system chooses; returns
-        the port.
-        """
+        """Become rank 0: listen on a port that the system chooses; return the port."""
         if self._store is None:
             self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
     def join(self, place: CollectiveTarget) -> None:
-        """Be a member, and of no earlier group; blocks until all are. Raises: ConnectionError when
-        they do not come in time.
+        """Join a group and leave any earlier one; block until all members have joined.
+
+        Raises:
+            ConnectionError: Not all members joined in time.
         """
         self._limit = limit = timedelta(seconds=place.timeout_s)
         if self._group_id == place.group_id:
@@ -52,42 +52,44 @@ class WeightGroup:
                 )
             elif self._store is None:
                 raise ConnectionError(
-                    f"this is rank 0 of {place.group_id!r}, and it listens nowhere; open_store "
-                    "comes first"
+                    f"this is rank 0 of {place.group_id!r}, but it is not listening; call "
+                    "open_store first"
                 )
             else:
                 store = self._store
             prefixed = dist.PrefixStore(place.group_id, store)
             prefixed.set_timeout(limit)
             self._group = _make_group(prefixed, place.rank, place.world_size, limit)
-            # The backends connect on first use; let it be here, where what goes wrong is a matter
-            # of who has come.
+            # Backends connect on first use. Connect here, where a failure means that a member is
+            # missing.
             self._broadcast(torch.zeros(1, dtype=torch.int64, device=self.device))
         except (RuntimeError, ValueError) as error:
             self.leave()
             raise ConnectionError(
-                f"rank {place.rank} of {place.world_size} did not meet the others for weights at "
+                f"rank {place.rank} of {place.world_size} could not join the weight-sync group at "
                 f"{place.address}:{place.port} "
-                f"within {place.timeout_s:g} s ({error}). Look at those of them that did not "
-                "report this."
+                f"within {place.timeout_s:g} s ({error}). Check the members that did not report "
+                "this error."
             ) from error
         self._group_id = place.group_id
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's bytes into everybody's tensor, contiguous and of one size. Raises:
-        ConnectionError, after which this process is no member any more, so that the others do not
-        wait for it.
+        """Broadcast rank 0's contiguous tensor into the members' tensors of the same size.
+
+        Raises:
+            ConnectionError: A member is missing or late. This process leaves the group, so that the
+                others do not wait for it.
         """
         try:
             self._broadcast(tensor)
         except RuntimeError as error:
             self.leave()
             raise ConnectionError(
-                f"a member of the group for weights is gone or late: {error}"
+                f"a member of the weight-sync group has left or is late: {error}"
             ) from error
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's ``data`` for everybody, who give None."""
+        """Broadcast rank 0's ``data``; other members pass None."""
         size = torch.tensor([len(data or b"")], dtype=torch.int64, device=self.device)
         self.broadcast(size)
         buffer = torch.empty(int(size), dtype=torch.uint8)
@@ -98,7 +100,7 @@ class WeightGroup:
         return bytes(buffer.cpu().numpy())
 
     def leave(self) -> None:
-        """Be a member no more; the others' broadcasts fail then. Idempotent."""
+        """Leave the group, which makes the others' broadcasts fail. Idempotent."""
         group, self._group, self._group_id = self._group, None, ""
         if group is not None:
             abort = getattr(group, "abort", None)
@@ -131,4 +133,4 @@ def _make_group(store: dist.Store, rank: int, world_size: int, limit: timedelta)
         options = ProcessGroupHCCL.Options()
         options._timeout = limit
         return ProcessGroupHCCL(store, rank, world_size, options)
-    raise ValueError(f"weights do not travel by {backend!r}; expected gloo, nccl or hccl")
+    raise ValueError(f"weights cannot be sent by {backend!r}; expected gloo, nccl or hccl")

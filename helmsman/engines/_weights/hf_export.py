@@ -1,12 +1,11 @@
-"""Weights of a sharded model as a Hugging Face folder, parameter by parameter: rank 0 holds one
-file's worth on its host.
+"""Export of a sharded model as a Hugging Face folder; rank 0 holds one file's tensors on its host.
 
     <path>/config.json, generation_config.json, tokenizer files
     <path>/model.safetensors
         or model-00001-of-00003.safetensors, ... and model.safetensors.index.json
 
-``AutoModelForCausalLM.from_pretrained``, vLLM and SGLang read it. The folder gets its name when it
-is complete.
+``AutoModelForCausalLM.from_pretrained``, vLLM and SGLang can read it. The folder gets its final
+name when it is complete.
 """
 
 from __future__ import annotations
@@ -45,12 +44,22 @@ def export_hf(
     source: str | None = None,
     full: Callable[[torch.Tensor], torch.Tensor] = full_tensor,
 ) -> None:
-    """Write the weights from all ranks, cast to ``dtype`` unless None; rank 0 writes the files of
-    at most ``max_shard_bytes``, or one tensor. A model that was at ``path`` is replaced when all is
-    there. The tokenizer is copied from ``source``.
+    """Write the weights of all ranks as a Hugging Face folder; rank 0 writes. A collective.
 
-    Raises: ValueError for a type that is none, or max_shard_bytes below 1; OSError where rank 0
-    cannot write there, or there is something else than a model; the other ranks raise RuntimeError.
+    A model at ``path`` is replaced once the new one is complete.
+
+    Args:
+        model: The sharded model.
+        path: Folder to write.
+        dtype: Type to cast floating-point tensors to; None keeps theirs.
+        max_shard_bytes: Largest size of a file in bytes; a larger tensor gets its own file.
+        source: Folder from which the tokenizer is copied; None for no tokenizer.
+        full: Gathers a whole tensor from its shards.
+
+    Raises:
+        ValueError: The dtype is unknown, or ``max_shard_bytes`` is below 1.
+        OSError: Rank 0 cannot write there, or the path holds something else than a model.
+        RuntimeError: Another rank failed.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected 1 or more")
@@ -81,8 +90,8 @@ class _HFFolder(Sink[None]):
         self._unfinished = tempfile.mkdtemp(prefix=f".{name}.", dir=parent)
         until_the_end.callback(shutil.rmtree, self._unfinished, ignore_errors=True)
         os.chmod(self._unfinished, 0o755)
-        # A skeleton without FSDP's wrapping and without storage knows the names that files have,
-        # where they differ.
+        # revert_weight_conversion needs a model without FSDP's wrapping, to map names of parameters
+        # to names in files.
         self._skeleton = skeleton(model)
         config = plain_config(model)
         config.dtype = dtype or next(model.parameters()).dtype

@@ -1,8 +1,7 @@
-"""Tensors whose memory is given back while their bytes wait on the host.
+"""Tensors whose device memory is released while a host copy keeps their bytes.
 
-A tensor stays the same object, with its shape and type, and so do all views of it: what goes is the
-memory behind it. That is why FSDP, an optimizer and whoever else holds tensors need not know.
-Nobody may read one meanwhile.
+A tensor stays the same object, with its shape, dtype and views; only its storage is resized to 0.
+FSDP, optimizers and other holders of the tensor need no change, but must not read it meanwhile.
 """
 
 from __future__ import annotations
@@ -17,15 +16,17 @@ from helmsman.api.platforms import current_platform
 
 
 class HostSwap:
-    """A place for tensors on the host; pinned memory where they come from a device."""
+    """Host copies of tensors; in pinned memory for tensors of a device."""
 
     def __init__(self) -> None:
         self._swapped: dict[int, _Swapped] = {}
         """By the storage's address in this process."""
 
     def offload(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Bring tensors here and give their memory back. What is here already stays, and so does
-        memory that cannot be given back, such as a mapped file's.
+        """Copy tensors to the host and release their memory.
+
+        Tensors that are already here are skipped, as is memory that cannot be released, such as a
+        mapped file's.
         """
         new: dict[int, _Swapped] = {}
         for storage in map(storage_of, tensors):
@@ -43,8 +44,9 @@ class HostSwap:
         self._swapped.update(new)
 
     def drop(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Free the memory of tensors whose contents are no longer needed; restore allocates it
-        again.
+        """Free the memory of tensors without saving their contents.
+
+        restore() allocates it again.
         """
         for storage in map(storage_of, tensors):
             if (swapped := self._swapped.get(storage._cdata)) is not None:
@@ -54,10 +56,10 @@ class HostSwap:
                 storage.resize_(0)
 
     def restore(self) -> None:
-        """Give all tensors their memory and contents again. When there is no room all of them stay
-        here.
+        """Restore the memory and contents of all tensors, or of none.
 
-        Raises: torch.OutOfMemoryError.
+        Raises:
+            torch.OutOfMemoryError: The device has too little free memory; all tensors stay here.
         """
         try:
             for each in self._swapped.values():
@@ -71,7 +73,7 @@ class HostSwap:
 
     @contextlib.contextmanager
     def present(self, tensor: torch.Tensor) -> Iterator[None]:
-        """While the block lasts this one tensor can be read, wherever it is."""
+        """Make one tensor readable during the block, even if it is swapped out."""
         swapped = self._swapped.get(storage_of(tensor)._cdata)
         if swapped is None:
             yield

@@ -1,4 +1,4 @@
-"""How the ranks of a trainer send their full parameters, bucket by bucket, to a sink on rank 0."""
+"""Sends the full parameters of a trainer's ranks, bucket by bucket, to a sink on rank 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def checksum_of(tensor: torch.Tensor) -> int:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """(N,) uint8: the bytes of a tensor, without a copy where it is contiguous."""
+    """Return the bytes of a tensor, (N,) uint8, without a copy if it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -31,24 +31,26 @@ class Bucket(NamedTuple):
 
 
 class Sink(abc.ABC, Generic[T]):
-    """Takes buckets on rank 0."""
+    """Consumer of buckets on rank 0."""
 
     @abc.abstractmethod
     def put(self, bucket: Bucket) -> None:
-        """Take a bucket."""
+        """Consume a bucket."""
 
     @abc.abstractmethod
     def finish(self) -> T:
-        """All have come; returns the result for the caller."""
+        """Complete the transfer; return the result for the caller."""
 
     def give_up(self, error: Exception) -> None:
-        """No more come, for this reason."""
+        """Handle a failure: no more buckets follow."""
         return
 
 
 class Packer(Generic[T]):
-    """Makes buckets of full tensors for a sink: casts floating-point tensors to ``dtype``, and adds
-    checksums where asked for. A tensor of more than ``bucket_bytes`` is a bucket of its own.
+    """Packs full tensors into buckets for a sink.
+
+    Floating-point tensors are cast to ``dtype`` unless it is None. A tensor of more than
+    ``bucket_bytes`` is a bucket of its own.
     """
 
     def __init__(
@@ -88,12 +90,15 @@ def send_all(
     pack: Callable[[contextlib.ExitStack], Packer[T]] | None,
     what: str,
 ) -> T | None:
-    """Send all of some tensors, by the names under which they arrive. A collective: every rank
-    takes part until the end, also after rank 0 has failed. ``full`` gives all of a tensor; ``pack``
-    makes rank 0's packer, with a stack that ends with this call, and is None on other ranks.
+    """Send tensors under their names to rank 0's sink; return its result on rank 0. A collective.
 
-    Returns the sink's result on rank 0. Raises what rank 0 met, and RuntimeError on the other
-    ranks.
+    Every rank takes part until the end, even after rank 0 has failed. ``full`` gathers a whole
+    tensor. ``pack`` makes rank 0's packer, with an exit stack that closes at the end of this call;
+    it is None on other ranks.
+
+    Raises:
+        Exception: The error of rank 0, on rank 0.
+        RuntimeError: Rank 0 failed, on the other ranks.
     """
     packer: Packer[T] | None = None
     result: T | None = None
@@ -101,7 +106,7 @@ def send_all(
     with contextlib.ExitStack() as stack:
         try:
             packer = pack(stack) if pack is not None else None
-        # Raised below, once the other ranks' collectives have been served
+        # Raised below, after this rank has taken part in the remaining collectives.
         except Exception as exc:  # noqa: BLE001
             error = exc
         for name, tensor in tensors.items():
@@ -110,7 +115,7 @@ def send_all(
             except Exception as exc:
                 if packer is not None:
                     packer.sink.give_up(error or exc)
-                raise  # the other ranks are gone or late, and wait for nothing
+                raise  # a rank has left or is late, so the collectives are over
             try:
                 if packer is not None and error is None:
                     packer.add(name, whole)

@@ -1,5 +1,6 @@
-"""Losses as pure functions, as ``helmsman.api.engines.LossFn`` describes them; docs/training.md has
-them in a table.
+"""Losses as pure functions, as described by ``helmsman.api.engines.LossFn``.
+
+docs/training.md lists them.
 """
 
 from __future__ import annotations
@@ -47,24 +48,31 @@ LOSSES: dict[str, Callable[..., LossResult]] = {
     "dpo": dpo_loss,
     "reward_model": reward_model_loss,
 }
-"""Losses by the short name that train_batch takes. ``ppo`` is ``grpo``: what differs is where
-advantages come from.
+"""Losses by the short name that train_batch takes. ``ppo`` is ``grpo``; they differ only in how the
+advantages are computed.
 """
 
 
 class LossCall(msgspec.Struct, frozen=True):
-    """A loss with its arguments, and what it asks of the engine."""
+    """A loss with its arguments and its requirements for the engine."""
 
     function: LossFn
     kwargs: dict[str, Any]
     traits: LossTraits
 
     def __call__(self, outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> LossResult:
-        """The sum of the loss over a micro-batch, and those of its statistics.
+        """Compute the sums of the loss and of its statistics over a micro-batch.
+
+        Args:
+            outputs: (B, T) float32, log-probabilities or values under the current weights.
+            batch: Columns of the micro-batch by name, (B, T) or (B,).
+
+        Returns:
+            The loss and the statistics, each a tensor of one element.
 
         Raises:
-            ValueError: The function returns something else, or a sum without a gradient for tokens
-                that count.
+            ValueError: The function returns something else, or a sum without a gradient although
+                tokens count.
         """
         result: Any = self.function(outputs, batch, **self.kwargs)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
@@ -86,18 +94,19 @@ class LossCall(msgspec.Struct, frozen=True):
         if outputs.requires_grad and not loss_sum.requires_grad and bool(batch["loss_mask"].any()):
             raise ValueError(
                 f"loss {self.name!r} returned a sum that has no gradient; compute it from the "
-                "outputs that it is given, "
-                "without item() and detach()"
+                "outputs that it is given, without item() and detach()"
             )
         return loss_sum, stats
 
     @property
     def name(self) -> str:
+        """Name of the function."""
         name: str = getattr(self.function, "__name__", repr(self.function))
         return name
 
     @property
     def needs_entropy(self) -> bool:
+        """Whether the loss reads the column ``entropy``."""
         asked = self.traits.needs_entropy
         return bool(self.kwargs.get(asked)) if isinstance(asked, str) else asked
 
@@ -105,12 +114,20 @@ class LossCall(msgspec.Struct, frozen=True):
 def prepare_loss(
     loss: LossFn | str, kwargs: Mapping[str, Any] | None, samples: Sequence[Sample], head: Head
 ) -> LossCall:
-    """Resolve a loss, and check that it can be called for these samples by an engine with this
-    head.
+    """Resolve a loss and check that it suits these samples and this engine's head.
+
+    Args:
+        loss: A name in LOSSES, an import path, or a function.
+        kwargs: Further arguments of the loss.
+        samples: This rank's samples.
+        head: Head of the engine's model.
+
+    Returns:
+        The loss, ready to be called with outputs and batch.
 
     Raises:
-        ValueError: There is no such loss, it reads the outputs of another head, or it compares
-            pairs and the samples are none.
+        ValueError: The loss does not exist, lacks an argument of ``kwargs``, reads the outputs of
+            another head, or compares pairs and the samples are not paired.
     """
     function, arguments = resolve_loss(loss), dict(kwargs or {})
     while isinstance(function, functools.partial) and not function.args:
@@ -140,15 +157,17 @@ def prepare_loss(
     if traits.paired and samples and PAIR not in samples[0]:
         raise ValueError(
             f"loss {name!r} compares pairs and needs the column {PAIR!r} in every sample, which "
-            "helmsman.api.pairs.pair_samples"
-            f" gives; the samples have {', '.join(sorted(samples[0]))}"
+            "helmsman.api.pairs.pair_samples gives; the samples have "
+            f"{', '.join(sorted(samples[0]))}"
         )
     return call
 
 
 def resolve_loss(loss: LossFn | str) -> LossFn:
-    """A loss from itself, its short name, or its import path ``package.module.function``. Raises:
-    ValueError.
+    """Return a loss, given itself, its short name or its import path ``package.module.function``.
+
+    Raises:
+        ValueError: The loss does not exist or is not callable.
     """
     if not isinstance(loss, str):
         return _callable(loss, repr(loss))

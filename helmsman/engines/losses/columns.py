@@ -1,5 +1,6 @@
-"""What losses share: columns of which nothing outside of the loss mask reaches a loss or its
-gradient, KL estimates.
+"""Masked columns and KL estimates, shared by the losses.
+
+Values outside of the loss mask reach neither a loss nor its gradient.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import torch
 from helmsman.api.reward_shaping import KlEstimator
 
 Columns: TypeAlias = Mapping[str, torch.Tensor]
+"""Columns of a micro-batch by name, (B, T) or (B,): ``loss_mask`` is bool, ``pair`` integer, all
+others are used as float32.
+"""
 LossResult: TypeAlias = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""The sum of a loss, and sums of its statistics by name: float32 tensors of one element."""
 
 
 def require(loss: str, batch: Columns, needed: Sequence[str]) -> None:
-    """Raise ValueError when a batch lacks a column that a loss needs."""
+    """Raise ValueError if a batch lacks a column that a loss needs."""
     missing = [name for name in needed if name not in batch]
     if missing:
         raise ValueError(
@@ -27,17 +32,16 @@ def require(loss: str, batch: Columns, needed: Sequence[str]) -> None:
 
 
 def masked(column: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A column (B, T) or (B,) as (B, T) in float32, 0 outside of the mask: NaN or infinity there
-    has no gradient either.
+    """Return a column (B, T) or (B,) as (B, T) float32, 0 outside of the mask.
+
+    NaN or infinity outside of the mask has no gradient either.
     """
     per_token = column[:, None].expand_as(mask) if column.ndim == 1 else column
     return per_token.float().masked_fill(~mask, 0.0)
 
 
 def weighted_sum(per_token: torch.Tensor, batch: Columns) -> torch.Tensor:
-    """The sum of a loss (B, T), finite everywhere, over the masked tokens, each times its
-    ``loss_weights`` if there are any.
-    """
+    """Sum a finite loss (B, T) over the masked tokens, times ``loss_weights`` if given."""
     mask = batch["loss_mask"]
     weights = batch.get("loss_weights")
     if weights is not None:
@@ -46,26 +50,27 @@ def weighted_sum(per_token: torch.Tensor, batch: Columns) -> torch.Tensor:
 
 
 def masked_sum(per_token: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The sum over the masked tokens of something finite, for statistics."""
+    """Sum a finite statistic (B, T) over the masked tokens, without gradient."""
     return (per_token.detach() * mask).sum()
 
 
 def kl_estimate(log_ratio: torch.Tensor, estimator: KlEstimator = "k3") -> torch.Tensor:
-    """Estimate of KL(p || q) from tokens that p has drawn (J. Schulman,
-    http://joschu.net/blog/kl-approx.html).
+    """Estimate KL(p || q) from tokens sampled from p.
+
+    Source: J. Schulman, http://joschu.net/blog/kl-approx.html.
 
     Args:
-        log_ratio: log p - log q of each token.
-        estimator: ``k1``, log p/q: unbiased, of high variance, often negative; its gradient as a
+        log_ratio: log p - log q of each token, any shape, floating point.
+        estimator: ``k1``, log p/q: unbiased, of high variance, often negative. Its gradient as a
             loss is 0 on average, so it belongs in the reward. ``k2``, half its square: biased, but
             its gradient is that of the divergence. ``k3``, q/p - 1 - log q/p: unbiased and never
-            negative; the one of GRPO (arXiv:2402.03300, eq. 4).
+            negative; used by GRPO (arXiv:2402.03300, eq. 4).
 
     Returns:
-        Of the shape of ``log_ratio``.
+        The estimate of each token, in the shape and dtype of ``log_ratio``.
 
     Raises:
-        ValueError: There is no such estimator.
+        ValueError: The estimator is unknown.
     """
     if estimator == "k1":
         return log_ratio

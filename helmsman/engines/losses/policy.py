@@ -1,10 +1,10 @@
-"""Policy losses: the clipped objective of PPO and its relatives, with advantages from groups (GRPO)
-or a critic (PPO).
+"""Policy losses: the clipped objective of PPO and its relatives.
 
-All read ``advantages`` and ``logprobs`` (those of the policy that generated the tokens), and take
-the same regularizers. Sums are over tokens, which is DAPO's normalisation (arXiv:2503.14476, eq.
-8); the mean per sequence of GRPO and GSPO and the constant of Dr. GRPO come as ``loss_weights``,
-which ``helmsman.api.advantages.sequence_weights`` computes for a whole batch.
+Advantages come from groups (GRPO) or a critic (PPO). All losses read ``advantages`` and
+``logprobs`` (of the policy that generated the tokens) and take the same regularizers. Sums are over
+tokens, which is DAPO's normalisation (arXiv:2503.14476, eq. 8). For the mean per sequence of GRPO
+and GSPO, and the constant of Dr. GRPO, pass ``loss_weights``, which
+``helmsman.api.advantages.sequence_weights`` computes for a whole batch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from helmsman.engines.losses.columns import (
 ImportanceMode: TypeAlias = Literal["truncate", "mask"]
 
 _MAX_LOG_RATIO = 80.0
-"""Beyond e^88 a ratio is infinite in float32, and what a clip then leaves out of the gradient is 0
-times infinity.
+"""Above e^88 a ratio is infinite in float32, and the gradient of a clipped token would be 0 * inf =
+NaN.
 """
 
 
@@ -44,7 +44,7 @@ def grpo_loss(
     kl_estimator: KlEstimator = "k3",
     entropy_coef: float = 0.0,
 ) -> LossResult:
-    """The clipped objective of PPO: minus the smaller of ``ratio * A`` and ``clip(ratio) * A``.
+    """Compute PPO's clipped loss: minus the smaller of ``ratio * A`` and ``clip(ratio) * A``.
 
     Sources: PPO, arXiv:1707.06347 eq. 7 (the clip) and 9 (entropy); GRPO, arXiv:2402.03300 eq. 3
     and 4 (advantages of groups, KL to the reference); DAPO, arXiv:2503.14476 eq. 8 and 10
@@ -54,24 +54,25 @@ def grpo_loss(
 
     Args:
         logprobs: (B, T) float32 under the current weights.
-        batch: ``loss_mask`` (B, T) bool; ``logprobs`` (B, T), those of the policy that generated
+        batch: ``loss_mask`` (B, T) bool; float32 ``logprobs`` (B, T) of the policy that generated
             the tokens; ``advantages`` (B,) or (B, T); with ``kl_coef`` also ``ref_logprobs`` (B,
-            T); ``loss_weights`` (B,) or (B, T) is optional.
-        clip_low: The probability ratio counts down to 1 - clip_low.
-        clip_high: The probability ratio counts up to 1 + clip_high.
-        dual_clip: Above this ratio, more than 1 + clip_high, tokens of negative advantage have no
-            gradient; None: they do.
+            T); optionally ``loss_weights`` (B,) or (B, T).
+        clip_low: The probability ratio is clipped from below at 1 - clip_low.
+        clip_high: The probability ratio is clipped from above at 1 + clip_high.
+        dual_clip: Tokens of negative advantage whose ratio exceeds this bound have no gradient;
+            more than 1 + clip_high. None disables it.
         kl_coef: Weight of the KL divergence to the reference policy.
         kl_estimator: ``k1``, ``k2`` or ``k3``, see kl_estimate.
         entropy_coef: Weight of the entropy of the policy.
 
     Returns:
         The loss summed over tokens, and sums of: ``ratio``; ``clip_fraction``, tokens whose
-        gradient the clip removed; ``policy_kl``, the k3 estimate of KL(behaviour || current);
-        ``ref_kl`` and ``entropy`` where they are used.
+        gradient the clip removed; ``policy_kl``, the k3 estimate of KL(behaviour || current); with
+        their coefficients, ``ref_kl`` and ``entropy``.
 
     Raises:
-        ValueError: The batch lacks a column, or there is no such estimator.
+        ValueError: The batch lacks a column, the estimator is unknown, or ``dual_clip`` is too
+            small.
     """
     require("grpo_loss", batch, ("logprobs", "advantages", *(("ref_logprobs",) if kl_coef else ())))
     mask = batch["loss_mask"]
@@ -97,35 +98,41 @@ def decoupled_ppo_loss(
     kl_estimator: KlEstimator = "k3",
     entropy_coef: float = 0.0,
 ) -> LossResult:
-    """PPO whose clip is around a proximal policy, weighted by how likely that policy finds the
-    tokens of the behaviour policy.
+    """Compute PPO's loss clipped around a proximal policy, with importance weights per token.
 
-    AReaL, arXiv:2505.24298, after arXiv:2110.00641: with samples from several old versions the
-    trust region is that of the weights before this batch's updates, for which the trainer computes
-    ``prox_logprobs`` by ``forward``. With on-policy samples and the same two columns it is
-    truncated importance sampling against the mismatch between the rollout engine's probabilities
-    and the trainer's (TIS, F. Yao et al. 2025, https://fengyao.notion.site/off-policy-rl):
-    ``importance_mode="truncate"``, ``importance_cap=2``.
+    The weight of a token is its probability under the proximal policy over that under the behaviour
+    policy. Source: AReaL, arXiv:2505.24298, after arXiv:2110.00641. With samples of several old
+    versions, the trust region is around the weights before this batch's updates; the trainer
+    computes their ``prox_logprobs`` by ``forward``. With on-policy samples and the same two
+    columns, the loss is truncated importance sampling against the mismatch between the
+    probabilities of rollout engine and trainer (TIS, F. Yao et al. 2025,
+    https://fengyao.notion.site/off-policy-rl): ``importance_mode="truncate"``,
+    ``importance_cap=2``.
 
     Args:
         logprobs: (B, T) float32 under the current weights.
-        batch: As grpo_loss, and ``prox_logprobs`` (B, T), those of the proximal policy;
-            ``logprobs`` are the rollout engine's.
-        clip_low, clip_high, dual_clip: As grpo_loss, of the ratio of current to proximal policy.
-        importance_cap: Most that the weight, proximal over behaviour probability, may be; None:
-            anything.
-        importance_mode: What becomes of a token whose weight is above the cap: ``mask`` leaves it
-            out (as AReaL does, whose cap is 5), ``truncate`` gives it the cap.
-        kl_coef, kl_estimator, entropy_coef: As grpo_loss. The importance weight does not apply to
-            them.
+        batch: ``loss_mask`` (B, T) bool; float32 ``logprobs`` (B, T) of the rollout engine;
+            ``prox_logprobs`` (B, T) of the proximal policy; ``advantages`` (B,) or (B, T); with
+            ``kl_coef`` also ``ref_logprobs`` (B, T); optionally ``loss_weights`` (B,) or (B, T).
+        clip_low: The ratio of current to proximal policy is clipped from below at 1 - clip_low.
+        clip_high: That ratio is clipped from above at 1 + clip_high.
+        dual_clip: Tokens of negative advantage whose ratio exceeds this bound have no gradient;
+            more than 1 + clip_high. None disables it.
+        importance_cap: Upper bound of the importance weight; None for no bound.
+        importance_mode: Treatment of tokens whose weight exceeds the cap: ``mask`` drops them (like
+            AReaL, whose cap is 5), ``truncate`` sets their weight to the cap.
+        kl_coef: Weight of the KL divergence to the reference policy; not importance-weighted.
+        kl_estimator: ``k1``, ``k2`` or ``k3``, see kl_estimate.
+        entropy_coef: Weight of the entropy of the policy; not importance-weighted.
 
     Returns:
-        As grpo_loss, where ``ratio``, ``clip_fraction`` and ``policy_kl`` are against the proximal
-        policy; and the sums of ``importance_weight`` as it was used, and ``importance_capped``,
-        tokens above the cap.
+        The loss summed over tokens, and the sums of grpo_loss, where ``ratio``, ``clip_fraction``
+        and ``policy_kl`` are relative to the proximal policy. Also the sums of
+        ``importance_weight`` as applied, and ``importance_capped``, tokens above the cap.
 
     Raises:
-        ValueError: The batch lacks a column, or there is no such estimator or mode.
+        ValueError: The batch lacks a column, the estimator or mode is unknown, or ``dual_clip`` is
+            too small.
     """
     needed = ("logprobs", "prox_logprobs", "advantages", *(("ref_logprobs",) if kl_coef else ()))
     require("decoupled_ppo_loss", batch, needed)
@@ -161,26 +168,30 @@ def gspo_loss(
     kl_estimator: KlEstimator = "k3",
     entropy_coef: float = 0.0,
 ) -> LossResult:
-    """Group sequence policy optimisation: one ratio per sequence, the geometric mean of those of
-    its tokens.
+    """Compute the loss of group sequence policy optimisation, with one ratio per sequence.
 
-    GSPO, arXiv:2507.18071 eq. 5 and 7; the clips are those of its section 5.1. The mean over
-    sequences of eq. 5 needs ``loss_weights`` from ``sequence_weights(..., "sequence")``; without
-    them, long sequences count for more.
+    The ratio of a sequence is the geometric mean of its tokens' ratios: GSPO, arXiv:2507.18071 eq.
+    5 and 7; the default clips are those of its section 5.1. For the mean over sequences of eq. 5,
+    pass ``loss_weights`` from ``sequence_weights(..., "sequence")``; without them, long sequences
+    count for more.
 
     Args:
         logprobs: (B, T) float32 under the current weights.
-        batch: As grpo_loss; ``advantages`` are one per sequence.
-        clip_low: The ratio counts down to 1 - clip_low.
-        clip_high: The ratio counts up to 1 + clip_high.
-        kl_coef, kl_estimator, entropy_coef: As grpo_loss.
+        batch: ``loss_mask`` (B, T) bool; float32 ``logprobs`` (B, T) of the policy that generated
+            the tokens; ``advantages`` (B,), one per sequence; with ``kl_coef`` also
+            ``ref_logprobs`` (B, T); optionally ``loss_weights`` (B,) or (B, T).
+        clip_low: The ratio is clipped from below at 1 - clip_low.
+        clip_high: The ratio is clipped from above at 1 + clip_high.
+        kl_coef: Weight of the KL divergence to the reference policy.
+        kl_estimator: ``k1``, ``k2`` or ``k3``, see kl_estimate.
+        entropy_coef: Weight of the entropy of the policy.
 
     Returns:
-        As grpo_loss; ``ratio`` and ``policy_kl`` are those of sequences, counted once for each of
-        their tokens.
+        The loss summed over tokens, and the sums of grpo_loss. ``ratio`` and ``policy_kl`` are per
+        sequence, counted once for each of its tokens.
 
     Raises:
-        ValueError: The batch lacks a column, or there is no such estimator.
+        ValueError: The batch lacks a column, or the estimator is unknown.
     """
     require("gspo_loss", batch, ("logprobs", "advantages", *(("ref_logprobs",) if kl_coef else ())))
     mask = batch["loss_mask"]
@@ -204,23 +215,27 @@ def cispo_loss(
     kl_estimator: KlEstimator = "k3",
     entropy_coef: float = 0.0,
 ) -> LossResult:
-    """Policy gradient whose importance weights are capped instead of the updates: every token keeps
-    a gradient.
+    """Compute a policy gradient loss with capped importance weights; every token keeps a gradient.
 
-    CISPO of MiniMax-M1, arXiv:2506.13585 eq. 4 and 5, with the upper bound alone, as there; the cap
-    is that which arXiv:2510.13786 recommends.
+    CISPO of MiniMax-M1, arXiv:2506.13585 eq. 4 and 5, with the upper bound only, as there. The
+    default cap is the one that arXiv:2510.13786 recommends.
 
     Args:
         logprobs: (B, T) float32 under the current weights.
-        batch: As grpo_loss.
-        ratio_cap: Most that the probability ratio, of which no gradient is taken, counts.
-        kl_coef, kl_estimator, entropy_coef: As grpo_loss.
+        batch: ``loss_mask`` (B, T) bool; float32 ``logprobs`` (B, T) of the policy that generated
+            the tokens; ``advantages`` (B,) or (B, T); with ``kl_coef`` also ``ref_logprobs`` (B,
+            T); optionally ``loss_weights`` (B,) or (B, T).
+        ratio_cap: Upper bound of the probability ratio, which has no gradient.
+        kl_coef: Weight of the KL divergence to the reference policy.
+        kl_estimator: ``k1``, ``k2`` or ``k3``, see kl_estimate.
+        entropy_coef: Weight of the entropy of the policy.
 
     Returns:
-        As grpo_loss; ``clip_fraction`` counts tokens whose ratio is above the cap.
+        The loss summed over tokens, and the sums of grpo_loss. ``clip_fraction`` counts tokens
+        whose ratio is above the cap.
 
     Raises:
-        ValueError: The batch lacks a column, or there is no such estimator.
+        ValueError: The batch lacks a column, or the estimator is unknown.
     """
     require(
         "cispo_loss", batch, ("logprobs", "advantages", *(("ref_logprobs",) if kl_coef else ()))
@@ -281,9 +296,7 @@ def _regularized(
     kl_estimator: KlEstimator,
     entropy_coef: float,
 ) -> LossResult:
-    """The sum over tokens of a policy's loss (B, T), of the divergence to the reference policy, and
-    of entropy with a minus.
-    """
+    """Add the KL and entropy terms to a policy's loss (B, T), and sum over tokens."""
     mask = batch["loss_mask"]
     if kl_coef:
         ref_kl = kl_estimate(

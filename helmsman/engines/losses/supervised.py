@@ -1,8 +1,8 @@
-"""Losses on given answers: supervised fine-tuning and critics; and on pairs of answers, the
-preferred one first: DPO for policies, Bradley-Terry for reward models.
+"""Losses on given answers, and on pairs of answers with the preferred one first.
 
-Sums over pairs are divided by the pairs of the global batch. See helmsman.api.pairs for how samples
-say so.
+Single answers: supervised fine-tuning and critics. Pairs: DPO for policies, Bradley-Terry for
+reward models. Sums over pairs are divided by the number of pairs of the global batch;
+helmsman.api.pairs describes the layout of pairs.
 """
 
 from __future__ import annotations
@@ -28,35 +28,39 @@ DpoLossType: TypeAlias = Literal["sigmoid", "ipo", "hinge"]
 
 @loss_traits(head="lm")
 def sft_loss(logprobs: torch.Tensor, batch: Columns) -> LossResult:
-    """Negative log-likelihood of the masked tokens: the cross-entropy of next-token prediction,
-    arXiv:2203.02155 section 3.1.
+    """Compute the negative log-likelihood of the masked tokens.
+
+    This is the cross-entropy of next-token prediction, arXiv:2203.02155 section 3.1.
 
     Args:
         logprobs: (B, T) float32 under the current weights.
-        batch: ``loss_mask`` (B, T) bool; ``loss_weights`` (B, T) or (B,) is optional.
+        batch: ``loss_mask`` (B, T) bool; optionally ``loss_weights`` (B,) or (B, T).
+
+    Returns:
+        The loss summed over tokens, and no statistics.
     """
     return weighted_sum(-masked(logprobs, batch["loss_mask"]), batch), {}
 
 
 @loss_traits(head="value")
 def value_loss(values: torch.Tensor, batch: Columns, clip: float | None = None) -> LossResult:
-    """Half the squared distance of a critic's values to the returns; PPO, arXiv:1707.06347 eq. 9.
+    """Compute half the squared distance of a critic's values to the returns.
 
-    The value that stands for token t is that of the tokens before it, ``values[t - 1]``: the state
-    in which it was chosen.
+    Source: PPO, arXiv:1707.06347 eq. 9. The value for token t is ``values[t - 1]``, that of the
+    state in which the token was chosen.
 
     Args:
-        values: (B, T) float32 under the current weights, as a value head gives them.
-        batch: ``loss_mask`` (B, T) bool; ``returns`` (B, T), as helmsman.api.advantages.gae gives
-            them, or (B,); with ``clip`` also ``values`` (B, T), those of ``forward`` before the
-            batch's updates; ``loss_weights`` is optional.
-        clip: The larger loss counts of the value itself and of the value moved to within this
-            distance of the old one (arXiv:2005.12729, section 3, optimisation 1); None: the value
-            itself.
+        values: (B, T) float32 under the current weights, the outputs of a value head.
+        batch: ``loss_mask`` (B, T) bool; float32 ``returns`` (B, T), as from
+            helmsman.api.advantages.gae, or (B,); with ``clip`` also ``values`` (B, T), the output
+            of ``forward`` before the batch's updates; optionally ``loss_weights`` (B,) or (B, T).
+        clip: If given, the loss is the larger one of that of the value and that of the value
+            clipped to within this distance of the old one (arXiv:2005.12729, section 3,
+            optimisation 1).
 
     Returns:
-        The loss summed over tokens, and sums of ``value``; ``return``; ``value_clip_fraction`` with
-        ``clip``, tokens whose gradient the clip removed.
+        The loss summed over tokens, and sums of ``value`` and ``return``; with ``clip`` also of
+        ``value_clip_fraction``, tokens whose gradient the clip removed.
 
     Raises:
         ValueError: The batch lacks a column.
@@ -69,7 +73,7 @@ def value_loss(values: torch.Tensor, batch: Columns, clip: float | None = None) 
     stats = {"value": masked_sum(current, mask), "return": masked_sum(returns, mask)}
     if clip is not None:
         old = masked(_before(batch["values"]), mask)
-        # Outside of the clip the near end of its range has no gradient.
+        # A value outside of the clip range has no gradient where the clipped loss is larger.
         clipped = (torch.clamp(current, old - clip, old + clip) - returns).square()
         stats["value_clip_fraction"] = masked_sum(clipped > loss, mask).float()
         loss = torch.maximum(loss, clipped)
@@ -77,7 +81,7 @@ def value_loss(values: torch.Tensor, batch: Columns, clip: float | None = None) 
 
 
 def _before(values: torch.Tensor) -> torch.Tensor:
-    """Entry t becomes that of t - 1; entry 0, which no loss mask has, 0."""
+    """Shift values by one: entry t becomes that of t - 1; entry 0, in no loss mask, becomes 0."""
     return functional.pad(values[:, :-1], (1, 0))
 
 
@@ -85,19 +89,19 @@ def _before(values: torch.Tensor) -> torch.Tensor:
 def dpo_loss(
     logprobs: torch.Tensor, batch: Columns, beta: float = 0.1, loss_type: DpoLossType = "sigmoid"
 ) -> LossResult:
-    """Direct preference optimisation: the preferred answer gains probability over the other,
-    relative to a reference policy.
+    """Compute the loss of direct preference optimisation.
 
-    Sources: DPO, arXiv:2305.18290 eq. 7 (``sigmoid``); IPO, arXiv:2310.12036 eq. 17 (``ipo``), of
+    The preferred answer gains probability over the other one, relative to a reference policy.
+    Sources: DPO, arXiv:2305.18290 eq. 7 (``sigmoid``); IPO, arXiv:2310.12036 eq. 17 (``ipo``), on
     the mean over an answer's tokens, so that ``beta`` does not depend on lengths; SLiC,
-    arXiv:2305.10425, as arXiv:2309.06657 writes it (``hinge``).
+    arXiv:2305.10425, in the form of arXiv:2309.06657 (``hinge``).
 
     Args:
         logprobs: (B, T) float32 under the current weights.
         batch: ``loss_mask`` (B, T) bool, true for the tokens of the answers; ``ref_logprobs`` (B,
-            T), those of a frozen reference model; ``pair`` (B,).
-        beta: How much a difference of log-ratios counts; for ``ipo`` its tau.
-        loss_type: The function of the difference.
+            T) float32 of a frozen reference model; ``pair`` (B,) int64.
+        beta: Scale of the difference of log-ratios; for ``ipo`` its tau.
+        loss_type: Function of that difference.
 
     Returns:
         The loss summed over pairs, and sums of ``chosen_reward`` and ``rejected_reward``, beta
@@ -105,7 +109,7 @@ def dpo_loss(
         difference; ``accuracy``, pairs where it is positive.
 
     Raises:
-        ValueError: The batch lacks a column, its rows are no pairs, or there is no such type.
+        ValueError: The batch lacks a column, its rows are not pairs, or the type is unknown.
     """
     require("dpo_loss", batch, (PAIR, "ref_logprobs"))
     _check_pairs("dpo_loss", batch)
@@ -135,15 +139,15 @@ def dpo_loss(
 
 @loss_traits(head="value", paired=True)
 def reward_model_loss(values: torch.Tensor, batch: Columns, center_coef: float = 0.0) -> LossResult:
-    """Bradley-Terry: the log-odds of an answer being preferred are the difference of the rewards;
-    arXiv:2203.02155 eq. 1.
+    """Compute the Bradley-Terry loss of a reward model, arXiv:2203.02155 eq. 1.
 
-    The reward of a sample is the value at the last token of its ``loss_mask``.
+    The log-odds that an answer is preferred are the difference of the rewards. The reward of a
+    sample is the value at the last token of its ``loss_mask``.
 
     Args:
-        values: (B, T) float32 under the current weights, as a value head gives them.
-        batch: ``loss_mask`` (B, T) bool; ``pair`` (B,); optionally ``margin`` (B,), by how much the
-            preferred reward should be ahead, that of the preferred sample counting
+        values: (B, T) float32 under the current weights, the outputs of a value head.
+        batch: ``loss_mask`` (B, T) bool; ``pair`` (B,) int64; optionally ``margin`` (B,) float32,
+            the minimum lead of the preferred reward, read from the preferred sample
             (arXiv:2307.09288 eq. 2).
         center_coef: Weight of the squared sum of a pair's rewards, which keeps rewards around 0
             (arXiv:2312.09244 section 2).
@@ -153,8 +157,8 @@ def reward_model_loss(values: torch.Tensor, batch: Columns, center_coef: float =
         ``reward_margin``, their difference, and ``accuracy``, pairs where it is positive.
 
     Raises:
-        ValueError: The batch lacks ``pair``, its rows are no pairs, or a row has no token in its
-            mask.
+        ValueError: The batch lacks ``pair``, its rows are not pairs, ``margin`` is per token, or a
+            row has no token in its mask.
     """
     require("reward_model_loss", batch, (PAIR,))
     _check_pairs("reward_model_loss", batch)

@@ -116,7 +116,7 @@ def test_push_on_ray() -> None:
             (
                 way,
                 WeightFormat(names=((r"^.*$", "same"),)),
-                "are both called 'same' by WeightFormat.names",
+                "are both mapped to 'same' by WeightFormat.names",
             )
             for way in ("memory", "disk", "collective")
         ),
@@ -139,7 +139,8 @@ def test_push_of_another_models_weights(way: str, pair: World, tmp_path: Path) -
     wrong = WeightFormat(names=(("embed_tokens", "embedding"),))
     carrier = way_of(way, tmp_path)
     with pytest.raises(
-        HelmsmanError, match="left as it is. 1 missing: model.embed_tokens.weight; 1 unexpected"
+        HelmsmanError,
+        match="which is unchanged. 1 missing: model.embed_tokens.weight; 1 unexpected",
     ):
         pair.sync(carrier, form=wrong).push()
     assert all(pair.differing().values())
@@ -244,7 +245,7 @@ def test_via_disk_damaged_file_makes_readers_stale(
     ]
     with pytest.raises(
         HelmsmanError,
-        match=r"exchanged in part: ValueError: \d of \d+ parameters did not arrive as they were",
+        match=r"updated only in part: ValueError: \d of \d+ parameters have wrong checksums",
     ):
         supervised.rollout.update_weights(WeightsOnDisk(str(folder)), version + 1)
     assert set(supervised.health()) == {Health.STALE}

@@ -483,13 +483,13 @@ async def test_sleep_and_wake(engine: HFRolloutEngine) -> None:
     await engine.sleep()
     await engine.sleep(1)
     assert memory_of(engine) == (0, 0)
-    with pytest.raises(RuntimeError, match=r"asleep, and accepts no request; call wake\(\) first"):
+    with pytest.raises(RuntimeError, match=r"asleep and accepts no requests; call wake\(\) first"):
         await engine.agenerate(request("b", PROMPTS[2]))
     with pytest.raises(RuntimeError, match=r"call wake\(weights_only=True\) first"):
         await engine.update_weights({}, 1)
     await engine.wake(weights_only=True)
     assert memory_of(engine) == (awake[0], 0)
-    with pytest.raises(RuntimeError, match="accepts no request"):
+    with pytest.raises(RuntimeError, match="accepts no requests"):
         await engine.agenerate(request("b", PROMPTS[2]))
     await engine.wake()
     await engine.wake()

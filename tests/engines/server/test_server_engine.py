@@ -302,7 +302,7 @@ NO_ANSWERS = {
         ([49, 48], "log-probabilities"),
         ([49, 47], "sample -1"),
         ([49, 46], "truncated"),
-        ([49, 44], "the events ended before the sequences"),
+        ([49, 44], "the events ended before the sequences did"),
     ],
     "sglang": [([49, 49], "this prompt is refused")],
 }

@@ -94,7 +94,7 @@ def test_make_micro_batch_integer_types(kind: type[np.integer[Any]]) -> None:
         ({"input_ids": [[1, 2]]}, "sample 1: 'input_ids' is"),
         (
             {"input_ids": [1, 50]},
-            "sample 1: 'input_ids' has ids outside the vocabulary, which has 50",
+            "sample 1: 'input_ids' has ids outside the vocabulary of size 50",
         ),
         ({"input_ids": [-1, 1]}, "outside the vocabulary"),
         ({"input_ids": [1.5]}, "sample 1: 'input_ids' is"),
@@ -120,7 +120,7 @@ def test_check_samples_of_a_share() -> None:
     for bad, message in (
         ({"input_ids": [1, 50]}, "sample 7: 'input_ids' has ids outside"),
         ({"input_ids": [1]}, "sample 7 has the entries .*, but sample 3 has"),
-        (scalar, "'advantages' is a scalar in sample 7, and has one entry per token in sample 3"),
+        (scalar, "'advantages' is a scalar in sample 7, but has one entry per token in sample 3"),
     ):
         with pytest.raises(ValueError, match=message):
             check_samples(SampleShare([good, bad], [3, 7]), vocab_size=50)
@@ -146,7 +146,7 @@ def test_check_samples_mixed_column_shapes(order: tuple[int, int]) -> None:
         {"input_ids": [1, 2], "advantages": [0.0, 1.0]},
     ]
     message = (
-        f"'advantages' is a scalar in sample {order[0]}, and has one entry per token in "
+        f"'advantages' is a scalar in sample {order[0]}, but has one entry per token in "
         f"sample {order[1]}"
     )
     with pytest.raises(ValueError, match=message):

@@ -105,14 +105,14 @@ def test_row_attention_within_samples(
 
 def test_row_attention_unsupported_models() -> None:
     states = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="Linear was not told how the rows lie"):
+    with pytest.raises(ValueError, match="Linear did not receive the layout of the rows"):
         row_attention(torch.nn.Linear(1, 1), states, states, states, None)
     rows = RowShape((4,), None, torch.device("cpu"))
-    with pytest.raises(ValueError, match="asks its attention for softcap"):
+    with pytest.raises(ValueError, match="passes softcap to its attention"):
         row_attention(
             torch.nn.Linear(1, 1), states, states, states, None, softcap=30.0, helmsman_rows=rows
         )
-    with pytest.raises(ValueError, match="asks its attention for a mask of its own"):
+    with pytest.raises(ValueError, match="passes a mask of its own to its attention"):
         row_attention(
             torch.nn.Linear(1, 1),
             states,

@@ -229,7 +229,7 @@ def test_load_invalid_checkpoints(make: Make, tmp_path: Path) -> None:
             # as a crash of its host leaves a file that was written last
             file.write_bytes(left)
             with pytest.raises(
-                ValueError, match=f"'{file}' cannot be read, as after a crash of its host"
+                ValueError, match=f"'{file}' is damaged, possibly by a crash of its host"
             ):
                 engine.load(str(tmp_path / "own"))
         file.write_bytes(content)
@@ -238,14 +238,14 @@ def test_load_invalid_checkpoints(make: Make, tmp_path: Path) -> None:
     part.write_bytes(content[:-1])
     with pytest.raises(
         ValueError,
-        match=rf"is a part of a checkpoint: .* has {len(content) - 1} of {len(content)} bytes",
+        match=rf"is an incomplete checkpoint: .* has {len(content) - 1} of {len(content)} bytes",
     ):
         engine.load(str(tmp_path / "own"))
-    with pytest.raises(ValueError, match=r"is a part of a checkpoint: .* has \d+ of \d+ bytes"):
+    with pytest.raises(ValueError, match=r"is an incomplete checkpoint: .* has \d+ of \d+ bytes"):
         make(model=str(tmp_path / "own"))
     part.unlink()
     with pytest.raises(
-        ValueError, match=r"is a part of a checkpoint: it has no state/__0_0.distcp"
+        ValueError, match=r"is an incomplete checkpoint: it has no state/__0_0.distcp"
     ):
         engine.load(str(tmp_path / "own"))
     shutil.rmtree(part.parent)
@@ -395,7 +395,7 @@ def test_create_process_group_ranks_missing(monkeypatch: pytest.MonkeyPatch) -> 
         engine.create_process_group()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    for rank, hint in (("0", "is the port taken"), ("1", "is rank 0 alive")):
+    for rank, hint in (("0", "is the port in use"), ("1", "is rank 0 running")):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(
             ConnectionError,

@@ -383,7 +383,8 @@ def test_initialize_indivisible_layouts(four_ranks: list[dict[str, Any]]) -> Non
 def test_packing_unsupported_model(make: Make) -> None:
     hybrid = {**QWEN2, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
     with pytest.raises(
-        ValueError, match="packing cannot be had with Lfm2ForCausalLM: it has layers of other kinds"
+        ValueError,
+        match="packing is not supported for Lfm2ForCausalLM: it has layers of other kinds",
     ):
         make(model=hybrid, packing=True)
     counted = make(model=hybrid).eval_batch(SAMPLES, "sft")["num_tokens"]
