@@ -65,7 +65,7 @@ def tile(job: Job, target: Sequence[PlannedWorker]) -> list[Share]:
     else:
         divisor = "a divisor or a multiple" if strategy.fork else "a divisor"
         expected = (
-            f"{divisor} of the {len(target)} workers of its colocation target {strategy.target!r}"
+            f"{divisor} of the {len(target)} workers of {strategy.target!r}, its colocation target"
         )
         raise _invalid(job, "replicas", job.replicas, expected)
     for index, (_, worker) in enumerate(shares):
