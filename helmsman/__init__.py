@@ -1,6 +1,6 @@
 """Helmsman: the single-controller scheduler for LLM post-training.
 
-Importing this loads neither torch nor ray; each name below is imported when it is first used.
+Importing the package loads neither torch nor ray; public names are imported on first use.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _HOMES: dict[str, str] = {
     if isinstance(node, ast.ImportFrom)
     for alias in node.names
 }
-"""The modules of the names above, read from this file, so that each name stands here once."""
+"""Name -> defining module, parsed from the imports above so that they are listed only once."""
 
 _MODULES = ("errors", "policies", "recipes", "testing", "weights", "worker_groups")
 

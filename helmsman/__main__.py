@@ -1,4 +1,4 @@
-"""``python -m helmsman`` and ``helmsman``: the commands of the cluster, and the recipes."""
+"""Command line: ``python -m helmsman`` and ``helmsman``."""
 
 import sys
 from collections.abc import Sequence
@@ -9,11 +9,18 @@ RECIPES = {
     "sft": "fine-tune a model on given answers",
     "dpo": "train a model on preferences by DPO",
 }
-"""Commands that are recipes, for the help."""
+"""Recipe commands and their help texts."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line.
+
+    Args:
+        arguments: Command-line arguments; ``sys.argv[1:]`` by default.
+
+    Returns:
+        The exit code.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in RECIPES:
         from helmsman.recipes.command import main as run_recipe

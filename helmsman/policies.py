@@ -1,4 +1,4 @@
-"""Policies: which instance takes a request, which calls are retried, which workers are replaced."""
+"""Policies for routing requests, retrying calls and replacing workers."""
 
 from helmsman.controller._generation.health import SupervisionPolicy as SupervisionPolicy
 from helmsman.controller._generation.retries import RetryGeneration as RetryGeneration

@@ -1,4 +1,4 @@
-"""Weight synchronisation: how a trainer's weights reach the rollout instances."""
+"""Weight synchronisation from a trainer to rollout instances."""
 
 from helmsman.api.weights import WeightFormat as WeightFormat
 from helmsman.controller._weight_sync.sync import SyncReport as SyncReport

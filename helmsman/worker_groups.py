@@ -1,4 +1,4 @@
-"""Worker groups: one role's workers as a group, with methods that declare their dispatch."""
+"""Worker groups: the workers of one role, with methods that declare their dispatch."""
 
 from helmsman.api.dispatch import AxisSharding as AxisSharding
 from helmsman.api.dispatch import Collect as Collect

@@ -30,17 +30,20 @@ from helmsman.controller._placement.resources import ACCELERATORS, ClusterSnapsh
 T = TypeVar("T")
 
 OK, NO, USAGE = 0, 1, 2
-"""Exit codes: done; it does not fit, or something is left; the command or a file makes no sense."""
+"""Exit codes: success; jobs do not fit or problems remain; invalid command line or file."""
 
 
 def main(
     arguments: Sequence[str] | None = None, recipes: Mapping[str, str] = MappingProxyType({})
 ) -> int:
-    """Run a command; returns its exit code.
+    """Run a command.
 
     Args:
-        arguments: of the command line; those of the process when None.
-        recipes: further commands and their meaning, for the help; the caller runs them.
+        arguments: Command-line arguments; those of the process by default.
+        recipes: Further commands and their help texts; the caller runs them.
+
+    Returns:
+        The exit code.
     """
     options = _parser(recipes).parse_args(arguments)
     try:
@@ -48,7 +51,7 @@ def main(
     except HelmsmanError as error:
         print(f"helmsman: {error}", file=sys.stderr)
         return USAGE
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return OK
     return code
@@ -62,7 +65,7 @@ def _parser(recipes: Mapping[str, str] = MappingProxyType({})) -> argparse.Argum
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     plan = commands.add_parser(
-        "plan", help="where jobs would go, or what is missing; starts nothing"
+        "plan", help="show where jobs would be placed, or why they do not fit; starts nothing"
     )
     plan.add_argument("file", metavar="FILE", help="jobs, in YAML or TOML")
     source = plan.add_mutually_exclusive_group()
@@ -71,7 +74,7 @@ def _parser(recipes: Mapping[str, str] = MappingProxyType({})) -> argparse.Argum
     )
     source.add_argument(
         "--address",
-        help="a live Ray cluster; RAY_ADDRESS, or the one of this machine, when left out",
+        help="a live Ray cluster; default: RAY_ADDRESS, or the cluster of this machine",
     )
     plan.add_argument("--json", action="store_true", help="print the plan or the shortfall as JSON")
     plan.set_defaults(run=_plan)
@@ -81,59 +84,59 @@ def _parser(recipes: Mapping[str, str] = MappingProxyType({})) -> argparse.Argum
         "--node-rank",
         type=int,
         metavar="R",
-        help="rank of this node, 0 for the head; over the launcher's",
+        help="rank of this node, 0 for the head; overrides the launcher's",
     )
     node.add_argument(
         "--num-nodes",
         type=int,
         metavar="N",
-        help="how many nodes there are, over the launcher's number",
+        help="number of nodes; overrides the launcher's",
     )
     node.add_argument(
-        "--head", metavar="HOST", help="name or address of the node of rank 0, over the launcher's"
+        "--head", metavar="HOST", help="name or address of the head node; overrides the launcher's"
     )
     node.add_argument(
         "--gpus", type=int, metavar="N", help="accelerators that this node, or each one, must have"
     )
 
     doctor = commands.add_parser(
-        "doctor", parents=[node], help="whether this node, or each of a cluster, is fit for runs"
+        "doctor", parents=[node], help="check that this node, or each of a cluster, is fit for runs"
     )
-    doctor.add_argument("--address", help="every node of this Ray cluster instead of this machine")
-    ports = "a port that a head would listen on (repeatable; default 6379 and 6380)"
+    doctor.add_argument("--address", help="check every node of this Ray cluster instead")
+    ports = "a port that the head will listen on (repeatable; default 6379 and 6380)"
     doctor.add_argument("--port", type=int, action="append", metavar="P", help=ports)
-    doctor.add_argument("--all", action="store_true", help="of a cluster, also what is in order")
-    doctor.add_argument("--json", action="store_true", help="print what was found as JSON")
+    doctor.add_argument("--all", action="store_true", help="also print the checks that passed")
+    doctor.add_argument("--json", action="store_true", help="print the results as JSON")
     doctor.set_defaults(run=_doctor)
 
     add_up(commands, node)
 
     env = commands.add_parser(
-        "env", help="which variables of this shell reach workers, and by which rule"
+        "env", help="list the variables of this shell that reach workers, and by which rule"
     )
-    env.add_argument("--all", action="store_true", help="also those that reach none")
+    env.add_argument("--all", action="store_true", help="also list those that reach no worker")
     env.set_defaults(run=_env)
 
-    runs = commands.add_parser("runs", help="the runs of this user on this machine")
+    runs = commands.add_parser("runs", help="list the runs of this user on this machine")
     runs.set_defaults(run=_runs)
 
     clean = commands.add_parser(
-        "clean", help="end and remove what killed runs have left, and old logs"
+        "clean", help="stop leftover processes and remove files of killed runs, and old logs"
     )
-    clean.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    clean.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     clean.add_argument(
         "--run",
         action="append",
         default=[],
         dest="run_ids",
         metavar="ID",
-        help="this run alone (repeatable)",
+        help="clean only this run (repeatable)",
     )
     clean.add_argument(
-        "--logs", action="store_true", help="remove the logs of all runs that have ended, too"
+        "--logs", action="store_true", help="also remove the logs of all runs that have ended"
     )
     clean.add_argument(
-        "--address", help="on every node of this Ray cluster instead of this machine"
+        "--address", help="clean every node of this Ray cluster instead of this machine"
     )
     clean.set_defaults(run=_clean)
     for name, meaning in recipes.items():
@@ -142,7 +145,7 @@ def _parser(recipes: Mapping[str, str] = MappingProxyType({})) -> argparse.Argum
 
 
 def _connect(address: str | None) -> None:
-    """Attach to a cluster that runs; nothing is ever started."""
+    """Attach to a running cluster; never start one."""
     from helmsman.controller._ray_backend.cluster_state import choose_address
 
     chosen = choose_address(address or os.environ.get("RAY_ADDRESS") or "auto")
@@ -316,8 +319,9 @@ def _clean_here(
     dead: Sequence[str] = (),
     alive: Sequence[str] = (),
 ) -> list[tuple[str, list[str], list[str]]]:
-    """(the action, lines about it, problems) for each run of this machine. Runs that are ``dead``
-    or ``alive`` are so by what is known from elsewhere.
+    """Return (action, lines, problems) for each run on this machine.
+
+    ``dead`` and ``alive`` are the runs whose state is known from other nodes.
     """
     actions = [("not used", [f"place {path}"], [reason]) for path, reason in refused_places()]
     for left in leftovers(run_ids, logs=logs, alive=alive):
@@ -359,8 +363,9 @@ def _report(
 
 
 def _clean_cluster(options: argparse.Namespace) -> int:
-    """The same on every node: first find the dead runs, which the node of each controller knows,
-    then remove them.
+    """Clean every node.
+
+    First collect the dead runs, since only the controller's node can identify them.
     """
     _connect(options.address)
     import ray

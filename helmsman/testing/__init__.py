@@ -1,7 +1,6 @@
-"""Test tools: fault plans, simulated rollout instances on a virtual clock, and the contract suite
-of schedulers.
+"""Test tools: fault plans, simulated rollout instances on a virtual clock, and a contract suite.
 
-The suite is the module ``helmsman.testing.contract``, which needs pytest.
+The contract suite for schedulers is the module ``helmsman.testing.contract``; it needs pytest.
 """
 
 from helmsman.api.faults import DropNode, Fault, Hang, Injection, Kill, Slow

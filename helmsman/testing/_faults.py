@@ -1,6 +1,4 @@
-"""FaultPlan: which worker is killed, stopped or slowed at which step of a script. FaultInjector:
-such a plan under way.
-"""
+"""Fault injection: plans of worker faults by script step, and their execution."""
 
 from __future__ import annotations
 
@@ -31,9 +29,9 @@ class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a fault at one worker."""
 
     at: float
-    """When, in seconds since the epoch."""
+    """Time of the injection, in seconds since the epoch."""
     step: int
-    """The script's step."""
+    """Step of the script at which the fault was injected."""
     fault: Fault
     injection: Injection
 
@@ -45,35 +43,41 @@ class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FaultInjector:
-    """Injects the faults of a plan as the script reaches their steps. It never raises for a worker
-    that is missing.
+    """Injects a plan's faults at their steps.
+
+    A missing worker is recorded and never raises.
     """
 
     def __init__(self, faults: Sequence[Fault], scheduler: Scheduler) -> None:
-        """See FaultPlan.begin."""
+        """Create an injector; use ``FaultPlan.begin`` instead."""
         if faults and scheduler.shares_process:
             raise FaultsUnsupportedError(scheduler=type(scheduler).__name__)
         self._pending = list(faults)
         self._scheduler = scheduler
         self._has_begun = False
         self.record: list[FaultRecord] = []
-        """All records so far, in their order, also of faults that could not be injected."""
+        """All records so far, in order, including faults that could not be injected."""
 
     def step(self, step: int) -> list[FaultRecord]:
-        """Inject the faults that are due at a step and return their records; call it as each step
-        begins.
+        """Inject the faults that are due at a step; call it at the start of each step.
 
-        Faults of steps that were skipped since the last call are due now. Those due before the
-        first call are left out, since a resumed run has had them. Each fault happens once.
+        Faults of steps that were skipped since the last call are injected now. The first call drops
+        faults of earlier steps, because a resumed run already had them. Each fault happens once.
+
+        Args:
+            step: Number of the step.
+
+        Returns:
+            The records of the injected faults.
         """
         if not self._pending:
             return []
         with ThreadPoolExecutor(1, "helmsman-faults") as pool:
-            # the caller's thread may run an event loop
+            # The caller's thread may run an event loop.
             return pool.submit(asyncio.run, self.astep(step)).result()
 
     async def astep(self, step: int) -> list[FaultRecord]:
-        """Inject the faults that are due at a step, as ``step`` does, from any event loop."""
+        """Inject the faults that are due at a step, like ``step``, from any event loop."""
         first, self._has_begun = not self._has_begun, True
         due = [fault for fault in self._pending if fault.at_step <= step]
         self._pending = [fault for fault in self._pending if fault.at_step > step]
@@ -95,7 +99,7 @@ class FaultInjector:
         try:
             return await self._scheduler.inject(fault)
         except HelmsmanError as error:
-            # a missing worker or a closed scheduler goes into the record and does not end the run
+            # A missing worker or a closed scheduler is recorded and does not end the run.
             return [
                 Injection(
                     worker_id=fault.worker_id, pid=None, node="", done=False, outcome=str(error)
@@ -107,9 +111,9 @@ class FaultPlan:
     """Faults in the order in which they are due.
 
     Args:
-        faults: Kill("rollout/3", at_step=5) and so on; those of one step happen together. In JSON
-            they are objects with a ``type``, which ``msgspec.json.decode(text, type=list[Fault])``
-            reads.
+        faults: The faults, e.g. ``Kill("rollout/3", at_step=5)``. Faults of one step happen
+            together. ``msgspec.json.decode(text, type=list[Fault])`` reads JSON objects with a
+            ``type``.
     """
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
@@ -126,15 +130,21 @@ class FaultPlan:
         seconds: tuple[float, float] = (5.0, 60.0),
         factor: tuple[float, float] = (2.0, 10.0),
     ) -> FaultPlan:
-        """A plan that the arguments determine, on any machine.
+        """Draw a random plan; the same arguments give the same plan on every machine.
 
         Args:
-            workers: ids of those that may be hit, each as likely as the others.
-            steps: of the script; they are numbered from 1.
-            rates: 'kill', 'hang', 'slow', 'drop' -> how likely one is at each step, from 0 to 1.
-            seconds: shortest and longest time of being stopped or slow.
-            factor: least and most slowness.
-        Raises: ValueError.
+            seed: Seed of the random generator.
+            workers: Ids of the workers that may be hit, each equally likely.
+            steps: Number of steps of the script, numbered from 1.
+            rates: Probability per step, 0 to 1, of each kind: 'kill', 'hang', 'slow', 'drop'.
+            seconds: Shortest and longest duration of a hang or slowdown, in seconds.
+            factor: Smallest and largest slowdown factor.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: A rate has an unknown kind or is out of range, or ``workers`` is empty.
         """
         for kind, rate in rates.items():
             if kind not in _KINDS or not 0 <= rate <= 1:
@@ -143,8 +153,8 @@ class FaultPlan:
                     "0 to 1"
                 )
         if rates and not workers:
-            raise ValueError("workers is empty; expected the ids of those that faults may hit")
-        # of which only random() is the same in every version of Python
+            raise ValueError("workers is empty; expected the ids of the workers that may be hit")
+        # Only random() draws the same numbers in every version of Python.
         source = random.Random(seed)
 
         def between(bounds: tuple[float, float]) -> float:
@@ -160,16 +170,22 @@ class FaultPlan:
                         "slow": {"seconds": lasts, "factor": times},
                     }.get(kind, {})
                     if hits:
-                        # all is drawn in any case, so that a rate decides of its own kind alone
+                        # Everything is drawn in any case, so that a rate affects only its own kind.
                         yield make(workers[int(place * len(workers))], at_step=step, **more)
 
         return cls(drawn())
 
     def begin(self, scheduler: Scheduler) -> FaultInjector:
-        """Begin to inject the faults into workers of a scheduler, which need not have started yet.
+        """Start injecting the faults into a scheduler's workers, which need not exist yet.
 
-        Raises: FaultsUnsupportedError on a scheduler whose workers are no processes, unless there
-            is nothing to do.
+        Args:
+            scheduler: Scheduler of the workers.
+
+        Returns:
+            The injector; call its ``step`` at each step of the script.
+
+        Raises:
+            FaultsUnsupportedError: The plan has faults, and the workers are not processes.
         """
         return FaultInjector(self.faults, scheduler)
 

@@ -1,11 +1,10 @@
-"""Simulated rollout instances, and an event loop on a virtual clock, on which hours of waiting pass
-in seconds.
+"""Simulated rollout instances and an event loop on a virtual clock that skips waiting time.
 
-An instance takes the time that a continuously batching engine would take, on the loop's clock: it
-decodes all its requests together. A step of ``batch`` requests takes ``step_s + per_request_s *
-batch`` and gives each one token; a request first has its prompt computed, but for the part that the
-instance's prefix cache holds. Between two changes of the batch all progress alike, so only the
-changes are events: a thousand instances are simulated in seconds.
+An instance takes as long on the loop's clock as a continuously batching engine: a decoding step of
+``batch`` requests takes ``step_s + per_request_s * batch`` and gives each request one token. A
+request first computes its prompt, except the part in the instance's prefix cache. Requests progress
+uniformly between changes of the batch, so only the changes are events. This makes it possible to
+simulate a thousand instances in seconds.
 """
 
 from __future__ import annotations
@@ -29,40 +28,45 @@ T = TypeVar("T")
 
 
 class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast an instance is. Times in seconds."""
+    """Speed of a simulated instance. Times are in seconds."""
 
     step_s: float = 0.02
-    """A decoding step of an empty batch: reading the weights."""
+    """Time of a decoding step with an empty batch, spent on reading the weights."""
     per_request_s: float = 0.00005
-    """What each request of the batch adds to a step."""
+    """Time that each request of the batch adds to a step."""
     prefill_s: float = 0.00001
-    """For each prompt token that is not cached."""
+    """Time per prompt token that is not cached."""
     cached_tokens: int = 0
-    """Tokens of prompts that the prefix cache holds, in blocks of 64."""
+    """Capacity of the prefix cache in prompt tokens, in blocks of 64."""
     slowdown: float = 1.0
-    """Of a straggler: so many times slower."""
+    """Factor by which a straggler is slower; 1 for a normal instance."""
 
     def rate(self, batch: int) -> float:
-        """Tokens a second of each request in a batch."""
+        """Return the tokens per second of each request in a batch of this size."""
         return 1.0 / ((self.step_s + self.per_request_s * batch) * self.slowdown)
 
 
 _BLOCK = 64
 _ROUNDING = 1e-6
-"""Of a token: progress is a sum of many floats."""
+"""Tolerance in tokens: progress is a sum of many floats."""
 GENERATED = -1
-"""The id of every generated token."""
+"""Id of every generated token."""
 Lengths = Callable[[GenerationRequest], int]
-"""How many tokens a request will have, all attempts together; asked at each."""
+"""Function from a request to its total number of tokens; called once per attempt."""
 
 
 def log_normal_lengths(seed: int, mean: float, sigma: float) -> Lengths:
-    """Lengths with a long tail: each request's is drawn from its id and the seed, so that every
-    policy meets the same ones.
+    """Return long-tailed lengths, drawn from the seed and request id.
+
+    Every policy therefore gets the same lengths.
 
     Args:
-        mean: of the lengths, in tokens.
-        sigma: standard deviation of their logarithm.
+        seed: Seed of all lengths.
+        mean: Mean length, in tokens.
+        sigma: Standard deviation of the logarithm of the length.
+
+    Returns:
+        A function from a request to its length in tokens.
     """
 
     def length(request: GenerationRequest) -> int:
@@ -76,9 +80,9 @@ class _Running:
     def __init__(self, request: GenerationRequest, num_tokens: int) -> None:
         self.request, self.num_tokens = request, num_tokens
         self.start: float | None = None
-        """The instance's progress when this one had its prompt computed; None before."""
+        """The instance's progress when this request's prompt was computed; None before."""
         self.weights: list[tuple[float, int]] = []
-        """Progress from which on a version made its tokens, and the version."""
+        """Pairs of a weight version and the progress from which it generated tokens."""
         self.done: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
 
     def num_at(self, progress: float) -> int:
@@ -89,7 +93,7 @@ class _Running:
         )
 
     def versions(self, num_tokens: int) -> list[int]:
-        """Of its first tokens, each of which bears the weights that finished it."""
+        """Return the weight versions that finished each of the first tokens."""
         found: list[int] = []
         until = [self.num_at(progress) for progress, _ in self.weights[1:]]
         for (_, version), end in zip(self.weights, [*until, num_tokens], strict=True):
@@ -98,11 +102,15 @@ class _Running:
 
 
 class SimulatedInstance:
-    """One engine. Its ``version`` may be set at any time; a token bears the one that it was
-    finished with.
+    """One simulated engine.
+
+    ``version`` may be set at any time; a token has the version with which it was finished.
 
     Args:
-        version: of its weights.
+        instance_id: Id of the instance.
+        model: Speed of the instance.
+        lengths: Number of tokens of each request.
+        version: Version of the initial weights.
     """
 
     def __init__(
@@ -111,15 +119,13 @@ class SimulatedInstance:
         self.instance_id, self.model, self._version = instance_id, model, version
         self._lengths = lengths
         self._running: dict[str, _Running] = {}
-        """All that it has."""
+        """Unfinished requests by id."""
         self._num_decoding = 0
         self._due: list[tuple[float, int, _Running]] = []
-        """A heap by the progress at which they have their last token; those that have ended are
-        passed over.
-        """
+        """Heap by the progress at the last token; entries of finished requests are skipped."""
         self._numbers = itertools.count()
         self._progress = 0.0
-        """Tokens that a request which had been here all the time would have."""
+        """Tokens of a request that had been decoding from the start."""
         self._since = asyncio.get_running_loop().time()
         self._timer: asyncio.TimerHandle | None = None
         self._cache: OrderedDict[int, None] = OrderedDict()
@@ -128,10 +134,21 @@ class SimulatedInstance:
 
     @property
     def is_lost(self) -> bool:
+        """Whether the instance was killed."""
         return self._lost is not None
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Continue a prompt. Raises InstanceLostError when it has died, or dies meanwhile."""
+        """Continue a prompt.
+
+        Args:
+            request: The prompt and its sampling parameters.
+
+        Returns:
+            The generated tokens.
+
+        Raises:
+            InstanceLostError: The instance was killed before or during the request.
+        """
         if self._lost is not None:
             raise InstanceLostError(
                 instance_id=self.instance_id, reason=self._lost, may_have_begun=False
@@ -157,12 +174,14 @@ class SimulatedInstance:
             self._plan()
 
     def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests with the tokens that they have so far; unknown ids are ignored."""
         self._advance()
         for request_id in request_ids:
             if (running := self._running.get(request_id)) is not None and not running.done.done():
                 self._finish(running, running.num_at(self._progress))
 
     def kill(self, reason: str = "it was killed") -> None:
+        """Fail all requests, now and later, with InstanceLostError."""
         self._lost = reason
         self._advance()
         for running in self._running.values():
@@ -175,7 +194,7 @@ class SimulatedInstance:
 
     @property
     def version(self) -> int:
-        """Of its weights."""
+        """Version of the instance's weights."""
         return self._version
 
     @version.setter
@@ -197,7 +216,7 @@ class SimulatedInstance:
         self._plan()
 
     def _prefill(self, tokens: Sequence[int]) -> int:
-        """Tokens to compute; the rest is cached. Blocks are known by all that comes before them."""
+        """Return the number of tokens to compute; a cached block matches with its whole prefix."""
         self.num_prompt_tokens += len(tokens)
         if not self.model.cached_tokens:
             return len(tokens)
@@ -259,25 +278,40 @@ class SimulatedInstance:
 
 
 class SimulatedBackend:
-    """Instances as a GenerateScheduler's backend."""
+    """GenerateScheduler backend of simulated instances.
+
+    Args:
+        instances: The instances by id.
+    """
 
     def __init__(self, instances: Mapping[str, SimulatedInstance]) -> None:
         self.instances = dict(instances)
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
+        """Generate on one instance; see ``SimulatedInstance.generate``."""
         return await self.instances[instance_id].generate(request)
 
     async def generate_samples(
         self, instance_id: str, requests: Sequence[GenerationRequest]
     ) -> list[GenerationResult]:
-        """See Backend. Prompts that are computed at once take as long as one, so this takes the
-        right time.
+        """Generate all requests on one instance; prompts computed together take as long as one.
+
+        Args:
+            instance_id: Id of the instance.
+            requests: The requests, as samples of one prompt.
+
+        Returns:
+            The results, in the order of the requests.
+
+        Raises:
+            InstanceLostError: The instance was killed before or during a request.
         """
         return list(
             await asyncio.gather(*(self.generate(instance_id, request) for request in requests))
         )
 
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
+        """End these requests of an instance with the tokens that they have so far."""
         self.instances[instance_id].abort(request_ids)
 
 
@@ -285,35 +319,34 @@ class SimulatedBackend:
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Instead of waiting for a timer, lets the clock jump to it; but first comes what is there
-    already.
-    """
+    """Advances the clock to the next timer instead of waiting; ready events are handled first."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            # nothing is due ever: a thread or a socket will have to wake us
+            # No timer is pending: only a thread or a socket can wake the loop.
             return super().select(None)
         if not (ready := super().select(0)):
-            # By the least step more: after some months asyncio's own tolerance is lost in rounding,
-            # and it would wait for ever for the clock to pass what is due at this very moment.
+            # One float step beyond the timer: after some months asyncio's own tolerance is lost in
+            # rounding, and the loop would wait forever for the clock to pass the timer.
             self.now = math.nextafter(self.now + timeout, math.inf)
         return ready
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop on a virtual clock, which begins at 0."""
+    """Event loop on a virtual clock that starts at 0."""
 
     def __init__(self) -> None:
         self._clock = _JumpingSelector()
         super().__init__(self._clock)
 
     def time(self) -> float:
+        """Return the virtual time, in seconds."""
         return self._clock.now
 
 
 def run_virtually(work: Coroutine[Any, Any, T]) -> T:
-    """As ``asyncio.run``, on a virtual clock."""
+    """Run a coroutine like ``asyncio.run``, on a virtual clock."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)

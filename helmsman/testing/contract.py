@@ -1,8 +1,8 @@
-"""Contract suite of schedulers: pytest tests of the promises that every Scheduler keeps.
+"""Contract suite: pytest tests that every Scheduler must pass.
 
 A test module imports everything from here and defines the fixture ``make_scheduler``, which returns
-a function that makes a scheduler; docs/testing.md has an example. The function travels to another
-process by cloudpickle, and may be called while an earlier scheduler is open. The schedulers need
+a function that makes a scheduler; docs/testing.md has an example. The function is sent to another
+process by cloudpickle and may be called while an earlier scheduler is open. The schedulers need
 eight CPUs, and workers on this machine. Tests that stop or kill workers are skipped on a scheduler
 whose workers share the script's process.
 """
@@ -49,13 +49,11 @@ __all__ = [
 ]
 
 LATE_S = 0.2
-"""Limit of calls that are to time out."""
+"""Timeout of calls that must time out."""
 GONE_S = 10.0
-"""Promise: every process that a controller caused has ended this long after the controller
-itself.
-"""
+"""Limit for all processes of a controller to exit after the controller has ended."""
 NOTICE_S = 2.0
-"""Promise: callers learn of a worker's death within this time."""
+"""Limit for reporting a worker's death to callers."""
 _numbers = itertools.count()
 
 
@@ -64,20 +62,20 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="package")
 def scheduler(make_scheduler: Callable[[], Scheduler]) -> Iterator[Scheduler]:
-    """A scheduler that all tests share."""
+    """Provide a scheduler that all tests share."""
     with make_scheduler() as made:
         yield made
 
 
 @pytest.fixture(scope="package")
 def shared_workers(scheduler: Scheduler) -> list[str]:
-    """Two workers for tests that leave their workers usable."""
+    """Provide two workers to tests that leave them usable."""
     return scheduler.create_workers(Job(role="shared", replicas=2))
 
 
 @pytest.fixture(scope="package")
 def engine_class() -> type[CountingEngine]:
-    """Class of the engines of the next two fixtures."""
+    """Return the engine class of the next two fixtures."""
     return CountingEngine
 
 
@@ -85,7 +83,7 @@ def engine_class() -> type[CountingEngine]:
 def engine(
     scheduler: Scheduler, shared_workers: list[str], engine_class: type[CountingEngine]
 ) -> Engine:
-    """An engine of this test in the first shared worker."""
+    """Provide an engine of this test in the first shared worker."""
     return Engine.create(scheduler, shared_workers[0], engine_class, f"engine-{next(_numbers)}")
 
 
@@ -93,27 +91,25 @@ def engine(
 def peer(
     scheduler: Scheduler, shared_workers: list[str], engine_class: type[CountingEngine]
 ) -> Engine:
-    """An engine of this test in the second shared worker."""
+    """Provide an engine of this test in the second shared worker."""
     return Engine.create(scheduler, shared_workers[1], engine_class, f"engine-{next(_numbers)}")
 
 
 @pytest.fixture
 def role(scheduler: Scheduler) -> Iterator[str]:
-    """A name for a role of this test; its workers, and those of roles with this prefix, are deleted
-    after it.
-    """
+    """Provide a role name; delete the roles with this prefix after the test."""
     name = f"role-{next(_numbers)}"
     yield name
     running = {status.worker_id.rpartition("/")[0] for status in scheduler.status()}
     for each in sorted(other for other in running if other.startswith(name)):
         with contextlib.suppress(errors.RoleNotFoundError):
-            # it went with the role that it was colocated with
+            # Deleting the target of a colocated role deletes that role too.
             scheduler.delete_workers(each)
 
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Iterator[Gate]:
-    """Files by which this test holds an engine."""
+    """Provide the gate by which this test holds an engine."""
     made = Gate(tmp_path)
     yield made
     made.open()
@@ -121,7 +117,7 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 @pytest.fixture
 def own_processes(scheduler: Scheduler) -> None:
-    """Skip the test where workers are no processes of their own."""
+    """Skip the test if workers are not separate processes."""
     if scheduler.shares_process:
         pytest.skip("the workers share the script's process")
 
@@ -152,12 +148,10 @@ if __name__ == "__main__":
 
 
 class TestSchedulerContract:
-    """The promises of a scheduler, in the order of its documentation."""
+    """The guarantees of a scheduler, in the order of its documentation."""
 
     def test_call_arguments_and_results(self, engine: Engine) -> None:
-        """Arguments arrive as they were given, and results come back so, by both forms of a
-        call.
-        """
+        """Arguments and results arrive unchanged by both forms of a call."""
         assert engine.call("echo", 1, "two", three=[3.0, None]) == (
             (1, "two"),
             {"three": [3.0, None]},
@@ -171,7 +165,7 @@ class TestSchedulerContract:
         """Synchronous methods run one after another on one thread, in the order of the calls."""
         with held(engine, gate) as running:
             queued = [engine.begin("note", str(index)) for index in range(50)]
-            assert peer.call("add") == 1, "the other worker is not held up"
+            assert peer.call("add") == 1, "the other worker must not be blocked"
         for future in (running, *queued):
             future.result(timeout=LIMIT_S)
         assert engine.call("entries") == [str(index) for index in range(50)]
@@ -183,12 +177,12 @@ class TestSchedulerContract:
             future.result(timeout=LIMIT_S)
         sizes = [str(4 << 20) if index % 5 == 0 else str(index) for index in range(20)]
         assert engine.call("entries")[50:] == sizes, (
-            "arguments that take longer to pack are not overtaken"
+            "arguments that take longer to pack must not be overtaken"
         )
         assert len({engine.call("thread") for _ in range(5)}) == 1
 
     def test_async_methods_run_concurrently(self, engine: Engine, gate: Gate) -> None:
-        """Many async methods run at once, beside each other."""
+        """Many async methods run concurrently."""
         calls = [engine.begin("async_wait", *gate.files) for _ in range(100)]
         gate.wait_started()
         assert engine.call("async_add", 0) >= 1
@@ -212,9 +206,7 @@ class TestSchedulerContract:
     def test_late_call_runs_once(
         self, engine: Engine, gate: Gate, method: str, awaited: bool
     ) -> None:
-        """A call raises at its deadline with the facts, marks its worker, runs on, and is not sent
-        again.
-        """
+        """A late call raises with details, marks its worker, keeps running and is not resent."""
         before = engine.state
 
         def call() -> None:
@@ -254,7 +246,7 @@ class TestSchedulerContract:
             assert "wait_for_file" in error.stack
         else:
             assert "in async_wait" in error.stack
-        assert "helmsman/rpc_server" not in error.stack, "frames of Helmsman itself are left out"
+        assert "helmsman/rpc_server" not in error.stack, "frames of Helmsman itself must be hidden"
         gate.open()
         wait_until(
             lambda: engine.state is WorkerState.READY,
@@ -276,7 +268,7 @@ class TestSchedulerContract:
         assert engine.call("add", 0) == 1, "the withdrawn call never ran"
 
     def test_many_late_calls_run_once_each(self, engine: Engine, gate: Gate) -> None:
-        """Concurrent calls that all outlive their limits run once each."""
+        """Concurrent calls that all exceed their timeouts run once each."""
         with held(engine, gate, "async_wait"):
 
             async def all_late() -> list[Any]:
@@ -289,7 +281,7 @@ class TestSchedulerContract:
         assert engine.call("add", 0) == 21
 
     def test_cancelled_call_runs_once(self, engine: Engine, gate: Gate) -> None:
-        """Cancelling an awaited call neither undoes nor repeats it."""
+        """Cancelling an awaited call neither reverts nor repeats it."""
 
         async def cancel() -> None:
             call = asyncio.ensure_future(engine.acall("wait", *gate.files))
@@ -307,7 +299,7 @@ class TestSchedulerContract:
 
     @pytest.mark.usefixtures("own_processes")
     def test_get_workers_has_one_deadline(self, scheduler: Scheduler, role: str) -> None:
-        """Every worker is late; one deadline after another would take as many times as long."""
+        """All workers are late and share one deadline instead of one after another."""
         workers = scheduler.create_workers(Job(role=role, replicas=2))
         for worker_id in workers:
             (injection,) = asyncio.run(scheduler.inject(Hang(worker_id, at_step=0)))
@@ -323,7 +315,7 @@ class TestSchedulerContract:
     # 3. Atomic start.
 
     def test_infeasible_job_starts_nothing(self, scheduler: Scheduler, role: str) -> None:
-        """One job that does not fit keeps all jobs of a start from starting."""
+        """One job that does not fit prevents every job of the start."""
         before = {status.worker_id for status in scheduler.status()}
         small, large = (
             Job(role=role, replicas=2),
@@ -336,7 +328,7 @@ class TestSchedulerContract:
         assert len(scheduler.create_workers(small)) == 2, "the name is free"
 
     def test_existing_role_is_refused(self, scheduler: Scheduler, role: str) -> None:
-        """A second start under one name is an error and leaves the first alone."""
+        """A second start under one name is an error and leaves the first unchanged."""
         ids = scheduler.create_workers(Job(role=role))
         with pytest.raises(
             errors.RoleExistsError, match=f"role {role!r} already runs with 1 workers"
@@ -347,7 +339,7 @@ class TestSchedulerContract:
         assert scheduler.create_workers(Job(role=role)) == ids, "its name is free again"
 
     def test_concurrent_starts_of_one_role(self, scheduler: Scheduler, role: str) -> None:
-        """Of several starts at once under one name, one succeeds."""
+        """One of several concurrent starts under one name succeeds."""
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             futures = [pool.submit(scheduler.create_workers, Job(role=role)) for _ in range(4)]
             outcomes = [future.exception() or future.result() for future in futures]
@@ -358,9 +350,7 @@ class TestSchedulerContract:
     # 4. Errors.
 
     def test_remote_error_is_complete(self, engine: Engine) -> None:
-        """An engine's exception arrives with its type, message and traceback, and survives
-        pickling.
-        """
+        """An engine's exception keeps its type, message and traceback, and survives pickling."""
         with pytest.raises(errors.EngineCallError) as caught:
             engine.call("divide")
         error = caught.value
@@ -379,7 +369,7 @@ class TestSchedulerContract:
         assert engine.call("add") == 1, "the worker is usable"
 
     def test_existing_engine_name_is_refused(self, scheduler: Scheduler, engine: Engine) -> None:
-        """An engine's name is given once in a worker."""
+        """An engine name is unique in a worker."""
         with pytest.raises(
             errors.EngineExistsError,
             match=f"{engine.worker_id} already holds an engine {engine.name!r}",
@@ -390,10 +380,8 @@ class TestSchedulerContract:
     def test_unknown_names(
         self, scheduler: Scheduler, engine: Engine, shared_workers: list[str]
     ) -> None:
-        """Unknown workers, engines, methods and roles have errors of their own, which list the
-        known ones.
-        """
-        for worker_id in ("nobody/0", "shared/7", "shared/-1", "shared", "shared/", "shared/x", ""):
+        """Unknown workers, engines, methods and roles raise errors that list the known ones."""
+        for worker_id in ("absent/0", "shared/7", "shared/-1", "shared", "shared/", "shared/x", ""):
             with pytest.raises(errors.WorkerNotFoundError) as unknown_worker:
                 scheduler.call_engine(worker_id, "add", rpc_timeout=5)
             assert repr(worker_id) in str(unknown_worker.value)
@@ -413,17 +401,15 @@ class TestSchedulerContract:
         for of_role in (scheduler.get_workers, scheduler.delete_workers, scheduler.stacks):
             with pytest.raises(
                 errors.RoleNotFoundError,
-                match=r"no role 'nobody' in this scheduler; it has: .*shared",
+                match=r"no role 'absent' in this scheduler; it has: .*shared",
             ):
-                of_role("nobody")
+                of_role("absent")
         with pytest.raises(errors.RoleNotFoundError):
-            scheduler.fork_workers("sibling", "nobody")
+            scheduler.fork_workers("sibling", "absent")
 
     @pytest.mark.usefixtures("own_processes")
     def test_dead_worker_fails_its_calls(self, scheduler: Scheduler, role: str, gate: Gate) -> None:
-        """Running, queued and later calls of a worker that dies all fail at once, with the method
-        that ran.
-        """
+        """All calls of a dead worker fail at once and name the method that ran."""
         (worker_id,) = scheduler.create_workers(Job(role=role))
         engine = Engine.create(scheduler, worker_id, CountingEngine)
         with held(engine, gate) as running:
@@ -436,7 +422,7 @@ class TestSchedulerContract:
                     future.result(timeout=NOTICE_S)
                 assert caught.value.exit_signal == 9
                 assert caught.value.running == f"{worker_id}.wait", (
-                    "the call that ran longest, not the one that asks"
+                    "the longest-running call, not the one that raises"
                 )
                 assert caught.value.running_s is not None
             with pytest.raises(errors.WorkerFailedError):
@@ -449,9 +435,7 @@ class TestSchedulerContract:
     def test_health_during_a_call(
         self, scheduler: Scheduler, engine: Engine, gate: Gate, method: str
     ) -> None:
-        """Health and stacks are answered during a long call, with the running method and its
-        duration.
-        """
+        """Health and stacks respond during a long call and show the running method."""
         if method == "spin" and scheduler.shares_process:
             pytest.skip(
                 "script and engines share one interpreter's lock, so a busy engine slows the "
@@ -481,9 +465,7 @@ class TestSchedulerContract:
 
     @pytest.mark.usefixtures("own_processes")
     def test_no_orphans(self, make_scheduler: Callable[[], Scheduler]) -> None:
-        """Deleted workers and those of a killed controller end with their children; the controller
-        has not loaded torch.
-        """
+        """Deleted workers and those of a killed controller exit with their children."""
         made = base64.b64encode(cloudpickle.dumps(make_scheduler)).decode()
         driver = subprocess.Popen(
             [sys.executable, "-c", _DRIVER, made],
@@ -518,7 +500,7 @@ class TestSchedulerContract:
     def test_two_schedulers_are_isolated(
         self, make_scheduler: Callable[[], Scheduler], engine: Engine
     ) -> None:
-        """Names belong to a run, and closing one run leaves the other."""
+        """Names are local to a run, and closing one run does not affect another."""
         with make_scheduler() as other:
             assert other.create_workers(Job(role="shared")) == ["shared/0"]
             mine = Engine.create(other, "shared/0", CountingEngine, "mine")
@@ -531,7 +513,7 @@ class TestSchedulerContract:
 
     @pytest.mark.usefixtures("scheduler")
     def test_use_after_close(self, make_scheduler: Callable[[], Scheduler]) -> None:
-        """A closed scheduler says so; closing it again, and deleting all workers, does nothing."""
+        """Use of a closed scheduler raises; close() and deleting all workers are idempotent."""
         closed = make_scheduler()
         closed.close()
         closed.close()

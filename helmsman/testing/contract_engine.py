@@ -1,6 +1,4 @@
-"""CountingEngine: the engine that the contract suite calls. It imports nothing heavy, so that
-workers start fast.
-"""
+"""Engine of the contract suite; it imports nothing heavy, so that workers start fast."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 WAIT_LIMIT_S = 60.0
-"""A wait for a test ends after this, so that a failed test leaves no worker waiting."""
+"""Limit of every wait, so that a failed test leaves no worker waiting."""
 
 
 def wait_for_file(path: str) -> None:
-    """Block until a test has made the file."""
+    """Block until the file exists; raise TimeoutError after WAIT_LIMIT_S."""
     deadline = time.monotonic() + WAIT_LIMIT_S
     while not os.path.exists(path):
         if time.monotonic() > deadline:
@@ -27,27 +25,27 @@ def wait_for_file(path: str) -> None:
 
 
 class CountingEngine:
-    """Counts the calls that ran, by which a test sees that none ran twice."""
+    """Counts the calls that ran, so that a test detects a call that ran twice."""
 
     def __init__(self, start: int = 0) -> None:
         self.num_calls = start
         self.log: list[str] = []
 
     def add(self, number: int = 1) -> int:
-        """Count, and return the sum so far."""
+        """Add to the count and return it."""
         self.num_calls += number
         return self.num_calls
 
     async def async_add(self, number: int = 1) -> int:
-        """Count on the event loop, and return the sum so far."""
+        """Add to the count on the event loop and return it."""
         return self.add(number)
 
     def echo(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the arguments as they arrived; a single one as itself."""
+        """Return the arguments; a single positional argument is returned as itself."""
         return args[0] if len(args) == 1 and not kwargs else (args, kwargs)
 
     def wait(self, started: str, release: str) -> int:
-        """Count, make the file ``started``, then block until ``release`` is made."""
+        """Count, create the file ``started``, then block until ``release`` exists."""
         self.num_calls += 1
         Path(started).touch()
         wait_for_file(release)  # the line that a time-out shows
@@ -58,7 +56,7 @@ class CountingEngine:
         self.num_calls += 1
         Path(started).touch()
         deadline = time.monotonic() + WAIT_LIMIT_S
-        # Another process makes it
+        # Another process creates the file.
         while not os.path.exists(release) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         return self.num_calls
@@ -77,7 +75,7 @@ class CountingEngine:
         self.log.append(entry)
 
     def note_size(self, value: Any) -> None:
-        """Append the size of a value to the log; a number as itself."""
+        """Append the size of a value to the log; append a number as itself."""
         self.log.append(str(value if isinstance(value, int) else len(value)))
 
     def entries(self) -> list[str]:
@@ -97,9 +95,7 @@ class CountingEngine:
         return threading.current_thread().name
 
     def start_child(self) -> list[int]:
-        """Start a process that ignores polite signals; return the ids of the worker and of its
-        child.
-        """
+        """Start a child that ignores SIGTERM; return the pids of the worker and the child."""
         script = (
             "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
             "print(flush=True); time.sleep(600)"

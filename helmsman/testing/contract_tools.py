@@ -1,6 +1,4 @@
-"""Tools of the contract suite: waits, an engine as an object, and a gate that holds an engine
-inside a call.
-"""
+"""Tools of the contract suite: waits, an engine as an object, and a gate that blocks a call."""
 
 from __future__ import annotations
 
@@ -20,14 +18,21 @@ import pytest
 from helmsman.api.scheduler import Scheduler, WorkerHealth, WorkerState
 
 LIMIT_S = 30.0
-"""A wait that lasts longer fails its test."""
+"""Default limit of a wait; a longer wait fails its test."""
 HEALTH_S = 1.0
-"""Promise: health is answered within this time."""
+"""Limit for a health check to respond."""
 
 
 def wait_until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
-    """Wait until ``condition`` returns something true and return it; fail the test with ``what``
-    after the limit.
+    """Wait until ``condition()`` is true and return its value; fail the test at the limit.
+
+    Args:
+        condition: Polled every 10 ms.
+        what: The awaited event, for the failure message.
+        limit_s: Limit of the wait, in seconds.
+
+    Returns:
+        The first true value.
     """
     deadline = time.monotonic() + limit_s
     while not (value := condition()):
@@ -38,7 +43,7 @@ def wait_until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -64,12 +69,12 @@ class Engine:
     def create(
         cls, scheduler: Scheduler, worker_id: str, engine: Any, name: str | None = None, *args: Any
     ) -> Engine:
-        """Create it and return it."""
+        """Create the engine in a worker and return it."""
         asyncio.run(scheduler.create_engine(worker_id, engine, name, *args))
         return cls(scheduler, worker_id, name or worker_id)
 
     def call(self, method: str, *args: Any, timeout: float = LIMIT_S, **kwargs: Any) -> Any:
-        """Call a method."""
+        """Call a method and return its result."""
         return self.scheduler.call_engine(
             self.worker_id, method, self.name, *args, rpc_timeout=timeout, **kwargs
         )
@@ -92,14 +97,15 @@ class Engine:
 
     @property
     def state(self) -> WorkerState:
-        """State of its worker."""
+        """State of the engine's worker."""
         return {status.worker_id: status.state for status in self.scheduler.status()}[
             self.worker_id
         ]
 
     def health(self) -> WorkerHealth:
-        """Health of its worker, asked five times: one late answer is the load of a shared machine,
-        three break the promise.
+        """Check the worker's health five times and require a median within HEALTH_S.
+
+        One late response may be the load of a shared machine; three break the promise.
         """
         answers, elapsed_s = [], []
         for _ in range(5):
@@ -111,9 +117,7 @@ class Engine:
 
 
 class Gate:
-    """Two files that hold an engine inside a call: the engine makes the first, the test the
-    second.
-    """
+    """Two files that hold an engine inside a call: the engine creates one, the test the other."""
 
     def __init__(self, folder: Path, name: str = "gate") -> None:
         self.started = str(folder / f"{name}-started")
@@ -125,7 +129,7 @@ class Gate:
         return self.started, self.release
 
     def wait_started(self) -> None:
-        """Wait until the engine is inside."""
+        """Wait until the engine is inside the call."""
         wait_until(lambda: os.path.exists(self.started), "the engine began its call")
 
     def open(self) -> None:
@@ -137,7 +141,7 @@ class Gate:
 def held(
     engine: Engine, gate: Gate, method: str = "wait", timeout: float = LIMIT_S
 ) -> Iterator[concurrent.futures.Future[Any]]:
-    """Hold an engine inside a call until the block ends."""
+    """Hold an engine inside a call until the block ends, and yield the call's future."""
     future = engine.begin(method, *gate.files, timeout=timeout)
     try:
         gate.wait_started()

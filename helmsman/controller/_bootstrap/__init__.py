@@ -1,1 +1,1 @@
-"""`helmsman up`: Ray clusters that start with the first node and end with the last program."""
+"""`helmsman up`: starts a Ray cluster with the first node and stops it after the program."""

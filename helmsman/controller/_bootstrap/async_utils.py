@@ -1,6 +1,4 @@
-"""The signals that tell a node to stop, waiting for the first of several things, and the user's
-script as a child.
-"""
+"""Stop signals, waits for the first of several futures, and the user's script as a child."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class StoppedError(Exception):
 
 
 def stop_signals() -> asyncio.Future[Any]:
-    """A future whose result is the StoppedError of the first SIGTERM, SIGINT or SIGHUP."""
+    """Return a future whose result is the StoppedError of the first SIGTERM, SIGINT or SIGHUP."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[Any] = loop.create_future()
 
@@ -51,16 +49,14 @@ async def first(*waited: asyncio.Future[Any]) -> None:
 
 
 async def cancelled(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel them, and wait until each has ended, however it does."""
+    """Cancel tasks and wait until each has ended, with any outcome."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def unless(stop: asyncio.Future[Any], work: Coroutine[Any, Any, T]) -> T:
-    """Await the work, and cancel it when ``stop`` is done. Raises the result of ``stop``, an
-    exception.
-    """
+    """Await the work; cancel it when ``stop`` is done and raise the result of ``stop``."""
     task = asyncio.ensure_future(work)
     try:
         await first(task, stop)
@@ -76,39 +72,41 @@ async def unless(stop: asyncio.Future[Any], work: Coroutine[Any, Any, T]) -> T:
 
 
 def status_printer(rank: int) -> StatusPrinter:
-    """Print lines of a node to stderr. When they cannot be written (a closed pipe, a full disk),
-    the node goes on.
+    """Return a function that prints a node's lines to stderr.
+
+    Write errors (a closed pipe, a full disk) are ignored.
     """
 
     def report(text: str) -> None:
         line = f"[helmsman up, rank {rank}, {time.strftime('%H:%M:%S')}] {text}\n"
         with contextlib.suppress(OSError):
-            # sys.stderr would keep it, and fail once more at the exit
+            # sys.stderr would keep the line in its buffer and fail again at exit.
             os.write(2, line.encode(errors="backslashreplace"))
 
     return report
 
 
 _ORPHANED_S = 3.0
-"""How long the script may go on when the run ends by something else than a signal."""
+"""Seconds until the script is killed when the run ends for another reason than a signal."""
 _KILLED_S = 2.0
-"""How long the kernel may take to end a killed script; one that hangs in a file system is left
-behind.
-"""
+"""Seconds to wait for a killed script to exit; one that hangs in a file system is left behind."""
 
 
 async def run_script(
     command: Sequence[str], environ: Mapping[str, str], stop: asyncio.Future[Any], grace_s: float
 ) -> int:
-    """Run the script in the process group of this one: it may read from the terminal, and a Ctrl-C
-    reaches it.
+    """Run the script in this process's group: it may read the terminal and receives Ctrl-C.
 
-    When ``stop`` is done, its result is the exception that ends the script: a signal is passed on,
-    others are a SIGTERM, and after ``grace_s`` seconds it is killed. Returns its exit code, as a
-    shell has it.
+    When ``stop`` is done, its result is the exception that ends the script. The signal of a
+    StoppedError is forwarded; other exceptions send SIGTERM. After ``grace_s`` seconds (3 s without
+    a signal) the script is killed.
 
-    Raises: the result of ``stop``, once the script has ended; PreflightError when there is no such
-        program.
+    Returns:
+        The exit code, as a shell reports it.
+
+    Raises:
+        StoppedError: Or any other result of ``stop``, after the script has ended.
+        PreflightError: The program does not exist or cannot be started.
     """
     try:
         process = await asyncio.create_subprocess_exec(*command, env=environ)
@@ -142,7 +140,7 @@ def _signal(process: asyncio.subprocess.Process, number: int) -> None:
 
 
 def _is_from_terminal() -> bool:
-    """Whether a Ctrl-C has reached the script already, with the whole process group."""
+    """Return whether Ctrl-C has already reached the script with the whole process group."""
     try:
         return (
             sys.stdin is not None

@@ -1,8 +1,7 @@
-"""Authenticated, framed connections between the head's supervisor and those of the other nodes,
-with a heartbeat each second.
+"""Authenticated, framed connections between supervisors, with a heartbeat each second.
 
-They carry facts that Ray does not have: the end of a run and its exit code, the reason why a node
-leaves. Nothing is decoded before the peer has authenticated itself by the run's secret.
+They carry facts that Ray does not have: the end of a run with its exit code, and the reason why a
+node leaves. Nothing is decoded before the peer has authenticated with the run's secret.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ _MOST_BYTES = 1 << 20
 
 
 class LinkTimeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """How long supervisors wait for each other, in seconds."""
+    """Timeouts of connections between supervisors, in seconds."""
 
     connect_s: float = 2.0
-    """For a head to answer, and as long again for the authentication."""
+    """Time for a head to accept, and the same again for authentication."""
     heartbeat_s: float = 1.0
-    """Between two heartbeats."""
+    """Interval between heartbeats."""
     silent_s: float = 12.0
-    """A peer that sends nothing for so long cannot be reached."""
+    """A peer that is silent for longer is unreachable."""
     refused_s: float = 1.0
-    """A host that refuses connections for so long has no head any more."""
+    """A host that refuses connections for longer no longer runs a head."""
     unreachable_s: float = 6.0
-    """How long a node tries to reach a head that has fallen silent."""
+    """Time for which a node tries to reach a silent head."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -50,34 +49,34 @@ class Hello(Message, frozen=True, kw_only=True):
     hostname: str
     address: str
     process: str
-    """The id of its part of the run, which distinguishes a reconnected node from another one of the
-    same rank.
+    """Id of the node's part of the run, which distinguishes a reconnected node from another node of
+    the same rank.
     """
     versions: Mapping[str, str]
     num_devices: int
     device_kind: str
     run_id: str = ""
-    """Of the run that it belonged to before the connection was lost."""
+    """Id of the run that the node belonged to before the connection was lost."""
     has_joined: bool = False
-    """Its Ray was up before the connection was lost."""
+    """Whether the node's Ray was up before the connection was lost."""
 
 
 class Refused(Message, frozen=True):
     reason: str
     ended: bool = False
-    """The node belonged to an earlier run on this port, which has ended."""
+    """Whether the node belonged to an earlier run on this port, which has ended."""
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """The head takes the node, and its Ray is up."""
+    """The head accepts the node, and the head's Ray is up."""
 
     run_id: str
     address: str
-    """Of the head's Ray."""
+    """Address of the head's Ray."""
     variables: Mapping[str, str]
-    """Ray's, which are the same everywhere."""
+    """Variables of Ray, the same on all nodes."""
     token: str = ""
-    """Of the Ray cluster, where the user has given no secret from which both derive it."""
+    """Token of the Ray cluster; '' if both sides derive it from the user's secret."""
 
 
 class Joined(Message, frozen=True):
@@ -85,7 +84,7 @@ class Joined(Message, frozen=True):
 
 
 class Waiting(Message, frozen=True):
-    """The nodes that are still missing, for people."""
+    """The nodes that are still missing, as text for users."""
 
     text: str
 
@@ -95,17 +94,17 @@ class Heartbeat(Message, frozen=True):
 
 
 class Ended(Message, frozen=True):
-    """The run has ended: leave."""
+    """The run has ended, and the node must leave."""
 
     reason: str
     failed: bool = False
-    """It never began."""
+    """Whether the run never started."""
 
 
 class Leaving(Message, frozen=True):
     reason: str
     signal: int = 0
-    """That told it to."""
+    """Number of the signal that the node received; 0 without one."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -115,27 +114,29 @@ _decoder = msgspec.msgpack.Decoder(
 
 
 class PeerLostError(Exception):
-    """The peer has closed the connection, or has fallen silent."""
+    """The peer has closed the connection or is silent."""
 
 
 class PeerConnection:
-    """One connection, for one reader."""
+    """A connection to a peer, for a single reader."""
 
     def __init__(self, stream: Stream, timeouts: LinkTimeouts) -> None:
         self._stream, self._timeouts = stream, timeouts
         self._length: int | None = None
-        """Of the message whose beginning was read when a reader was cancelled."""
+        """Length of a message whose header was read when a reader was cancelled."""
         self._heartbeats = asyncio.ensure_future(self._send_heartbeats())
         self._heard = asyncio.Event()
 
     def send(self, message: Message) -> None:
-        """Send without waiting; a peer that is lost meanwhile does not get it."""
+        """Send without waiting; the message is lost if the connection breaks."""
         data = _encoder.encode(message)
         self._stream.write(pack_length(len(data)) + data)
 
     async def receive(self) -> Message:
-        """The next message other than a heartbeat; a cancelled call loses none. Raises:
-        PeerLostError.
+        """Return the next message other than a heartbeat; cancellation loses no message.
+
+        Raises:
+            PeerLostError: The connection is closed, silent or invalid.
         """
         while True:
             try:
@@ -162,9 +163,7 @@ class PeerConnection:
                 return message
 
     async def is_heard(self) -> bool:
-        """Whether the peer sends anything in the time of two heartbeats, while another task
-        receives.
-        """
+        """Return whether the peer sends anything within two heartbeats; another task receives."""
         self._heard.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._heard.wait(), 2.0 * self._timeouts.heartbeat_s)
@@ -177,7 +176,7 @@ class PeerConnection:
             await asyncio.sleep(self._timeouts.heartbeat_s)
 
     async def close(self) -> None:
-        """Send what is to be sent, within a second, and close."""
+        """Flush for at most one second, and close."""
         self._heartbeats.cancel()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stream.drain(), 1.0)
@@ -185,16 +184,19 @@ class PeerConnection:
 
 
 def proof_key(secret: str, run: str) -> bytes:
-    """Key of the mutual authentication. Without a secret it only keeps different jobs apart."""
+    """Return the key for mutual authentication; without a secret it only separates jobs."""
     return hmac.new(secret.encode(), f"helmsman up {run}".encode(), hashlib.sha256).digest()
 
 
 async def connect(
     host: str, port: int, key: bytes, timeouts: LinkTimeouts, *, tls: bool
 ) -> PeerConnection:
-    """Connect to a head, by the key of proof_key; ``tls`` must be the same there. Raises: OSError
-    (no process listens), PeerLostError (the head accepts, and then is silent or closes, as when it
-    is overloaded or ends), ProtocolError (it is not the head of this run).
+    """Connect to a head with the key of proof_key; ``tls`` must be equal on both sides.
+
+    Raises:
+        OSError: No process listens.
+        PeerLostError: The head accepts and then is silent or closes; it is overloaded or ending.
+        ProtocolError: The listener is not the head of this run.
     """
     stream = await _open(host, port, timeouts.connect_s)
     try:
@@ -213,10 +215,9 @@ async def connect(
 
 
 async def _open(host: str, port: int, limit_s: float) -> Stream:
-    """A connection to the first address of this host that answers. Raises: OSError."""
+    """Connect to the first address of a host that accepts. Raises OSError."""
     try:
-        # Where the name server does not answer, it takes half a minute until the host's name is
-        # known to be unknown.
+        # In a thread: without a name server, the lookup of an unknown host takes half a minute.
         found = await run_in_new_thread(socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM)
     except UnicodeError as error:
         raise OSError(f"{host!r} is no name of a host") from error

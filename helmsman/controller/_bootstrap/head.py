@@ -1,4 +1,4 @@
-"""Rank 0: the head's Ray, the table of nodes, the script, and the end of the run."""
+"""Supervisor of rank 0: the head's Ray, the table of nodes, the script and the end of the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from helmsman.rpc_server._wire.tls import server_tls
 
 _POLL_S = 0.1
 _LEAVE_S = 3.0
-"""How long the other nodes may take to leave."""
+"""Time for the other nodes to leave, in seconds."""
 
 
 class Member(msgspec.Struct):
@@ -56,8 +56,8 @@ class Member(msgspec.Struct):
 class Head:
     """The supervisor of rank 0.
 
-    ``stop`` is settled with the exception that ends the run: a StoppedError, or a BootstrapError of
-    this head.
+    ``stop`` receives the exception that ends the run: a StoppedError, or a BootstrapError of this
+    head.
     """
 
     def __init__(
@@ -74,16 +74,21 @@ class Head:
         self._ray = RayProcess(plan, self._environ, report)
         self._members: dict[int, Member] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        """One for each connection, and for each node that is drained."""
+        """One task per connection and per draining node."""
         self._address = ""
-        """Of Ray, once it is up."""
+        """Address of Ray after it is up."""
         self._view: NodeView | None = None
         self._began = self._ending = False
         self._door: Door | None = None
 
     async def run(self) -> int:
-        """Live; returns the exit code of the script, or 128 and the number of the signal that ended
-        the run. Raises: BootstrapError, with all nodes told to leave.
+        """Run until the script ends.
+
+        Returns:
+            The exit code of the script, or 128 plus the number of the signal that ended the run.
+
+        Raises:
+            BootstrapError: The run failed; all nodes have received its end.
         """
         reason = "the head's supervisor has failed"
         try:
@@ -140,7 +145,7 @@ class Head:
         task.add_done_callback(self._tasks.discard)
 
     async def _all_nodes(self, view: NodeView, deadline: Deadline) -> dict[int, NodeSeen]:
-        """Wait until Ray knows every rank, with its devices. Raises: BootstrapError."""
+        """Wait until every rank has joined Ray with its devices. Raises BootstrapError."""
         reported = ""
         while True:
             seen = await asyncio.to_thread(view.nodes, self._plan.run_id)
@@ -199,7 +204,7 @@ class Head:
         plan = self._plan
         try:
             listener = socket.create_server((plan.address, plan.control_port), backlog=BACKLOG)
-        except OSError as error:  # it was free a moment ago, when the plan was made
+        except OSError as error:  # the port was free when the plan was made
             raise PreflightError(
                 f"port {plan.control_port}, on which the nodes' supervisors meet, cannot be had "
                 f"on {plan.address}: "
@@ -232,7 +237,7 @@ class Head:
                 return
             await self._attend(hello, connection)
         except PeerLostError:
-            return  # before it said who it is
+            return  # the peer was lost before its Hello
         finally:
             await connection.close()
 
@@ -263,7 +268,7 @@ class Head:
 
     async def _attend(self, hello: Hello, connection: PeerConnection) -> None:
         if (before := self._members.get(hello.rank)) is not None:
-            self._spawn(before.connection.close())  # the node has given that one up
+            self._spawn(before.connection.close())  # the node has abandoned that connection
         member = self._members[hello.rank] = Member(
             hello, connection, "joined" if hello.has_joined else "arrived"
         )
@@ -307,7 +312,7 @@ class Head:
             self._interrupt(StoppedError(message.signal, str(member)))
 
     async def _drain(self, member: Member, reason: str) -> None:
-        """Let Ray know, and by it the script, which may move the work that runs there."""
+        """Drain the node in Ray, so that the script can move its work."""
         assert self._view is not None
         try:
             node = (await asyncio.to_thread(self._view.nodes, self._plan.run_id))[member.hello.rank]
@@ -340,7 +345,7 @@ def _summary(seen: Mapping[int, NodeSeen]) -> str:
 
 
 def _listed(missing: Mapping[int, str], most: int = 8) -> str:
-    """Few by name and state, many by number."""
+    """List a few missing ranks with their state, and the others by number."""
     first, rest = list(missing.values())[:most], list(missing)[most:]
     ranks = ranges(rest).replace(",", ", ")
     return "; ".join([*first, f"and {len(rest)} more, ranks {ranks}"] if rest else first)

@@ -1,4 +1,4 @@
-"""``helmsman.initialize``: the Ray cluster that a script runs on, found or started."""
+"""``helmsman.initialize``: connects a script to its Ray cluster, or starts one."""
 
 from __future__ import annotations
 
@@ -25,16 +25,14 @@ _END_S = 10.0
 
 
 class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster to which this process is connected; a context manager, which disconnects at its
-    end.
-    """
+    """A Ray cluster to which this process is connected; a context manager that disconnects."""
 
     address: str
-    """Of its head, 'host:port'."""
+    """Address of the head, 'host:port'."""
     nodes: tuple[NodeState, ...]
-    """Those that live."""
+    """Live nodes."""
     is_embedded: bool
-    """Whether it was started here, and ends with this process."""
+    """Whether this process started the cluster, which then ends with it."""
 
     @property
     def num_devices(self) -> Mapping[str, int]:
@@ -63,23 +61,28 @@ def initialize(
     resources: dict[str, float] | None = None,
     preload: Sequence[str] | None = ("torch",),
 ) -> RayCluster:
-    """Connect this process to the cluster that it belongs to, and to no other.
+    """Connect this process to the Ray cluster that it belongs to.
 
-    Under ``helmsman up``, in a job that was submitted to Ray, or on KubeRay, which all set
-    RAY_ADDRESS, that cluster is joined and nothing is started; under ``helmsman up`` its nodes must
-    be those of the run. Elsewhere a cluster of this machine alone is started, which ends with this
-    process; a script that a launcher has started on several nodes is refused there, since each
-    would run alone (RAY_ADDRESS=local allows it). A RayScheduler made afterwards uses the same
-    cluster.
+    If RAY_ADDRESS is set, as under ``helmsman up``, in a job submitted to Ray or on KubeRay, that
+    cluster is joined and nothing is started. Under ``helmsman up`` its nodes must be those of the
+    run. Otherwise a cluster on this machine is started, which ends with this process. A script that
+    a launcher starts on several nodes is then rejected, since each process would run alone
+    (RAY_ADDRESS=local allows it). A RayScheduler that is created later uses the same cluster.
 
     Args:
-        num_cpus, num_gpus, resources: logical resources of a cluster that is started; what this
-            process may use when None.
-        preload: modules that the workers of such a cluster find imported already; see RayScheduler.
+        num_cpus: CPUs of a started cluster; by default those that this process may use.
+        num_gpus: Accelerators of a started cluster; by default those that this process may use.
+        resources: Custom resources of a started cluster.
+        preload: Modules that are imported in advance for its workers; see RayScheduler.
 
-    Raises: ClusterNotFoundError (no one answers at RAY_ADDRESS), ClusterMismatchError (it is
-        another run's), ClusterNotUpError (several nodes, and no RAY_ADDRESS),
-        BackendNotInstalledError.
+    Returns:
+        The cluster.
+
+    Raises:
+        ClusterNotFoundError: Nothing responds at RAY_ADDRESS.
+        ClusterMismatchError: The cluster belongs to another run.
+        ClusterNotUpError: There are several nodes, and RAY_ADDRESS is not set.
+        BackendNotInstalledError: Ray is not installed.
     """
     with importing_ray("initialize"):
         import ray

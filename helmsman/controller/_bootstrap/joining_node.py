@@ -1,4 +1,4 @@
-"""A node that is not the head: finds the head, joins, and leaves with it."""
+"""Supervisor of a node other than the head: finds the head, joins, and leaves with it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _RETRY_S = 0.2
 
 
 class JoiningNode:
-    """The supervisor of a rank above 0; ``stop`` is settled when this process is told to stop."""
+    """The supervisor of a rank above 0; ``stop`` is done when this process receives a signal."""
 
     def __init__(
         self, plan: NodePlan, report: StatusPrinter, stop: asyncio.Future[StoppedError]
@@ -53,8 +53,14 @@ class JoiningNode:
         self._reported: set[str] = set()
 
     async def run(self) -> int:
-        """Live; returns 0 when this node had joined and the head then ended its run, or 128 and the
-        number of the signal that ended this node. Raises: BootstrapError.
+        """Join, and run until the head ends the run.
+
+        Returns:
+            0 if this node had joined and the head then ended the run, or 128 plus the number of the
+            signal that ended this node.
+
+        Raises:
+            BootstrapError: The node could not join, its Ray died or the head was lost.
         """
         guard(os.getpid(), self._plan.tag)
         try:
@@ -68,7 +74,7 @@ class JoiningNode:
                 BootstrapExit.PREFLIGHT,
                 BootstrapExit.RAY_DIED,
             ):
-                # else the head has ended it, or is lost
+                # Otherwise the head has ended the run, or is lost.
                 await self._say_goodbye(Leaving(str(error)), 0.0)
             raise
         finally:
@@ -101,7 +107,7 @@ class JoiningNode:
                 while not (
                     attending.done() or self._stop.done() or await self._connection.is_heard()
                 ):
-                    continue  # Ray ends by itself where its head is gone: what matters is the head
+                    continue  # Ray exits after its head is lost; the head's state decides
             if attending.done():
                 return attending.result()
             if self._stop.done():
@@ -118,7 +124,7 @@ class JoiningNode:
             self._report(news + details)
 
     async def _arrive(self, deadline: Deadline) -> Welcome:
-        """Find the head, and wait until its Ray is up. Raises: BootstrapError."""
+        """Find the head and wait until its Ray is up. Raises BootstrapError."""
         while True:
             try:
                 return await self._introduce()
@@ -142,9 +148,13 @@ class JoiningNode:
             await asyncio.sleep(_RETRY_S)
 
     async def _introduce(self) -> Welcome:
-        """Connect, and wait until the head takes this node. Raises: OSError and PeerLostError (the
-        head does not answer), ProtocolError (another run's head, or no head, does), BootstrapError
-        (the head refuses this node, or has ended the run).
+        """Connect, and wait until the head accepts this node.
+
+        Raises:
+            OSError: The head does not respond.
+            PeerLostError: The head does not respond.
+            ProtocolError: The listener is not the head of this run.
+            BootstrapError: The head rejects this node, or has ended the run.
         """
         plan = self._plan
         key = proof_key(plan.secret, plan.job)
@@ -176,19 +186,19 @@ class JoiningNode:
                 if isinstance(message, Refused):
                     text = f"the head at {self._where} does not take this node: {message.reason}"
                     raise BootstrapError(text, exit_code=BootstrapExit.REFUSED)
-        except Exception:  # a cancelled wait keeps the connection, for the goodbye
+        except Exception:  # a cancelled wait keeps the connection for the final message
             await connection.close()
             raise
         return message
 
     async def _next(self, connection: PeerConnection) -> Message:
-        """The next message that is not for people alone. Raises: PeerLostError, BootstrapError."""
+        """Return the next message, and print Waiting. Raises PeerLostError or BootstrapError."""
         while isinstance(message := await connection.receive(), Waiting):
             self._report(message.text)
         return self._required(message) if isinstance(message, Ended) else message
 
     def _required(self, ended: Ended) -> Ended:
-        """The same. Raises: BootstrapError where this node was never part of the run."""
+        """Return ``ended``. Raises BootstrapError if this node was never part of the run."""
         if ended.failed or not self._has_joined:
             how = (
                 "the run did not begin"
@@ -210,8 +220,10 @@ class JoiningNode:
                     return ended
 
     async def _seek_again(self, why: str) -> Ended | None:
-        """Connect again; None once that is done, or how the run has ended when its head is no more.
-        Raises: BootstrapError: the head is lost, or another node has taken this rank.
+        """Reconnect; return None, or the end of the run if its head has exited.
+
+        Raises:
+            BootstrapError: The head is lost, or another node has taken this rank.
         """
         timeouts = self._plan.timeouts
         deadline, refusals = Deadline(timeouts.unreachable_s), Deadline(timeouts.refused_s)
@@ -239,11 +251,10 @@ class JoiningNode:
             await asyncio.sleep(_RETRY_S)
 
     async def _say_goodbye(self, message: Leaving, wait_s: float) -> None:
-        """Send the reason to the head, and let it end the run on its side for so long before Ray
-        leaves here.
+        """Send the reason to the head, and wait so that it can end the run before Ray stops here.
 
-        A run that goes on drops this node earlier, once none of its work is left here: then Ray,
-        which the head has drained, ends by itself.
+        An elastic run drops this node earlier, after its work has moved: the head drains Ray, which
+        then exits by itself.
         """
         if self._connection is None:
             return

@@ -1,6 +1,4 @@
-"""The plan of ``helmsman up`` for a node, made before anything is started, and the command line of
-Ray that follows from it.
-"""
+"""The plan of ``helmsman up`` for a node, made before any start, and Ray's command line."""
 
 from __future__ import annotations
 
@@ -35,55 +33,54 @@ RAY_COMMAND = (sys.executable, "-m", "helmsman.controller._ray_backend.start_lim
 
 
 class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of this node in a run. Times in seconds, sizes in bytes."""
+    """Plan for one node of a run. Times are in seconds, sizes in bytes."""
 
     run_id: str
-    """Of this node's part of the run; that of rank 0 is the run's."""
+    """Id of this node's part of the run; that of rank 0 is the run's id."""
     identity: NodeIdentity
     command: Sequence[str]
     address: str
     port: int
-    """Of the head's Ray; 0 to lease one, with one node."""
+    """Port of the head's Ray; 0 to lease one, with one node."""
     control_port: int
-    """On which the head's supervisor listens; 0 with one node."""
+    """Port of the head's supervisor; 0 with one node."""
     secret: str
-    """Known to all nodes of the run; '' when the user gave none."""
+    """Secret shared by all nodes of the run; '' if the user gives none."""
     versions: Mapping[str, str]
     num_devices: int
     device_kind: str
     resources: Mapping[str, float]
-    """For Ray."""
+    """Logical resources for Ray."""
     store_bytes: int
     cluster_settings: Sequence[Setting]
     node_settings: Sequence[Setting]
     timeout_s: float
-    """For all nodes to come."""
+    """Limit for all nodes to join."""
     grace_s: float
-    """That the script has to end when it is told to."""
+    """Time for the script to exit after a signal."""
     folder: Path
-    """Of this run on this node: its token, and all that Ray writes; its path is short, for Ray's
-    sockets.
+    """Folder of this run on this node, with its token and Ray's files; the path is short enough for
+    Ray's sockets.
     """
     dashboard: bool = False
     tls: bool = True
     elastic: bool = False
-    """The run goes on when a node is told to leave."""
+    """Whether the run continues when a node receives a signal."""
     ray_command: Sequence[str] = RAY_COMMAND
     ray_start_s: float = 60.0
-    """Seconds that Ray may take to start (--start-timeout). It takes a few, and more on an
-    overloaded node.
-    """
+    """Limit for a start of Ray (--start-timeout). It takes a few seconds, more on a busy node."""
     timeouts: LinkTimeouts = LinkTimeouts()
 
     @property
     def tag(self) -> str:
-        """By which all that the supervisor starts here is recognised."""
+        """Tag of all processes that the supervisor starts here."""
         return f"{self.run_id}/up"
 
     @property
     def job(self) -> str:
-        """Distinguishes jobs without a secret; with one it is the same for all, so that the head
-        can say what differs.
+        """Separates jobs without a secret.
+
+        With a secret it is the same for all jobs, so that the head can report the difference.
         """
         return "" if self.secret else f"{self.identity.count} {self.control_port}"
 
@@ -95,10 +92,10 @@ def ray_token(secret: str, run_id: str) -> str:
 def node_environ(
     plan: NodePlan, cluster: Mapping[str, str], token: str, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Environment of all that is started on the node.
+    """Return the environment of all processes on the node.
 
-    ``cluster`` has Ray's variables, as the head has them; ``token``, of the Ray cluster, is written
-    to a file of this user alone.
+    ``cluster`` has Ray's variables with the head's values. ``token``, that of the Ray cluster, is
+    written to a file that only this user can read.
     """
     plan.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = plan.folder / "token"
@@ -120,8 +117,10 @@ def node_environ(
 
 
 def lease(leases: PortLeases, count: int) -> list[int]:
-    """Ports that need not be known beforehand, below the ephemeral range. Raises:
-    PreflightError.
+    """Lease ports below the ephemeral range that need not be known in advance.
+
+    Raises:
+        PreflightError: There are not enough ports.
     """
     try:
         return leases.lease(count)
@@ -130,10 +129,12 @@ def lease(leases: PortLeases, count: int) -> list[int]:
 
 
 def worker_ports(taken: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """First and last of the ports for Ray's workers: the longest run that has none of these ranges
-    in it.
+    """Return the first and last port for Ray's workers, the longest range outside ``taken``.
 
-    Ray refuses to start with a port that two of its parts could use. Raises: PreflightError.
+    Ray refuses to start if two of its parts could use one port.
+
+    Raises:
+        PreflightError: No range is long enough.
     """
     runs = [_WORKER_PORTS]
     for low, high in taken:
@@ -154,8 +155,10 @@ def worker_ports(taken: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def ray_start(plan: NodePlan, run_id: str, leases: PortLeases, head: str = "") -> list[str]:
-    """The command that starts Ray on this node, to join the cluster at ``head``; '' to be its head.
-    Raises: PreflightError when there are not enough ports.
+    """Return the command that starts Ray here and joins ``head``; '' starts a head.
+
+    Raises:
+        PreflightError: There are not enough ports.
     """
     ports = [
         f"{flag}={port}"
@@ -181,7 +184,7 @@ def ray_start(plan: NodePlan, run_id: str, leases: PortLeases, head: str = "") -
         "--disable-usage-stats",
         "--include-log-monitor=false",
         f"--node-ip-address={plan.address}",
-        f"--temp-dir={plan.folder}/ray",  # or a node that joins would use the head's path
+        f"--temp-dir={plan.folder}/ray",  # otherwise a joining node uses the head's path
         f"--min-worker-port={first}",
         f"--max-worker-port={last}",
         *ports,

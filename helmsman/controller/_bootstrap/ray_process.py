@@ -1,7 +1,6 @@
-"""Ray on this node: its processes, which are watched and ended with all that they have started, and
-the head's node table.
+"""Ray's processes on this node, watched and stopped with their descendants; the head's node table.
 
-``ray stop`` is never used: it ends processes by their names, also those of other runs.
+``ray stop`` is never used: it kills processes by name, including those of other runs.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from helmsman.rpc_server.ports import PortLeases
 _STARTED = "Ray runtime started."
 _POLL_S = 0.05
 _END_S = 2.0
-"""How long Ray may take to end in order."""
+"""Time for Ray to shut down, in seconds."""
 _LOOK_S = 1.0
 _ANSWER_S = 2.0
 
 
 class RayProcess:
-    """``ray start --block`` as a child, and what it has started."""
+    """``ray start --block`` as a child, with its descendants."""
 
     def __init__(self, plan: NodePlan, environ: Mapping[str, str], report: StatusPrinter) -> None:
         self._plan, self._environ, self._report = plan, {**environ, TAG_VARIABLE: plan.tag}, report
@@ -55,13 +54,19 @@ class RayProcess:
         self._pidfds: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done when a process without which the node is none has ended; its result says which."""
+        """Done when an essential process has exited; the result names the process."""
 
     async def start(self, run_id: str, head: str = "") -> str:
-        """Start it to join the cluster at ``head`` ('' to be its head), and wait until it prints
-        that Ray is up; returns the address of the head. A start that fails within its time is tried
-        once more. Raises: BootstrapError with the end of what it printed, and the warnings and
-        errors in the logs of Ray's processes.
+        """Start Ray to join ``head`` ('' starts a head), and wait until it reports that it is up.
+
+        A start that fails before its deadline is repeated once.
+
+        Returns:
+            The address of the head.
+
+        Raises:
+            BootstrapError: Ray did not start; includes the end of its output, and the warnings and
+                errors in its logs.
         """
         plan, limit_s = self._plan, self._plan.ray_start_s
         if not (head or plan.port):
@@ -83,14 +88,14 @@ class RayProcess:
 
     async def _start(self, command: Sequence[str], deadline: Deadline) -> None:
         with self._log_path.open("wb") as log:
-            # Not in a thread: a start that is cancelled must know the process that it has to end.
+            # Not in a thread: a cancelled start must have the process in order to stop it.
             self._process = subprocess.Popen(  # noqa: ASYNC220 - a few milliseconds, once in a run
                 command,
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C is for the script
+                start_new_session=True,  # a terminal's Ctrl-C is meant for the script
             )
         self._watch(self._process.pid, "ray start")
         looked_at = time.monotonic()
@@ -103,7 +108,7 @@ class RayProcess:
                     "--start-timeout"
                 )
             if time.monotonic() - looked_at > _LOOK_S:
-                # Ray itself goes on waiting for a raylet that has exited
+                # Ray keeps waiting for a raylet that has exited.
                 self._watch_core()
                 looked_at = time.monotonic()
             await asyncio.sleep(_POLL_S)
@@ -123,9 +128,7 @@ class RayProcess:
                 self._watch(pid, name)
 
     def _core(self) -> dict[int, str]:
-        """Pids and names of the processes without which the node is none; also of those that ``ray
-        start`` has not reaped.
-        """
+        """Return pid -> name of the essential processes, including exited ones not yet reaped."""
         assert self._process is not None
         found = {}
         for pid in family(self._process.pid, self._plan.tag) | descendants(
@@ -160,8 +163,9 @@ class RayProcess:
         os.close(pidfd)
 
     async def stop(self) -> None:
-        """End all of it: the raylet in order, so that its head knows, and the rest, which keeps
-        nothing, by force.
+        """Stop all processes: SIGTERM for the raylet, so that the head is notified, then SIGKILL.
+
+        The other processes have no state to save.
         """
         await self._end()
         with contextlib.suppress(OSError):
@@ -182,7 +186,7 @@ class RayProcess:
         process.kill()
         end_family(process.pid, self._plan.tag)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # it hangs in the kernel, which alone can end it
+            # A process that hangs in the kernel cannot be killed.
             process.wait(_END_S)
 
 
@@ -191,22 +195,21 @@ class NodeSeen(msgspec.Struct, frozen=True):
     address: str
     resources: Mapping[str, float]
     is_twice: bool = False
-    """Whether Ray still counts one of its rank that was killed before, for half a minute or so;
-    work would be sent there.
+    """Whether Ray still counts a killed earlier node of this rank, for about half a minute, and
+    would schedule work there.
     """
 
 
 class NodeView:
-    """The nodes that Ray's head knows, without a driver's connection, which takes a second and is
-    the script's to make.
+    """The node table of Ray's head, without a driver connection.
 
-    Its client is private in Ray.
+    A driver connection takes a second and belongs to the script. The client is private in Ray.
     """
 
     def __init__(self, address: str, environ: Mapping[str, str]) -> None:
         self._address = address
         self._client: Any = None
-        # Ray reads them when it is imported, which is later.
+        # Ray reads these at import, which happens later.
         os.environ.update(
             {name: value for name, value in environ.items() if name.startswith("RAY_")}
         )
@@ -219,9 +222,7 @@ class NodeView:
         return self._client
 
     def nodes(self, run_id: str) -> dict[int, NodeSeen]:
-        """Living nodes of the run, by rank; none while the head does not answer within two
-        seconds.
-        """
+        """Return the live nodes of the run by rank; {} if the head does not respond within 2 s."""
         from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
         from ray.exceptions import RaySystemError, RpcError
 
@@ -242,8 +243,10 @@ class NodeView:
         return seen
 
     def drain(self, node_id: str, reason: str, limit_s: float) -> None:
-        """Drain a node that ends in so many seconds, as ``ray drain-node`` does. Raises:
-        ConnectionError.
+        """Drain a node that ends in ``limit_s`` seconds, like ``ray drain-node``.
+
+        Raises:
+            ConnectionError: The head does not respond or rejects the drain.
         """
         from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
         from ray.exceptions import RaySystemError, RpcError

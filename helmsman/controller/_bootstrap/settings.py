@@ -1,5 +1,6 @@
-"""The variables that ``helmsman up`` sets on a node, with reasons; users' own values override them.
-Sizes and resources.
+"""Variables that ``helmsman up`` sets on a node, with reasons; sizes and resources for Ray.
+
+The user's own values override them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _STORE_MOST = 200 * GIB
 _SHM_SHARE = 0.95
 
 _FLAGS = {"CPU": "--num-cpus", "GPU": "--num-gpus", "memory": "--memory"}
-"""Of ``ray start``, each with a whole number."""
+"""Flags of ``ray start`` that take an integer."""
 
 Source = Literal["default", "your environment", "--env"]
 
@@ -38,7 +39,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 MANY_NODES = 32
-"""From so many nodes on, Ray is set to survive a busy head; below, to detect a lost host soon."""
+"""Clusters from this size on tolerate a busy head; smaller ones detect lost hosts early."""
 
 _FEW = (
     Setting(
@@ -99,9 +100,7 @@ _MANY = (
         "500",
         "nodes report five times less often to the head",
     ),
-    Setting(
-        "RAY_task_events_report_interval_ms", "5000", "the same for what Ray's dashboard shows"
-    ),
+    Setting("RAY_task_events_report_interval_ms", "5000", "the same for data of Ray's dashboard"),
 )
 _ALL = (
     Setting(
@@ -124,15 +123,15 @@ _ALL = (
         "0",
         "workers run at the priority of the script; Ray's default of 15 starves them",
     ),
-    Setting("RAY_USAGE_STATS_ENABLED", "0", "nothing is reported to anybody"),
+    Setting("RAY_USAGE_STATS_ENABLED", "0", "no usage statistics are sent"),
 )
 
 
 def cluster_defaults(num_nodes: int, start_s: float = 60.0) -> tuple[Setting, ...]:
-    """Ray's own variables for a cluster, the same on all nodes: the head's values hold everywhere.
+    """Return Ray's variables for a cluster; the head's values apply on all nodes.
 
-    ``start_s`` are the seconds that a start of Ray may take; on a busy node its own limits for
-    parts of it end it earlier.
+    ``start_s`` is the limit for a start of Ray, in seconds. It replaces Ray's own limits for parts
+    of a start, which are too short for a busy node.
     """
     seconds, reason = (
         max(1, round(start_s)),
@@ -153,23 +152,21 @@ NODE_DEFAULTS = (
         "0",
         "vLLM switches it off, and trainers that share a communicator with it must agree",
     ),
-    Setting("NCCL_DEBUG", "WARN", "NCCL says why it fails"),
+    Setting("NCCL_DEBUG", "WARN", "NCCL logs the cause of its failures"),
     Setting(
         "HCCL_CONNECT_TIMEOUT",
         "600",
         "ranks that load a large model late are waited for (seconds; 120 by default)",
     ),
-    Setting("PYTHONUNBUFFERED", "1", "what workers print is in their logs at once"),
+    Setting("PYTHONUNBUFFERED", "1", "output of workers appears in their logs at once"),
 )
-"""Of every node, for what runs there."""
+"""Variables of every node, for its workers and programs."""
 
 
 def variables(
     defaults: Iterable[Setting], environ: Mapping[str, str], given: Mapping[str, str]
 ) -> list[Setting]:
-    """These defaults, or the user's values for them: those of --env (``given``), else those of this
-    process's environment.
-    """
+    """Return the defaults with the user's values: first --env (``given``), then the environment."""
     layers: tuple[tuple[Source, Mapping[str, str]], ...] = (
         ("--env", given),
         ("your environment", environ),
@@ -187,10 +184,10 @@ def variables(
 
 
 def of_address(address: str, interface: str, *, chosen: bool) -> list[Setting]:
-    """Variables by which libraries find the node's address; ``interface`` is '' when it is not
-    known.
+    """Return the variables that give libraries the node's address; ``interface`` may be ''.
 
-    Where the user has ``chosen`` it, NCCL and HCCL, which may have faster ones, are held to it.
+    Only an interface that the user has ``chosen`` restricts NCCL and HCCL, which may have faster
+    ones.
     """
     found = [Setting("VLLM_HOST_IP", address, "the address that other nodes reach")]
     if interface:
@@ -204,7 +201,7 @@ def of_address(address: str, interface: str, *, chosen: bool) -> list[Setting]:
 
 
 def shown(settings: Sequence[Setting]) -> str:
-    """As a table, secrets masked."""
+    """Format settings as a table, with secrets masked."""
     rows = [
         (f"{each.name}={masked(each.name, each.value)}", each.source, each.reason)
         for each in settings
@@ -216,7 +213,11 @@ def shown(settings: Sequence[Setting]) -> str:
 
 
 def parse_variables(given: Iterable[str]) -> dict[str, str]:
-    """NAME=VALUE, as --env has them. Raises: PreflightError."""
+    """Parse NAME=VALUE arguments of --env.
+
+    Raises:
+        PreflightError: An argument has another form.
+    """
     parsed = {}
     for each in given:
         name, equals, value = each.partition("=")
@@ -228,7 +229,11 @@ def parse_variables(given: Iterable[str]) -> dict[str, str]:
 
 
 def parse_resources(text: str) -> dict[str, float]:
-    """Ray's logical resources as JSON, {"CPU": 8, "GPU": 2, "NPU": 4}. Raises: PreflightError."""
+    """Parse Ray's logical resources from JSON: {"CPU": 8, "GPU": 2, "NPU": 4}.
+
+    Raises:
+        PreflightError: The text is not a JSON object of valid amounts.
+    """
     try:
         parsed = msgspec.json.decode(text, type=dict[str, float])
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -251,18 +256,22 @@ def object_store_bytes(asked: float | None, available: int, shm_free: int) -> in
     """Return the size of Ray's object store in bytes.
 
     Args:
-        asked: in GiB; 30 % of the available memory, at most what /dev/shm has, when None.
-        available, shm_free: bytes of memory that programs can still take on this node, and that are
-            free in /dev/shm.
+        asked: Size in GiB; by default 30 % of the available memory, limited by /dev/shm.
+        available: Bytes of memory that programs can still allocate on this node.
+        shm_free: Free bytes of /dev/shm.
 
-    Raises: PreflightError where the store does not fit into /dev/shm, or leaves too little memory
-        for Ray's processes.
+    Returns:
+        The size in bytes.
+
+    Raises:
+        PreflightError: The store does not fit into /dev/shm, or leaves too little memory for Ray's
+            processes.
     """
     rest, shm = available - MEMORY_BESIDE_STORE, int(shm_free * _SHM_SHARE)
     step = "enlarge /dev/shm (docker --shm-size, an emptyDir with medium Memory)"
     if asked is not None:
         wanted = asked * GIB
-        if not STORE_LEAST <= wanted <= min(rest, shm):  # which is so for nan, too
+        if not STORE_LEAST <= wanted <= min(rest, shm):  # also rejects nan
             raise PreflightError(
                 f"--object-store {asked:g} GiB: /dev/shm has {size(shm_free)} free, and "
                 f"{size(available)} of memory are "

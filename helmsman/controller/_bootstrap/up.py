@@ -1,6 +1,4 @@
-"""``helmsman up``: from flags and the launcher's variables to a plan for this node, and its
-life.
-"""
+"""``helmsman up``: from flags and launcher variables to a node's plan and its execution."""
 
 from __future__ import annotations
 
@@ -75,22 +73,20 @@ from helmsman.rpc_server._wire.tls import TLS_VARIABLE, uses_tls
 
 TOKEN_VARIABLE = "HELMSMAN_TOKEN"
 _LONGEST_PLACE = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - len("/hm-0123456789")
-"""Bytes of a path below which Ray's sockets still fit into the address of one."""
+"""Maximum length in bytes of a folder path for which Ray's socket paths are short enough."""
 
 
 def add_command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     node_options: argparse.ArgumentParser,
 ) -> None:
-    """Describe ``helmsman up`` to the command line, with the options by which a node is
-    identified.
-    """
+    """Add ``helmsman up`` to the command line, with the options that identify a node."""
     up = commands.add_parser(
         "up",
         parents=[node_options],
-        help="bring a Ray cluster up on the nodes of this job, and run a script on it",
+        help="start a Ray cluster on the nodes of this job and run a script on it",
         usage="%(prog)s [options] -- program [argument ...]",
-        description="Give it to every node of a job. Rank 0 starts a Ray cluster, waits for all "
+        description="Run it on every node of a job. Rank 0 starts a Ray cluster, waits for all "
         "nodes and runs the program; "
         "the others join, and leave when the program has ended. Rank, number of nodes and head "
         "come from the launcher's "
@@ -103,30 +99,30 @@ def add_command(
         "--port",
         type=int,
         metavar="P",
-        help=f"of the head's Ray (default {HEAD_PORTS[0]}; any with one node)",
+        help=f"port of the head's Ray (default {HEAD_PORTS[0]}; any free one with one node)",
     )
     add(
         "--control-port",
         type=int,
         metavar="P",
-        help="on which the nodes' supervisors meet (default: --port + 1)",
+        help="port of the head's supervisor (default: --port + 1)",
     )
     add(
         "--interface",
         default="",
         metavar="NAME",
-        help="network interface that leads to the other nodes",
+        help="network interface towards the other nodes",
     )
     add(
         "--token-file",
         metavar="FILE",
-        help=f"a secret of the nodes (or {TOKEN_VARIABLE}); without it, any host can join",
+        help=f"file with a shared secret (or {TOKEN_VARIABLE}); without it, any host can join",
     )
     add(
         "--resources",
         default="{}",
         metavar="JSON",
-        help="resources for Ray, over those that are found: '{\"NPU\": 8}'",
+        help="resources for Ray, overriding the detected ones: '{\"NPU\": 8}'",
     )
     add(
         "--object-store",
@@ -139,7 +135,7 @@ def add_command(
         "--timeout",
         default=600.0,
         **seconds,
-        help="how long nodes are waited for (default %(default)g)",
+        help="seconds to wait for all nodes (default %(default)g)",
     )
     add(
         "--start-timeout",
@@ -151,7 +147,7 @@ def add_command(
         "--grace",
         default=5.0,
         **seconds,
-        help="for the program to end when it is told to (default %(default)g)",
+        help="seconds for the program to exit after a signal (default %(default)g)",
     )
     add(
         "--env",
@@ -161,11 +157,11 @@ def add_command(
         help="set a variable on this node (repeatable)",
     )
     add("--dashboard", action="store_true", help="start Ray's dashboard on the head")
-    add("--elastic", action="store_true", help="go on when another node is told to leave")
+    add("--elastic", action="store_true", help="continue when another node receives a signal")
     add(
         "--show-settings",
         action="store_true",
-        help="print what would be set on this node, and start nothing",
+        help="print the settings of this node and start nothing",
     )
     add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     up.set_defaults(run=run)
@@ -173,7 +169,7 @@ def add_command(
 
 def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
-        if (seconds := float(text)) >= 0.0:  # which nan is not
+        if (seconds := float(text)) >= 0.0:  # False for nan
             return seconds
     raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 on")
 
@@ -243,11 +239,13 @@ async def _on_existing_cluster(
 
 @contextlib.contextmanager
 def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
-    """(id, folder) for all that Ray writes in this node's part of a run.
+    """Yield (id, folder) for all files of Ray in this node's part of a run.
 
-    The folder belongs to this user alone, has a record that the run is alive, and is removed with
-    the run or, where that was killed, by the next. Raises: PreflightError where there is no place
-    for it.
+    The folder is private to this user and has a record that marks the run as alive. It is removed
+    with the run or, if the run was killed, by the next run.
+
+    Raises:
+        PreflightError: No place is suitable for the folder.
     """
     run_id = new_run_id()
     fitting = (place for place in up_places(environ) if len(os.fsencode(place)) <= _LONGEST_PLACE)
@@ -271,7 +269,7 @@ def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
 
 
 def _remove_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # the next run, or helmsman clean, removes the rest
+    with contextlib.suppress(OSError):  # the next run, or `helmsman clean`, removes the rest
         remove_tree(folder)
 
 
@@ -283,7 +281,7 @@ def keep_logs(run_id: str, folder: Path, report: StatusPrinter) -> None:
                 make_log_dir(kept, run_id)
                 shutil.move(path, kept / path.name)
             except OSError as error:
-                # such as a full disk; the exit code is of the run, and not of its logs
+                # For example a full disk; this must not change the exit code of the run.
                 report(f"Ray's logs of this node cannot be kept in {kept}: {error}")
                 return
     if kept.exists():
@@ -297,8 +295,10 @@ def make_plan(
     run_id: str,
     folder: Path,
 ) -> NodePlan:
-    """Make the plan for this node; see NodePlan for the arguments. Raises: PreflightError when it
-    cannot take part.
+    """Make the plan for this node; see NodePlan for the arguments.
+
+    Raises:
+        PreflightError: The node cannot take part in the run.
     """
     address, interface = node_address(identity, options.interface)
     alone = identity.count == 1
@@ -409,7 +409,7 @@ def _tls() -> bool:
 
 def _secret(path: str | None) -> str:
     if path is None:
-        # As from a file: a launcher's secret may have been made of one, with its last line end.
+        # Stripped as from a file: a launcher's secret may come from a file with a final newline.
         return os.environ.get(TOKEN_VARIABLE, "").strip()
     try:
         secret = Path(path).read_text().strip()
@@ -440,12 +440,13 @@ def versions() -> dict[str, str]:
 
 
 def node_address(identity: NodeIdentity, interface: str) -> tuple[str, str]:
-    """The IPv4 address by which other nodes reach this one, and its interface, '' where that cannot
-    be known.
+    """Return this node's IPv4 address for other nodes, and its interface ('' if unknown).
 
-    By ``interface`` when it is given, else by the route to the head; the head's own is the one by
-    which the others know it. Raises: PreflightError where there is none, or where only this host
-    could use it.
+    Uses ``interface`` if given, else the route to the head. The head uses the address of its own
+    name as the other nodes know it.
+
+    Raises:
+        PreflightError: There is no such address, or only this host could use it.
     """
     interfaces = _interfaces()
     described = (
@@ -465,7 +466,7 @@ def node_address(identity: NodeIdentity, interface: str) -> tuple[str, str]:
     else:
         address = address_towards(identity.head)
         if identity.rank == 0 and address.startswith("127."):
-            # many hosts have their own name there
+            # Many hosts map their own name to loopback.
             address = address_towards("")
     if identity.count > 1 and (problem := _why_unreachable(address, identity)):
         raise PreflightError(
@@ -497,7 +498,7 @@ def _why_unreachable(address: str, identity: NodeIdentity) -> str:
 
 
 def _interfaces() -> dict[str, str]:
-    """IPv4 addresses by interface; '' for one without."""
+    """Return the IPv4 addresses by interface; '' for an interface without one."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -511,9 +512,7 @@ def _interfaces() -> dict[str, str]:
 
 
 def require_port(port: int, what: str, flag: str, *, listens: bool) -> None:
-    """Raise PreflightError where a number is no port, or is taken (naming the program) and this
-    node is to listen on it.
-    """
+    """Raise PreflightError if a port is invalid, or taken where this node must listen on it."""
     if not 0 < port < 1 << 16:
         raise PreflightError(
             f"port {port}, {what}, is none: they go from 1 to 65535. Choose another by {flag}"
@@ -580,4 +579,4 @@ def _speaks_grpc(port: int) -> bool:
             answer = peer.recv(9)
     except OSError:
         return False
-    return len(answer) == 9 and answer[3] == 4  # a SETTINGS frame, which HTTP/2 begins with
+    return len(answer) == 9 and answer[3] == 4  # a SETTINGS frame, the first frame of HTTP/2

@@ -1,6 +1,4 @@
-"""``helmsman doctor``: ``observe`` collects facts about nodes as plain data; ``judge`` and
-``diagnose`` evaluate them alone.
-"""
+"""Node health checks: ``observe`` collects facts; ``judge`` and ``diagnose`` evaluate them."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ from helmsman.rpc_server._wire.segments import HAS_SEGMENTS, can_reuse
 State = Literal["ok", "warn", "bad"]
 
 HEAD_PORTS = (6379, 6380)
-"""Default ports of a head: of its Ray, and of its supervisor."""
+"""Default ports of the head: Ray and the supervisor."""
 
 _PACKAGES = ("ray", "torch", "transformers", "vllm")
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
@@ -38,16 +36,16 @@ _FILES_WANTED = 65_536
 OBJECT_STORE_SHARE = 0.3
 """Share of the available memory that Ray's object store takes; Ray's own rule."""
 STORE_LEAST = 80 << 20
-"""Smallest size of Ray's object store in bytes, with a reserve."""
+"""Minimum size of Ray's object store in bytes, with a reserve."""
 MEMORY_BESIDE_STORE = 450 << 20
-"""Bytes for Ray's own processes (330 MiB on a head) and the 100 MB for workers without which Ray
-does not start.
+"""Bytes for Ray's own processes (330 MiB on a head), and the 100 MB for workers that Ray needs to
+start.
 """
 _TEMP_FREE_WANTED = 10 << 30
 SOCKET_PATH_BYTES = 107
-"""Longest path of a socket."""
+"""Maximum length of a socket path."""
 RAY_SOCKET_BYTES = len("/ray/session_2026-01-01_00-00-00_000000_1000000/sockets/plasma_store")
-"""Of a socket of Ray's, below its folder for temporary files."""
+"""Length of the longest Ray socket path below Ray's temporary folder."""
 _UNLIMITED = 1 << 60
 
 
@@ -61,44 +59,42 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about a node. Sizes in bytes."""
+    """Facts about a node. Sizes are in bytes."""
 
     address: str
-    """By the route to the head, or to the world; '' where there is no route."""
+    """Local address of the route to the head or the internet; '' without a route."""
     launcher: str
-    """The result of identify_node."""
+    """Result of identify_node."""
     launcher_error: str = ""
     versions: Mapping[str, str]
-    """Package -> version; '' where it is not installed."""
+    """Package -> version; '' if it is not installed."""
     python: str
     kernel: str
     cpus: int
-    """Of the machine."""
+    """CPUs of the machine."""
     cpus_allowed: float
-    """Of this process, by its affinity and its control group."""
+    """CPUs available to this process by affinity and control group."""
     memory: int
-    """Of the machine, or what the control group or Slurm allows."""
+    """Memory of the machine, or the limit of the control group or Slurm."""
     memory_available: int
-    """Bytes that programs can still take: free memory, and memory that the system frees on
-    demand.
-    """
+    """Memory that programs can still allocate: free, or reclaimable by the system."""
     shm_total: int
     shm_free: int
     open_files: int
-    """Soft limit of file descriptors."""
+    """Soft limit on file descriptors."""
     open_files_hard: int
     devices: Sequence[str]
     device_kind: str
     temp_dir: str
     temp_free: int
     busy_ports: Mapping[int, str]
-    """Of those that were tried, with the reason why they cannot be had."""
+    """Tried ports that cannot be bound, with the reason."""
     tried_ports: Sequence[int]
     proxies: Mapping[str, str]
-    """Variables that make gRPC go by a proxy; secrets masked."""
+    """Variables that route gRPC through a proxy; secrets masked."""
     no_proxy: str
     segments: Literal["reused", "fresh", "none"]
-    """Whether large values travel in shared memory, and in memory that is used again."""
+    """Whether large values use shared memory, and whether that memory is reused."""
     clock: float
 
 
@@ -110,8 +106,17 @@ def observe(
     ports: Sequence[int] = HEAD_PORTS,
     environ: Mapping[str, str] | None = None,
 ) -> Observed:
-    """Look at this node; starts nothing, and takes no device. ``rank``, ``count`` and ``head`` are
-    as for identify_node; the TCP ports ``ports`` are tried.
+    """Collect facts about this node without starting anything or taking a device.
+
+    Args:
+        rank: As for identify_node.
+        count: As for identify_node.
+        head: As for identify_node.
+        ports: TCP ports to try to bind.
+        environ: Environment variables; those of this process by default.
+
+    Returns:
+        The facts.
     """
     environ = os.environ if environ is None else environ
     launcher, launcher_error = "not clear", ""
@@ -169,9 +174,7 @@ def observe(
 
 
 def judge(seen: Observed, *, num_devices: int | None = None) -> list[Check]:
-    """Evaluate a node, which should have ``num_devices`` accelerators; any number will do when
-    None.
-    """
+    """Evaluate a node, which should have ``num_devices`` accelerators; None accepts any number."""
     needed, wanted_shm = (
         STORE_LEAST + MEMORY_BESIDE_STORE,
         int(seen.memory_available * OBJECT_STORE_SHARE),
@@ -205,8 +208,8 @@ def judge(seen: Observed, *, num_devices: int | None = None) -> list[Check]:
         "RAY_TMPDIR"
     )
     ports = (
-        "A head that is to listen there cannot: choose another port, or end the program that "
-        "holds it (ss -tlnp)"
+        "A head cannot listen there: choose another port, or stop the program that holds it "
+        "(ss -tlnp)"
     )
     return [
         _check("launcher", seen.launcher, bool(seen.launcher_error), seen.launcher_error, "bad"),
@@ -331,12 +334,13 @@ def _proxies(seen: Observed) -> Check:
     return Check("proxies", names, "bad", advice)
 
 
-# --- looking --------------------------------------------------------------------------------------
+# --- observation ----------------------------------------------------------------------------------
 
 
 def address_towards(head: str) -> str:
-    """The address with which this node reaches the head, or the world when no head is named; ''
-    without a route. IPv4 where the target has both. Sends nothing.
+    """Return the local address of the route to the head, or to the internet without a head.
+
+    Prefers IPv4 if the target has both; '' without a route. Sends nothing.
     """
     for target in (head, "192.0.2.1", "2001:db8::1"):
         if not target:
@@ -348,7 +352,7 @@ def address_towards(head: str) -> str:
                 probe.connect(where)
                 address: str = probe.getsockname()[0]
                 return address
-        except (OSError, UnicodeError):  # the latter for what cannot be a name
+        except (OSError, UnicodeError):  # UnicodeError: not a valid host name
             continue
     return ""
 
@@ -381,9 +385,7 @@ def _read(path: str) -> str:
 
 
 def cpus_allowed(environ: Mapping[str, str]) -> float:
-    """CPUs that this process may use: by its affinity, its control group, and what Slurm says that
-    it has allocated.
-    """
+    """Return the number of CPUs allowed by affinity, control group and Slurm's allocation."""
     cpus = float(
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -395,8 +397,9 @@ def cpus_allowed(environ: Mapping[str, str]) -> float:
 
 
 def memory_allowed(environ: Mapping[str, str]) -> int:
-    """Bytes of memory of this machine, of its control group, or that Slurm says it has allocated;
-    the least of them.
+    """Return the smallest of the machine's memory, the control groups' limits and Slurm's limit.
+
+    In bytes.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     allowed = min([total, *(group.limit for group in memory_groups())])
@@ -411,9 +414,7 @@ def memory_allowed(environ: Mapping[str, str]) -> int:
 
 
 def memory_available(environ: Mapping[str, str]) -> int:
-    """Bytes of memory that programs here can still take, of the machine and of each control group
-    around this process.
-    """
+    """Return the bytes that programs can still allocate on the machine and in control groups."""
     known = [memory_allowed(environ), *(group.limit - group.used for group in memory_groups())]
     if found := re.search(r"^MemAvailable: +(\d+) kB", _read("/proc/meminfo"), re.MULTILINE):
         known.append(int(found.group(1)) << 10)
@@ -423,18 +424,16 @@ def memory_available(environ: Mapping[str, str]) -> int:
 class MemoryGroup(msgspec.Struct, frozen=True):
     limit: int
     used: int
-    """Bytes in use, without cached files, which the kernel frees on demand; Ray counts in the same
-    way.
-    """
+    """Bytes in use without cached files, which the kernel reclaims on demand; as Ray counts."""
 
 
 def memory_groups(
     own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
 ) -> list[MemoryGroup]:
-    """The control groups around this process that limit memory, of version 1 and 2.
+    """Return the control groups around this process that limit memory, of version 1 and 2.
 
-    ``own`` is the file with the paths of this process's groups, below ``root``; a container that
-    does not show them shows its own as the root.
+    ``own`` is the file with the paths of this process's groups below ``root``. A container that
+    hides these paths mounts its own group as the root.
     """
     found = []
     paths = {"memory": "/", "": "/"} | {
@@ -459,7 +458,7 @@ def memory_groups(
 
 
 def bind_error(port: int) -> int:
-    """The error number of a bind to this port; 0 where it is free."""
+    """Return the error number of binding to this port; 0 if it is free."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -470,7 +469,7 @@ def bind_error(port: int) -> int:
 
 
 def size(num_bytes: int) -> str:
-    """'7.5 GiB'."""
+    """Format a size: '7.5 GiB'."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if num_bytes >= 1 << power:
             return f"{num_bytes / (1 << power):.1f} {unit}"
@@ -478,10 +477,10 @@ def size(num_bytes: int) -> str:
 
 
 MOST_SKEW_S = 1.0
-"""Clocks that are further apart make logs and time-outs hard to read."""
+"""Clock difference between nodes above which logs and timeouts are hard to interpret."""
 
 _SAME_EVERYWHERE = ("python", "helmsman", "ray", "torch", "transformers", "vllm")
-"""A cluster whose nodes differ in these does not start, or fails later."""
+"""Values that must be equal on all nodes; otherwise the cluster fails at start or later."""
 _ADVISED_SAME = ("kernel", "cpus", "memory", "accelerators", "open files", "shared memory")
 _RANKS: Mapping[State, int] = {"ok": 0, "warn": 1, "bad": 2}
 
@@ -501,9 +500,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
         return max((check.state for check in checks), key=_RANKS.__getitem__, default="ok")
 
     def report(self, *, everything: bool = False) -> str:
-        """For people: the table of a single node; of several, the checks that are not ok, and the
-        differences.
-        """
+        """Format the table of a single node, or the failed checks and differences of several."""
         if len(self.nodes) == 1:
             return "\n".join([_table(self.nodes[0].checks), *_advice(self.nodes[0].checks)])
         lines = [f"{len(self.nodes)} nodes"]
@@ -527,8 +524,13 @@ def diagnose(
 ) -> Diagnosis:
     """Evaluate nodes by their facts.
 
-    ``skews_s`` are the seconds that each clock is ahead of this one's; every node should have
-    ``num_devices`` accelerators.
+    Args:
+        seen: Facts of each node, by name.
+        num_devices: Expected accelerators per node; None accepts any number.
+        skews_s: Seconds by which each node's clock is ahead of this one's.
+
+    Returns:
+        The checks of each node, and between the nodes.
     """
     nodes = [
         Examined(node, judge(observed, num_devices=num_devices)) for node, observed in seen.items()
@@ -559,9 +561,7 @@ def _between(nodes: Sequence[Examined], skews_s: Mapping[str, float]) -> list[Ch
             checks.append(Check(name, value, "bad", "Install the same version on every node"))
         else:
             checks.append(
-                Check(
-                    name, value, "warn", "That may be meant; if not, look at the nodes that differ"
-                )
+                Check(name, value, "warn", "If this is not intended, check the nodes that differ")
             )
     if skews_s:
         spread = max(skews_s.values()) - min(skews_s.values())
@@ -591,8 +591,9 @@ def _advice(checks: Sequence[Check]) -> list[str]:
 
 
 def skew_s(observed: Observed, asked_at: float, answered_at: float) -> float:
-    """Seconds that a node's clock is ahead of this one's, at least; the time of the question bounds
-    the precision.
+    """Return the minimum seconds that a node's clock is ahead of this one's.
+
+    The duration of the request limits the precision.
     """
     if asked_at <= observed.clock <= answered_at:
         return 0.0

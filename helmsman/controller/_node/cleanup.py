@@ -1,10 +1,9 @@
-"""Finds and removes processes and folders of runs whose controller was killed, by their mark or
-tag, and old logs.
+"""Clean-up of old logs, and of processes and folders of runs whose controller was killed.
 
-A run counts as dead when its record exists and is not locked. Processes without a record belong to
-a controller on another machine, or to one whose record was removed: they are ended only when the
-run is named. Only directories whose paths are made from a run's id are removed, and only real ones
-of this user.
+Processes are found by their mark or tag. A run is dead if its record exists and is not locked.
+Processes without a record belong to a controller on another machine, or to one whose record was
+removed; they are ended only if the run is named explicitly. Only directories whose paths are built
+from a run's id are removed, and only real directories of this user.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ log = logging.getLogger(__name__)
 
 KEPT_RUNS = 20
 KEPT_S = 14 * 86400.0
-"""Retention rule of logs in the default place: the newest KEPT_RUNS runs, for KEPT_S seconds after
-their last change.
+"""Retention of logs in the default place: the newest KEPT_RUNS runs, for KEPT_S seconds after their
+last change.
 """
 
 _END_S = 5.0
@@ -56,43 +55,40 @@ _UP_FOLDER = re.compile(rf"hm-{RUN_ID.pattern}")
 class LeftProcess(msgspec.Struct, frozen=True):
     pid: int
     started: int
-    """Clock ticks since boot, which tells it from a successor of its pid."""
+    """Start time in clock ticks since boot, which identifies the process if its pid is reused."""
     run_id: str
     of: str
-    """The worker below which it was started, by name or by 'worker <pid>'; 'forkserver' or
-    'ray'.
-    """
+    """Worker that started the process, by name or as 'worker <pid>'; or 'forkserver' or 'ray'."""
     command: str
 
 
 class Leftover(msgspec.Struct, frozen=True):
     run_id: str
     state: str
-    """alive, dead, unknown where there are processes and no record, or ended where there are only
-    logs.
-    """
+    """'alive', 'dead', 'unknown' (processes without a record) or 'ended' (only logs)."""
     record: RunRecord | None
     processes: list[LeftProcess]
     folders: list[str]
-    """Sockets and the like; not the logs."""
+    """Folders for sockets and similar files, without logs."""
     logs: list[str] = []
-    """Log directories in the default place that are to be removed."""
+    """Removable log directories in the default place."""
 
 
 def leftovers(
     run_ids: Collection[str] = (), *, logs: bool = False, alive: Collection[str] = ()
 ) -> list[Leftover]:
-    """The processes, folders and removable logs of this user's runs on this machine, dead and
-    alive, an entry per run.
+    """Return the processes, folders and removable logs of this user's runs on this machine.
 
     Args:
-        run_ids: only these runs; all when empty.
-        logs: list the logs of all runs that have ended; otherwise only those that are kept no
-            longer.
-        alive: runs that are known from elsewhere to be alive.
+        run_ids: Only these runs; all if empty.
+        logs: List the logs of all ended runs, instead of those past their retention.
+        alive: Runs that are known from other nodes to be alive.
+
+    Returns:
+        One entry per run, dead or alive.
     """
-    # Records are read last: a run writes its record before all else, so that of each run that is
-    # seen here is seen, too.
+    # Read the records last: a run writes its record first, so every run found before has its record
+    # by now.
     folders, log_folders = _folders(), log_dirs()
     processes: dict[str, list[LeftProcess]] = {}
     for process in _marked():
@@ -120,8 +116,9 @@ def leftovers(
 def _removable_logs(
     log_folders: Iterable[tuple[str, Path, float]], *, everything: bool, living: Collection[str]
 ) -> dict[str, list[str]]:
-    """Default log directories by run: those that the retention rule drops, or all; none of a run
-    that is alive.
+    """Return the default log directories, by run, that are past retention, or all.
+
+    Logs of live runs are never included.
     """
     oldest = time.time() - KEPT_S
     found: dict[str, list[str]] = {}
@@ -133,28 +130,29 @@ def _removable_logs(
 
 def remove_old_logs() -> None:
     if not _removable_logs(log_dirs(), everything=False, living=()):
-        return  # before the process table is read, which takes longer
+        return  # before reading the process table, which is slower
     for left in leftovers():
         for problem in _remove_trees(left.logs):
             log.info("old logs stay: %s", problem)
 
 
 def _remove_trees(paths: Iterable[str]) -> list[str]:
-    """Remove directories; returns what could not be removed, a line each."""
+    """Remove directories; return one line per failure."""
     problems = []
     for path in paths:
         try:
             remove_tree(path)
         except FileNotFoundError:
-            continue  # removed by another process meanwhile
+            continue  # removed concurrently by another process
         except OSError as error:
             problems.append(f"{path} cannot be removed: {error}")
     return problems
 
 
 def _folders() -> dict[str, list[str]]:
-    """This user's folders of sockets, by run. One without record and processes is left over: a run
-    writes its record first.
+    """Return this user's socket folders by run.
+
+    A folder without record and processes is left over, since a run writes its record first.
     """
     found: dict[str, list[str]] = {}
     for path in sorted(Path(tempfile.gettempdir()).glob("helmsman-*")):
@@ -165,10 +163,10 @@ def _folders() -> dict[str, list[str]]:
 
 
 def _up_folders(record: RunRecord | None) -> list[str]:
-    """Folders for Ray's files of a ``helmsman up`` with this record.
+    """Return the folders for Ray's files of a ``helmsman up`` with this record.
 
-    A folder without a record stays: its run may wait for its head, with a record below another
-        TMPDIR.
+    A folder without a record is kept: its run may be waiting for its head, with a record under
+    another TMPDIR.
     """
     if record is None or record.scheduler != UP:
         return []
@@ -177,14 +175,15 @@ def _up_folders(record: RunRecord | None) -> list[str]:
 
 
 def up_places(environ: Mapping[str, str]) -> list[Path]:
-    """Where ``helmsman up`` puts the folders of its runs: the first of these where Ray's sockets
-    fit.
+    """Return the candidate places for run folders of ``helmsman up``.
+
+    It uses the first one below which Ray's socket paths are short enough.
     """
     named = [
         os.path.abspath(each) for each in (environ.get("RAY_TMPDIR"), tempfile.gettempdir()) if each
     ]
     places = [Path(each) for each in (*named, "/tmp")]
-    # What runs on the cluster of a run has that run's folder as RAY_TMPDIR.
+    # Programs on a run's cluster inherit that run's folder as RAY_TMPDIR.
     return list(
         dict.fromkeys(
             place.parent if _UP_FOLDER.fullmatch(place.name) else place for place in places
@@ -197,12 +196,13 @@ def up_folder(place: Path, run_id: str) -> Path:
 
 
 def remove(left: Leftover) -> list[str]:
-    """End the processes of a run and remove its folders, its record and the logs that it lists.
+    """Remove the processes, folders, record and listed logs of a run.
 
-    Returns: what could not be removed, a line each.
+    Returns:
+        One line for each failure.
     """
     _end(left.processes)
-    # what those started meanwhile
+    # Processes that were started in the meantime.
     later = [process for process in _marked() if process.run_id == left.run_id]
     _end(later)
     problems = [
@@ -223,7 +223,7 @@ def remove(left: Leftover) -> list[str]:
 
 
 def _elsewhere(left: Leftover) -> Path | None:
-    """The folder of a run of ``helmsman up`` that was started with another RAY_TMPDIR."""
+    """Return the folder of a ``helmsman up`` that was started with another RAY_TMPDIR."""
     if left.record is None or left.record.scheduler != UP:
         return None
     path = Path(left.record.log_dir)
@@ -237,10 +237,10 @@ def _elsewhere(left: Leftover) -> Path | None:
 
 def _marked() -> Iterator[LeftProcess]:
     for row in process_table().values():
-        # Other users choose their marks and environments; nothing of theirs is looked at.
+        # Other users control their marks and environments, so their processes are ignored.
         if row.state == "Z" or row.pid == os.getpid() or uid_of(row.pid) != os.getuid():
             continue
-        with contextlib.suppress(OSError):  # it has gone meanwhile
+        with contextlib.suppress(OSError):  # the process has exited
             run_id, _, of = _tag_of(row.pid).partition("/")
             if (mark := mark_of(row.pid)) is not None and mark.run_id != run_id:
                 run_id, of = (
@@ -260,9 +260,7 @@ def _marked() -> Iterator[LeftProcess]:
 
 
 def _tag_of(pid: int) -> str:
-    """The tag in the environment of a process; '' without one, or where the kernel keeps the
-    environment from this user.
-    """
+    """Return the tag in the environment of a process; '' if absent or not readable."""
     name = f"{TAG_VARIABLE}=".encode()
     with contextlib.suppress(PermissionError):
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
@@ -274,7 +272,7 @@ def _tag_of(pid: int) -> str:
 def _end(processes: Sequence[LeftProcess]) -> None:
     for process in processes:
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            pidfd = os.pidfd_open(process.pid)  # so that a successor of the pid cannot be hit
+            pidfd = os.pidfd_open(process.pid)  # a reused pid cannot be hit
             stack.callback(os.close, pidfd)
             if _lives(process):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)

@@ -1,6 +1,4 @@
-"""The accelerators that a worker may see, counted by device files and masks, without a driver
-library.
-"""
+"""Accelerators visible to a worker, detected by device files and masks without a driver library."""
 
 from __future__ import annotations
 
@@ -15,17 +13,22 @@ _DEVICE_FILES = {"cuda": "/dev/nvidia[0-9]*", "npu": "/dev/davinci[0-9]*"}
 
 
 def visibility(kind: str, granted: Sequence[str], raylet_mask: str | None = None) -> dict[str, str]:
-    """The environment with which a process sees just the granted devices of a kind, and none of the
-    other kinds.
+    """Return the environment that restricts a process to its granted devices.
 
-    A process without devices sees none, whatever mask it would have inherited.
+    Devices of other kinds are hidden. A process without devices sees none, regardless of the mask
+    that it would inherit.
 
     Args:
-        kind: key of PLATFORMS; any for a process without devices.
-        granted: ids as they were granted; see physical_ids.
-        raylet_mask: the visibility variable of the granting raylet; None where it has none, or the
-            ids are physical ones already and in order.
-    Raises: DeviceMismatchError.
+        kind: Key of PLATFORMS; any for a process without devices.
+        granted: Ids as granted; see physical_ids.
+        raylet_mask: Visibility variable of the granting raylet; None if it has none, or if the ids
+            are already physical and in order.
+
+    Returns:
+        Environment variables by name.
+
+    Raises:
+        DeviceMismatchError: The ids are neither in the mask nor positions in it.
     """
     environment = {
         info.visibility_env_var: "" for info in PLATFORMS.values() if info.visibility_env_var
@@ -43,13 +46,14 @@ def visibility(kind: str, granted: Sequence[str], raylet_mask: str | None = None
 def physical_ids(
     kind: str, granted: Sequence[str], raylet_mask: str | None
 ) -> list[tuple[int, str]]:
-    """(position on the node, physical id) of granted devices, in the order of the node.
+    """Return (position on the node, physical id) of granted devices, in node order.
 
-    A raylet that itself runs under a mask, such as 4,5,6,7, counts its devices from 0, and Ray maps
-    what it grants back to the ids of the mask, in any order, whatever its NOSET variables say
-    (tests/multinode/test_devices.py). Ids that are not in the mask can only be such counts.
+    A raylet under a mask such as 4,5,6,7 numbers its devices from 0. Ray maps granted devices back
+    to the ids of the mask, in any order and regardless of its NOSET variables
+    (tests/multinode/test_devices.py). Ids that are not in the mask must be such numbers.
 
-    Raises: DeviceMismatchError for ids that are neither.
+    Raises:
+        DeviceMismatchError: The ids are neither in the mask nor positions in it.
     """
     listed = split_mask(raylet_mask)
     if not listed:
@@ -69,20 +73,17 @@ def physical_ids(
 
 
 def split_mask(mask: str | None) -> list[str] | None:
-    """The ids of a visibility variable: none for one that hides everything, None for one that is
-    not set.
-    """
+    """Return the ids of a visibility variable; [] if it hides all devices, None if unset."""
     if mask is None:
         return None
     return [part.strip() for part in mask.split(",") if part.strip().lower() not in EMPTY_MASKS]
 
 
 def detect_devices(num_gpus: int | None, accelerator: str | None) -> DevicePool:
-    """The devices that this process may hand out: those of its mask or, without one, of the
-    machine; ``num_gpus`` of them if given.
+    """Return the devices that this process may assign: those of its mask, or of the machine.
 
-    Where ``num_gpus`` asks for more than were found they are numbered on: logical devices, for
-        tests and dry runs.
+    With ``num_gpus``, return that many. Missing devices are then logical ones with further numbers,
+    for tests and dry runs.
     """
     pools = {kind: _found(kind) for kind in ([accelerator] if accelerator else _DEVICE_FILES)}
     kind, ids = next(
@@ -101,7 +102,7 @@ def _found(kind: str) -> list[str]:
 
 
 class DevicePool:
-    """The devices of one machine and who holds them."""
+    """The devices of one machine and their holders."""
 
     def __init__(self, kind: str, ids: Sequence[str]) -> None:
         self.kind = kind

@@ -1,4 +1,4 @@
-"""driver.log, the story of a run: its roles, deaths, restarts and weight versions, and warnings."""
+"""driver.log: the roles, deaths, restarts, weight versions and warnings of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helmsman.rpc_server._process.safe_files import open_log
 log = logging.getLogger(__name__)
 
 story = logging.getLogger("helmsman.run")
-"""Lines of the story. They do not propagate: a script's own handlers receive warnings alone."""
+"""Logger of run events. It does not propagate, so a script's handlers receive only warnings."""
 story.setLevel(logging.INFO)
 story.propagate = False
 
@@ -26,21 +26,21 @@ _SHOWN = 8
 
 
 class DriverLog(logging.FileHandler):
-    """Writes the story and the warnings of this process to a run's driver.log.
+    """Writes run events and warnings of this process to a run's driver.log.
 
-    All runs that are open in this process get the same lines.
+    Every run that is open in this process receives the same lines.
     """
 
     def __init__(self, log_dir: Path, run_id: str) -> None:
         super().__init__(
             log_dir / "driver.log", mode="w", delay=True
-        )  # with "a" a late line would open it once more
+        )  # with "a", a late record would reopen the file
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._run_id = run_id
         self._is_begun = False
 
     def begin(self, scheduler: str) -> None:
-        """Open the file and take lines from now on; without effect after the first time."""
+        """Open the file and start logging. Idempotent."""
         if self._is_begun:
             return
         self._is_begun = True
@@ -73,7 +73,7 @@ class DriverLog(logging.FileHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
-        # Without any handler, logging shows warnings on standard error; this one must not end that.
+        # Without handlers, logging prints warnings to stderr; adding this one must not stop that.
         is_only = not logging.root.handlers and all(
             isinstance(each, DriverLog) for each in _PACKAGE.handlers
         )
@@ -90,7 +90,7 @@ class DriverLog(logging.FileHandler):
 
 
 def listed(items: Collection[str]) -> str:
-    """The first items, and the number of the others."""
+    """Format the first items and the number of the others."""
     shown = list(items)[:_SHOWN]
     return ", ".join(shown) + (
         f" and {len(items) - len(shown)} more" if len(items) > len(shown) else ""

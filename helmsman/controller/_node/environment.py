@@ -1,8 +1,8 @@
 """A worker's environment as a pure function of the driver's.
 
-A fork hands down everything, a cluster nothing. Both are wrong: the driver's device mask, rank or
-address in another process shows later as a hang, and without forwarding NCCL_DEBUG has no effect.
-So lists decide, and ``SchedulingSpec.env_vars`` wins over them.
+A forked worker inherits every variable, and a cluster worker none. Both are wrong: the driver's
+device mask, rank or address causes a hang in another process, and without forwarding NCCL_DEBUG has
+no effect. The lists below decide, and ``SchedulingSpec.env_vars`` overrides them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ THREAD_VARIABLES = (
     "BLIS_NUM_THREADS",
     "RAYON_NUM_THREADS",  # Hugging Face's tokenizers
 )
-"""Set from ``SchedulingSpec.cpu``: each library else takes every core of the node, in every worker
-of the node.
+"""Set from ``SchedulingSpec.cpu``; otherwise each library in every worker uses all cores of the
+node.
 """
 
 
@@ -62,7 +62,7 @@ _RULES: tuple[tuple[Reach, Mapping[str, str]], ...] = (
     (
         "this machine",
         {
-            # What a program needs in order to run at all; another node has its own.
+            # Required to run a program at all; other nodes have their own values.
             "the user's session": "PATH HOME USER LOGNAME SHELL LANG LANGUAGE LC_* TZ TERM "
             "HOSTNAME PWD",
             "folders of this machine": "TMPDIR TEMP TMP XDG_CACHE_HOME XDG_CONFIG_HOME "
@@ -76,13 +76,12 @@ _RULES: tuple[tuple[Reach, Mapping[str, str]], ...] = (
             "where CANN is here": "ASCEND_HOME_PATH ASCEND_TOOLKIT_HOME ASCEND_OPP_PATH "
             "ASCEND_AICPU_PATH "
             "ASCEND_CUSTOM_OPP_PATH",
-            # A proxy and its certificates belong to a network, and the driver's may not be that of
-            # the other nodes.
+            # A proxy and its certificates belong to a network, which other nodes may not share.
             "the network of this machine": "http_proxy https_proxy ftp_proxy all_proxy no_proxy "
             "HTTP_PROXY HTTPS_PROXY "
             "FTP_PROXY ALL_PROXY NO_PROXY SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE "
             "CURL_CA_BUNDLE",
-            # On another node they lead its process group astray.
+            # On another node they would misdirect its process group.
             "the address of this machine": "HCCL_IF_IP VLLM_HOST_IP SGLANG_HOST_IP SGL_HOST_IP "
             "HOST_IP NCCL_HOSTID",
         },
@@ -90,7 +89,7 @@ _RULES: tuple[tuple[Reach, Mapping[str, str]], ...] = (
     (
         "everywhere",
         {
-            # Read when an interpreter starts, so they reach what an engine launches.
+            # Read at interpreter start, so programs that an engine launches receive them too.
             "Python's switches": "PYTHONUNBUFFERED PYTHONFAULTHANDLER PYTHONWARNINGS "
             "PYTHONDONTWRITEBYTECODE PYTHONHASHSEED",
             "switches of torch_npu": "TASK_QUEUE_ENABLE INF_NAN_MODE_ENABLE COMBINED_ENABLE "
@@ -110,7 +109,7 @@ _RULES: tuple[tuple[Reach, Mapping[str, str]], ...] = (
         },
     ),
 )
-"""Shell patterns of names by reach and rule; the first that matches decides."""
+"""Shell patterns of names by reach and rule; the first match decides."""
 
 
 class Forwarding(NamedTuple):
@@ -119,20 +118,20 @@ class Forwarding(NamedTuple):
 
 
 class ForwardedVariable(msgspec.Struct, frozen=True, kw_only=True):
-    """A variable of a shell and what becomes of it; a row of ``helmsman env``."""
+    """The forwarding of one shell variable; a row of ``helmsman env``."""
 
     name: str
     value: str
-    """Secrets masked."""
+    """Value with secrets masked."""
     reach: Reach
-    """everywhere: every worker gets it; this machine: workers of LocalScheduler do, other nodes
-    have their own; nowhere.
+    """'everywhere': every worker; 'this machine': only workers of LocalScheduler, since other nodes
+    have their own; 'nowhere': no worker.
     """
     rule: str
 
 
 def forwarding_of(name: str) -> Forwarding:
-    """How far the driver's variable ``name`` goes."""
+    """Return the forwarding rule of a driver variable."""
     for reach, rules in _RULES:
         for rule, patterns in rules.items():
             for pattern in patterns.split():
@@ -142,7 +141,7 @@ def forwarding_of(name: str) -> Forwarding:
 
 
 def forwarding_report(environ: Mapping[str, str]) -> list[ForwardedVariable]:
-    """The reach of each variable of a shell, sorted by name, secrets masked."""
+    """Return the forwarding of each variable of a shell, sorted by name, secrets masked."""
     return [
         ForwardedVariable(name=name, value=masked(name, value), reach=way.reach, rule=way.rule)
         for name, value in sorted(environ.items())
@@ -157,10 +156,10 @@ def worker_environment(
     *,
     same_machine: bool,
 ) -> list[EnvironmentVariable]:
-    """The variables that are set in a worker, sorted by name.
+    """Return the variables that are set in a worker, sorted by name.
 
-    ``devices`` has its device masks and what else its scheduler wants in it. With ``same_machine``
-    the worker has no environment but this: then what a program of this machine needs is in it.
+    ``devices`` has its device masks and other variables of its scheduler. With ``same_machine`` the
+    worker inherits nothing, so the result includes the variables that local programs need.
     """
     reaches = ("everywhere", "this machine") if same_machine else ("everywhere",)
     forwarded = {
@@ -182,10 +181,8 @@ def worker_environment(
 
 
 def _thread_count(spec: SchedulingSpec) -> str:
-    """The spec's own OMP_NUM_THREADS holds for the other libraries, too: torch takes MKL's count
-    for its own.
-    """
-    # what follows is for nested levels
+    """Return the spec's OMP_NUM_THREADS or CPUs; torch takes MKL's count for its own."""
+    # Later entries are for nested levels.
     own = spec.env_vars.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return own if own.isdecimal() else str(max(1, int(spec.cpu)))
 

@@ -1,9 +1,8 @@
-"""Rank of this node, number of nodes and head, from flags and from the variables that launchers
-set.
+"""Rank of this node, number of nodes and head, from flags and launcher variables.
 
-Flags come first, then RAY_ADDRESS (a cluster that is there already), then variables of one launcher
-alone, then the bare RANK, WORLD_SIZE and MASTER_ADDR, which elsewhere count processes. Launchers
-may be nested (torchrun in Slurm) and must agree. Nothing here looks at the machine.
+Precedence: flags, RAY_ADDRESS (an existing cluster), variables specific to one launcher, then bare
+RANK, WORLD_SIZE and MASTER_ADDR, which other launchers use to count processes. Nested launchers
+(torchrun in Slurm) must agree. Nothing here inspects the machine.
 """
 
 from __future__ import annotations
@@ -19,35 +18,35 @@ from helmsman.api.errors import LauncherError
 class Fact(msgspec.Struct, frozen=True):
     value: int | str
     said_by: str
-    """'SLURM_NODEID=3', '--node-rank 3'."""
+    """Source, e.g. 'SLURM_NODEID=3' or '--node-rank 3'."""
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of one source; None where it has none."""
+    """Facts from one source; None for those that it lacks."""
 
     launcher: str
     rank: Fact | None = None
     count: Fact | None = None
     head: Fact | None = None
     processes_per_node: Fact | None = None
-    """How many processes the launcher starts on a node; more than one is refused, since one drives
-    it.
+    """Processes that the launcher starts per node; more than one is rejected, since one process
+    controls the node.
     """
     counts_processes: bool = False
-    """Whether ``count`` is a number of processes, which is the number of nodes where each node has
-    one.
+    """Whether ``count`` is a number of processes, equal to the number of nodes at one process per
+    node.
     """
 
 
 class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
     launcher: str
-    """The source; 'this machine alone' when there is none."""
+    """Source of the facts; 'this machine alone' without a source."""
     rank: int
     count: int
     head: str = ""
-    """Host name or address of the head; '' on a head that no source names, and with one node."""
+    """Host name or address of the head; '' on a head without a source for it, or with one node."""
     attach_to: str = ""
-    """Address of a Ray cluster that is there already; nothing is started then."""
+    """Address of an existing Ray cluster; nothing is started then."""
     said_by: Mapping[str, str] = {}
 
 
@@ -67,9 +66,20 @@ def identify_node(
     count: int | None = None,
     head: str | None = None,
 ) -> NodeIdentity:
-    """This node's place in the run, by environment variables and the flags --node-rank, --num-nodes
-    and --head. Raises: LauncherError where two sources say different things, a launcher starts
-    several processes on a node, or a part is missing or makes no sense.
+    """Return this node's place in the run.
+
+    Args:
+        environ: Environment variables.
+        rank: Value of --node-rank.
+        count: Value of --num-nodes.
+        head: Value of --head.
+
+    Returns:
+        The identity of the node.
+
+    Raises:
+        LauncherError: Sources disagree, a launcher starts several processes on a node, or a value
+            is missing or invalid.
     """
     given = zip(_FIELDS.items(), (rank, count, head), strict=True)
     flags = {
@@ -104,19 +114,16 @@ def identify_node(
 
 
 def find_many_nodes(environ: Mapping[str, str]) -> Said | None:
-    """The launcher by which this process runs on one of several nodes; None where there is one
-    node, or no launcher states it.
+    """Return the launcher that runs this process on one of several nodes; None otherwise.
 
-    Several processes on a node are allowed here, and the innermost launcher that states a number
-    decides.
+    Several processes per node are allowed here. The innermost launcher with a count decides.
     """
     for read in (*_LAUNCHERS, _generic):
         try:
             said = read(environ)
             local = _number(environ, "LOCAL_WORLD_SIZE")
         except LauncherError:
-            # variables that make no sense name no other node; `helmsman up` and `doctor` report
-            # them
+            # Invalid variables do not imply another node; `helmsman up` and `doctor` report them.
             continue
         if said is None or said.count is None:
             continue
@@ -208,13 +215,13 @@ class _Variables(msgspec.Struct, frozen=True):
     head: str = ""
     processes_per_node: str = ""
     marker: str = ""
-    """The variable that shows its presence; its rank where that is ''."""
+    """Variable that indicates the launcher; by default that of the rank."""
     unless: str = ""
-    """The variable that shows that another launcher has its facts."""
+    """Variable that indicates another launcher with the same facts."""
     counts_processes: bool = False
 
     def read(self, environ: Mapping[str, str]) -> Said | None:
-        """Its facts; None where it is not there."""
+        """Return the launcher's facts; None if it is not present."""
         if not environ.get(self.marker or self.rank) or self.unless in environ:
             return None
         return Said(
@@ -248,7 +255,7 @@ def _slurm(environ: Mapping[str, str]) -> Said | None:
 
 def _volcano(environ: Mapping[str, str]) -> Said | None:
     tasks = [name[3:-6] for name in environ if re.fullmatch(r"VC_.+_HOSTS", name)]
-    # Which of several tasks is this node's is unknown: count and head are for flags.
+    # With several tasks, this node's task is unknown, so flags must set count and head.
     names = (f"VC_{tasks[0]}_NUM", f"VC_{tasks[0]}_HOSTS") if len(tasks) == 1 else ("", "")
     return _Variables("Volcano", "VC_TASK_INDEX", *names).read(environ)
 
@@ -281,7 +288,7 @@ _LAUNCHERS: tuple[Callable[[Mapping[str, str]], Said | None], ...] = (
     _Variables("a Kubernetes Indexed Job", "JOB_COMPLETION_INDEX").read,
     _slurm,
 )
-"""Those that may run inside another before that one."""
+"""Inner launchers before the launchers that may contain them."""
 
 _generic = _Variables(
     "RANK and WORLD_SIZE (PAI-DLC)", "RANK", "WORLD_SIZE", "MASTER_ADDR", counts_processes=True
@@ -292,8 +299,10 @@ _HOST = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 
 
 def first_host(text: str) -> str:
-    """The first host of a list in Slurm's syntax: gpu001-a of 'gpu[001-003,007]-a,login'. Raises:
-    LauncherError.
+    """Return the first host of a Slurm list: gpu001-a of 'gpu[001-003,007]-a,login'.
+
+    Raises:
+        LauncherError: The text is not a list of hosts.
     """
     if not re.fullmatch(rf"{_HOST}(,{_HOST})*", text):
         raise _incomplete("Slurm", ["a list of hosts"], [text])

@@ -1,9 +1,8 @@
-"""The runs of this machine: a record for each, which tells whether its controller lives, and
-directories for logs.
+"""Registry of the runs of this machine: a locked record for each run, and log directories.
 
-A record is a file that its controller keeps locked; the kernel gives the lock back however the
-controller ends. Records and logs lie in directories of this user alone. The content of a record is
-only shown: no path in it is ever removed.
+The controller keeps its record file locked, and the kernel releases the lock however the controller
+ends. Records and logs are in directories that only this user can access. The content of a record is
+only displayed: no path in it is ever removed.
 """
 
 from __future__ import annotations
@@ -43,55 +42,54 @@ RUN_LABEL, RANK_LABEL = "helmsman-run", "helmsman-rank"
 
 
 def new_run_id() -> str:
-    """A random id of 40 bits, the room for it in the mark of a run's processes (guardian.py)."""
+    """Return a random id of 40 bits, which fits the mark of a run's processes (guardian.py)."""
     return secrets.token_hex(5)
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about a run for other processes."""
+    """Facts about a run for other processes."""
 
     run_id: str
     pid: int
-    """Of its controller."""
+    """Process id of the controller."""
     host: str
     command: str
-    """Secrets masked."""
+    """Command line with secrets masked."""
     scheduler: str
     log_dir: str
     since: float
-    """Seconds since the epoch."""
+    """Start time in seconds since the epoch."""
 
 
 class Place(NamedTuple):
-    """A directory of Helmsman's own, below one that the user or the system has named."""
+    """A private directory of Helmsman below one that the user or the system names."""
 
     base: Path
     names: tuple[str, ...]
-    """Components below ``base``, each of this user alone."""
+    """Path components below ``base``, each accessible only to this user."""
 
     @property
     def path(self) -> Path:
         return self.base.joinpath(*self.names)
 
     def open(self, *below: str, create: bool = True) -> contextlib.AbstractContextManager[int]:
-        """A descriptor of it, or of a directory below. Raises: UntrustedPathError, OSError."""
+        """Open it, or a directory below, as a descriptor. Raises UntrustedPathError or OSError."""
         return private_directory(self.base, *self.names, *below, create=create)
 
 
 def user_dir() -> Path:
-    """Folder of this user's runs among the temporary files of this machine."""
+    """Return the folder of this user's runs among the temporary files of this machine."""
     try:
         name = getpass.getuser()
-    except (KeyError, OSError):  # in a container that runs under an unknown id
+    except (KeyError, OSError):  # a container that runs under an unknown user id
         name = str(os.getuid())
     return Path(tempfile.gettempdir()) / f"helmsman-{name}"
 
 
 def log_places() -> list[Place]:
-    """Directories of the logs of runs without a log_dir: first that for new runs, then others that
-    earlier runs may have used.
+    """Return the directories for logs of runs without a log_dir: that of new runs, then older ones.
 
-    Hosts may share XDG_STATE_HOME, so each has a directory of its own there.
+    Hosts may share XDG_STATE_HOME, so each host has its own directory there.
     """
     state = os.environ.get("XDG_STATE_HOME", "")
     temporary = Place(user_dir().parent, (user_dir().name,))
@@ -103,8 +101,9 @@ def log_places() -> list[Place]:
 
 
 def _record_places() -> list[Place]:
-    """Directories of records, in the order of log_places. A session without XDG_RUNTIME_DIR finds
-    those of one that has it.
+    """Return the directories of records; the first is for new runs.
+
+    A session without XDG_RUNTIME_DIR also finds the records of a session with it.
     """
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     usual = f"/run/user/{os.getuid()}"
@@ -122,13 +121,16 @@ def _record_places() -> list[Place]:
 
 
 def default_log_dir(run_id: str) -> Path:
-    """A folder for the logs of a run, of this user alone."""
+    """Return the private folder for the logs of a run."""
     return log_places()[0].path / run_id
 
 
 def make_log_dir(path: Path, run_id: str) -> None:
-    """Make a run's log directory, its default_log_dir or one that the user has named, or check that
-    an existing one is safe to use. Raises: UntrustedPathError, LogDirectoryError.
+    """Create a run's log directory, or check that an existing one is safe to use.
+
+    Raises:
+        UntrustedPathError: An existing directory is not safe to use.
+        LogDirectoryError: The directory cannot be created.
     """
     own = next((place for place in log_places() if path == place.path / run_id), None)
     try:
@@ -143,14 +145,17 @@ def make_log_dir(path: Path, run_id: str) -> None:
 
 
 UP = "helmsman up"
-"""The scheduler in the record of a node's part of a cluster, whose log folder is removed with
-it.
+"""Scheduler name in the record of a ``helmsman up`` node; its log folder is removed with the
+record.
 """
 
 
 class RunLock:
-    """A controller's hold on the record of its run. Raises: UntrustedPathError where another user's
-    directory has the name of ours; OSError where the record cannot be written.
+    """A controller's lock on the record of its run.
+
+    Raises:
+        UntrustedPathError: Another user's directory has the name of ours.
+        OSError: The record cannot be written.
     """
 
     def __init__(self, run_id: str, scheduler: str, log_dir: Path) -> None:
@@ -173,7 +178,7 @@ class RunLock:
             os.write(self._fd, msgspec.json.encode(record))
             self._folder = os.dup(folder)
             undo.pop_all()
-        # a child that inherits the lock would pass for the controller
+        # A child with the inherited lock would keep the run alive.
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
@@ -184,7 +189,7 @@ class RunLock:
             self._fd = -1
 
     def release(self) -> None:
-        """The run has ended in order. Idempotent."""
+        """Remove the record after the run has ended normally. Idempotent."""
         if self._fd >= 0:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._name, dir_fd=self._folder)
@@ -192,17 +197,16 @@ class RunLock:
 
 
 def read_runs() -> list[tuple[RunRecord, bool]]:
-    """The records of this user on this machine, and whether the controller of each lives; oldest
-    first.
+    """Return this user's records and whether each controller is alive, oldest first.
 
-    Files of other users, and whole directories of theirs, are passed over; see refused_places.
+    Files and directories of other users are skipped; see refused_places.
     """
     found: dict[str, tuple[RunRecord, bool]] = {}
     for place in _record_places():
         with contextlib.suppress(OSError), place.open(create=False) as folder:
             for match in filter(None, map(_RECORD_NAME.fullmatch, os.listdir(folder))):
                 with contextlib.suppress(OSError, msgspec.MsgspecError):
-                    # it has gone meanwhile, or is being written
+                    # The file was removed concurrently, or is being written.
                     content, fd = read_own(match[0], folder, str(place.path / match[0]))
                     with os.fdopen(fd):
                         record = msgspec.json.decode(content, type=RunRecord)
@@ -221,8 +225,9 @@ def forget_run(run_id: str) -> None:
 
 
 def log_dirs() -> list[tuple[str, Path, float]]:
-    """(run id, path, seconds since the epoch of its last change) of each default log directory,
-    newest first.
+    """Return (run id, path, last change in seconds since the epoch) of default log directories.
+
+    The newest is first.
     """
     found = []
     for place in log_places():
@@ -236,8 +241,9 @@ def log_dirs() -> list[tuple[str, Path, float]]:
 
 
 def refused_places() -> list[tuple[Path, str]]:
-    """(path, reason) of each place for records or logs that cannot be used, such as another user's
-    directory of our name.
+    """Return (path, reason) of each unusable place for records or logs.
+
+    An example is another user's directory of the same name.
     """
     refused: dict[str, Path] = {}
     for place in (*_record_places(), *log_places()):
@@ -256,4 +262,4 @@ def _is_locked(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    return False  # and the shared lock goes with the file
+    return False  # closing the file releases the shared lock

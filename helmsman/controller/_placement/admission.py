@@ -1,6 +1,4 @@
-"""Refuse jobs that cannot be placed, now or ever, and find the smallest change with which they fit.
-Pure.
-"""
+"""Reject jobs that cannot be placed and find the smallest change that makes them fit. Pure."""
 
 from __future__ import annotations
 
@@ -29,17 +27,17 @@ from helmsman.controller._placement.resources import (
 )
 
 _WORK = 100_000
-"""Limit on the work of one trial, of which there may be dozens."""
+"""Work limit of one trial plan; advice may need dozens of trials."""
 _MAX_NODES = 4096
 _MAX_CUTS = 8
 _UNIQUE = ("node:", "ray.io/node-id")
-"""Prefixes of the resources and labels that only one node has."""
+"""Prefixes of resources and labels that are unique to one node."""
 
 
 def require_feasible(
     snapshot: ClusterSnapshot, jobs: Sequence[Job], running: Sequence[PlannedRole]
 ) -> None:
-    """Raise PlacementInfeasibleError when these jobs would not fit even on an empty cluster."""
+    """Raise PlacementInfeasibleError if the jobs would not fit even on an empty cluster."""
     outcome = plan_jobs(snapshot, jobs, running=running, of="total")
     if isinstance(outcome, Shortfall):
         advised = advise(outcome, snapshot, jobs, running)
@@ -56,7 +54,7 @@ def require_feasible(
 def busy(
     jobs: Sequence[Job], snapshot: ClusterSnapshot, holders: str, deadline: Deadline
 ) -> errors.PlacementTimeoutError:
-    """Return the error for jobs that would fit if the holders held less."""
+    """Return the error for jobs that do not fit only because the holders use resources."""
     kinds = [
         name for name in ACCELERATORS if any(node.total.get(name) for node in snapshot.nodes)
     ] or ACCELERATORS[:1]
@@ -74,8 +72,9 @@ def busy(
 
 
 def asked_for(jobs: Iterable[Job]) -> Resources:
-    """Return the total request of jobs by Ray's names, with accelerators under the name of every
-    kind, since any will do.
+    """Return the total request of jobs by Ray's names.
+
+    Accelerators are listed under the name of every kind, since any kind will do.
     """
     specs = [job.spec(index) for job in jobs for index in range(job.replicas)]
     wanted = total_of(
@@ -96,11 +95,10 @@ def advise(
     jobs: Sequence[Job],
     running: Sequence[PlannedRole] = (),
 ) -> Shortfall:
-    """Return a shortfall of the whole cluster with a change: smaller workers, fewer replicas, or
-    more nodes.
+    """Return the shortfall of an empty cluster with a suggested change.
 
-    Every suggested change has been planned with and fits; its numbers are the largest, or the
-    fewest, that do.
+    Changes are smaller workers, fewer replicas or more nodes. Every suggestion has been planned and
+    fits, with the largest sizes or the fewest nodes that do.
     """
     if shortfall.kind == "selector":
         return shortfall
@@ -121,7 +119,7 @@ class _Advice:
     _running: Sequence[PlannedRole]
 
     def options(self) -> Iterator[str]:
-        """Yield changes, each of which is enough; '' for a change that is not."""
+        """Yield sufficient changes; '' for a change that is not sufficient."""
         if self._shortfall.kind == "bundle":
             yield from self._smaller_workers()
             yield self._deferred()
@@ -132,9 +130,7 @@ class _Advice:
     def _outcome(
         self, jobs: Sequence[Job], nodes: Sequence[NodeState] = ()
     ) -> Plan | Shortfall | None:
-        """Plan changed jobs, with additional nodes; None when a colocated role would not tile over
-        a changed one.
-        """
+        """Plan changed jobs with additional nodes; None if a colocated role would not tile."""
         snapshot = (
             ClusterSnapshot(nodes=(*self._snapshot.nodes, *nodes)) if nodes else self._snapshot
         )
@@ -152,9 +148,7 @@ class _Advice:
         return f" of {job.role!r}" if len(self._jobs) > 1 else ""
 
     def _smaller_workers(self) -> Iterator[str]:
-        """Cut workers down to the best-fitting node, and reduce their number when that alone is not
-        enough.
-        """
+        """Reduce workers to the best-fitting node, and their number if that is not enough."""
         jobs, changes = self._jobs, dict[tuple[str, str], str]()
         outcome: Plan | Shortfall | None = self._shortfall
         for _ in range(_MAX_CUTS):
@@ -165,7 +159,7 @@ class _Advice:
                 job, left = _cut(job, name, by)
                 if not left and name in ACCELERATORS and self._snapshot.can_grow:
                     yield (
-                        f"add nodes with accelerators, of which those that {job.role!r} may use "
+                        f"add nodes with accelerators; the nodes that {job.role!r} may use "
                         "have none"
                     )
                 shown = (
@@ -217,9 +211,7 @@ class _Advice:
         return ""
 
     def _fewer_replicas(self, jobs: Sequence[Job]) -> str:
-        """Reduce the replicas of one job, with those colocated with it: the job that keeps the
-        largest part of its own.
-        """
+        """Reduce the replicas of the job, with its colocated jobs, that keeps the most."""
         best: tuple[float, str] = (0.0, "")
         for job in jobs:
             if job.scheduling_strategy.type == "colocation":
@@ -245,7 +237,7 @@ class _Advice:
         return best[1]
 
     def _more_nodes(self) -> str:
-        """Add the fewest nodes like the largest one that some job may use."""
+        """Add as few nodes as possible, copies of the largest node that some job may use."""
         nodes, missing = self._snapshot.nodes, self._shortfall.missing
         names = [name for name in missing if name in ACCELERATORS] or [
             *missing,
@@ -253,7 +245,7 @@ class _Advice:
             "CPU",
         ]
         largest: dict[int, int] = {}
-        """Index of a node -> how many more such nodes are enough."""
+        """Index of a node -> number of additional such nodes that suffice."""
         for job in self._jobs if self._snapshot.can_grow else ():
             allowed = (
                 sorted(allowed_nodes(job.spec(0), nodes))
@@ -280,7 +272,7 @@ class _Advice:
         return f"add {count} node{'s' if count > 1 else ''} like {node_name(node)} ({shape})"
 
     def _num_more(self, node: NodeState) -> int:
-        """Return how many more nodes like this one are enough; 0 when no number of them is."""
+        """Return how many more nodes like this one suffice; 0 if no number does."""
         common = {
             "total": _common(node.total),
             "available": _common(node.available),
@@ -303,7 +295,7 @@ class _Advice:
 
 
 def _common(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the resources or labels that other nodes may have as well."""
+    """Return the resources or labels that are not unique to a node."""
     return {name: value for name, value in named.items() if not name.startswith(_UNIQUE)}
 
 
@@ -326,8 +318,9 @@ def _first(job: Job, replicas: int) -> Job:
 
 
 def _cut(job: Job, name: str, by: float) -> tuple[Job, float]:
-    """Reduce the largest request for a resource by an amount; returns the job and the most that any
-    of its specs requests.
+    """Reduce the largest request for a resource by ``by``.
+
+    Returns the job and the new maximum over its specs, in the unit of the spec's field.
     """
     field = field_of(name).rpartition(".")[2]
 

@@ -1,6 +1,4 @@
-"""The part of a backend that plans, takes and frees places for workers: its contract, and one
-machine's.
-"""
+"""Allocators, which plan, reserve and free places for workers."""
 
 from __future__ import annotations
 
@@ -30,13 +28,14 @@ from helmsman.controller._placement.resources import (
 
 
 class Allocator(abc.ABC):
-    """Takes places on a machine or a cluster. ``snapshot`` and ``reserve`` have to be filled; the
-    rest has defaults.
+    """Reserves places on a machine or a cluster.
+
+    Subclasses implement ``snapshot`` and ``reserve``; the other methods have defaults.
     """
 
     @abc.abstractmethod
     def snapshot(self) -> ClusterSnapshot:
-        """The nodes and what of them is free. Blocks for one look at a cluster at most."""
+        """Return the nodes and their free resources; blocks for one cluster query at most."""
 
     @abc.abstractmethod
     async def reserve(
@@ -45,52 +44,65 @@ class Allocator(abc.ABC):
         deadline: Deadline,
         resources: Mapping[str, contextlib.AsyncExitStack],
     ) -> Mapping[str, Sequence[Placement]]:
-        """Take the resources of all of these jobs, or nothing; returns the place of each replica in
-        rank order, by role.
+        """Reserve the resources of all of these jobs, or none.
 
-        The release of a job's resources is pushed on its role's stack as soon as they are taken.
-        Raises: PlacementInfeasibleError, PlacementTimeoutError.
+        Args:
+            jobs: Jobs to place.
+            deadline: Deadline of the whole reservation.
+            resources: Exit stack of each role; the release of a job's resources is pushed on it as
+                soon as they are reserved.
+
+        Returns:
+            The place of each replica in rank order, by role.
+
+        Raises:
+            PlacementInfeasibleError: The jobs would not fit even on an empty cluster.
+            PlacementTimeoutError: The resources did not become free before the deadline.
         """
 
     async def hold(
         self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack
     ) -> Sequence[Placement]:
-        """Take the resources of a job, as reserve; the places have the ids of their devices."""
+        """Reserve one job like ``reserve``; the places include their device ids."""
         return (await self.reserve([job], deadline, {job.role: resources}))[job.role]
 
     async def give_back(  # noqa: B027 - where nothing is counted, there is nothing to free
         self, worker_id: str, place: Placement, kept: Sequence[Placement]
     ) -> None:
-        """Free the resources of a worker that has ended, of a job whose other workers are at
-        ``kept``. Idempotent.
+        """Free the resources of a worker that has ended. Idempotent.
+
+        ``kept`` are the places of the job's other workers.
         """
 
     async def is_lost(self, place: Placement) -> bool:
-        """Whether no worker can be started again at a place, since a node of it has gone or is
-        about to go.
-        """
+        """Return whether a node of the place is lost or will be, so no worker can restart there."""
         return False
 
     async def preemption_notices(
         self, places: Mapping[str, Placement]
     ) -> dict[str, PreemptionNotice]:
-        """Of these workers, by id, those whose nodes are about to go."""
+        """Return the notices of workers, by id, whose nodes will be preempted."""
         return {}
 
     def why_node_stays(self, place: Placement) -> str:
-        """Why a node cannot be dropped itself; '' when it can. Blocks for one look at a cluster at
-        most.
+        """Return why the place's node cannot be dropped; '' if it can.
+
+        Blocks for at most one query of the cluster.
         """
         return "the script runs on it"
 
     def holders(self, jobs: Sequence[Job]) -> str:
-        """Who holds the resources that the jobs ask for, for people."""
+        """Describe the holders of the resources that the jobs request, for messages."""
         return "others"
 
     def plan(self, jobs: Sequence[Job], running: Sequence[PlannedRole] = ()) -> Plan:
-        """A place for every rank in the resources that are free now; the jobs may be colocated with
-        roles that are ``running``. Raises: PlacementInfeasibleError; PlacementTimeoutError when the
-        jobs would fit if others held less.
+        """Plan a place for every rank in the resources that are free now.
+
+        Jobs may be colocated with roles in ``running``.
+
+        Raises:
+            PlacementInfeasibleError: The jobs would not fit even on an empty cluster.
+            PlacementTimeoutError: The jobs would fit on an empty cluster, but not now.
         """
         snapshot = self.snapshot()
         outcome = plan_jobs(snapshot, jobs, running=running)
@@ -111,11 +123,11 @@ class OneMachine(Allocator):
     ranks.
 
     Args:
-        num_cpus: number of CPUs; None for those that this process may use.
-        num_gpus: number of accelerators; None for those that this process may use, counted without
-            a driver.
-        accelerator: 'cuda' or 'npu'; None for the kind found on the machine.
-        resources: custom resources by name.
+        num_cpus: Number of CPUs; by default the number that this process may use.
+        num_gpus: Number of accelerators; by default those that this process may use, counted
+            without a driver.
+        accelerator: 'cuda' or 'npu'; detected by default.
+        resources: Custom resources by name.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""Bundles onto nodes: bounds by counting, quick rules, and a search of bounded length. Pure.
+"""Bin packing of bundles onto nodes: counting bounds, heuristics and a bounded search. Pure.
 
-The rules leave whole nodes free: a bundle goes to the node in use that it fills best, and a group
+The heuristics keep whole nodes free: a bundle goes to the used node that it fills best, and a group
 of bundles takes as few nodes as possible. Vector bin packing is NP-hard, so the search is complete
 only for small inputs.
 
-Nodes with the same free resources that meet the same selectors form one class. Each demand looks at
-every class once, so the work grows with the number of classes, demands and bundles, not with their
-products. Where each node is a class of its own (their memory differs by a few bytes) it grows as
-nodes x demands. Amounts are whole numbers of 1/10,000, as in Ray.
+Nodes with equal free resources that match the same selectors form one class. Each demand visits
+every class once, so work grows with the number of classes, demands and bundles, not with their
+products. If each node is its own class (e.g. memory differs by a few bytes), work grows as
+nodes x demands. Amounts are integers in units of 1/10,000, as in Ray.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from helmsman.controller._placement.bundles import Demand, Split, by_instance
 from helmsman.controller._placement.resources import ACCELERATORS, NodeState, Resources
 
 WORK = 400_000
-"""Default limit on the nodes and classes that one plan may look at: about a second."""
+"""Default limit on visited nodes and classes per plan: about a second."""
 _UNIT = 10_000
 _MAX_SIZES = 16
 _MAX_SEARCHED = 400
-"""Most bundles of a search, because each is a level of the recursion."""
+"""Maximum number of bundles in a search; each is a level of the recursion."""
 
 Amounts = tuple[int, ...]
 Placed = dict[tuple[int, int, int], int]
@@ -41,11 +41,11 @@ Placed = dict[tuple[int, int, int], int]
 class NodeClass:
     free: Amounts
     selections: Amounts
-    """For each selection of nodes, whether these nodes are in it."""
+    """For each node selection, 1 if it contains these nodes."""
     capacity: int
-    """Accelerators of each node, free or not."""
+    """Accelerators per node, free or not."""
     in_use: bool
-    """Whether some of these are held."""
+    """Whether some accelerators of these nodes are held."""
     nodes: list[int] = dataclasses.field(default_factory=list)
 
 
@@ -53,10 +53,11 @@ class Packing:
     """The state of a cluster while bundles are placed on it.
 
     Args:
-        demands: all demands that may be placed; they determine which resources and selectors
-            matter.
-        work: number of nodes and classes that the attempts may look at; ``work`` then holds the
-            remainder.
+        nodes: Nodes of the cluster.
+        free: Free resources of each node.
+        demands: All demands that may be placed; they determine the relevant resources and
+            selectors.
+        work: Limit on visited nodes and classes; the attribute ``work`` holds the remainder.
     """
 
     def __init__(
@@ -119,11 +120,10 @@ class Packing:
     # --- bounds -----------------------------------------------------------------------------------
 
     def may_fit(self, demands: Sequence[Demand]) -> bool:
-        """Return False when counting alone proves that these demands do not fit into the free
-        resources.
+        """Return False if counting proves that the demands do not fit into the free resources.
 
-        Counted are the places for each demand, the sum of each resource, and for each size the
-        pieces of that size that all nodes have and all bundles need.
+        Counts the places for each demand, the sum of each resource and, for each bundle size, the
+        pieces of that size on all nodes and in all bundles.
         """
         if any(self.room(demand) < len(demand.replicas) for demand in demands):
             return False
@@ -141,7 +141,7 @@ class Packing:
         return True
 
     def room(self, demand: Demand) -> int:
-        """Return how many such bundles, and no others, fit into the free resources."""
+        """Return how many such bundles alone fit into the free resources."""
         wanted, selection, room = self.amounts(demand), self._selection[demand.nodes], 0
         for group in self._classes.values():
             if group.selections[selection]:
@@ -178,12 +178,12 @@ class Packing:
         self.work -= 1
 
     def tightness(self, group: NodeClass, demand: Demand) -> tuple[float, ...]:
-        """Return the sort key by which a single bundle prefers nodes, best first."""
+        """Return the sort key of nodes for a single bundle; the smallest is best."""
         wanted = self.amounts(demand)
         left = [free - amount for free, amount in zip(group.free, wanted, strict=True)]
         rest = sum(left[position] / amount for position, amount in enumerate(wanted) if amount)
         if not demand.num_devices:
-            # keep away from nodes with accelerators, which need their CPUs themselves
+            # Avoid nodes with accelerators, whose workers need their CPUs.
             return (group.capacity > 0, not group.in_use, rest)
         return (
             not group.in_use,
@@ -194,7 +194,7 @@ class Packing:
 
 
 def times_in(free: Amounts, wanted: Amounts) -> int:
-    """Return how many bundles fit into free resources."""
+    """Return how many bundles fit into the free resources."""
     return max(
         0,
         min(
@@ -204,7 +204,7 @@ def times_in(free: Amounts, wanted: Amounts) -> int:
 
 
 def _size(demand: Demand) -> tuple[float, ...]:
-    """How large a bundle is, for comparison: accelerators first."""
+    """Return the sort key of a bundle's size: accelerators first."""
     amounts = dict(demand.bundle)
     return (
         demand.num_devices,
@@ -221,9 +221,7 @@ def _largest_first(demands: Iterable[Demand]) -> list[Demand]:
 
 
 def orders(jobs: Sequence[Job], split: Split) -> list[tuple[int, ...]]:
-    """Return the orders of jobs worth trying, with the jobs that have the fewest possible places
-    first by several measures.
-    """
+    """Return the job orders to try; by several measures, the most constrained jobs come first."""
     demands = [split.of_job(index) for index in range(len(jobs))]
     sizes = [[-amount for amount in max(map(_size, own))] for own in demands]
     num_nodes = [min(len(demand.nodes) for demand in own) for own in demands]
@@ -244,7 +242,7 @@ def orders(jobs: Sequence[Job], split: Split) -> list[tuple[int, ...]]:
 def pack(
     packing: Packing, jobs: Sequence[Job], split: Split, order: Sequence[int]
 ) -> Placed | None:
-    """Place all jobs in this order by the quick rules; None when a bundle found no place."""
+    """Place all jobs in this order by the heuristics; None if a bundle does not fit."""
     placed: Placed = {}
     for index in order:
         own, spec = split.of_job(index), jobs[index].spec(0)
@@ -277,11 +275,10 @@ def _put_each(packing: Packing, demands: Iterable[Demand], placed: Placed, toget
 def _choose(
     packing: Packing, demand: Demand, count: int, together: bool
 ) -> list[tuple[int, int]] | None:
-    """Return (index of a node, bundles that it takes) for ``count`` bundles, or None when there is
-    no room.
+    """Return (node index, number of bundles) pairs for ``count`` bundles; None if they do not fit.
 
-    ``together`` takes as few nodes as possible: the nodes with the most room first, and for the
-    rest the tightest one that holds it. Otherwise the tightest nodes come first.
+    With ``together``, take as few nodes as possible: the roomiest nodes first, and the tightest
+    sufficient node for the rest. Otherwise take the tightest nodes first.
     """
     wanted = packing.amounts(demand)
     groups = []
@@ -293,7 +290,7 @@ def _choose(
     for key, index, _, times in heapq.merge(
         *(zip(repeat(k), nodes, repeat(n), repeat(t)) for k, nodes, t, n in groups)
     ):
-        if count <= times and together:  # of the nodes that hold the rest, the tightest one
+        if count <= times and together:  # the tightest of the nodes that hold the rest
             index = min(
                 (room, other[2], node)
                 for other, nodes, room, _ in groups
@@ -308,9 +305,7 @@ def _choose(
 
 
 def _put_in_rank_order(packing: Packing, demands: Sequence[Demand], placed: Placed) -> bool:
-    """Place a group with several specs as if all were the commonest, so that neighbouring ranks
-    share nodes.
-    """
+    """Place a group as if all had the most common spec, so that adjacent ranks share nodes."""
     common = max(demands, key=lambda demand: len(demand.replicas))
     chosen = _choose(
         packing, common, sum(len(demand.replicas) for demand in demands), together=True
@@ -335,11 +330,10 @@ def _put_in_rank_order(packing: Packing, demands: Sequence[Demand], placed: Plac
 def _put_one_by_one(
     packing: Packing, demands: Sequence[Demand], placed: Placed, spread: bool
 ) -> bool:
-    """Place one bundle after another, each on the best node at that moment.
+    """Place the bundles one at a time, each on the node that is best at that moment.
 
-    A job that is spread prefers nodes with few of its own bundles, another job the tightest ones.
-    The parts of an instance, and all bundles of a job that is strictly spread, go to different
-    nodes.
+    A spread job prefers nodes with few of its own bundles; other jobs prefer the tightest nodes.
+    The parts of an instance, and all bundles of a strictly spread job, go to different nodes.
     """
     load = Counter[int]()
     for parts in sorted(by_instance(demands), key=lambda parts: _size(parts[0]), reverse=True):
@@ -360,9 +354,10 @@ def _put_one_by_one(
 
 
 class _Queue:
-    """The nodes with room for a bundle, best first, while they fill up.
+    """Priority queue of the nodes with room for a bundle, updated as they fill up.
 
-    With ``spread`` those with a low ``load`` (bundles of the job) are best, else the tightest ones.
+    With ``spread``, the nodes with the fewest bundles of the job (``load``) are best; otherwise the
+    tightest nodes.
     """
 
     def __init__(self, packing: Packing, demand: Demand, load: Counter[int], spread: bool) -> None:
@@ -373,7 +368,7 @@ class _Queue:
         self._spread = spread
         self._heap: list[tuple[tuple[float, ...], int, Amounts]] = []
         for group in packing.fitting(demand):
-            # the same for all nodes of the class
+            # Tightness is the same for all nodes of a class.
             tightness = () if spread else packing.tightness(group, demand)
             nodes = (index for index in group.nodes if not (demand.apart and load[index]))
             self._heap += [
@@ -390,12 +385,12 @@ class _Queue:
         """Remove and return the best node; it stays out until it is pushed again."""
         while self._heap:
             _, index, free = heapq.heappop(self._heap)
-            if free == self._packing.free[index]:  # else another queue has used the node since
+            if free == self._packing.free[index]:  # otherwise another queue has used the node
                 return index
         return None
 
     def push(self, indexes: Iterable[int]) -> None:
-        """Add nodes again whose free resources have changed."""
+        """Add nodes again after their free resources have changed."""
         for index in indexes:
             if times_in(self._packing.free[index], self._wanted):
                 group = self._packing.class_of(index)
@@ -408,9 +403,10 @@ class _Queue:
 def search(packing: Packing, split: Split, work: int) -> Placed | None:
     """Place bundles depth first, largest first, trying one node of each class.
 
+    Work is charged to the packing.
+
     Returns:
-        The places, or None when there are none or ``work`` was used up; work is charged to the
-        packing.
+        The places, or None if there are none or ``work`` is exhausted.
     """
     items = [
         (packing.amounts(demand), demand, replica)
@@ -421,8 +417,8 @@ def search(packing: Packing, split: Split, work: int) -> Placed | None:
         return None
     free = list(packing.free)
     used: list[set[tuple[int, int]]] = [set() for _ in free]
-    """Bundles that a node may hold only one of: (job, replica) of instances in parts, (job, -1) of
-    jobs strictly spread.
+    """Bundles of which a node may hold only one: (job, replica) for instances in parts, (job, -1)
+    for strictly spread jobs.
     """
     chosen: list[int] = []
     until = packing.work - work
@@ -436,8 +432,7 @@ def search(packing: Packing, split: Split, work: int) -> Placed | None:
             if demand.apart or demand.num_parts > 1
             else set()
         )
-        # Identical bundles are placed in the order of nodes, because every permutation is the same
-        # plan.
+        # Identical bundles are placed in node order, since all permutations are the same plan.
         first = chosen[-1] if at and items[at - 1][1] is demand and demand.num_parts == 1 else 0
         tried = set()
         for index in range(first, len(free)):

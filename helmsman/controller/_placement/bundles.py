@@ -1,6 +1,4 @@
-"""The resource bundles that jobs request, the nodes that may hold them, and the ways to cut
-instances into parts. Pure.
-"""
+"""Resource bundles of jobs, their allowed nodes, and ways to split instances into parts. Pure."""
 
 from __future__ import annotations
 
@@ -34,9 +32,9 @@ class Demand(msgspec.Struct, frozen=True):
     """Indexes of the nodes that the selectors allow."""
     num_devices: int
     num_parts: int
-    """Bundles of each instance; each part needs a node of its own."""
+    """Number of bundles per instance; each part needs its own node."""
     apart: bool
-    """Whether every bundle of the job needs a node of its own."""
+    """Whether every bundle of the job needs its own node."""
 
 
 class Split(msgspec.Struct, frozen=True):
@@ -49,9 +47,7 @@ class Split(msgspec.Struct, frozen=True):
 
 
 def by_instance(demands: Iterable[Demand]) -> list[list[Demand]]:
-    """The demands of one job, grouped by replicas: each group lists the parts of an instance in
-    order.
-    """
+    """Group the demands of one job by replicas; a group lists an instance's parts in order."""
     found: defaultdict[tuple[int, ...], list[Demand]] = defaultdict(list)
     for demand in demands:
         found[demand.replicas].append(demand)
@@ -65,7 +61,7 @@ def change_specs(job: Job, **fields: Any) -> Job:
 
 
 def splits(jobs: Sequence[Job], nodes: Sequence[NodeState]) -> Iterator[Split]:
-    """Yield the ways to cut these jobs into bundles, preferred ones first, at most 64."""
+    """Yield up to 64 ways to split these jobs into bundles, preferred ones first."""
     allowed: dict[Hashable, frozenset[int]] = {}
     choices = [list(_choices(index, job, nodes, allowed)) for index, job in enumerate(jobs)]
     for chosen in itertools.islice(itertools.product(*choices), _MAX_SPLITS):
@@ -78,9 +74,9 @@ def splits(jobs: Sequence[Job], nodes: Sequence[NodeState]) -> Iterator[Split]:
 def _choices(
     index: int, job: Job, nodes: Sequence[NodeState], allowed: dict[Hashable, frozenset[int]]
 ) -> Iterator[tuple[str, list[Demand]]]:
-    """Yield (accelerator resource, demands) for each way to cut one job."""
+    """Yield (accelerator resource, demands) for each way to split one job."""
     groups: defaultdict[Hashable, list[int]] = defaultdict(list)
-    """Replicas that differ at most in environment, ports and command."""
+    """Replicas that differ only in environment, ports and command."""
     for replica, spec in enumerate(job.tasks):
         groups[
             spec.cpu, spec.gpu, spec.mem, tuple(sorted(spec.resources.items())), _selector(spec)
@@ -136,10 +132,10 @@ def _bundle(spec: SchedulingSpec, kind: str, num_devices: float) -> Resources:
 def _cuts(
     num_devices: int, kind: str, nodes: Sequence[NodeState], allowed: frozenset[int]
 ) -> list[tuple[int, ...]]:
-    """Return device counts of the parts of an instance, one tuple for each way to cut it.
+    """Return the ways to split an instance, each as a tuple of device counts per part.
 
-    An instance that fits one node is not cut. A larger one is cut into equal parts, on as few nodes
-    as possible first, or else into whole nodes and a rest.
+    An instance that fits one node is not split. A larger one is split into equal parts, fewest
+    nodes first, or else into whole nodes and a remainder.
     """
     largest = int(max((nodes[index].total.get(kind, 0.0) for index in allowed), default=0.0))
     if not largest or num_devices <= largest:
@@ -180,9 +176,7 @@ def _is_allowed(spec: SchedulingSpec, node: NodeState, use: set[str], avoid: set
 
 
 def accelerator_types(nodes: Iterable[NodeState]) -> list[str]:
-    """Return the accelerator models of these nodes, from their label or from the resource that Ray
-    derives from it.
-    """
+    """Return the nodes' accelerator models, from their labels or Ray's derived resources."""
     found = {node.labels.get(_TYPE_LABEL, "") for node in nodes}
     found |= {
         name.partition(":")[2]
@@ -194,7 +188,7 @@ def accelerator_types(nodes: Iterable[NodeState]) -> list[str]:
 
 
 def _meets(value: str | None, wanted: str) -> bool:
-    """Whether a label's value meets Ray's selector syntax: 'x', '!x', 'in(x, y)' or '!in(x, y)'."""
+    """Match a label with Ray's selector syntax: 'x', '!x', 'in(x, y)' or '!in(x, y)'."""
     negated, text = wanted.startswith("!"), wanted.removeprefix("!").strip()
     match = re.fullmatch(r"in\((.*)\)", text)
     values = [part.strip() for part in match.group(1).split(",")] if match else [text]

@@ -22,17 +22,17 @@ class NodeShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     count: int = 1
     name: str = "node-{index}"
-    """Address of each node; {index} counts from 0 and takes a format, such as 'gpu-{index:02}'."""
+    """Address of each node; {index} counts from 0 and accepts a format, e.g. 'gpu-{index:02}'."""
     cpu: float = 0
     gpu: int = 0
     npu: int = 0
     mem: float = 0
-    """GB."""
+    """Memory in GB."""
     accelerator_type: str | None = None
     resources: dict[str, float] = {}
     labels: dict[str, str] = {}
     free: dict[str, float] = {}
-    """Free amounts of cpu, gpu, npu, mem (GB) and custom resources that are partly in use."""
+    """Free cpu, gpu, npu, mem (GB) and custom resources, for those that are partly in use."""
 
 
 _STRUCTS: dict[str, type[msgspec.Struct]] = {
@@ -43,16 +43,24 @@ _NAMES = {"cpu": "CPU", "gpu": "GPU", "npu": "NPU", "mem": "memory"}
 
 
 def load_jobs(path: str) -> list[Job]:
-    """Read the jobs of a file: a list, or one under 'jobs', with the fields of Job, SchedulingSpec
-    and SchedulingStrategy. Raises: JobsFileError: The file cannot be read, or an entry is invalid;
-    the error names the entry.
+    """Read the jobs of a file.
+
+    The file is a list, or has one under 'jobs', with the fields of Job, SchedulingSpec and
+    SchedulingStrategy.
+
+    Raises:
+        JobsFileError: The file cannot be read or an entry is invalid; the error names the entry.
     """
     return _load(path, "jobs", Job)
 
 
 def load_cluster(path: str) -> ClusterSnapshot:
-    """Read the nodes of a file: a list, or one under 'nodes', with the fields of NodeShape. Raises:
-    JobsFileError: The file cannot be read, or an entry is invalid; the error names the entry.
+    """Read the nodes of a file.
+
+    The file is a list, or has one under 'nodes', with the fields of NodeShape.
+
+    Raises:
+        JobsFileError: The file cannot be read or an entry is invalid; the error names the entry.
     """
     nodes: dict[str, NodeState] = {}
     for at, shape in enumerate(_load(path, "nodes", NodeShape)):
@@ -112,9 +120,7 @@ def _load(path: str, key: str, kind: type[T]) -> list[T]:
 
 
 def _require_known(path: str, where: str, value: Any, kind: type[Any]) -> None:
-    """Raise JobsFileError with the nearest field name for a field that a struct, or a struct inside
-    it, does not have.
-    """
+    """Raise JobsFileError for an unknown field, nested or not, and suggest the nearest."""
     if not isinstance(value, Mapping):
         raise JobsFileError(
             path=path,
@@ -150,7 +156,7 @@ def _parse(path: str) -> Any:
         reason = "it is not installed; pip install pyyaml, or write the file in TOML"
         raise JobsFileError(path="a YAML file", where="PyYAML", reason=reason) from error
     except Exception as error:
-        # the parsers' errors have no common base that can be named without importing PyYAML
+        # The parsers' errors have no common base class that is available without PyYAML.
         raise JobsFileError(
             path=path, where="the file", reason=" ".join(str(error).split())
         ) from error

@@ -1,6 +1,4 @@
-"""The node and devices of a worker, and of each replica of a colocated job. Pure, for plans and for
-starts alike.
-"""
+"""Nodes and devices of workers, including those of colocated jobs. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +15,10 @@ from helmsman.api.scheduler import Job, SchedulingSpec
 
 
 def targets_first(jobs: Sequence[Job], running: Iterable[str]) -> list[Job]:
-    """Return the colocated ones of these jobs, each after its target, which may be running. Raises:
-    RoleNotFoundError where a target is neither among the jobs nor running, or depends on the job
-    itself.
+    """Return the colocated jobs, each after its target, which may be running.
+
+    Raises:
+        RoleNotFoundError: A target is neither among the jobs nor running, or depends on the job.
     """
     known = {*running, *(job.role for job in jobs if job.scheduling_strategy.type == "separation")}
     waiting = [job for job in jobs if job.scheduling_strategy.type == "colocation"]
@@ -37,22 +36,22 @@ def targets_first(jobs: Sequence[Job], running: Iterable[str]) -> list[Job]:
 
 
 Share = tuple[tuple[int, ...], PlannedWorker]
-"""Ranks of the target's workers whose devices a replica uses, and the replica, which reuses or is
-forked beside the first.
+"""Ranks of the target's workers whose devices a replica uses, and the planned replica; it reuses or
+is forked beside the first of them.
 """
 
 
 def tile(job: Job, target: Sequence[PlannedWorker]) -> list[Share]:
-    """Divide the target's workers, in rank order, among the job's replicas: a share for each,
-    neighbours together and every worker in equally many shares.
+    """Divide the target's workers among the job's replicas; return the share of each replica.
 
-    The number of replicas must divide the number of workers, or with fork be a multiple of it. In
-    the first case each replica gets the devices of neighbours on one node, in the second an equal
-    part of one worker's devices. A device mapping of the job assigns the devices explicitly
-    instead.
+    Workers are divided in rank order. Adjacent workers stay together, and every worker is in
+    equally many shares. The number of replicas must divide the number of workers; each replica then
+    gets the devices of adjacent workers on one node. With fork it may also be a multiple; each
+    replica then gets an equal part of one worker's devices. A device mapping of the job assigns the
+    devices explicitly instead.
 
-    Raises: InvalidSpecError where the replicas do not tile, or request other devices than their
-        shares have.
+    Raises:
+        InvalidSpecError: The replicas do not tile, or request other devices than their shares have.
     """
     strategy = job.scheduling_strategy
     if strategy.device_mapping:
@@ -66,16 +65,15 @@ def tile(job: Job, target: Sequence[PlannedWorker]) -> list[Share]:
     else:
         divisor = "a divisor or a multiple" if strategy.fork else "a divisor"
         expected = (
-            f"{divisor} of the {len(target)} workers of {strategy.target!r} that it is "
-            "colocated with"
+            f"{divisor} of the {len(target)} workers of {strategy.target!r}, its colocation target"
         )
         raise _invalid(job, "replicas", job.replicas, expected)
     for index, (_, worker) in enumerate(shares):
         wanted = job.spec(index).gpu
         if wanted not in (0, worker.num_devices) and (strategy.fork or wanted > worker.num_devices):
             expected = (
-                f"{worker.num_devices}, which is its share of the devices of "
-                f"{strategy.target!r}, or 0 for just that"
+                f"{worker.num_devices}, its share of the devices of {strategy.target!r}, or 0 for "
+                "the whole share"
             )
             raise _invalid(job, f"gpu of replica {index}", wanted, expected)
     return shares
@@ -181,10 +179,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     accelerator: str = ""
     """Ray's resource of the devices; empty for a worker without devices."""
     shared: bool = False
-    """Whether the devices belong to another worker, beside which this one is forked."""
+    """Whether the devices belong to another worker, beside which this worker is forked."""
     instance_devices: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """(address of the node, ids of its devices) for each bundle of a deferred instance; the worker
-    is in the first bundle.
+    """(node address, device ids) for each bundle of a deferred instance; the worker is in the
+    first.
     """
 
     @staticmethod
@@ -199,9 +197,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def beside(share: Share, targets: Sequence[Placement]) -> Placement:
-        """Return the place of a sibling that gets this share of its target's workers, which are at
-        ``targets``.
-        """
+        """Return the place of a sibling with this share of the workers at ``targets``."""
         ranks, worker = share
         first = targets[ranks[0]]
         whole = len(ranks) == 1 and worker.num_devices == first.num_devices
@@ -212,7 +208,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """Key in PLATFORMS of its devices; empty for a worker without devices."""
+        """Key of its devices in PLATFORMS; empty for a worker without devices."""
         return next(
             (
                 info.name
@@ -239,11 +235,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def in_device_order(specs: Sequence[SchedulingSpec], places: Sequence[Placement]) -> list[int]:
-    """Return the index of the place for each rank, so that the ranks of a node follow the order of
-    its devices.
+    """Return the place index of each rank, so that ranks on a node follow its device order.
 
-    Only ranks on one node with equal specs are exchanged. Ray promises no order of the devices it
-    grants (ray#59547).
+    Only ranks on one node with equal specs are exchanged. Ray does not guarantee the order of the
+    devices that it grants (ray#59547).
     """
     alike: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     different: list[SchedulingSpec] = []

@@ -1,6 +1,4 @@
-"""Plan a place for every rank from a snapshot of a cluster, or explain why there is none. Pure: no
-Ray, no clock.
-"""
+"""Plan a place for every rank, or explain why there is none. Pure: no Ray, no clock."""
 
 from __future__ import annotations
 
@@ -45,11 +43,11 @@ _SHOWN = 8
 def shortfall_of(
     nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job]
 ) -> Shortfall:
-    """Return the first reason found why these jobs do not fit into the free resources.
+    """Return the first reason why these jobs do not fit into the free resources.
 
-    The reasons, in this order: the selectors allow no node, a bundle is larger than any node, the
-    jobs together ask for more than there is, or the free resources lie in pieces that are too
-    small. A single job is named if it alone is too much.
+    Reasons are checked in this order: the selectors allow no node, a bundle is larger than any
+    node, the jobs together exceed the resources, or the free resources are fragmented. A single job
+    is named if it alone is too much.
     """
     split = oversized_bundle(nodes, free, jobs)
     if isinstance(split, Shortfall):
@@ -65,9 +63,7 @@ def shortfall_of(
 def oversized_bundle(
     nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job]
 ) -> Shortfall | Split:
-    """Return the first split whose bundles each fit some node, or why the bundle closest to fitting
-    fits none.
-    """
+    """Return the first split whose bundles each fit a node, or the shortfall closest to fitting."""
     nearest: tuple[float, Shortfall] | None = None
     for split in splits(jobs, nodes):
         found = next(
@@ -108,8 +104,10 @@ def _selector(nodes: Sequence[NodeState], job: Job, spec: SchedulingSpec) -> Sho
 
 
 def _unmet(spec: SchedulingSpec, nodes: Sequence[NodeState]) -> tuple[str, str, str]:
-    """Return the selectors up to the first that leaves no node, the values of the nodes left before
-    it, and the fields to change. A selector that no node meets at all is returned alone.
+    """Return the unmet selectors, the values that nodes have instead, and the fields to change.
+
+    These are the selectors up to the first that leaves no node, with the values of the nodes left
+    before it. A selector that no node meets is returned alone.
     """
     met: list[str] = []
     fields: list[str] = []
@@ -146,7 +144,7 @@ def _selectors(spec: SchedulingSpec) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _values(selector: Mapping[str, Any], nodes: Sequence[NodeState]) -> str:
-    """Describe what nodes have of that which a selector asks for."""
+    """Describe the nodes' values for the property that a selector checks."""
     if "accelerator_type" in selector:
         return f"types there: {_some(accelerator_types(nodes)) or 'none that Ray knows by name'}"
     for key in selector.get("node_labels", ()):
@@ -171,9 +169,7 @@ def _some(names: Sequence[str]) -> str:
 def _bundle(
     nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], demand: Demand
 ) -> tuple[float, Shortfall] | None:
-    """Return how far a bundle is from fitting the best node, relatively, and why; None when it fits
-    one.
-    """
+    """Return a bundle's relative gap to the best node and the shortfall; None if it fits."""
     job, wanted = jobs[demand.job], dict(demand.bundle)
     if not demand.nodes:
         return math.inf, _selector(nodes, job, job.spec(demand.replicas[0]))
@@ -216,9 +212,7 @@ def _bundle(
 def _together(
     free: Sequence[Resources], jobs: Sequence[Job], demands: Sequence[Demand], packing: Packing
 ) -> Shortfall:
-    """Explain why bundles that fit one by one do not fit together: in sum, or in the pieces that
-    are free.
-    """
+    """Explain why bundles that fit individually do not fit together."""
     role = " and ".join(job.role for job in jobs)
     workers = " and ".join(f"{job.replicas} of {job.role!r}" for job in jobs)
     if len(jobs) == 1:
@@ -248,7 +242,7 @@ def _together(
         ((packing.room(each), each) for each in demands),
         key=lambda found: found[0] / len(found[1].replicas),
     )
-    pieces, short = "in pieces into which these do not all go", "room in one piece"
+    pieces, short = "too fragmented for these bundles", "room in one piece"
     if room < len(demand.replicas):
         pieces, short = (
             f"which hold {room} of {show(dict(demand.bundle))}",
@@ -270,7 +264,7 @@ def _num_nodes(count: int) -> str:
 
 _MIN_ATTEMPTS = 4
 _PLENTY = 1e9
-"""Assumed amount of a shared resource, once every bundle fits it alone."""
+"""Amount assumed for a shared resource after each bundle was checked alone."""
 
 
 def plan_jobs(
@@ -281,19 +275,24 @@ def plan_jobs(
     of: Literal["available", "total"] = "available",
     work: int = WORK,
 ) -> Plan | Shortfall:
-    """Plan a place for every rank of all of these jobs together; returns the plan, or why there is
-    none.
+    """Plan a place for every rank of all of these jobs together.
 
-    Instances that fit one node never straddle two. Ranks with equal specs follow the order of nodes
-    and devices. No device is given twice, and whole nodes are left free where possible.
+    Instances that fit one node never span two. Ranks with equal specs follow the order of nodes and
+    devices. No device is assigned twice, and whole nodes are left free where possible.
 
     Args:
-        running: roles that jobs may be colocated with, besides each other.
-        of: whether to use the free resources, or all resources as if the cluster were empty.
-        work: number of nodes and classes of nodes that the planner may look at.
+        snapshot: State of the cluster.
+        jobs: Jobs to place.
+        running: Running roles that jobs may be colocated with, besides each other.
+        of: Whether to use the free resources, or all resources as if the cluster were empty.
+        work: Limit on the nodes and node classes that the planner may visit.
 
-    Raises: RoleNotFoundError (a target is neither among the jobs nor running), InvalidSpecError (a
-        colocation does not tile).
+    Returns:
+        The plan, or the reason why there is none.
+
+    Raises:
+        RoleNotFoundError: A target is neither among the jobs nor running.
+        InvalidSpecError: A colocation does not tile.
     """
     colocated = targets_first(jobs, [role.role for role in running])
     separate = [job for job in jobs if job.scheduling_strategy.type == "separation"]
@@ -323,9 +322,7 @@ def plan_jobs(
 def _find(
     nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], work: int
 ) -> tuple[Split, Placed] | None:
-    """Try the quick rules on every split, then the search. A few attempts are made even without
-    work left.
-    """
+    """Try the heuristics on every split, at least a few times, and then the search."""
     candidates = list(splits(jobs, nodes))
     packing = Packing(
         nodes, free, [demand for split in candidates for demand in split.demands], work
@@ -347,7 +344,7 @@ def _find(
 
 
 class _Devices:
-    """Hands out the devices of each node, lowest id first, where the free ids are known."""
+    """Assigns the devices of each node, lowest id first, if the free ids are known."""
 
     def __init__(self, nodes: Sequence[NodeState], free: Sequence[Resources]) -> None:
         self._left = [
@@ -379,8 +376,8 @@ def _role(
     devices: _Devices,
 ) -> PlannedRole:
     instances: dict[int, list[tuple[Demand, int]]] = {}
-    """(demand, index of a node) for each part, by replica. Identical replicas are exchanged to
-    follow the order of nodes.
+    """(demand, node index) for each part, by replica; identical replicas are exchanged to follow
+    the order of nodes.
     """
     for parts in by_instance(demands):
         replicas = parts[0].replicas

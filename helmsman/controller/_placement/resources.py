@@ -1,6 +1,4 @@
-"""Amounts of resources by Ray's names, and the total and free resources of a cluster at one
-moment.
-"""
+"""Resource amounts by Ray's names, and snapshots of a cluster's total and free resources."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from helmsman.api.plan import Node
 from helmsman.api.platforms import PLATFORMS
 
 Resources = dict[str, float]
-"""By Ray's names ('CPU', 'GPU', 'NPU', 'memory' in bytes, custom ones)."""
+"""Amounts by Ray's names ('CPU', 'GPU', 'NPU', 'memory' in bytes, custom resources)."""
 
 ACCELERATORS = tuple(info.ray_resource for info in PLATFORMS.values() if info.visibility_env_var)
 """Ray's names of the accelerators that SchedulingSpec.gpu counts."""
@@ -34,7 +32,7 @@ def missing_of(wanted: Mapping[str, float], available: Mapping[str, float]) -> R
 
 
 def show(resources: Mapping[str, float]) -> str:
-    """Return resources as text: '8 GPU, 64 CPU, 100 GB memory'."""
+    """Format resources as text: '8 GPU, 64 CPU, 100 GB memory'."""
     order = sorted(resources, key=lambda name: (name not in ACCELERATORS, name == "memory"))
     return ", ".join(
         f"{_digits(resources[name] / 1e9)} GB memory"
@@ -60,17 +58,16 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     available: Resources
     labels: dict[str, str] = {}
     free_devices: tuple[str, ...] | None = None
-    """Ids of its free accelerators in order; None when unknown."""
+    """Ids of the node's free accelerators in order; None if unknown."""
 
 
 class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """All live nodes, ordered so that nodes close to each other are neighbours."""
+    """All live nodes, ordered so that nodes close to each other are adjacent."""
 
     nodes: tuple[NodeState, ...]
     can_grow: bool = True
     shared: frozenset[str] = frozenset()
-    """Resources that workers share: a node needs the largest request of its workers, and not the
-    sum.
+    """Resources that workers share: a node needs the maximum of its workers' requests, not the sum.
     """
 
 

@@ -111,7 +111,7 @@ def test_tile_counts_unknown_devices() -> None:
         (
             _job(2, gpu=1),
             _target(4, 1, 4),
-            r"gpu of replica 0 is 1; expected 2, which is its share",
+            r"gpu of replica 0 is 1; expected 2, its share",
         ),
         (_job(4, fork=False, gpu=2), _target(4, 1, 4), r"gpu of replica 0 is 2; expected 1"),
     ],

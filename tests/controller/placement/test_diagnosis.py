@@ -99,7 +99,7 @@ def test_shortfall_worker_larger_than_any_node(
             [job("r", 1, gpu=1)],
             "bundle",
             (
-                "Add nodes with accelerators, of which those that 'r' may use have none, or set "
+                "Add nodes with accelerators; the nodes that 'r' may use have none, or set "
                 "SchedulingSpec.gpu to 0$"
             ),
         ),
