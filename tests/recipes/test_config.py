@@ -198,11 +198,11 @@ def test_load_origin_of_values(file: Path) -> None:
         ),
         (
             ("rewards.use", "math"),
-            "--rewards.use: rewards has no keys below it; give it as a whole, in JSON",
+            "--rewards.use: rewards has no keys below it. Give its whole value as JSON.",
         ),
         (
             ("rewards", "[{use: math}]"),
-            r"--rewards: '\[\{use: math\}\]' is no JSON: JSON is malformed",
+            r"--rewards: '\[\{use: math\}\]' is not valid JSON: JSON is malformed",
         ),
         (
             ("rewards", '[{"use": "exact", "weight": "nan"}]'),

@@ -176,7 +176,7 @@ def test_grpo_hf_nothing_to_learn(
         == 1
     )
     assert capsys.readouterr().err.startswith(
-        "NothingToLearnError: dynamic sampling has thrown away 9 prompts in a row"
+        "NothingToLearnError: dynamic sampling discarded 9 prompts in a row"
     )
 
 
