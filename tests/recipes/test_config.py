@@ -220,7 +220,7 @@ def test_load_origin_of_values(file: Path) -> None:
         (("cluster.start_timeout_s", "0"), "cluster.start_timeout_s is 0; expected more than 0"),
         (
             ("train.engine.lr", "1e-3"),
-            "train.engine.lr is a setting of its own here; set train.lr instead",
+            "train.engine.lr cannot be set here; set train.lr instead",
         ),
     ],
 )
