@@ -351,7 +351,7 @@ def prepare(settings: Settings, *, resume: bool) -> None:
         ):
             raise ValueError(
                 f"{out / 'metrics.jsonl'} lacks steps before the checkpoint of step {step}; start "
-                "anew without --resume"
+                "again without --resume"
             )
     write_json(out / "settings.json", settings)
 
