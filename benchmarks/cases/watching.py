@@ -59,7 +59,7 @@ def _polling(scheduler: Scheduler) -> Iterator[None]:
 def _declare(backend: str) -> None:
     @case(f"health.{backend}.idle", unit="% core", floor="one core")
     def idle(world: World) -> Pair:
-        """CPU of the controller and of all workers, over what they take when nobody asks."""
+        """CPU of the controller and of all workers, in addition to their idle use."""
         scheduler, _ = _workers(world, backend, NUM_WORKERS)
         watched = {
             status.worker_id

@@ -132,12 +132,12 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, bool]:
         try:
             layers = msgspec.structs.asdict(msgspec.json.decode(path.read_bytes(), type=Settings))
         except (msgspec.DecodeError, OSError) as error:
-            parser.error(f"{path} cannot be read ({error}); start anew without --resume")
+            parser.error(f"{path} cannot be read ({error}); start again without --resume")
         for name in sorted(given.keys() - _FREE_ON_RESUME):
             if given[name] != layers[name]:
                 parser.error(
                     f"{_flag(name)} is {layers[name]!r} in the run to resume; leave it out, or "
-                    "start anew without --resume"
+                    "start again without --resume"
                 )
     settings = msgspec.convert({**layers, **given}, Settings)
     if not resume and "task_params" not in given:

@@ -1,4 +1,4 @@
-"""From answers to training samples, and what is told about them."""
+"""Training samples from answers, and metrics about both."""
 
 from __future__ import annotations
 
@@ -17,36 +17,34 @@ from helmsman.recipes.settings import Algorithm, GRPOSettings
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """An answer and what it is worth."""
+    """An answer and its reward."""
 
     result: GenerationResult
     scored: Scored
     reward: float
-    """The weighted sum, less what it costs to be overlong."""
+    """Weighted sum of the rewards, minus the overlong penalty."""
 
     @property
     def is_truncated(self) -> bool:
-        """Whether it was cut at its greatest length."""
+        """Whether the answer was cut at its maximum length."""
         return self.result.stop_reason == "length"
 
 
 class Group(msgspec.Struct, frozen=True):
-    """The answers to one prompt, which are compared with each other."""
+    """The answers to one prompt, whose rewards are compared."""
 
     draw: Draw
     answers: list[Answer]
 
     @property
     def is_uniform(self) -> bool:
-        """Whether there is nothing to compare."""
+        """Whether all answers have the same reward."""
         rewards = [answer.reward for answer in self.answers]
         return max(rewards) == min(rewards)
 
 
 def overlong_cost(num_tokens: int, algorithm: Algorithm, max_new_tokens: int) -> float:
-    """What an answer near its greatest length loses of its reward: nothing before the buffer
-    begins, then linearly more.
-    """
+    """Return the overlong penalty of an answer: 0 before the buffer, then growing linearly."""
     if not algorithm.overlong_buffer:
         return 0.0
     return -algorithm.overlong_penalty * soft_overlong_punishment(
@@ -55,8 +53,9 @@ def overlong_cost(num_tokens: int, algorithm: Algorithm, max_new_tokens: int) ->
 
 
 def make_samples(groups: Sequence[Group], settings: GRPOSettings) -> list[dict[str, Any]]:
-    """A sample for each answer, in their order, with ``input_ids``, ``loss_mask``, ``logprobs`` and
-    ``advantages``.
+    """Return one sample per answer, in order.
+
+    Each has ``input_ids``, ``loss_mask``, ``logprobs`` and ``advantages``.
     """
     algorithm = settings.algorithm
     assert algorithm.normalize_std is not None
@@ -82,9 +81,7 @@ def make_samples(groups: Sequence[Group], settings: GRPOSettings) -> list[dict[s
 
 
 def with_weights(samples: Sequence[dict[str, Any]], settings: GRPOSettings) -> list[dict[str, Any]]:
-    """With ``loss_weights`` for the samples of one optimizer step, which the mean over tokens is
-    taken with.
-    """
+    """Add ``loss_weights`` for the mean over tokens to the samples of one optimizer step."""
     aggregation = settings.algorithm.aggregation
     assert aggregation is not None
     counts = [sum(sample["loss_mask"]) for sample in samples]
@@ -95,7 +92,7 @@ def with_weights(samples: Sequence[dict[str, Any]], settings: GRPOSettings) -> l
 
 
 def loss_arguments(algorithm: Algorithm) -> dict[str, Any]:
-    """Those of the loss."""
+    """Return the arguments of the loss."""
     return {
         "clip_low": algorithm.clip_low,
         "clip_high": algorithm.clip_high,
@@ -107,11 +104,13 @@ def loss_arguments(algorithm: Algorithm) -> dict[str, Any]:
 def rollout_metrics(
     groups: Sequence[Group], version: int, right: str, right_from: float
 ) -> dict[str, float]:
-    """What the answers of a step are like.
+    """Return metrics of a step's answers.
 
     Args:
-        version: of the weights that they are trained with.
-        right, right_from: the reward that says whether an answer is right, and from which value.
+        groups: The answers by prompt.
+        version: Version of the weights that are trained on them.
+        right: Name of the reward that decides whether an answer is correct.
+        right_from: Smallest value of that reward for a correct answer.
     """
     answers = [answer for group in groups for answer in group.answers]
     rewards = [answer.reward for answer in answers]
@@ -145,15 +144,15 @@ def rollout_metrics(
 def logprob_differences(
     groups: Sequence[Group], logprobs: Sequence[Any], version: int
 ) -> dict[str, float]:
-    """How far the log-probabilities of rollout and trainer are apart, over the tokens made by the
-    trainer's own weights.
+    """Compare log-probabilities of rollout and trainer for tokens of the trainer's version.
 
     Args:
-        logprobs: of each sample, as TrainController.forward has them.
-        version: of the trainer's weights.
+        groups: The answers by prompt.
+        logprobs: The trainer's log-probabilities of each sample's tokens, (T,) float32.
+        version: Version of the trainer's weights.
 
-    Returns: ``logprob_diff/max`` and ``logprob_diff/mean``; nothing where no token is of this
-        version.
+    Returns:
+        ``logprob_diff/max`` and ``logprob_diff/mean``; empty if no token has this version.
     """
     apart: list[float] = []
     answers = ((group, answer) for group in groups for answer in group.answers)
@@ -174,13 +173,11 @@ def logprob_differences(
 
 
 _NAMES = {"ref_kl": "kl"}
-"""Statistics of losses -> what they are called in the field."""
+"""Statistics of losses -> their usual names in the field."""
 
 
 def train_metrics(every: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Those of a step's optimizer steps: means, weighted by tokens; the loss's own statistics under
-    their own names.
-    """
+    """Return the token-weighted means of all statistics over a step's optimizer steps."""
     total = sum(each["num_tokens"] for each in every)
     found = {
         _NAMES.get(name, name): sum(each[name] * each["num_tokens"] for each in every) / total

@@ -1,6 +1,4 @@
-"""Settings that are chosen when they are not given: scheduler, engine, sizes of the groups,
-threads, trackers.
-"""
+"""Defaults that depend on the machine: scheduler, engine, group sizes, threads, trackers."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ CHOSEN = frozenset(
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """A setting that was chosen."""
+    """A chosen setting with its reason."""
 
     key: str
     value: Any
@@ -55,7 +53,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class _Choices:
-    """The choices for settings, one after another."""
+    """Settings, and the choices made for them so far."""
 
     def __init__(self, settings: RunSettings, given: frozenset[str]) -> None:
         self.settings, self._given, self.made = settings, given, list[Choice]()
@@ -64,7 +62,7 @@ class _Choices:
         return any(key in self._given for key in keys)
 
     def take(self, key: str, value: Any, reason: str) -> None:
-        """Set a value, unless the user has set it."""
+        """Choose a value, unless the user has set it."""
         if self.is_given(key):
             return
         section, _, name = key.partition(".")
@@ -74,7 +72,7 @@ class _Choices:
             return
         found = getattr(self.settings, section)
         below, _, entry = name.partition(".")
-        if entry:  # of a mapping, such as train.engine
+        if entry:  # an entry of a mapping, such as train.engine
             name, value = below, {**getattr(found, below), entry: value}
         self.settings = msgspec.structs.replace(
             self.settings, **{section: msgspec.structs.replace(found, **{name: value})}
@@ -83,13 +81,14 @@ class _Choices:
 
 
 def choose(settings: S, given: frozenset[str]) -> tuple[S, list[Choice]]:
-    """Choose what is not given from what this machine has.
+    """Choose settings that the user has not set, depending on this machine.
 
     Args:
-        settings: as the user has them, defaults included.
-        given: dotted keys that the user has set.
+        settings: The user's settings, defaults included.
+        given: Dotted keys that the user has set.
 
-    Returns: the settings with the choices in them, and the choices.
+    Returns:
+        The settings with the choices applied, and the choices.
     """
     choices = _Choices(settings, given)
     _choose_scheduler(choices)
@@ -118,9 +117,7 @@ def _choose_scheduler(choices: _Choices) -> None:
 
 def _choose_devices(choices: _Choices) -> None:
     if not choices.is_given("cluster.devices_per_node"):
-        with (
-            LocalScheduler() as scheduler
-        ):  # counts device files; starts no process before a worker is asked for
+        with LocalScheduler() as scheduler:  # only counts device files; starts no process
             num_devices = scheduler.n_gpus_per_node
         choices.take(
             "cluster.devices_per_node",
@@ -184,9 +181,7 @@ def _choose_groups(choices: _Choices) -> None:
 
 
 def _choose_threads(choices: _Choices) -> None:
-    """Let roles that alternate on one machine without accelerators use all its cores, each in its
-    turn.
-    """
+    """Let roles that alternate on one machine without accelerators each use all its cores."""
     settings = choices.settings
     cluster = settings.cluster
     if cluster.devices_per_node or cluster.num_nodes > 1 or cluster.address is not None:
@@ -224,9 +219,7 @@ def _choose_trackers(choices: _Choices) -> None:
 
 
 def device_memory_gb() -> float:
-    """Return the memory of this machine's smallest GPU in GB by nvidia-smi; 0 where that is not
-    known.
-    """
+    """Return the memory of this machine's smallest GPU in GB by nvidia-smi, or 0 if unknown."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)

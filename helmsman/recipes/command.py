@@ -1,13 +1,12 @@
 """The command lines of the recipes: ``helmsman grpo`` and its siblings.
 
     helmsman grpo --config one_machine_8gpu --model path/to/model --data train.jsonl
-    helmsman grpo --config ... --plan                   # settings, sizes and places; nothing is
-    started helmsman grpo --config ... --resume                 # continue from the last checkpoint
-    in `out`
-    helmsman grpo --config ... --check-weights          # compare instances and trainer after every
-    update helmsman up -- helmsman grpo --config many_nodes_gpu ...    # on every node of a job
+    helmsman grpo --config ... --plan              # print settings, sizes and placement only
+    helmsman grpo --config ... --resume            # continue from the last checkpoint in `out`
+    helmsman grpo --config ... --check-weights     # compare instances and trainer after updates
+    helmsman up -- helmsman grpo --config many_nodes_gpu ...      # on every node of a job
 
-Every setting is a key of the file, and a flag (`--train.lr 1e-6`); `--keys` lists them.
+Each setting is a key of the file and a flag (`--train.lr 1e-6`); `--keys` lists them.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ RECIPES = {
     "sft": "helmsman.recipes.offline:SFT",
     "dpo": "helmsman.recipes.offline:DPO",
 }
-"""Command -> class of the recipe."""
+"""Command -> recipe class or factory."""
 
 
 def recipe_of(command: str) -> Any:
-    """Return the class of a command's recipe, or the function that makes it."""
+    """Return the recipe class or factory of a command."""
     module, _, name = RECIPES[command].partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -44,8 +43,10 @@ def recipe_of(command: str) -> Any:
 def parse(
     command: str, argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, list[tuple[str, str]]]:
-    """Return flags, and settings that were given as flags. Exits with code 2 and a message for
-    flags that make no sense.
+    """Parse a command line; invalid flags exit with code 2 and a message.
+
+    Returns:
+        The flags, and the settings given as flags.
     """
     recipe = recipe_of(command)
     parser = argparse.ArgumentParser(
@@ -56,7 +57,7 @@ def parse(
     configurations = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
     parser.add_argument("--config", help=f"YAML or TOML file, or one of {configurations}")
     parser.add_argument(
-        "--plan", action="store_true", help="print settings, sizes and places, and end"
+        "--plan", action="store_true", help="print settings, sizes and placement, and exit"
     )
     parser.add_argument(
         "--resume",
@@ -70,7 +71,7 @@ def parse(
         "--check-weights", action="store_true", help="the same as --check.weights true"
     )
     parser.add_argument(
-        "--keys", action="store_true", help="list all settings, with defaults and meanings"
+        "--keys", action="store_true", help="list all settings with defaults and descriptions"
     )
     flags, rest = parser.parse_known_args(argv)
     given = []
@@ -98,10 +99,12 @@ def main(command: str = "grpo", argv: Sequence[str] | None = None) -> int:
     """Run a recipe from the command line.
 
     Args:
-        command: a key of RECIPES.
-        argv: its flags; those of the process when None.
+        command: A key of RECIPES.
+        argv: The flags; None takes those of the process.
 
-    Returns: the exit code: 2 when nothing was started, 1 after an error of the run.
+    Returns:
+        The exit code: 0 on success, 1 if the run failed, 2 if nothing was started, 128 + n if
+        signal n stopped the run.
     """
     flags, given = parse(command, argv)
     kind = recipe_of(command)
@@ -131,7 +134,7 @@ def main(command: str = "grpo", argv: Sequence[str] | None = None) -> int:
                 recipe.run()
     except Interrupted as interrupt:
         print(
-            f"\nstopped by {interrupt}; everything was ended.{how_to_continue(recipe)}",
+            f"\nstopped by {interrupt}; all workers have ended.{how_to_continue(recipe)}",
             file=sys.stderr,
         )
         return interrupt.exit_code
@@ -142,9 +145,7 @@ def main(command: str = "grpo", argv: Sequence[str] | None = None) -> int:
 
 
 def how_to_continue(recipe: Recipe[Any] | None) -> str:
-    """Return the next step after a run that was cut short; nothing when it has not saved
-    anything.
-    """
+    """Return advice on resuming an interrupted run, or "" if it has no checkpoint."""
     if recipe is None:
         return ""
     settings = recipe.settings

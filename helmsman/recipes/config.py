@@ -1,4 +1,4 @@
-"""A run's settings from a file, what it extends, and the command line."""
+"""Reads settings from files, their base files, scripts and command lines."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from helmsman.recipes.settings import RunSettings
 
 S = TypeVar("S", bound=RunSettings)
 _SHORT = {"data": "data.train"}
-"""Flags that stand for a longer key."""
+"""Short flags and the keys that they set."""
 EXTENDS = "extends"
-"""Key of a file's base: another file, beside it."""
+"""Key that names a file's base; the path is relative to the file."""
 _EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+$")
 
 
 CONFIGS = Path(__file__).parent / "configs"
-"""The configurations that come with the package; ``--config`` finds them by name."""
+"""Folder of the packaged configurations, which ``--config`` finds by name."""
 
 
 def load(
@@ -40,15 +40,21 @@ def load(
     overrides: Sequence[tuple[str, str]] = (),
     given: Mapping[str, Any] | None = None,
 ) -> S:
-    """Read settings, choose those that are not given, and check that they fit together.
+    """Read settings, choose those not given, and validate them together.
 
     Args:
-        kind: the recipe's settings.
-        path: a YAML or TOML file, or the name of a configuration of the package.
-        overrides: ``(dotted key, text)`` from a command line, over the file.
-        given: entries of a script, between the two.
+        kind: The recipe's settings class.
+        path: A YAML or TOML file, or the name of a packaged configuration.
+        overrides: ``(dotted key, text)`` pairs of a command line; they override the script.
+        given: Entries of a script; they override the file.
 
-    Raises: ValueError that names file and key; OSError; BackendNotInstalledError.
+    Returns:
+        The validated settings.
+
+    Raises:
+        ValueError: An entry is invalid; the message names file and key.
+        OSError: A file cannot be read.
+        BackendNotInstalledError: PyYAML is missing.
     """
     return read(kind, path, overrides, given)[0]
 
@@ -59,7 +65,7 @@ def read(
     overrides: Sequence[tuple[str, str]] = (),
     given: Mapping[str, Any] | None = None,
 ) -> tuple[S, list[Choice]]:
-    """As ``load``; also returns the choices with their reasons."""
+    """Do the same as ``load``, and also return the choices with their reasons."""
     where = "the settings" if path is None else str(path)
     entries = {} if path is None else _read(_find(path))
     _require_known(where, entries, kind)
@@ -69,7 +75,7 @@ def read(
     for key, text in overrides:
         _set(entries, key, text, kind)
     try:
-        # Dates, which YAML and TOML have and settings.json has not, are texts.
+        # YAML and TOML have dates but settings.json does not: convert them to texts.
         plain = msgspec.to_builtins(entries)
         settings, choices = choose(msgspec.convert(plain, kind, strict=False), flat_keys(plain))
         return resolve(settings), choices
@@ -93,7 +99,7 @@ def flat_keys(entries: Mapping[str, Any], prefix: str = "") -> frozenset[str]:
 
 
 def _find(path: str | Path) -> Path:
-    """Return the file; a name without a folder may be that of a configuration of the package."""
+    """Resolve a path; a bare name may also name a packaged configuration."""
     path = Path(path)
     if not path.exists() and path.parent == Path("."):
         for name in (path.name, f"{path.name}.yaml"):
@@ -103,8 +109,10 @@ def _find(path: str | Path) -> Path:
 
 
 def _origin(text: str, path: str | Path, overrides: Sequence[tuple[str, str]]) -> str:
-    """The flag that set the key at the start of a message; else the file, with the flags that the
-    message mentions.
+    """Return the origin of an invalid value, from the words of the message about it.
+
+    This is the flag that set the key at the start of the message, or else the file, with all flags
+    that the message mentions.
     """
     words = re.findall(r"[\w.]+", text)
     for name, _ in reversed(overrides):
@@ -121,7 +129,7 @@ def _origin(text: str, path: str | Path, overrides: Sequence[tuple[str, str]]) -
 
 
 def as_yaml(settings: RunSettings) -> str:
-    """All settings, a section after the other, as a YAML file that would give them again."""
+    """Format all settings as a YAML file that reproduces them."""
     lines = []
     for name, value in msgspec.to_builtins(settings).items():
         if isinstance(value, dict):
@@ -133,7 +141,7 @@ def as_yaml(settings: RunSettings) -> str:
 
 
 def all_keys(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """(dotted key, default, what it means) of every setting, the struct's own fields first."""
+    """Yield (dotted key, default, description) of each setting, a struct's own fields first."""
     docs, hints = _field_docs(kind), typing.get_type_hints(kind)
     for field in msgspec.structs.fields(kind):
         if _section(hints[field.name]) is None:
@@ -147,7 +155,7 @@ def all_keys(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str
 
 
 def key_table(kind: type[msgspec.Struct]) -> str:
-    """The settings as a table of Markdown for each section."""
+    """Format the settings as one Markdown table per section."""
     tables: dict[str, list[str]] = {}
     for key, default, meaning in all_keys(kind):
         section = key.rpartition(".")[0]
@@ -162,9 +170,7 @@ def key_table(kind: type[msgspec.Struct]) -> str:
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     path = path.resolve()
     if path in seen:
-        raise ValueError(
-            f"{path} extends itself, by way of {', '.join(str(each) for each in seen)}"
-        )
+        raise ValueError(f"{path} extends itself, through {', '.join(str(each) for each in seen)}")
     entries = _parse(path)
     if not isinstance(entries, dict):
         raise ValueError(f"{path}: expected keys and values, got {type(entries).__name__}")
@@ -178,7 +184,7 @@ def _parse(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     if path.suffix == ".toml":
         try:
             return tomllib.loads(text)
@@ -192,7 +198,7 @@ def _parse(path: Path) -> Any:
             package="yaml",
             command="pip install pyyaml   (or write the file in TOML)",
         ) from error
-    # PyYAML takes 1e-6, which has no dot, for a text.
+    # PyYAML reads numbers without a dot, such as 1e-6, as texts.
     loader: Any = type("Loader", (yaml.SafeLoader,), {})
     loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
     try:
@@ -202,7 +208,7 @@ def _parse(path: Path) -> Any:
 
 
 def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """``top`` over ``base``; sections are merged, lists and values replaced."""
+    """Merge ``top`` over ``base``: sections are merged, lists and values replaced."""
     merged = dict(base)
     for name, value in top.items():
         below = merged.get(name)
@@ -239,7 +245,7 @@ def _unknown(key: str, name: str, known: Sequence[str]) -> str:
 
 
 def _set(entries: dict[str, Any], key: str, text: str, kind: type[msgspec.Struct]) -> None:
-    """Put a value from the command line where its key says."""
+    """Set the value of a dotted key from the command line."""
     key = _SHORT.get(key, key)
     hint: Any = kind
     at, parts = entries, key.split(".")
@@ -256,28 +262,28 @@ def _set(entries: dict[str, Any], key: str, text: str, kind: type[msgspec.Struct
             hint = typing.get_args(hint)[1]
         elif hint is not Any:
             raise ValueError(
-                f"--{key}: {'.'.join(parts[:depth])} has no keys below it; give it as a whole, in "
-                "JSON"
+                f"--{key}: {'.'.join(parts[:depth])} has no keys below it. Give its whole value "
+                "as JSON."
             )
     at[parts[-1]] = _value(key, text, hint)
 
 
 def _value(key: str, text: str, hint: Any) -> Any:
-    """What a text of the command line means for a field of this type."""
+    """Convert a command-line text to the type of its field."""
     if text == "null":
         return None
     if str in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)):
-        return text  # also where it looks like a number
+        return text  # even if it looks like a number
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         if hint is not Any and text.startswith(("[", "{")):
-            raise ValueError(f"--{key}: {text!r:.80} is no JSON: {error}") from error
+            raise ValueError(f"--{key}: {text!r:.80} is not valid JSON: {error}") from error
         return text
 
 
 def _section(hint: Any) -> type[msgspec.Struct] | None:
-    """The struct of a field that is one, or several of them."""
+    """Return the struct of a field that holds one struct or a sequence of them."""
     for each in (hint, *typing.get_args(hint)):
         if isinstance(each, type) and issubclass(each, msgspec.Struct):
             return each
@@ -296,7 +302,7 @@ def _scalar(value: Any) -> str:
 
 
 def _field_docs(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the string below each field, in a line, those of base classes included."""
+    """Return the docstring of each field on one line, including inherited fields."""
     docs: dict[str, str] = {}
     for each in reversed(kind.__mro__[: kind.__mro__.index(msgspec.Struct)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]

@@ -1,4 +1,4 @@
-"""The critic of PPO: a value model beside the policy, and the advantages that it gives."""
+"""The critic of PPO: a value model, and the advantages computed from it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from helmsman.api.reward_shaping import token_rewards
 from helmsman.recipes.settings import Critic
 
 FOLDER = "critic"
-"""In a checkpoint: the state of the critic."""
+"""Folder of a checkpoint with the state of the critic."""
 
 
 class CriticModel:
     """Estimates the value of each token, and learns from the returns.
 
     Args:
-        ranks: the controller of the value model.
-        settings: of the critic.
-        takes_turns: the ranks wake for a call and sleep afterwards, since others use their devices.
+        ranks: The controller of the value model.
+        settings: The settings of the critic.
+        takes_turns: Whether devices are shared: the ranks wake for a call and sleep afterwards.
     """
 
     def __init__(self, ranks: TrainController, settings: Critic, *, takes_turns: bool) -> None:
@@ -32,8 +32,8 @@ class CriticModel:
         """Add ``values``, ``returns`` and whitened ``advantages``, each (T,), to the samples.
 
         Args:
-            samples: with ``input_ids`` and ``loss_mask``.
-            scores: the reward of each.
+            samples: Samples with ``input_ids`` and ``loss_mask``.
+            scores: The reward of each sample.
         """
         with self._awake():
             values = self._ranks.forward([{"input_ids": each["input_ids"]} for each in samples])
@@ -47,7 +47,7 @@ class CriticModel:
             sample |= {"values": value, "returns": gained, "advantages": advantage}
 
     def train(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Take an optimizer step on samples that ``judge`` has seen; returns its metrics."""
+        """Run an optimizer step on samples from ``judge``, and return its metrics."""
         with self._awake():
             stats = self._ranks.train_batch(samples, "value", {"clip": self._settings.clip})
         kept = ("loss", "grad_norm", "value", "return", "value_clip_fraction")
@@ -59,7 +59,11 @@ class CriticModel:
             self._ranks.save(str(folder / FOLDER))
 
     def load(self, folder: Path) -> None:
-        """Read the state of a checkpoint. Raises: CheckpointError."""
+        """Read the state of a checkpoint.
+
+        Raises:
+            CheckpointError: The state cannot be read.
+        """
         with self._awake():
             self._ranks.load(str(folder / FOLDER))
 

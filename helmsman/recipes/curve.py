@@ -1,4 +1,4 @@
-"""The learning curve of a run as a picture."""
+"""Plot of a run's learning curve."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def draw_curve(
     """Draw a measure of training and the held-out accuracy over the steps, as a PNG file.
 
     Args:
-        path: the file, written all or nothing.
-        sampled: reward or loss of each step; drawn faintly, with a moving average on top.
-        accuracies: greedy accuracy on held-out prompts, each from 0 to 1.
-        title, subtitle: the text above the picture.
-        sampled_label: the name of ``sampled`` in the legend.
-        supervised_until: the last supervised step of a run that has such a phase; 0 for none.
-        last_step: the right end of the axis.
+        path: The file, written atomically.
+        sampled: Reward or loss of each step; drawn faintly, with a moving average on top.
+        accuracies: Greedy accuracy on held-out prompts, from 0 to 1.
+        title: First line above the plot.
+        subtitle: Second line above the plot.
+        sampled_label: Name of ``sampled`` in the legend.
+        supervised_until: Last step of a supervised phase; 0 for none.
+        last_step: Right end of the axis.
     """
     import matplotlib as mpl
 
@@ -75,7 +76,7 @@ def _draw_sampled(axes: Any, points: Points, label: str) -> None:
 
 
 def _draw_accuracies(axes: Any, points: Points, supervised_until: int) -> None:
-    """Draw the curve, with the numbers of its first, its last and the last supervised step."""
+    """Draw the curve; label its first, its last and the last supervised step."""
     if not points:
         return
     axes.plot(
@@ -90,7 +91,7 @@ def _draw_accuracies(axes: Any, points: Points, supervised_until: int) -> None:
         zorder=3,
     )
     accuracies = dict(points)
-    # Where two of them are the same step, the later entry decides.
+    # If two of these steps are equal, the later entry applies.
     labels = {points[-1][0]: ((0, 11), "center"), points[0][0]: ((6, 10), "left")}
     if supervised_until in accuracies:
         labels = {supervised_until: ((-9, 6), "right"), **labels}

@@ -1,4 +1,4 @@
-"""The end of a run: a summary, and a picture of the curve."""
+"""Summary and learning curve of a finished run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from helmsman.recipes.settings import RunSettings
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished run in numbers."""
+    """Figures of a finished run."""
 
     steps: int
     seconds: float
-    """From start to end, workers' start included; of the last part of a run that was resumed."""
+    """Duration, including the start of workers; of the last part, if the run was resumed."""
     tokens_per_second: float
-    """The mean over steps."""
+    """Mean over steps."""
     loss_first: float | None
     """Loss of the first step."""
     loss_last: float | None
@@ -38,7 +38,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     logprob_diff_max: float | None
     """Largest difference of a log-probability between rollout and trainer, over all steps."""
     logprob_diff_mean: float | None
-    """The mean of the steps' means."""
+    """Mean of the steps' means."""
 
 
 def finish(
@@ -47,10 +47,10 @@ def finish(
     """Write summary and curve.
 
     Args:
-        settings: of the run.
-        dataset: of the run.
-        rows: of metrics.jsonl.
-        seconds: from start to end.
+        settings: The settings of the run.
+        dataset: The data of the run.
+        rows: The lines of metrics.jsonl.
+        seconds: Duration of the run.
     """
     out = Path(settings.out)
     if settings.checkpoints.export == "last":
@@ -58,7 +58,7 @@ def finish(
     summary = summarize(settings, rows, seconds)
     write_json(out / "summary.json", summary)
     print(f"summary: {out / 'summary.json'}\nmetrics: {out / 'metrics.jsonl'}")
-    with contextlib.suppress(ModuleNotFoundError):  # matplotlib is there with the extra `examples`
+    with contextlib.suppress(ModuleNotFoundError):  # the extra `examples` installs matplotlib
         draw(settings, dataset, rows, summary)
         print(f"curve:   {out / 'curve.png'}")
     return summary
@@ -67,7 +67,7 @@ def finish(
 def summarize(
     settings: RunSettings, rows: Sequence[Mapping[str, Any]], seconds: float
 ) -> RunSummary:
-    """The summary of a run from its metrics."""
+    """Summarise a run from its metrics."""
 
     def all_of(name: str) -> list[float]:
         return [value for row in rows if (value := row.get(name)) is not None]
@@ -95,8 +95,10 @@ def summarize(
 def draw(
     settings: RunSettings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], summary: RunSummary
 ) -> None:
-    """Draw greedy accuracy and reward over the steps, or the loss where there are no rewards; needs
-    matplotlib.
+    """Draw greedy accuracy and reward (or loss, without rewards) over the steps.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing.
     """
 
     def points(name: str) -> list[tuple[int, float]]:

@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: greedy accuracy and pass@k, for each source of the data."""
+"""Evaluation on held-out prompts: greedy accuracy and pass@k, by source of the data."""
 
 from __future__ import annotations
 
@@ -15,39 +15,37 @@ from helmsman.recipes.prompts import Row
 from helmsman.recipes.settings import Evaluation
 
 Judge = Callable[[Row, SamplingParams], Awaitable[bool]]
-"""Answers a prompt once; whether the answer is right."""
+"""Answers a prompt once, and returns whether the answer is correct."""
 
 ALL = "all"
-"""Name of the figures over all sources, where there are several."""
+"""Name of the results over all sources."""
 
 
 class SourceResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one source."""
+    """Result for one source."""
 
     num_prompts: int
     greedy_accuracy: float | None = None
-    """Share of prompts that were answered right without chance."""
+    """Fraction of prompts with a correct greedy answer."""
     pass_at_k: dict[int, float] = {}
-    """Probability that at least one of k answers is right, the mean over prompts."""
+    """k -> probability that at least one of k answers is correct, mean over prompts."""
 
 
 class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one evaluation, as it is written to ``evaluations/step-000010.json``."""
+    """Result of one evaluation, as written to ``evaluations/step-000010.json``."""
 
     step: int
     weight_version: int
     samples: int
-    """Answers to each prompt that pass@k is estimated from."""
+    """Answers per prompt from which pass@k is estimated."""
     temperature: float
     seconds: float
     failed: int
-    """Rewards that raised, took too long or lost their process; their answers count as wrong."""
+    """Rewards that raised, timed out or lost their process; their answers count as wrong."""
     by_source: dict[str, SourceResult]
 
     def metrics(self) -> dict[str, float]:
-        """``eval/greedy_accuracy``, ``eval/pass@1``, ...; where there are several sources, also
-        ``eval/<source>/...``.
-        """
+        """Return metrics like ``eval/pass@1``; with several sources also ``eval/<source>/...``."""
         found = {"eval/reward/failed": float(self.failed)}
         for source, result in self.by_source.items():
             prefix = "eval" if source == ALL else f"eval/{source}"
@@ -58,10 +56,17 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Unbiased estimate of the probability that one of k answers is right, from more of them: 1 -
-    C(n - c, k) / C(n, k).
+    """Estimate without bias the probability that at least one of k answers is correct.
 
-    Source: Chen et al., arXiv:2107.03374, eq. 1.
+    The estimate is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv:2107.03374, eq. 1).
+
+    Args:
+        num_samples: Number of answers n.
+        num_right: Number of correct answers c.
+        k: Number of attempts, at most n.
+
+    Raises:
+        ValueError: The numbers are inconsistent.
     """
     if not 0 <= num_right <= num_samples or not 1 <= k <= num_samples:
         raise ValueError(f"{num_right} right of {num_samples} answers give no pass@{k}")
@@ -71,12 +76,17 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 async def evaluate(
     rows: Sequence[Row], settings: Evaluation, sampling: SamplingParams, judge: Judge, *, seed: int
 ) -> dict[str, SourceResult]:
-    """Figures by source; with several sources also those of all.
+    """Evaluate held-out prompts.
 
     Args:
-        rows: held-out prompts.
-        sampling: length and stop tokens; how it samples is the settings' to say.
-        seed: of what is drawn, the same at every evaluation.
+        rows: The held-out prompts.
+        settings: Number of answers, temperature and k.
+        sampling: Length and stop tokens; the settings replace its other fields.
+        judge: Answers a prompt once, and returns whether the answer is correct.
+        seed: Seed of the sampled answers, the same at every evaluation.
+
+    Returns:
+        Results over all prompts under ``ALL``; with several sources also by source.
     """
     greedy = msgspec.structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=0, seed=0)
     drawn = msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""Rows with given answers as training samples: supervised examples and preference pairs."""
+"""Training samples from rows with answers: supervised examples and preference pairs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from helmsman.recipes.prompts import ChatTokenizer, Row, is_token_ids
 from helmsman.recipes.settings import Data
 
 Encode = Callable[[str, str, dict[str, Any]], Row]
-"""Makes a row of (source, place, entry). Raises: ValueError that names the place."""
+"""Makes a row from (source, place, entry); raises ValueError that names the place."""
 
 
 def supervised(data: Data, tokenizer: ChatTokenizer) -> Encode:
     """Return the encoder of supervised examples.
 
     A row has ``input_ids`` (and optionally ``loss_mask``), ``messages`` that end with the answer,
-    ``text``, or a prompt with an answer (or ``completion``). Only the answer is trained on, where
-    there is a prompt.
+    ``text``, or a prompt with an answer (or ``completion``). Prompts are not trained on.
     """
 
     def encode(source: str, place: str, entry: dict[str, Any]) -> Row:
@@ -53,10 +52,10 @@ def supervised(data: Data, tokenizer: ChatTokenizer) -> Encode:
 
 
 def preferences(data: Data, tokenizer: ChatTokenizer) -> Encode:
-    """Return the encoder of preference pairs: a prompt with ``chosen`` and ``rejected``, texts or
-    chats.
+    """Return the encoder of preference pairs.
 
-    Without a prompt, ``chosen`` and ``rejected`` are chats that share all messages but the last.
+    A row has a prompt, and ``chosen`` and ``rejected``, each a text or a chat. Without a prompt,
+    they are chats that share all messages but the last.
     """
 
     def encode(source: str, place: str, entry: dict[str, Any]) -> Row:
@@ -78,7 +77,7 @@ def preferences(data: Data, tokenizer: ChatTokenizer) -> Encode:
 
 
 def _named(entry: dict[str, Any], data: Data) -> dict[str, Any]:
-    """Return a row that is nothing but a text, a chat or token ids under the key that says so."""
+    """Rename the key of a row with only a prompt to ``text``, ``messages`` or ``input_ids``."""
     if entry.keys() != {data.prompt_key}:
         return entry
     value = entry[data.prompt_key]
@@ -102,14 +101,14 @@ def _chat(place: str, messages: Any) -> Sequence[Mapping[str, Any]]:
         isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages
     ):
         raise ValueError(
-            f"{place}: {messages!r:.80} is no chat; expected a list of {{role, content}}"
+            f"{place}: {messages!r:.80} is not a chat; expected a list of {{role, content}}"
         )
     found: Sequence[Mapping[str, Any]] = messages
     return found
 
 
 def _answer_text(answer: Any) -> str:
-    """Return the text of an answer: of a chat, its last message."""
+    """Return the text of an answer, or of a chat's last message."""
     return str(answer[-1]["content"]) if isinstance(answer, list) and answer else str(answer)
 
 

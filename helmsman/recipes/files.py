@@ -1,6 +1,4 @@
-"""The output folder of a run: one run at a time writes to it, and files are replaced all or
-nothing.
-"""
+"""The output folder of a run: exclusive lock and atomic writes."""
 
 from __future__ import annotations
 
@@ -17,13 +15,18 @@ T = TypeVar("T")
 
 
 def clear(out: Path, *, files: Sequence[str] = (), folders: Sequence[str] = ()) -> bool:
-    """Remove what an earlier run left in the output folder, and nothing else; returns whether there
-    was something.
+    """Remove only the output of an earlier run from a folder.
 
     Args:
-        files, folders: names of what it leaves besides those of this module.
+        out: The output folder.
+        files: Names of a run's files, in addition to those of this module.
+        folders: Names of a run's folders, in addition to those of this module.
 
-    Raises: FileExistsError when the folder has things of these names, but was not an output folder.
+    Returns:
+        Whether there was an earlier run.
+
+    Raises:
+        FileExistsError: The folder has such names, but is not the output folder of a run.
     """
     mark = out / "settings.json"
     all_files = [out / name for name in ("metrics.jsonl", "summary.json", "curve.png", *files)]
@@ -33,8 +36,7 @@ def clear(out: Path, *, files: Sequence[str] = (), folders: Sequence[str] = ()) 
         if found:
             raise FileExistsError(
                 f"{out} has {', '.join(found)} but no {mark.name}, so it is not the output of an "
-                f"earlier run and is left as it "
-                "is; give another --out"
+                "earlier run and is not changed. Give another --out."
             )
         return False
     for path in all_folders:
@@ -42,17 +44,17 @@ def clear(out: Path, *, files: Sequence[str] = (), folders: Sequence[str] = ()) 
     for path in [
         *all_files,
         mark,
-    ]:  # the mark last, so that a clearing that was cut short can be done again
+    ]:  # settings.json comes last, so that an interrupted clear() can be repeated
         path.unlink(missing_ok=True)
     return True
 
 
 @contextlib.contextmanager
 def only_run_in(out: Path) -> Iterator[None]:
-    """Keep every other run out of the output folder for the block, and no longer than this process
-    lives.
+    """Lock the output folder inside the block; the lock ends with the process at the latest.
 
-    Raises: BlockingIOError when there is one.
+    Raises:
+        BlockingIOError: Another run has locked the folder.
     """
     with open(out / ".lock", "ab") as file:
         try:
@@ -65,15 +67,19 @@ def only_run_in(out: Path) -> Iterator[None]:
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Add a line of JSON by one write, so that a reader never sees half of it."""
+    """Append a line of JSON by one write, so that readers never see half of it."""
     line = msgspec.json.encode(value) + b"\n"
     with open(path, "ab", buffering=0) as file:
         file.write(line)
 
 
 def read_lines(path: Path, kind: type[T]) -> list[T]:
-    """All lines but one that a crash cut short; none where there is no file. Raises ValueError when
-    they are something else.
+    """Return all complete lines; a crash may have truncated the last one.
+
+    The list is empty without a file.
+
+    Raises:
+        ValueError: A line is not of this type.
     """
     data = path.read_bytes() if path.exists() else b""
     try:
@@ -86,17 +92,17 @@ def read_lines(path: Path, kind: type[T]) -> list[T]:
 
 
 def write_lines(path: Path, values: Iterable[Any]) -> None:
-    """Replace all lines, all or nothing."""
+    """Replace all lines atomically."""
     write_atomically(path, b"".join(msgspec.json.encode(value) + b"\n" for value in values))
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as indented JSON, all or nothing."""
+    """Write a value as indented JSON, atomically."""
     write_atomically(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file's content, all or nothing."""
+    """Replace a file's content by renaming a temporary file."""
     temporary = path.with_name(f".{path.name}")
     temporary.write_bytes(data)
     temporary.replace(path)

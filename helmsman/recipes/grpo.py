@@ -1,4 +1,4 @@
-"""GRPO, Dr. GRPO and DAPO as a recipe."""
+"""The recipes GRPO (with Dr. GRPO and DAPO) and PPO."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from helmsman.recipes.settings import GRPOSettings, Reward, RunSettings
 from helmsman.recipes.trackers import Trackers
 
 RewardLike: TypeAlias = str | Callable[..., Any] | Mapping[str, Any] | Reward
-"""A built-in or import path by name, a function, or the entries of a ``Reward``."""
+"""Name of a built-in reward, import path, function, or fields of a ``Reward``."""
 
 
 class GRPO(Recipe[GRPOSettings]):
@@ -29,15 +29,19 @@ class GRPO(Recipe[GRPOSettings]):
         GRPO(model="models/qwen", data="train.jsonl", rewards=["math"], steps=200).train()
 
     Args:
-        model: local Hugging Face folder to start from.
-        data: a JSONL file, a Hugging Face dataset folder, any iterable of rows, or a mapping with
+        model: Local Hugging Face folder of the initial model.
+        data: A JSONL file, a Hugging Face dataset folder, any iterable of rows, or a mapping with
             the keys of ``data``.
-        rewards: functions, names of built-in rewards (``exact``, ``number``, ``format``, ``math``),
+        rewards: Functions, names of built-in rewards (``exact``, ``number``, ``format``, ``math``),
             import paths (``pkg.mod:fn`` or ``path/file.py:fn``), or mappings with the keys of
             ``rewards[]``.
-        settings: as of Recipe.
+        **settings: The other arguments of Recipe: ``config``, ``resume``, ``overwrite``, and
+            sections and keys of GRPOSettings.
 
-    Raises: as Recipe.
+    Raises:
+        ValueError: Settings are invalid or do not fit together.
+        OSError: The configuration cannot be read.
+        BackendNotInstalledError: The configuration needs a package that is missing.
     """
 
     kind: ClassVar[type[RunSettings]] = GRPOSettings
@@ -51,7 +55,7 @@ class GRPO(Recipe[GRPOSettings]):
         **settings: Any,
     ) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
-        """Rewards that were given as functions, by ``Reward.use``."""
+        """Rewards passed as functions, by ``Reward.use``."""
         if rewards is not None:
             settings["rewards"] = [self._entries(reward) for reward in rewards]
         super().__init__(model, data, **settings)
@@ -72,8 +76,12 @@ class GRPO(Recipe[GRPOSettings]):
         return {"use": use, "name": name}
 
     def load_data(self) -> Dataset:
-        """Read tokenizer and prompts, and find the rewards. Raises: ValueError, OSError,
-        BackendNotInstalledError.
+        """Read tokenizer and prompts, and resolve the rewards.
+
+        Raises:
+            ValueError: The tokenizer, a row or a reward is invalid.
+            OSError: A file cannot be read.
+            BackendNotInstalledError: A package is missing.
         """
         self.tokenizer = ChatTokenizer(self.settings.model, self.settings.data)
         dataset = load_dataset(self.settings.data, self.tokenizer, self.settings.seed, self.rows)
@@ -82,13 +90,13 @@ class GRPO(Recipe[GRPOSettings]):
         return dataset
 
     def jobs(self) -> list[Job]:
-        """Return trainer, rollout, and the reference where there is a KL term."""
+        """Return the jobs of trainer, rollout, reference (with a KL term) and critic (PPO)."""
         return make_jobs(self.settings)
 
     def start(
         self, held: contextlib.ExitStack, scheduler: Scheduler, jobs: Mapping[str, Job]
     ) -> Callable[[Trackers], Loop]:
-        """Start rewards, trainer, rollout and reference."""
+        """Start rewards, trainer, reference, critic and rollout."""
         settings = self.settings
         scorer = held.enter_context(Scorer(settings.rewards, scheduler, self.functions))
         trainer = make_trainer(settings, scheduler, jobs["train"])
@@ -101,7 +109,7 @@ class GRPO(Recipe[GRPOSettings]):
             if controller is not None:
                 controller.initialize()
             if isinstance(controller, TrainController) and settings.cluster.takes_turns:
-                controller.sleep()  # the next one needs the devices
+                controller.sleep()  # the next controller needs the devices
         most, takes_turns = settings.checkpoints.max_recoveries, settings.cluster.takes_turns
         reference = None if ranks is None else Reference(ranks, most, takes_turns=takes_turns)
         critic = (
@@ -122,7 +130,7 @@ class GRPO(Recipe[GRPOSettings]):
         )
 
 
-def PPO(  # noqa: N802 - it is used as the classes of the other recipes are
+def PPO(  # noqa: N802 - used like the recipe classes
     model: str | Path | None = None,
     data: str | Path | Mapping[str, Any] | Iterable[Any] | None = None,
     rewards: Sequence[RewardLike] | None = None,
@@ -131,16 +139,23 @@ def PPO(  # noqa: N802 - it is used as the classes of the other recipes are
     """Train a language model by PPO with a critic: the loop of GRPO with the preset ``ppo``.
 
     Args:
-        model: local Hugging Face folder to start from; the critic starts from it, too.
-        data: as of GRPO.
-        rewards: as of GRPO.
-        settings: as of Recipe; ``critic`` has those of the value model.
+        model: Local Hugging Face folder of the initial model, also of the critic.
+        data: A JSONL file, a Hugging Face dataset folder, any iterable of rows, or a mapping with
+            the keys of ``data``.
+        rewards: Functions, names of built-in rewards, import paths, or mappings with the keys of
+            ``rewards[]``.
+        **settings: The other arguments of GRPO; ``critic`` has the settings of the value model.
 
-    Returns: the recipe; ``.train()`` runs it.
-    Raises: as Recipe.
+    Returns:
+        The recipe; ``.train()`` runs it.
+
+    Raises:
+        ValueError: Settings are invalid or do not fit together.
+        OSError: The configuration cannot be read.
+        BackendNotInstalledError: The configuration needs a package that is missing.
     """
     algorithm = {**settings.pop("algorithm", {}), "preset": "ppo"}
     return GRPO(model, data, rewards, algorithm=algorithm, **settings)
 
 
-PPO.kind = GRPOSettings  # type: ignore[attr-defined]  # as the classes have it, for the command line
+PPO.kind = GRPOSettings  # type: ignore[attr-defined]  # the command line reads it, as from the classes

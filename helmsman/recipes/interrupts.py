@@ -1,6 +1,4 @@
-"""Ctrl-C, SIGTERM and a terminal that closes as an exception, so that everything ends through its
-context manager.
-"""
+"""SIGINT, SIGTERM and SIGHUP as an exception, so that context managers clean up."""
 
 from __future__ import annotations
 
@@ -11,22 +9,20 @@ from types import FrameType
 
 
 class Interrupted(BaseException):
-    """The process was asked to end. Not an Exception: nothing that handles errors may swallow
-    it.
-    """
+    """A signal requested termination; not an Exception, so that error handlers let it pass."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
         self.exit_code = 128 + signum
-        """What a shell reports for a process that this signal ended."""
+        """The code that a shell reports for a process ended by this signal."""
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Raise Interrupted in the main thread at the first SIGINT, SIGTERM or SIGHUP of the block.
 
-    Later signals are ignored: an impatient second Ctrl-C must not cut the clean-up short. So are
-    those that the process was started to ignore, as nohup has it. To be entered in the main thread.
+    Later signals are ignored, so that a second Ctrl-C cannot interrupt the clean-up. Signals that
+    the process ignored from its start, as under nohup, stay ignored. Enter it in the main thread.
     """
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     heeded = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
@@ -38,6 +34,6 @@ def interruptible() -> Iterator[None]:
 
     for number in heeded:
         signal.signal(number, stop)
-    # Not put back at the end: what comes after the block is the interpreter's exit, which a late
-    # signal must not cut short.
+    # The handlers are not restored: a late signal must not interrupt the interpreter's exit, which
+    # follows the block.
     yield

@@ -1,4 +1,4 @@
-"""The run loop that all recipes share: numbered steps, checkpoints, recovery and metrics."""
+"""The run loop shared by all recipes: steps, checkpoints, recovery and metrics."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from helmsman.recipes.settings import RunSettings
 from helmsman.recipes.trackers import Trackers
 
 DRAWS_FILE = "draws.json"
-"""In a checkpoint: which draws were used."""
+"""File of a checkpoint that records the used draws."""
 
 
 class Clock:
-    """Seconds of the phases of a step."""
+    """Measures the phases of a step, in seconds."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the block's time."""
+        """Add the block's duration to a phase."""
         started = time.monotonic()
         try:
             yield
@@ -38,19 +38,18 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds as ``time/train`` and so on."""
+        """Return the durations as metrics such as ``time/train``."""
         return {f"time/{name}": seconds for name, seconds in self.seconds.items()}
 
 
 class Loop(abc.ABC):
-    """The steps of a run on workers that are ready; a recipe implements ``train_step`` and
-    ``evaluate``.
+    """Steps of a run on started workers; recipes implement ``train_step`` and ``evaluate``.
 
     Args:
-        settings: of the run.
-        trainer: the job whose checkpoints are the run's.
-        draws: the rows to train on, in an order that depends on the seed alone.
-        trackers: where metrics go.
+        settings: The settings of the run.
+        trainer: The controller whose checkpoints the run writes.
+        draws: Rows to train on, in an order that depends only on the seed.
+        trackers: Receivers of metrics.
     """
 
     def __init__(
@@ -67,9 +66,9 @@ class Loop(abc.ABC):
         self.sample_log = SampleLog(self.out / "samples.jsonl", settings.tracking)
 
     def train(self) -> None:
-        """Do all steps that no checkpoint has; step 0 is the evaluation before training.
+        """Run all steps after the last checkpoint; step 0 is the evaluation before training.
 
-        When a train worker dies, the steps after the last checkpoint are done again.
+        When a train worker dies, the steps since the last checkpoint are repeated.
         """
         kept = self._run_settings.checkpoints
         policy = RecoveryPolicy(
@@ -87,7 +86,7 @@ class Loop(abc.ABC):
             self.trainer.export_hf(str(self.out.absolute() / "model"), kept.export_dtype)
 
     def step(self, step: int) -> None:
-        """Do one step and log its metrics."""
+        """Run one step and log its metrics."""
         self.clock = Clock()
         metrics: dict[str, float] = {}
         with self.clock.phase("step"):
@@ -100,9 +99,7 @@ class Loop(abc.ABC):
         self.trackers.log(step, {**metrics, **self.clock.metrics(), "weight_version": version})
 
     def begin(self, step: int) -> None:
-        """Prepare the next step after a start or a recovery: forget what was noted of it and of
-        later ones.
-        """
+        """Prepare a step after a start or recovery; drops records of this and later steps."""
         self.close()
         self.trackers.rewind(step - 1)
         self.sample_log.rewind(step - 1)
@@ -117,7 +114,7 @@ class Loop(abc.ABC):
             )
 
     def saved(self) -> Path | None:
-        """Return the folder of the last checkpoint, if there is one."""
+        """Return the folder of the last checkpoint, or None."""
         found = Checkpoints(self.out / "checkpoints", self._run_settings.checkpoints.keep).latest()
         return None if found is None else found[1]
 
@@ -134,11 +131,11 @@ class Loop(abc.ABC):
 
     @abc.abstractmethod
     def train_step(self, step: int) -> dict[str, float]:
-        """Take the optimizer steps of a step; returns its metrics."""
+        """Run the optimizer steps of a step, and return its metrics."""
 
     @abc.abstractmethod
     def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate on the held-out rows; returns metrics that begin with ``eval/``."""
+        """Evaluate on the held-out rows, and return metrics that begin with ``eval/``."""
 
     @abc.abstractmethod
     def evaluation_is_due(self, step: int) -> bool:
@@ -152,14 +149,13 @@ class Loop(abc.ABC):
 
 
 def is_due(step: int, *, every: int, last: int, at_start: bool) -> bool:
-    """Whether work that is done every so many steps is due at this one; the last step always ends
-    with it.
+    """Whether periodic work is due at a step; it is always due at the last one.
 
     Args:
-        step: the step's number; 0 is before training.
-        every: steps between two of them; 0 for never.
-        last: number of the last step.
-        at_start: whether it is due at step 0.
+        step: Number of the step; 0 is before training.
+        every: Period in steps; 0 for never.
+        last: Number of the last step.
+        at_start: Whether the work is due at step 0.
     """
     if not every:
         return False

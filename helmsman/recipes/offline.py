@@ -1,6 +1,4 @@
-"""Recipes on given answers: supervised fine-tuning and DPO. No rollouts, the same loop, data,
-trackers and checkpoints.
-"""
+"""The recipes SFT and DPO, which train on given answers without rollouts."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from helmsman.recipes.trackers import Trackers
 
 
 class Objective(Protocol):
-    """What a run on given answers does with a batch of rows."""
+    """Loss, samples and metrics of a run on given answers."""
 
     loss: tuple[str, dict[str, Any]]
     """Name and arguments of the loss."""
@@ -36,11 +34,16 @@ class Objective(Protocol):
     def judge(
         self, samples: Sequence[Mapping[str, Any]], logprobs: Sequence[Any]
     ) -> dict[str, float]:
-        """Return metrics of held-out samples from the policy's log-probabilities."""
+        """Return metrics of held-out samples.
+
+        Args:
+            samples: Samples as ``samples`` returns them.
+            logprobs: The policy's log-probabilities of each sample's tokens, (T,) float32.
+        """
 
 
 class Imitation:
-    """SFT: the likelihood of the given answers."""
+    """SFT: maximum likelihood of the given answers."""
 
     loss: tuple[str, dict[str, Any]] = ("sft", {})
 
@@ -57,11 +60,11 @@ class Imitation:
 
 
 class Preference:
-    """DPO: pairs of samples, and the log-probabilities of the reference.
+    """DPO: pairs of samples with the reference's log-probabilities.
 
     Args:
-        settings: of the run.
-        reference: the frozen model of the start.
+        settings: The settings of the run.
+        reference: The frozen initial model.
     """
 
     def __init__(self, settings: DPOSettings, reference: Reference) -> None:
@@ -69,7 +72,7 @@ class Preference:
         self.loss = ("dpo", {"beta": settings.beta, "loss_type": settings.loss_type})
 
     def samples(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """See Objective. The samples have the log-probabilities of the reference."""
+        """See Objective. Adds the reference's log-probabilities as ``ref_logprobs``."""
         found = pair_samples([(row.samples[0], row.samples[1]) for row in rows])
         logprobs = self._reference.logprobs(found)
         return [{**each, "ref_logprobs": ref} for each, ref in zip(found, logprobs, strict=True)]
@@ -77,7 +80,7 @@ class Preference:
     def judge(
         self, samples: Sequence[Mapping[str, Any]], logprobs: Sequence[Any]
     ) -> dict[str, float]:
-        """Return how often, and by how much, the preferred answer has the greater reward."""
+        """Return accuracy and margin of the implicit rewards of preferred over rejected answers."""
         rewards = [
             _log_likelihood(sample, own) - _log_likelihood(sample, sample["ref_logprobs"])
             for sample, own in zip(samples, logprobs, strict=True)
@@ -91,14 +94,14 @@ class Preference:
 
 
 class OfflineLoop(Loop):
-    """A run on rows that have their samples.
+    """The loop of SFT and DPO.
 
     Args:
-        settings: of the run.
-        dataset: rows with ``samples``.
-        trainer: of the policy.
-        objective: what is done with a batch.
-        trackers: where metrics go.
+        settings: The settings of the run.
+        dataset: Rows with ``samples``.
+        trainer: The controller of the policy.
+        objective: Loss, samples and metrics.
+        trackers: Receivers of metrics.
     """
 
     def __init__(
@@ -139,13 +142,13 @@ class OfflineLoop(Loop):
         }
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Judge the held-out rows."""
+        """Compute metrics of the held-out rows."""
         with self.clock.phase("evaluate"):
             samples = self.objective.samples(self.dataset.held_out)
             return self.objective.judge(samples, self.trainer.forward(samples))
 
     def evaluation_is_due(self, step: int) -> bool:
-        """Whether there are held-out rows and the settings ask for an evaluation at this step."""
+        """Whether there are held-out rows and this step ends with an evaluation."""
         settings, has_rows = self.settings, bool(self.dataset.held_out)
         return has_rows and is_due(
             step, every=settings.evaluate_every, last=settings.steps, at_start=True
@@ -153,7 +156,7 @@ class OfflineLoop(Loop):
 
 
 def _log_likelihood(sample: Mapping[str, Any], logprobs: Any) -> float:
-    """Return the summed log-probabilities of the tokens that count; the first token never does."""
+    """Sum the log-probabilities of unmasked tokens; the first token has none."""
     pairs = zip(sample["loss_mask"][1:], logprobs.tolist()[1:], strict=True)
     return float(sum(each for counts, each in pairs if counts))
 
@@ -164,19 +167,28 @@ class SFT(Recipe[SFTSettings]):
         SFT(model="models/qwen", data="chats.jsonl", steps=200).train()
 
     Args:
-        model: local Hugging Face folder to start from.
-        data: rows with ``messages``, ``text``, ``input_ids``, or a prompt with an answer; see
+        model: Local Hugging Face folder of the initial model.
+        data: Rows with ``messages``, ``text``, ``input_ids``, or a prompt with an answer; see
             Recipe.
-        settings: as of Recipe.
+        settings: The other arguments of Recipe, and keys of SFTSettings.
 
-    Raises: as Recipe.
+    Raises:
+        ValueError: Settings are invalid or do not fit together.
+        OSError: The configuration cannot be read.
+        BackendNotInstalledError: The configuration needs a package that is missing.
     """
 
     kind: ClassVar[type[RunSettings]] = SFTSettings
     fixed: ClassVar[tuple[str, ...]] = ("model", "data", "seed", "batch_size")
 
     def load_data(self) -> Dataset:
-        """Read tokenizer and rows. Raises: ValueError, OSError, BackendNotInstalledError."""
+        """Read tokenizer and rows.
+
+        Raises:
+            ValueError: The tokenizer or a row is invalid.
+            OSError: A file cannot be read.
+            BackendNotInstalledError: A package is missing.
+        """
         settings = self.settings
         tokenizer = ChatTokenizer(settings.model, settings.data)
         return load_dataset(
@@ -184,7 +196,7 @@ class SFT(Recipe[SFTSettings]):
         )
 
     def jobs(self) -> list[Job]:
-        """Return the trainer."""
+        """Return the job of the trainer."""
         return [train_job(self.settings)]
 
     def start(
@@ -203,25 +215,34 @@ class DPO(Recipe[DPOSettings]):
         DPO(model="models/qwen", data="pairs.jsonl", beta=0.1, steps=200).train()
 
     Args:
-        model: local Hugging Face folder to start from, which is also the reference.
-        data: rows with a prompt, ``chosen`` and ``rejected``; see Recipe.
-        settings: as of Recipe.
+        model: Local Hugging Face folder of the initial model, which is also the reference.
+        data: Rows with a prompt, ``chosen`` and ``rejected``; see Recipe.
+        settings: The other arguments of Recipe, and keys of DPOSettings.
 
-    Raises: as Recipe.
+    Raises:
+        ValueError: Settings are invalid or do not fit together.
+        OSError: The configuration cannot be read.
+        BackendNotInstalledError: The configuration needs a package that is missing.
     """
 
     kind: ClassVar[type[RunSettings]] = DPOSettings
     fixed: ClassVar[tuple[str, ...]] = ("model", "data", "seed", "batch_size")
 
     def load_data(self) -> Dataset:
-        """Read tokenizer and rows. Raises: ValueError, OSError, BackendNotInstalledError."""
+        """Read tokenizer and rows.
+
+        Raises:
+            ValueError: The tokenizer or a row is invalid.
+            OSError: A file cannot be read.
+            BackendNotInstalledError: A package is missing.
+        """
         settings = self.settings
         tokenizer = ChatTokenizer(settings.model, settings.data)
         encode = preferences(settings.data, tokenizer)
         return load_dataset(settings.data, tokenizer, settings.seed, self.rows, encode)
 
     def jobs(self) -> list[Job]:
-        """Return trainer and reference."""
+        """Return the jobs of trainer and reference."""
         return [train_job(self.settings), sibling_job(self.settings, "reference")]
 
     def start(

@@ -1,6 +1,4 @@
-"""Prompts: JSONL rows, the model's chat template around them, and an order that a run can be gone
-on from exactly.
-"""
+"""Prompts: rows, chat templates, and a resumable order of the data."""
 
 from __future__ import annotations
 
@@ -18,20 +16,20 @@ from helmsman.recipes.tokens import FolderTokenizer
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A line of a file, ready to be asked."""
+    """A row of the data with its encoded prompt."""
 
     prompt_ids: list[int]
     prompt: str
-    """What the model is given, template included."""
+    """The text given to the model, template included."""
     answer: Any
     source: str
     entry: dict[str, Any]
     """The whole row."""
     asked: Any = None
-    """The prompt as the row has it: a text, a chat or token ids."""
+    """The prompt as it is in the row: a text, a chat or token ids."""
     samples: list[dict[str, Any]] = []
-    """The samples of a row with given answers, as the trainer takes them; ``prompt_ids`` are the
-    longest one's tokens then."""
+    """Training samples of a row with given answers; ``prompt_ids`` then has the tokens of the
+    longest sample."""
 
 
 class Dataset(msgspec.Struct, frozen=True):
@@ -40,19 +38,21 @@ class Dataset(msgspec.Struct, frozen=True):
     train: list[Row]
     held_out: list[Row]
     num_too_long: int
-    """Rows that were left out because of their length."""
+    """Number of rows left out because of their length."""
     num_in_both: int = 0
-    """Rows to evaluate on, from a file of their own, that are trained on as well."""
+    """Number of held-out rows from a separate file that are also in ``train``."""
 
 
 class ChatTokenizer(FolderTokenizer):
     """The tokenizer of a local Hugging Face folder, for texts and chats.
 
     Args:
-        folder: of the model.
-        data: template, its variables and the system prompt.
+        folder: Folder of the model.
+        data: Settings with the template, its variables and the system prompt.
 
-    Raises: ValueError, OSError.
+    Raises:
+        ValueError: Tokenizer, template or generation_config.json is invalid.
+        OSError: A file cannot be read.
     """
 
     def __init__(self, folder: str, data: Data) -> None:
@@ -62,20 +62,20 @@ class ChatTokenizer(FolderTokenizer):
                 self._tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
                 raise ValueError(
-                    f"data.chat_template, {data.chat_template}, is no text in UTF-8: {error}"
+                    f"data.chat_template, {data.chat_template}, is not UTF-8 text: {error}"
                 ) from error
         self._system, self._args = data.system_prompt, data.template_args
         self.stop_ids = tuple(sorted({self.eos_id, *_end_tokens(Path(folder))}))
-        """Tokens that end an answer: the tokenizer's own, and those of generation_config.json."""
+        """Stop tokens of the tokenizer and of generation_config.json."""
 
     def encode(
         self, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int]
     ) -> tuple[str, list[int]]:
-        """Text and tokens of a prompt as the model is given it; token ids are taken as they are.
+        """Return text and tokens of a prompt; token ids are passed on unchanged.
 
-        Without a chat template a text goes as it is, after the system prompt, and a chat is written
-        out, a paragraph for each message and one for the answer, which is what models that were
-        trained on plain text go on from.
+        Without a chat template, a text follows the system prompt unchanged. A chat becomes one
+        paragraph per message and the start of one for the answer, a form that models trained on
+        plain text can continue.
         """
         if is_token_ids(prompt):
             ids: Any = prompt
@@ -101,16 +101,15 @@ class ChatTokenizer(FolderTokenizer):
         return text, list(self._tokenizer.encode(text))
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the tokens of a text that stands by itself."""
+        """Return the tokens of a text, without chat template."""
         return list(self._tokenizer.encode(text))
 
     def sample(self, prompt: Any, answer: str) -> dict[str, list[int]]:
-        """Return a training sample of a prompt and its answer, of which the answer and its end
-        count.
+        """Return a training sample whose loss mask covers the answer and its end token.
 
         Args:
-            prompt: a text, a chat or token ids.
-            answer: the text.
+            prompt: A text, a chat or token ids.
+            answer: Text of the answer.
         """
         _, ids = self.encode(prompt)
         tokens = self.encode_answer(answer)
@@ -139,16 +138,21 @@ def load_dataset(
     rows: list[Any] | None = None,
     encode: Callable[[str, str, dict[str, Any]], Row] | None = None,
 ) -> Dataset:
-    """Read, encode and split.
+    """Read, encode and split the data.
 
     Args:
-        data: where the rows are, and which keys they have.
-        tokenizer: of the model.
-        seed: of the split.
-        rows: to train on, in place of ``data.train``.
-        encode: makes a row with samples of (source, place, entry); prompts alone when None.
+        data: Sources and keys of the rows.
+        tokenizer: The tokenizer of the model.
+        seed: Seed of the split.
+        rows: Rows to train on, in place of ``data.train``.
+        encode: Makes a row with samples from (source, place, entry); None reads prompts only.
 
-    Raises: ValueError for a row that makes no sense (with its place) or too few of them; OSError.
+    Returns:
+        The rows for training and evaluation.
+
+    Raises:
+        ValueError: A row is invalid (with its place), or there are too few rows.
+        OSError: A file cannot be read.
     """
     found, num_too_long = _read(data.train, data, tokenizer, rows, encode)
     if data.held_out is not None:
@@ -159,13 +163,13 @@ def load_dataset(
     order = list(range(len(found)))
     random.Random(f"{seed}/held out").shuffle(order)
     held_out = [found[index] for index in sorted(order[: data.num_held_out])]
-    # A prompt that is there twice must not be on both sides.
+    # Duplicates of held-out prompts must not be trained on.
     reserved = {row.prompt for row in held_out}
     train = [row for row in found if row.prompt not in reserved]
     if len(held_out) < data.num_held_out or not train:
         raise ValueError(
-            f"{data.train} has {len(found)} prompts that can be used, which do not give "
-            f"{data.num_held_out} to hold out and others to train on"
+            f"{data.train} has {len(found)} usable prompts, too few to hold out "
+            f"{data.num_held_out} and train on others"
         )
     return Dataset(train, held_out, num_too_long)
 
@@ -201,9 +205,7 @@ def _read(
             continue
         rows.append(row)
     if not rows:
-        raise ValueError(
-            f"{source} has no row that can be used; {num_too_long} are above data.{key}"
-        )
+        raise ValueError(f"{source} has no usable row; {num_too_long} are above data.{key}")
     return rows, num_too_long
 
 
@@ -218,7 +220,7 @@ def _prompt_row(
         )
     try:
         text, ids = tokenizer.encode(prompt)
-    except Exception as error:  # templates raise what their authors made them raise
+    except Exception as error:  # templates may raise any exception
         raise ValueError(
             f"{place}: the chat template does not take this prompt: {error}"
         ) from error
@@ -230,7 +232,7 @@ def _prompt_row(
 
 
 def _answer_of(entry: Mapping[str, Any], key: str) -> Any:
-    """Return the right answer; rows made for verl have it as ``reward_model.ground_truth``."""
+    """Return the correct answer, for rows made for verl from ``reward_model.ground_truth``."""
     if entry.get(key) is None and isinstance(entry.get("reward_model"), Mapping):
         return entry["reward_model"].get("ground_truth")
     return entry.get(key)
@@ -259,42 +261,43 @@ class Draw(msgspec.Struct, frozen=True):
     """A prompt to answer several times, with a seed for each answer."""
 
     number: int
-    """In the order of draws, from 0."""
+    """Position in the order of draws, from 0."""
     row: Row
     seeds: list[int]
 
 
 class DrawState(msgspec.Struct, frozen=True):
-    """What was used of the draws."""
+    """The used draws."""
 
     used_below: int = 0
-    """All draws before this one."""
+    """All draws below this number are used."""
     used: list[int] = []
-    """And these after it."""
+    """Further used draws, all above ``used_below``."""
 
 
 class Draws:
-    """All draws of a run, in order and without an end: what the n-th is depends on seed and n
-    alone.
+    """The endless sequence of draws of a run; the n-th depends only on seed and n.
 
-    What has been trained on, or filtered, is used. A run that goes on begins with the first that is
-    not, and passes over those behind it that are; so each draw is used once, whatever was generated
-    ahead when it stopped.
+    A draw is used once it has been trained on or filtered. A resumed run starts at the first unused
+    draw and skips used ones after it, so each draw is used once, even if the previous run had
+    generated ahead.
 
     Args:
-        rows: to draw from, each once in an epoch.
-        num_samples: answers to each.
+        rows: Rows to draw from, each once per epoch.
+        num_samples: Answers per draw.
+        seed: Seed of the order and of the answers.
+        shuffle: Whether each epoch has a new order.
     """
 
     def __init__(self, rows: Sequence[Row], *, num_samples: int, seed: int, shuffle: bool) -> None:
         self._rows, self._num_samples, self._seed, self._shuffle = rows, num_samples, seed, shuffle
         self._lock = threading.Lock()
-        """Draws are taken in the thread of the episodes."""
+        """Needed because draws are taken in the episodes' thread."""
         self._below, self._used = 0, set[int]()
         self._epoch, self._order = -1, list[int]()
 
     def __iter__(self) -> Iterator[Draw]:
-        """Those that are not used, from the first one on."""
+        """Yield the unused draws in order."""
         number = self._below
         while True:
             with self._lock:
@@ -304,7 +307,7 @@ class Draws:
             number += 1
 
     def draw(self, number: int) -> Draw:
-        """The draw of this number."""
+        """Return the draw with this number."""
         epoch, index = divmod(number, len(self._rows))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, list(range(len(self._rows)))
@@ -318,7 +321,7 @@ class Draws:
         )
 
     def use(self, number: int) -> None:
-        """Say that a draw was used."""
+        """Mark a draw as used."""
         with self._lock:
             self._used.add(number)
             while self._below in self._used:
@@ -327,17 +330,15 @@ class Draws:
 
     @property
     def epoch(self) -> float:
-        """How often the rows were gone through."""
+        """Number of passes over the rows so far, with fractions."""
         return self._below / len(self._rows)
 
     def state(self) -> DrawState:
-        """What was used."""
+        """Return the used draws."""
         with self._lock:
             return DrawState(self._below, sorted(self._used))
 
     def restore(self, state: DrawState) -> None:
-        """Go back to what was used at another time. Iterators from before are of no use any
-        more.
-        """
+        """Restore the used draws; invalidates existing iterators."""
         with self._lock:
             self._below, self._used = state.used_below, set(state.used)

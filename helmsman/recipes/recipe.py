@@ -1,4 +1,4 @@
-"""The base of all recipes: from settings to a finished run in an output folder."""
+"""Base class of the recipes: settings, output folder, plan and run."""
 
 from __future__ import annotations
 
@@ -27,32 +27,34 @@ S = TypeVar("S", bound=RunSettings)
 
 FILES = ("checks.jsonl", "samples.jsonl", "wandb.json")
 FOLDERS = ("evaluations", "model", "tensorboard", "wandb", "weights")
-"""Files and folders of a run besides those that every output folder has."""
+"""Files and folders of a run, in addition to those of every output folder."""
 
 
 class Recipe(abc.ABC, Generic[S]):
-    """A training run from its settings.
+    """A training run that is defined by its settings.
 
     Args:
-        model: local Hugging Face folder to start from.
-        data: a JSONL file, a Hugging Face dataset folder, any iterable of rows, or a mapping with
+        model: Local Hugging Face folder of the initial model.
+        data: A JSONL file, a Hugging Face dataset folder, any iterable of rows, or a mapping with
             the keys of ``data``.
-        config: a YAML or TOML file, or the name of a configuration of the package; other arguments
-            are over it.
-        resume: continue from the last checkpoint in ``out``.
-        overwrite: replace an earlier run in ``out``.
-        overrides: ``(dotted key, text)`` of a command line, over everything else.
-        settings: sections and keys of the recipe's settings, such as ``steps=10`` or ``train={"lr":
-            1e-5}``.
+        config: A YAML or TOML file, or the name of a packaged configuration. Other arguments
+            override it.
+        resume: Continue from the last checkpoint in ``out``.
+        overwrite: Replace an earlier run in ``out``.
+        overrides: ``(dotted key, text)`` pairs of a command line; they override everything else.
+        **settings: Sections and keys of the recipe's settings, such as ``steps=10`` or
+            ``train={"lr": 1e-5}``.
 
-    Raises: ValueError for settings that do not fit together; OSError; BackendNotInstalledError.
+    Raises:
+        ValueError: Settings are invalid or do not fit together.
+        OSError: The configuration cannot be read.
+        BackendNotInstalledError: The configuration needs a package that is missing.
     """
 
     kind: ClassVar[type[RunSettings]]
-    """The struct of its settings."""
+    """The settings class of the recipe."""
     fixed: ClassVar[tuple[str, ...]] = ("model", "data", "seed")
-    """Settings that must be as in the run that is resumed, since they decide what was drawn
-    before."""
+    """Settings that a resumed run cannot change, because they determine the order of the data."""
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class Recipe(abc.ABC, Generic[S]):
     ) -> None:
         self.resume, self.overwrite = resume, overwrite
         self.rows: list[Any] | None = None
-        """Rows that were given as objects."""
+        """Rows passed as Python objects; None for a file or folder."""
         given = dict(settings)
         if model is not None:
             given["model"] = str(model)
@@ -87,25 +89,35 @@ class Recipe(abc.ABC, Generic[S]):
     ) -> None:
         found: Any
         found, self.choices = read(self.kind, path, overrides, given)
-        self.settings: S = found  # a type checker cannot follow that it is of self.kind
+        self.settings: S = found  # its type is self.kind, which a type checker cannot infer
 
     # --- the run ----------------------------------------------------------------------------------
-    # --------------------
 
     def train(self) -> RunSummary:
-        """Train to the last step and write what a run leaves in ``settings.out``.
+        """Train to the last step and write the results into ``settings.out``.
 
-        Returns: the run in numbers.
-        Raises: ValueError, OSError, BackendNotInstalledError before anything is started;
-            HelmsmanError afterwards.
+        Returns:
+            A summary of the run.
+
+        Raises:
+            ValueError: Settings or data are invalid; no worker was started.
+            OSError: A file cannot be read or written.
+            BackendNotInstalledError: A package is missing; no worker was started.
+            HelmsmanError: The run failed.
         """
         self.load()
         with self.reserve():
             return self.run()
 
     def plan(self) -> str:
-        """Describe the run: settings, choices with their arithmetic, and places. Starts no worker,
-        writes no file.
+        """Return settings, choices with their arithmetic, and placement of the run as text.
+
+        Starts no worker and writes no file.
+
+        Raises:
+            ValueError: Settings or data are invalid.
+            OSError: A file cannot be read.
+            BackendNotInstalledError: A package is missing.
         """
         self.load()
         with start_scheduler(self.settings.cluster, self.settings.seed, None) as scheduler:
@@ -113,9 +125,12 @@ class Recipe(abc.ABC, Generic[S]):
         return f"{as_yaml(self.settings)}\n\n{self.describe()}\n\n{table}"
 
     def load(self) -> None:
-        """Read model folder and data, and check that optional packages are there. Idempotent.
+        """Read model folder and data, and check for the packages that trackers need. Idempotent.
 
-        Raises: ValueError, OSError, BackendNotInstalledError.
+        Raises:
+            ValueError: The tokenizer or a row is invalid.
+            OSError: A file cannot be read.
+            BackendNotInstalledError: A package is missing.
         """
         if not self._is_loaded:
             require_trackers(self.settings)
@@ -124,8 +139,11 @@ class Recipe(abc.ABC, Generic[S]):
 
     @contextlib.contextmanager
     def reserve(self) -> Iterator[None]:
-        """Prepare the output folder, and keep other runs out of it for the block. Raises:
-        ValueError, OSError.
+        """Prepare the output folder, and lock it against other runs inside the block.
+
+        Raises:
+            ValueError: The run in the folder cannot be resumed.
+            OSError: The folder is in use, holds another run, or cannot be written.
         """
         out = Path(self.settings.out)
         out.mkdir(parents=True, exist_ok=True)
@@ -134,7 +152,7 @@ class Recipe(abc.ABC, Generic[S]):
             yield
 
     def run(self) -> RunSummary:
-        """Start the workers, train, and write the summary; the folder is reserved."""
+        """Start the workers, train, and write the summary. Call it inside ``reserve()``."""
         started = time.monotonic()
         settings, out = self.settings, Path(self.settings.out)
         print(f"{self.describe()}\n", flush=True)
@@ -155,12 +173,12 @@ class Recipe(abc.ABC, Generic[S]):
         return summary
 
     def describe(self) -> str:
-        """Describe choices and data in lines."""
+        """Return a description of choices and data, one per line."""
         lines = [f"chosen: {choice}" for choice in self.choices]
         return "\n".join([*lines, self.describe_data()])
 
     def describe_data(self) -> str:
-        """Describe the data in a line."""
+        """Return a one-line description of the data."""
         found = self.dataset
         longest = max(len(row.prompt_ids) for row in [*found.train, *found.held_out])
         both = f" ({found.num_in_both} trained on as well)" if found.num_in_both else ""
@@ -217,27 +235,35 @@ class Recipe(abc.ABC, Generic[S]):
             )
         MetricsFile(out / "metrics.jsonl").read()
 
-    # --- what a recipe implements
-    # -------------------------------------------------------------------------------------
+    # --- hooks of a recipe ------------------------------------------------------------------------
 
     @abc.abstractmethod
     def load_data(self) -> Dataset:
-        """Read tokenizer and rows. Raises: ValueError, OSError, BackendNotInstalledError."""
+        """Read tokenizer and rows.
+
+        Raises:
+            ValueError: The tokenizer or a row is invalid.
+            OSError: A file cannot be read.
+            BackendNotInstalledError: A package is missing.
+        """
 
     @abc.abstractmethod
     def jobs(self) -> list[Job]:
-        """Return the jobs in the order of their start."""
+        """Return the jobs in start order."""
 
     @abc.abstractmethod
     def start(
         self, held: contextlib.ExitStack, scheduler: Scheduler, jobs: Mapping[str, Job]
     ) -> Callable[[Trackers], Loop]:
-        """Start the workers; returns the function that makes the loop from trackers.
+        """Start the workers.
 
         Args:
-            held: closes at the end of the run.
-            scheduler: of the run.
-            jobs: by role.
+            held: Exit stack that is closed at the end of the run.
+            scheduler: The scheduler of the run.
+            jobs: The jobs by role.
+
+        Returns:
+            A function that makes the loop from trackers.
         """
 
 

@@ -1,4 +1,4 @@
-"""The frozen model of the start, whose log-probabilities a loss compares with."""
+"""The frozen initial model, which gives reference log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ log = logging.getLogger(__name__)
 
 
 class Reference:
-    """Computes log-probabilities by frozen ranks, which are rebuilt when one dies: they have no
-    state of their own.
+    """Computes log-probabilities on frozen ranks.
+
+    When a rank dies, all ranks are rebuilt: they have no state to restore.
 
     Args:
-        ranks: the controller of the frozen job.
-        max_recoveries: rebuilds of the whole run, beyond which a loss ends it.
-        takes_turns: the ranks wake for a call and sleep afterwards, since others use their devices.
+        ranks: The controller of the frozen job.
+        max_recoveries: Maximum rebuilds in the whole run; a further loss is raised.
+        takes_turns: Whether devices are shared: the ranks wake for a call and sleep afterwards.
     """
 
     def __init__(self, ranks: TrainController, max_recoveries: int, *, takes_turns: bool) -> None:
@@ -28,7 +29,10 @@ class Reference:
     def logprobs(self, samples: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return the log-probabilities of each sample's tokens, (T,) float32.
 
-        Raises: the loss of a rank beyond ``max_recoveries``; as TrainController.forward.
+        Raises:
+            WorkerFailedError: A rank was lost after ``max_recoveries`` rebuilds.
+            StartError: A rebuild failed, and ``max_recoveries`` is reached.
+            GroupCallError: Several ranks failed.
         """
         is_lost = False
         while True:
@@ -54,8 +58,6 @@ class Reference:
                         *(self._most, said),
                     )
                     raise
-                log.warning(
-                    "a rank of the reference was lost, and all of them are rebuilt: %s", said
-                )
+                log.warning("a rank of the reference was lost; all its ranks are rebuilt: %s", said)
             else:
                 return logprobs

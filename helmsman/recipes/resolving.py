@@ -1,4 +1,4 @@
-"""Presets of algorithms, and checks that settings fit together."""
+"""Presets of algorithms, and validation of settings."""
 
 from __future__ import annotations
 
@@ -117,13 +117,14 @@ _TIMES = (
     "rollout.episode_timeout",
 )
 _GIVEN_ELSEWHERE = {"model": "model", "lr": "train.lr", "seed": "seed"}
-"""Fields of the trainer's engine that the run has settings of its own for."""
+"""Fields of the trainer's engine that are set by other settings of the run."""
 
 
 def resolve(settings: S) -> S:
-    """Fill in the values of the preset, and check that the settings fit together.
+    """Fill in the values of the preset, and validate the settings.
 
-    Raises: ValueError that names the key.
+    Raises:
+        ValueError: A setting is invalid; the message names the key.
     """
     _check_numbers(msgspec.to_builtins(settings), "")
     for path, least in _LEAST.items():
@@ -134,7 +135,7 @@ def resolve(settings: S) -> S:
         value = _get(settings, path)
         if value is not None and not value > 0:
             raise ValueError(f"{path} is {value:g}; expected more than 0")
-    # Workers are given the path, and their current folder may be another.
+    # Workers may have another working directory, so make the path absolute.
     settings = msgspec.structs.replace(settings, model=str(Path(settings.model).absolute()))
     _check_train(settings)
     _check_data(settings)
@@ -158,7 +159,7 @@ def resolve(settings: S) -> S:
 
 
 def _get(settings: RunSettings, path: str) -> Any:
-    """Return the value of a dotted key; None where these settings have no such section."""
+    """Return the value of a dotted key, or None if these settings do not have it."""
     try:
         return attrgetter(path)(settings)
     except AttributeError:
@@ -166,7 +167,7 @@ def _get(settings: RunSettings, path: str) -> Any:
 
 
 def told(error: msgspec.ValidationError, kind: type[msgspec.Struct], section: str = "") -> str:
-    """What does not fit into ``kind``, after the key of it."""
+    """Format a validation error as key and reason, with the expected values."""
     reason, _, at = str(error).partition(" - at `$.")
     at = at.rstrip("`")
     if reason.startswith("Invalid enum value"):
@@ -178,7 +179,7 @@ def told(error: msgspec.ValidationError, kind: type[msgspec.Struct], section: st
 
 
 def _choices(kind: Any, path: str) -> list[Any]:
-    """What a setting may be that takes one of several values."""
+    """Return the allowed values of a setting whose type is a Literal."""
     for part in path.split("."):
         name, is_item, _ = part.partition("[")
         kind = typing.get_type_hints(kind)[name]
@@ -193,9 +194,7 @@ def _choices(kind: Any, path: str) -> list[Any]:
 
 
 def _check_numbers(value: Any, key: str) -> None:
-    """Refuse what settings.json cannot hold: what is no number, or infinite, or has more than 64
-    bits.
-    """
+    """Reject numbers that settings.json cannot hold: NaN, infinity, more than 64 bits."""
     if isinstance(value, dict):
         for name, each in value.items():
             _check_numbers(each, f"{key}.{name}" if key else name)
@@ -212,8 +211,7 @@ def _check_train(settings: RunSettings) -> None:
     if taken := _GIVEN_ELSEWHERE.keys() & settings.train.engine.keys():
         name = min(taken)
         raise ValueError(
-            f"train.engine.{name} is a setting of its own here; set {_GIVEN_ELSEWHERE[name]} "
-            "instead"
+            f"train.engine.{name} cannot be set here; set {_GIVEN_ELSEWHERE[name]} instead"
         )
     try:
         msgspec.convert({"model": settings.model, **settings.train.engine}, TrainConfig)
@@ -291,7 +289,7 @@ def _check_rewards(settings: GRPOSettings) -> None:
 
 
 def _check_rest(settings: GRPOSettings) -> None:
-    from helmsman.engines.losses import LOSSES  # which takes torch a second to import
+    from helmsman.engines.losses import LOSSES  # imports torch, which takes a second
 
     evaluation, algorithm = settings.evaluation, settings.algorithm
     for section, found in (("rollout", settings.rollout), ("evaluation", evaluation)):

@@ -1,22 +1,20 @@
-"""Rewards by name or by a function of the user's, each in processes of its own with a limit of time
-that holds.
+"""Built-in and user-defined rewards, each computed in its own processes under a time limit.
 
-A function of the user's is called with what it has parameters for:
+A user-defined function receives those of these arguments that it has parameters for:
 
     completion (solution_str)   the answer's text, without special tokens
-    answer (ground_truth)       of the row
-    prompt                      the text that the model was given
-    source (data_source)        of the row
+    answer (ground_truth)       the row's correct answer
+    prompt                      the text given to the model, template included
+    source (data_source)        the row's source
     row                         the whole row
-    extra_info                  the row's ``extra_info``; the whole row where it has none
-    num_tokens, is_truncated    of the answer
-    token_ids                   of the answer
-    chat                        the prompt as the row has it: a text, a chat or token ids
+    extra_info                  the row's ``extra_info``, or the whole row without one
+    num_tokens, is_truncated    length of the answer, and whether it was cut off
+    token_ids                   tokens of the answer
+    chat                        the prompt as it is in the row: a text, a chat or token ids
 
-A function with a parameter ``completions`` is called as TRL calls its reward functions, with lists:
+A function with a parameter ``completions`` is called like TRL's reward functions, with lists:
 ``prompts``, ``completions``, ``completion_ids`` and every other key of the row; it returns a list.
-One that is
-written for verl is called by the names in parentheses.
+A function written for verl can use the names in parentheses.
 """
 
 from __future__ import annotations
@@ -58,84 +56,88 @@ GIVEN = (
 )
 _ALIASES = {"solution_str": "completion", "ground_truth": "answer", "data_source": "source"}
 _MAX_RESTARTS = 10_000
-"""Of a pool's processes within an hour. Each answer that takes too long costs one, and a run with
-many goes on.
+"""Restarts of a pool's processes allowed within an hour. Each timeout costs one restart, and a run
+with many timeouts must continue.
 """
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """What an answer is worth."""
+    """The rewards of an answer."""
 
     values: dict[str, float]
-    """By the rewards' names, without their weights."""
+    """Unweighted rewards by name."""
     total: float
-    """Their weighted sum."""
+    """Weighted sum of the rewards."""
     failed: int = 0
-    """Rewards that took too long or lost their process, and count as 0."""
+    """Number of rewards that timed out or lost their process, and count as 0."""
 
 
 # --- rewards by name ------------------------------------------------------------------------------
 
 
 class ExactMatch:
-    """1 when the answer is the same text, up to blanks around it."""
+    """1 when completion and answer are equal, ignoring surrounding whitespace."""
 
     def __call__(self, completion: str, answer: Any) -> float:
+        """Return 1.0 or 0.0."""
         return float(answer is not None and completion.strip() == str(answer).strip())
 
 
 class NumberMatch:
-    """1 when the last number of the text is the answer's.
+    """1 when the last numbers of completion and answer are equal.
 
     Args:
-        tolerance: largest relative difference.
+        tolerance: Largest relative difference.
     """
 
     def __init__(self, tolerance: float = 0.0) -> None:
         self._tolerance = Decimal(str(tolerance))
 
     def __call__(self, completion: str, answer: Any) -> float:
+        """Return 1.0 or 0.0."""
         found, expected = _last_number(completion), _last_number(str(answer))
         if found is None or expected is None:
             return 0.0
         try:
             return float(abs(found - expected) <= self._tolerance * abs(expected))
-        except ArithmeticError:  # of 1e9999999, which a model may well write
+        except ArithmeticError:  # models may write numbers such as 1e9999999
             return 0.0
 
 
 class FormatMatch:
-    """1 when the whole text, up to blanks around it, has the form of a regular expression.
+    """1 when the stripped completion fully matches a regular expression.
 
     Args:
-        pattern: ``.`` matches the end of a line, too.
+        pattern: The regular expression; ``.`` also matches a newline.
     """
 
     def __init__(self, pattern: str) -> None:
         self._pattern = re.compile(pattern, re.DOTALL)
 
     def __call__(self, completion: str) -> float:
+        """Return 1.0 or 0.0."""
         return float(self._pattern.fullmatch(completion.strip()) is not None)
 
 
 class MathVerify:
-    """1 when the text's final expression equals the answer's, by math-verify.
+    """1 when the completion's final expression equals the answer, by math-verify.
 
-    Its own limits of time are off: they use SIGALRM, which needs the main thread, and the process
-        has the pool's.
+    math-verify's timeouts use SIGALRM, which works only in the main thread. They are disabled,
+    because the pool enforces its own time limit.
     """
 
     def __init__(self) -> None:
         require_math_verify()
-        # it warns at each call that its limits are off
+        # math-verify warns at each call that its timeouts are disabled
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def __call__(self, completion: str, answer: Any) -> float:
+        """Return 1.0 or 0.0."""
         from math_verify import parse, verify
 
-        # A bare "1/2" or "\\frac12" is LaTeX only between dollars; what has an anchor of its own is
-        # read as it is.
+        # math-verify reads a bare "1/2" or "\\frac12" as LaTeX only between dollars. Texts with
+        # dollars or \\boxed are passed unchanged.
         text = str(answer)
         gold = parse(
             text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=None
@@ -147,7 +149,11 @@ class MathVerify:
 
 
 def require_math_verify() -> None:
-    """Raises: BackendNotInstalledError."""
+    """Check that math-verify is installed.
+
+    Raises:
+        BackendNotInstalledError: It is not.
+    """
     if importlib.util.find_spec("math_verify") is None:
         raise BackendNotInstalledError(
             backend="the reward 'math'",
@@ -174,12 +180,15 @@ def _last_number(text: str) -> Decimal | None:
         return None
 
 
-# --- a function of the user's ---------------------------------------------------------------------
+# --- user-defined functions -----------------------------------------------------------------------
 
 
 def find_function(use: str) -> Callable[..., Any]:
-    """The function of ``module:function`` or ``path/to/file.py:function``. Raises: ValueError, and
-    what importing raises.
+    """Import the function of ``module:function`` or ``path/to/file.py:function``.
+
+    Raises:
+        ValueError: There is no such file, module or function.
+        Exception: Any error that the import raises.
     """
     place, _, name = use.rpartition(":")
     if not place or not name:
@@ -190,12 +199,14 @@ def find_function(use: str) -> Callable[..., Any]:
     if place.endswith(".py"):
         path = Path(place)
         if not path.is_file():
-            raise ValueError(f"the reward {use!r} is in no file {str(path.absolute())!r}")
+            raise ValueError(
+                f"the reward {use!r} cannot be loaded: there is no file {str(path.absolute())!r}"
+            )
         spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # where dataclasses and pickle look for it
+        sys.modules[spec.name] = module  # dataclasses and pickle look it up there
         spec.loader.exec_module(module)
     else:
         try:
@@ -210,12 +221,14 @@ def find_function(use: str) -> Callable[..., Any]:
 
 
 class Caller:
-    """Calls a reward with the arguments that it has parameters for; found in the process that
-    computes it.
+    """Calls a reward with the arguments that it has parameters for.
+
+    The function is resolved in the process that computes the reward.
 
     Args:
-        use, args: of Reward.
-        function: the function itself, where a script gave one.
+        use: ``Reward.use``.
+        args: ``Reward.args``.
+        function: The function, if the script passed one.
     """
 
     def __init__(
@@ -226,7 +239,12 @@ class Caller:
         self._names: frozenset[str] = frozenset()
 
     def find(self) -> Callable[..., Any]:
-        """Return the function itself. Raises: ValueError; BackendNotInstalledError."""
+        """Return the function.
+
+        Raises:
+            ValueError: There is no such function, or it rejects ``args``.
+            BackendNotInstalledError: A built-in reward needs a package that is missing.
+        """
         if self._function is None:
             if self._given is not None:
                 self._function = self._given
@@ -243,7 +261,7 @@ class Caller:
         return self._function
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of ``given`` that the function has parameters for."""
+        """Return the arguments that the function has parameters for."""
         function = self.find()
         if takes_batches(function):
             chosen = batch_arguments(function, given)
@@ -254,8 +272,12 @@ class Caller:
         return {**chosen, **({} if self._use in _BY_NAME else self._args)}
 
     def require_parameters(self) -> None:
-        """Raise ValueError for a function that needs more than rewards are given; columns of a
-        batch come from the row.
+        """Check that the function requires only arguments that rewards receive.
+
+        Functions that take batches are not checked, because their columns come from the row.
+
+        Raises:
+            ValueError: The function requires other arguments.
         """
         if takes_batches(self.find()):
             return
@@ -263,33 +285,33 @@ class Caller:
             inspect.signature(self.find()).bind(**self.arguments(dict.fromkeys(GIVEN)))
         except TypeError as error:
             raise ValueError(
-                f"the reward {self._use!r} cannot be called: {error}. It is given what it has "
-                "parameters for, of "
-                f"{', '.join(GIVEN)}, and its args, {self._args}"
+                f"the reward {self._use!r} cannot be called: {error}. A reward may have the "
+                "parameters "
+                f"{', '.join(GIVEN)}, and those of its args, {self._args}."
             ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._use, self._args, self._given)
 
     def value(self, returned: Any) -> Any:
-        """Return the value of one answer from what the function returned."""
+        """Return the reward of one answer from the function's result."""
         return one_of_batch(self._use, returned) if takes_batches(self.find()) else returned
 
     def __call__(self, given: Mapping[str, Any]) -> Any:
+        """Call the function, and return the reward of one answer."""
         return self.value(self.find()(**self.arguments(given)))
 
 
 class AsyncCaller(Caller):
-    """The same of an ``async def``."""
+    """A Caller of an ``async def`` function."""
 
     async def __call__(self, given: Mapping[str, Any]) -> Any:
+        """Call the function, and return the reward of one answer."""
         return self.value(await self.find()(**self.arguments(given)))
 
 
 def takes_batches(function: Callable[..., Any]) -> bool:
-    """Whether a function is written as TRL's reward functions are: it has a parameter
-    ``completions``.
-    """
+    """Whether a function follows TRL's signature, with a parameter ``completions``."""
     return "completions" in inspect.signature(function).parameters
 
 
@@ -317,8 +339,12 @@ def batch_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> d
 
 
 def one_of_batch(use: str, returned: Any) -> Any:
-    """Return the value of a batch of one; None counts as 0, as TRL leaves such a reward out of the
-    sum.
+    """Return the reward of a batch of one answer.
+
+    None counts as 0: TRL leaves such a reward out of the sum.
+
+    Raises:
+        ValueError: ``returned`` is not a list of one value.
     """
     try:
         (value,) = returned
@@ -331,12 +357,12 @@ def one_of_batch(use: str, returned: Any) -> Any:
 
 
 def _extra_info(row: Any) -> Any:
-    """Return the row's own ``extra_info``, as rows made for verl have it; else the row."""
+    """Return the row's ``extra_info``, which rows made for verl have, or the row."""
     return row["extra_info"] if isinstance(row, Mapping) and "extra_info" in row else row
 
 
 def _names_of(function: Callable[..., Any]) -> frozenset[str]:
-    """Names of its parameters; also all that is given, by its first name, where it takes any."""
+    """Return the names of the parameters; with ``**kwargs`` also all names of ``GIVEN``."""
     parameters = inspect.signature(function).parameters.values()
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
     return frozenset(each.name for each in parameters) | frozenset(GIVEN if takes_any else ())
@@ -345,42 +371,49 @@ def _names_of(function: Callable[..., Any]) -> frozenset[str]:
 def make_caller(
     reward: Reward, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 ) -> Caller:
-    """Return a reward that was found.
+    """Resolve a reward.
 
     Args:
-        reward: of the settings.
-        functions: that a script gave, by ``use``.
+        reward: The settings of the reward.
+        functions: Functions that the script passed, by ``use``.
 
-    Raises: ValueError; BackendNotInstalledError.
+    Returns:
+        The caller of the reward.
+
+    Raises:
+        ValueError: There is no such reward, or it cannot be called.
+        BackendNotInstalledError: A built-in reward needs a package that is missing.
     """
     place, _, name = reward.use.rpartition(":")
     given = functions.get(reward.use)
-    # Its processes have folders of their own.
+    # The reward processes have other working directories, so make the path absolute.
     use = (
         f"{Path(place).absolute()}:{name}"
         if place.endswith(".py") and given is None
         else reward.use
     )
     function = Caller(use, reward.args, given).find()
-    by_call = getattr(type(function), "__call__", None)  # noqa: B004 - of an object whose __call__ is async
+    by_call = getattr(type(function), "__call__", None)  # noqa: B004 - for an object whose __call__ is async
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(by_call)
     caller = (AsyncCaller if is_async else Caller)(use, reward.args, given)
     caller.require_parameters()
     return caller
 
 
-# --- all of them ----------------------------------------------------------------------------------
+# --- all rewards of a run -------------------------------------------------------------------------
 
 
 class Scorer(contextlib.AbstractContextManager["Scorer"]):
     """All rewards of a run, each with a pool of processes.
 
     Args:
-        rewards: of the settings; those ``on_cluster`` run on ``scheduler``'s workers.
-        scheduler: of the run.
-        functions: that a script gave, by ``Reward.use``.
+        rewards: The settings; rewards with ``on_cluster`` run on the scheduler's workers.
+        scheduler: The scheduler of the run.
+        functions: Functions that the script passed, by ``Reward.use``.
 
-    Raises: as make_caller, and what starting workers raises.
+    Raises:
+        ValueError: There is no such reward, or it cannot be called.
+        HelmsmanError: A package is missing, or workers cannot be started.
     """
 
     def __init__(
@@ -422,10 +455,21 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         is_truncated: bool,
         token_ids: Sequence[int] = (),
     ) -> Scored:
-        """What an answer is worth.
+        """Compute all rewards of an answer.
 
-        Raises: EngineCallError, what a reward raised, with its traceback; ValueError for what is no
-            finite number.
+        Args:
+            row: The row of the prompt.
+            completion: Text of the answer, without special tokens.
+            num_tokens: Length of the answer in tokens.
+            is_truncated: Whether the answer reached its maximum length.
+            token_ids: Tokens of the answer.
+
+        Returns:
+            The rewards; one that timed out or lost its process counts as 0.
+
+        Raises:
+            EngineCallError: A reward raised; it carries the traceback.
+            ValueError: A reward is not a finite number.
         """
         values: tuple[Any, ...] = (
             completion,
@@ -446,7 +490,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return Scored(by_name, total, sum(is_lost for _, is_lost in found))
 
     async def _one(self, pool: RewardPool, given: Mapping[str, Any]) -> tuple[Any, bool]:
-        """What it is worth, and whether it has not come to an end."""
+        """Return the reward, and whether it timed out or lost its process."""
         try:
             return await pool(given), False
         except (RewardTimeoutError, RewardLostError):
@@ -457,7 +501,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
 
 def _as_number(name: str, value: Any) -> float:
-    if isinstance(value, Mapping) and "score" in value:  # what functions that return more call it
+    if isinstance(value, Mapping) and "score" in value:
         value = value["score"]
     if isinstance(value, numbers.Real) and math.isfinite(value):
         return float(value)

@@ -1,4 +1,4 @@
-"""The roles of a run: what each needs, and its controller."""
+"""Jobs, scheduler, controllers and weight sync of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from helmsman.recipes.settings import Cluster, GRPOSettings, RunSettings
 from helmsman.weights import ViaCollective, ViaDisk, ViaMemory, WeightFormat
 
 ENGINE_MODULES = ("torch", "helmsman.engines.train", "helmsman.engines.rollout")
-"""Workers that are forked from a process which has imported these start in a tenth of the time."""
+"""Preloaded modules: workers forked from a process with them start in a tenth of the time."""
 TRAINER = "helmsman.engines.train.FSDPTrainEngine"
 ENGINES = {
     "vllm": "helmsman.engines.vllm_engine.VLLMEngine",
@@ -43,7 +43,7 @@ _BESIDE_TRAINER = SchedulingStrategy(type="colocation", target="train", fork=Tru
 
 
 def make_jobs(settings: GRPOSettings) -> list[Job]:
-    """Trainer, rollout, and the reference where there is a KL term, in the order of their start."""
+    """Return the jobs in start order: trainer, rollout, reference (KL term), critic (PPO)."""
     cluster = settings.cluster
     jobs = [train_job(settings)]
     if cluster.placement == "colocated":
@@ -82,7 +82,7 @@ def train_job(settings: RunSettings) -> Job:
         cpu=cluster.train_cpus,
         gpu=1 if cluster.devices_per_node else 0,
         mem=cluster.train_mem,
-        port_count=1,  # for the ranks to meet
+        port_count=1,  # for the ranks' rendezvous
         env_vars=_env_vars(cluster, cluster.train_threads),
         ray_placement_strategy="shared",
     )
@@ -106,7 +106,7 @@ def _env_vars(cluster: Cluster, threads: int) -> dict[str, str]:
 
 
 def start_scheduler(cluster: Cluster, seed: int, log_dir: Path | None) -> Scheduler:
-    """The scheduler of the settings, with its nodes there."""
+    """Start the scheduler of the settings."""
     timeouts = Timeouts(
         start_s=cluster.start_timeout_s,
         create_engine_s=cluster.engine_timeout_s,
@@ -142,7 +142,7 @@ def make_trainer(settings: RunSettings, scheduler: Scheduler, job: Job) -> Train
 
 
 def make_rollout(settings: GRPOSettings, scheduler: Scheduler, job: Job) -> RolloutController:
-    """The controller of the instances."""
+    """Return the controller of the rollout instances."""
     rollout = settings.rollout
     return RolloutController(
         scheduler,
@@ -157,7 +157,7 @@ def make_rollout(settings: GRPOSettings, scheduler: Scheduler, job: Job) -> Roll
 
 
 def engine_arguments(settings: GRPOSettings) -> dict[str, Any]:
-    """What the rollout engine is built with; ``rollout.engine_args`` has the last word."""
+    """Return the arguments of the rollout engine; ``rollout.engine_args`` overrides the rest."""
     rollout, cluster = settings.rollout, settings.cluster
     arguments: dict[str, Any] = {
         "model": settings.model,
@@ -179,7 +179,7 @@ def engine_arguments(settings: GRPOSettings) -> dict[str, Any]:
 def make_sync(
     settings: GRPOSettings, trainer: TrainController, rollout: RolloutController
 ) -> WeightSync:
-    """The way of the weights."""
+    """Return the weight sync of the settings."""
     sync = settings.sync
     way = (
         ViaDisk(sync.folder or str(Path(settings.out).absolute() / "weights"))
@@ -193,7 +193,7 @@ def make_sync(
 
 
 def learning_rate(settings: RunSettings, step: int) -> float:
-    """That of a step, from 1; the engine's own warm-up comes on top."""
+    """Return the learning rate of a step, counted from 1; the engine applies warm-up on top."""
     train = settings.train
     done = (step - 1) / max(1, settings.steps - 1)
     if train.lr_schedule == "constant":

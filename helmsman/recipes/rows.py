@@ -1,6 +1,4 @@
-"""Rows of data: JSONL files, Hugging Face dataset folders, and objects of a script, as
-dictionaries.
-"""
+"""Reads rows from JSONL files, Hugging Face dataset folders and Python objects."""
 
 from __future__ import annotations
 
@@ -16,7 +14,11 @@ from helmsman.api.extras import needed_by
 
 
 def rows_of(data: Iterable[Any]) -> list[Any]:
-    """Return the rows of an iterable, which must end. Raises: ValueError for one without rows."""
+    """Return the rows of a finite iterable.
+
+    Raises:
+        ValueError: There are no rows.
+    """
     rows = list(data)
     if not rows:
         raise ValueError("data has no rows; expected at least one")
@@ -24,9 +26,7 @@ def rows_of(data: Iterable[Any]) -> list[Any]:
 
 
 def source_name(rows: list[Any]) -> str:
-    """Return a name for rows of a script that changes with their content, so that a resumed run can
-    compare it.
-    """
+    """Return a name from the content of rows, which a resumed run compares."""
     digest = hashlib.sha256(msgspec.json.encode(rows, enc_hook=repr)).hexdigest()
     return f"rows-{len(rows)}-{digest[:12]}"
 
@@ -34,15 +34,17 @@ def source_name(rows: list[Any]) -> str:
 def read_rows(
     source: str, rows: list[Any] | None, prompt_key: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read (place, entry) of each row.
+    """Yield (place, entry) of each row.
 
     Args:
-        source: a JSONL file or a Hugging Face dataset folder.
-        rows: in place of ``source``: mappings, texts, chats or token ids.
-        prompt_key: key of the prompt, for a row that is nothing else.
+        source: A JSONL file or a Hugging Face dataset folder.
+        rows: Rows to read instead of ``source``: mappings, texts, chats or token ids.
+        prompt_key: Key under which rows that are not mappings are stored.
 
-    Raises: ValueError that names the place; OSError; BackendNotInstalledError for a folder without
-        ``datasets``.
+    Raises:
+        ValueError: A row is invalid; the message names its place.
+        OSError: The file cannot be read.
+        BackendNotInstalledError: A dataset folder needs the package ``datasets``.
     """
     if rows is not None:
         for number, row in enumerate(rows, start=1):
@@ -69,14 +71,14 @@ def _dataset_rows(folder: str) -> Iterable[Mapping[str, Any]]:
     with needed_by("a Hugging Face dataset folder", "datasets"):
         import datasets
     try:
-        # A folder that save_to_disk wrote has its own layout; any other one has data files, such as
+        # Folders written by save_to_disk have their own layout; others hold data files, such as
         # parquet.
         found: Any = (
             datasets.load_from_disk(folder)
             if _is_saved(Path(folder))
             else datasets.load_dataset(folder)
         )
-    except Exception as error:  # datasets raises what its readers happen to raise
+    except Exception as error:  # readers of datasets may raise any exception
         raise ValueError(f"{folder} cannot be read as a Hugging Face dataset: {error}") from error
     if isinstance(found, Mapping):
         if "train" not in found and len(found) != 1:

@@ -1,4 +1,4 @@
-"""The loop of GRPO: generate, score, compare, train, bring the weights, evaluate."""
+"""The loop of GRPO: generate, score, train, sync weights, evaluate."""
 
 from __future__ import annotations
 
@@ -49,15 +49,22 @@ log = logging.getLogger(__name__)
 
 
 class NothingToLearnError(HelmsmanError):
-    """Dynamic sampling has thrown everything away."""
+    """Dynamic sampling discarded too many prompts in a row."""
 
 
 class Run(Loop):
-    """A run of GRPO on workers that are ready.
+    """The loop of GRPO and PPO on started workers.
 
     Args:
-        reference: the frozen model of the start, where there is a KL term.
-        critic: the value model of PPO.
+        settings: The settings of the run.
+        dataset: Prompts to train and evaluate on.
+        tokenizer: The tokenizer of the model.
+        trainer: The controller of the policy.
+        rollout: The controller of the rollout instances.
+        reference: The frozen initial model; None without a KL term.
+        critic: The value model of PPO; None without one.
+        scorer: The rewards.
+        trackers: Receivers of metrics.
     """
 
     def __init__(
@@ -87,14 +94,15 @@ class Run(Loop):
         )
         self.right = settings.evaluation.reward or name_of(settings.rewards[0])
         self.sync = make_sync(settings, trainer, rollout)
-        # What over-sampled episodes still ask for when a batch is complete waits for the next turn.
+        # Over-sampled episodes may have open requests when a batch is complete: hold them until the
+        # instances have the devices again.
         self.turns = (
             DeviceHandoff(trainer, rollout, self.sync, hold_requests=True)
             if settings.cluster.takes_turns
             else None
         )
-        """Where trainer and rollout have the same devices. The trainer has them between steps, for
-        checkpoints.
+        """Hands shared devices over; None when trainer and rollout have their own. The trainer owns
+        them between steps, for checkpoints.
         """
         rows = [*dataset.held_out, *dataset.train][: settings.check.prompts]
         self.check = (
@@ -104,12 +112,12 @@ class Run(Loop):
         )
         self.executor: WorkflowExecutor | None = None
         self.num_filtered = 0
-        """Prompts that dynamic sampling has thrown away since the last batch."""
+        """Prompts that dynamic sampling discarded since the last batch."""
 
     # --- the loop ---------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Prepare the next step, and bring the trainer's weights to the instances."""
+        """Prepare the next step, and send the trainer's weights to the instances."""
         super().begin(step)
         if self.critic is not None and (folder := self.saved()) is not None:
             self.critic.load(folder)
@@ -124,20 +132,20 @@ class Run(Loop):
             self.critic.save(folder)
 
     def end_step(self) -> None:
-        """Give shared devices back to the trainer, for a checkpoint and the next step."""
+        """Hand shared devices back to the trainer, for a checkpoint and the next step."""
         if self.turns is not None:
             with self.clock.phase("hand_over"):
                 self.turns.to_training()
 
     def train_step(self, step: int) -> dict[str, float]:
-        """Answers to prompts, and the optimizer steps on them."""
+        """Generate and score answers, run the optimizer steps, and sync the weights."""
         clock, settings = self.clock, self.settings
         started = time.monotonic()
         self._to_rollout()
         with clock.phase("generate"):
             groups = self.next_groups(step)
         checked: dict[str, float] = {}
-        if self.turns is not None:  # the trainer's weights are those that the instances have now
+        if self.turns is not None:  # instances and trainer have the same weights now
             answers = self.check.ask(self.rollout) if self.check is not None else {}
             with clock.phase("hand_over"):
                 self.turns.to_training()
@@ -177,9 +185,7 @@ class Run(Loop):
     def _add_logprobs(
         self, samples: list[dict[str, Any]], groups: list[Group], version: int
     ) -> dict[str, float]:
-        """Put what the trainer and the reference make of the answers into the samples, as far as it
-        is asked for.
-        """
+        """Add the trainer's and the reference's log-probabilities to the samples, as configured."""
         settings, tokens = self.settings, [{"input_ids": sample["input_ids"]} for sample in samples]
         metrics: dict[str, float] = {}
         old = settings.algorithm.old_logprobs
@@ -197,7 +203,7 @@ class Run(Loop):
         return metrics
 
     def _sample_rows(self, step: int, groups: list[Group]) -> list[SampleRow]:
-        """The first answer of each group, with its reward."""
+        """Return the first answer of each group, with its reward."""
         return [
             SampleRow(
                 step=step,
@@ -210,13 +216,13 @@ class Run(Loop):
         ]
 
     def _to_rollout(self) -> None:
-        """Give the devices, where they are shared, to the instances, with the weights of now."""
+        """Hand shared devices to the instances, with the current weights."""
         if self.turns is not None:
             with self.clock.phase("hand_over"):
                 self.turns.to_rollout()
 
     def _optimize(self, samples: list[dict[str, Any]]) -> dict[str, float]:
-        """The optimizer steps of a step; parts of which no token counts are left out."""
+        """Run the optimizer steps of a step; minibatches without an unmasked token are skipped."""
         algorithm, size = self.settings.algorithm, len(samples) // self.settings.train.minibatches
         every, values = [], dict[str, float]()
         for begin in range(0, len(samples), size):
@@ -242,7 +248,11 @@ class Run(Loop):
     # --- answers ----------------------------------------------------------------------------------
 
     def next_groups(self, step: int) -> list[Group]:
-        """The groups of a step, generated now or since earlier steps."""
+        """Return the groups of a step, which may have been generated during earlier steps.
+
+        Raises:
+            NothingToLearnError: Dynamic sampling discarded too many prompts in a row.
+        """
         settings = self.settings
         if self.executor is None:
             batch_policy = BoundedStaleness(
@@ -261,9 +271,9 @@ class Run(Loop):
         ]
         if self.num_filtered > self._most_filtered:
             raise NothingToLearnError(
-                f"dynamic sampling has thrown away {self.num_filtered} prompts in a row, since "
+                f"dynamic sampling discarded {self.num_filtered} prompts in a row, since "
                 "all answers to each had the "
-                "same reward. Give other prompts, raise samples_per_prompt or "
+                "same reward. Use other prompts, raise samples_per_prompt or "
                 "algorithm.max_filtered_batches "
                 f"({settings.algorithm.max_filtered_batches}), or set algorithm.dynamic_sampling "
                 "to false."
@@ -273,7 +283,7 @@ class Run(Loop):
         return groups
 
     async def episode(self, draw: Draw) -> Group:
-        """All answers to a prompt, each scored as soon as it has ended."""
+        """Generate all answers to a prompt, and score each as soon as it is complete."""
 
         async def answer(seed: int) -> Answer:
             sampling = msgspec.structs.replace(self.sampling, seed=seed)
@@ -287,7 +297,7 @@ class Run(Loop):
         return Group(draw, await asyncio.gather(*map(answer, draw.seeds)))
 
     async def score(self, row: Row, result: GenerationResult) -> Scored:
-        """What an answer is worth."""
+        """Compute the rewards of an answer."""
         text = self.tokenizer.decode(result.token_ids)
         cut = result.stop_reason == "length"
         return await self.scorer.score(
@@ -299,11 +309,11 @@ class Run(Loop):
         )
 
     def _keep(self, episode: Any) -> bool:
-        """Whether a group is of use; asked in the thread of the episodes."""
+        """Whether a group is kept for training; called in the episodes' thread."""
         group: Group = episode.value
         is_of_use = not (self.settings.algorithm.dynamic_sampling and group.is_uniform)
         if is_of_use or self.num_filtered > self._most_filtered:
-            # too many: the batch shall end, and with it the run
+            # Keep the group, so that the batch completes and next_groups() raises.
             return True
         self.draws.use(group.draw.number)
         self.num_filtered += 1
@@ -314,7 +324,7 @@ class Run(Loop):
         return self.settings.algorithm.max_filtered_batches * self.settings.prompts_per_step
 
     def close(self) -> None:
-        """End what is generated ahead."""
+        """Cancel generation for later steps."""
         executor, self.executor = self.executor, None
         if executor is not None:
             executor.close()
@@ -322,7 +332,7 @@ class Run(Loop):
     # --- evaluation -------------------------------------------------------------------------------
 
     def evaluation_is_due(self, step: int) -> bool:
-        """Whether the settings ask for an evaluation at this step, and there are rows for it."""
+        """Whether there are held-out rows and this step ends with an evaluation."""
         found = self.settings.evaluation
         has_rows = bool(self.dataset.held_out)
         return has_rows and is_due(
@@ -330,7 +340,7 @@ class Run(Loop):
         )
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Answer the held-out prompts with the weights of now, and write what came of it."""
+        """Answer the held-out prompts with the current weights, and write the results."""
         settings = self.settings.evaluation
         sampling = msgspec.structs.replace(
             self.sampling,
@@ -348,10 +358,10 @@ class Run(Loop):
                 EngineCallError,
                 ValueError,
             ) as error:
-                # as in training, it is this answer's failure
+                # As in training, only this answer fails.
                 if not failed:
                     log.warning(
-                        "the reward of an evaluated answer failed, which is not right therefore: "
+                        "the reward of an evaluated answer failed, and the answer counts as wrong: "
                         "%s",
                         error,
                     )

@@ -1,6 +1,4 @@
-"""Samples of each step: a few prompts with their answers and rewards, in a file and on the
-console.
-"""
+"""Samples of each step, in a file and on the console: prompts, answers and rewards."""
 
 from __future__ import annotations
 
@@ -17,29 +15,29 @@ _WIDTH = 44
 
 
 class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer that was trained on, as a line of samples.jsonl."""
+    """A training answer, as a line of samples.jsonl."""
 
     step: int
     prompt: str
     completion: str
     reward: float
     values: dict[str, float] = {}
-    """By the rewards' names, without their weights."""
+    """Unweighted rewards by name."""
 
 
 class SampleLog:
-    """Writes samples.jsonl and says when a table is due.
+    """Writes samples.jsonl, and formats tables for the console.
 
     Args:
-        path: the file.
-        settings: how many rows of a step are written, and how often a table is shown.
+        path: The file.
+        settings: Number of rows per step, and steps between tables.
     """
 
     def __init__(self, path: Path, settings: Tracking) -> None:
         self._path, self._settings = path, settings
 
     def log(self, step: int, rows: Sequence[SampleRow]) -> str:
-        """Write the first rows of a step; returns the table when it is due, else an empty text."""
+        """Write the first rows of a step; return a table if one is due, else an empty text."""
         kept = rows[: self._settings.samples]
         for row in kept:
             append_line(self._path, row)
@@ -47,14 +45,14 @@ class SampleLog:
         return table(kept) if kept and every and (step == 1 or step % every == 0) else ""
 
     def rewind(self, step: int) -> None:
-        """Drop the rows after a step, which is done again."""
+        """Remove the rows of all later steps, which will be repeated."""
         if self._path.exists():
             rows: list[dict[str, Any]] = read_lines(self._path, dict[str, Any])
             write_lines(self._path, [row for row in rows if row["step"] <= step])
 
 
 def table(rows: Sequence[SampleRow]) -> str:
-    """Return samples as lines of plain text."""
+    """Format samples as a table of plain text."""
     lines = [f"  {'prompt'.ljust(_WIDTH)}  {'completion'.ljust(_WIDTH)}   reward"]
     lines += [f"  {_cell(row.prompt)}  {_cell(row.completion)}  {row.reward:7.3f}" for row in rows]
     return "\n".join(lines)

@@ -1,5 +1,6 @@
-"""The settings of recipes as typed structs. A field's docstring is what the documentation says of
-its key.
+"""Settings of the recipes as typed structs.
+
+The docstring of a field is its text in the documentation's tables.
 """
 
 from __future__ import annotations
@@ -14,181 +15,181 @@ DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the run is. One machine and many differ in this section alone."""
+    """Where the run takes place; moving to more machines changes only this section."""
 
     scheduler: Literal["ray", "local", "inline"] = "local"
-    """``ray``, on this machine or a cluster; ``local``: processes of this machine, without Ray;
-    ``inline``: in the script's own process, for a debugger."""
+    """``ray``: on this machine or a cluster; ``local``: processes on this machine, without Ray;
+    ``inline``: inside the script's process, for a debugger."""
     address: str | None = None
-    """Ray cluster to join; without it the one that `helmsman up` or RAY_ADDRESS names, else a new
-    one on this machine.
+    """Ray cluster to join. When null, the run joins the cluster given by `helmsman up` or
+    RAY_ADDRESS, or starts one on this machine.
     """
     num_nodes: int = 1
-    """Nodes to wait for."""
+    """Number of nodes that the run waits for."""
     devices_per_node: int = 0
-    """Accelerators of a node, GPUs or NPUs; 0 for a run on CPUs."""
+    """Accelerators (GPUs or NPUs) per node; 0 runs on CPUs."""
     device_memory_gb: float = 0.0
-    """Memory of an accelerator in GB, from which sizes are derived; 0: not known."""
+    """Memory of an accelerator in GB, used to derive sizes; 0 means unknown."""
     placement: Literal["separated", "colocated"] = "separated"
-    """``separated``: trainers and instances have devices of their own; ``colocated``: they take
-    turns on the trainers'."""
+    """``separated``: trainers and rollout instances have their own devices; ``colocated``: they
+    take turns on the trainers' devices."""
     train_workers: int = 1
-    """Ranks of the trainer; each has one device."""
+    """Ranks of the trainer, with one device each."""
     rollout_instances: int = 1
-    """Instances that generate."""
+    """Number of rollout instances."""
     rollout_devices: int = 1
-    """Devices of each instance. With vLLM they hold its tensor-parallel ranks; more than a node has
-    are spread over nodes.
+    """Devices per rollout instance. With vLLM this is the tensor-parallel size; an instance with
+    more devices than a node has spans nodes.
     """
     train_cpus: float = 4.0
-    """CPU cores of each trainer."""
+    """CPU cores per train worker."""
     rollout_cpus: float = 4.0
-    """CPU cores of each instance."""
+    """CPU cores per rollout instance."""
     train_threads: int = 0
-    """Threads of each trainer; 0: as many as ``train_cpus``."""
+    """Threads per train worker; 0 takes ``train_cpus``."""
     rollout_threads: int = 0
-    """Threads of each instance; 0: as many as ``rollout_cpus``."""
+    """Threads per rollout instance; 0 takes ``rollout_cpus``."""
     train_mem: float = 0.0
-    """Memory of each trainer in GB; 0 asks for none in particular."""
+    """Memory requested per train worker in GB; 0 requests no amount."""
     rollout_mem: float = 0.0
-    """Memory of each instance in GB; 0 asks for none in particular."""
+    """Memory requested per rollout instance in GB; 0 requests no amount."""
     env_vars: dict[str, str] = {}
-    """Environment variables of all workers."""
+    """Environment variables for all workers."""
     start_timeout_s: float = 600.0
-    """Seconds until all workers must stand."""
+    """Time limit for starting all workers, in seconds."""
     engine_timeout_s: float = 1800.0
-    """Seconds until an engine must have built its model."""
+    """Time limit for an engine to build its model, in seconds."""
     call_timeout_s: float = 3600.0
-    """Seconds that one call of a worker may take, a training step or a checkpoint, say."""
+    """Time limit of one worker call, such as a training step or a checkpoint, in seconds."""
 
     @property
     def takes_turns(self) -> bool:
-        """Whether trainers and instances have the same devices, and so use them one after the
-        other.
-        """
+        """Whether trainers and rollout instances take turns on the same devices."""
         return self.placement == "colocated" and bool(self.devices_per_node)
 
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The trainer: helmsman.engines.train.FSDPTrainEngine."""
+    """The trainer, a helmsman.engines.train.FSDPTrainEngine."""
 
     lr: float = 1e-6
     """Learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls over ``steps``."""
+    """How the learning rate decays over ``steps``."""
     lr_end: float = 0.0
-    """Share of the rate that is left at the last step of a schedule that falls."""
+    """Learning rate at the last step of a decaying schedule, as a fraction of ``lr``."""
     minibatches: int = 1
-    """Optimizer steps that are taken on each batch, each on its part."""
+    """Optimizer steps per batch; each uses an equal part of the batch."""
     engine: dict[str, Any] = {}
-    """Further fields of helmsman.engines.train_config.TrainConfig, such as
+    """Other fields of helmsman.engines.train_config.TrainConfig, such as
     max_tokens_per_micro_batch, num_warmup_steps, gradient_checkpointing, tensor_parallel_size or
     context_parallel_size."""
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that share one part of the batch."""
+        """Number of ranks that share one data-parallel part of the batch."""
         return int(self.engine.get("tensor_parallel_size", 1)) * int(
             self.engine.get("context_parallel_size", 1)
         )
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What generates answers."""
+    """The instances that generate answers."""
 
     engine: str = "hf"
     """``vllm``, ``hf`` (Helmsman's own, on transformers), ``server`` (vLLM or SGLang as a server),
     or a class's import path."""
     engine_args: dict[str, Any] = {}
-    """Further arguments of the engine."""
+    """Other arguments of the engine."""
     max_new_tokens: int = 1024
-    """Longest answer in tokens."""
+    """Maximum length of an answer in tokens."""
     temperature: float = 1.0
-    """Of the sampling in training."""
+    """Sampling temperature in training."""
     top_p: float = 1.0
-    """Of the sampling in training."""
+    """Nucleus sampling threshold in training."""
     top_k: int = 0
-    """Of the sampling in training; 0 keeps all."""
+    """Number of top tokens to sample from in training; 0 means all."""
     max_in_flight: int = 64
-    """Requests that an instance has at once."""
+    """Maximum number of requests in flight per instance."""
     staleness: float = 0.0
-    """Steps that answers may be older than the weights they train, also a fraction; 0 is
-    synchronous.
+    """Maximum age of answers, in training steps, relative to the weights that they train.
+    Fractions are allowed; 0 is synchronous.
     """
     oversample: float = 1.0
-    """How many times a batch's prompts are begun for it, so that slow or filtered ones are replaced
-    at once.
+    """Over-sampling factor: prompts started per prompt needed, so that slow or filtered ones are
+    replaced at once.
     """
     episode_timeout: float = 1800.0
-    """Seconds for all answers to one prompt and their rewards."""
+    """Time limit for all answers to one prompt and their rewards, in seconds."""
     policy: Literal["least_tokens", "prefix", "round_robin"] = "least_tokens"
-    """Which instance a request goes to."""
+    """How requests are routed to instances."""
 
 
 class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows to train and to evaluate on: JSONL files with an object per line, or Hugging Face
-    dataset folders.
+    """Rows for training and evaluation: JSONL files or Hugging Face dataset folders.
+
+    A JSONL file has one object per line.
     """
 
     train: str
-    """File or dataset folder to train on. In Python also rows: any iterable of mappings, texts,
-    chats or token ids."""
+    """File or dataset folder to train on. Python scripts can also pass any iterable of mappings,
+    texts, chats or token ids."""
     held_out: str | None = None
     """File or dataset folder to evaluate on."""
     num_held_out: int = 0
-    """Lines of the training file to evaluate on instead, drawn by ``seed`` and never trained on."""
+    """Number of training rows held out for evaluation instead; drawn by ``seed`` and never trained
+    on."""
     prompt_key: str = "prompt"
     """Key of the prompt: a text, a list of {role, content}, or a list of token ids."""
     answer_key: str = "answer"
-    """Key of the right answer, any JSON value; it may be absent where no reward needs it."""
+    """Key of the correct answer, any JSON value; optional unless a reward needs it."""
     source_key: str = "data_source"
-    """Key of the source's name, by which evaluations are grouped; the file's name where a line has
-    none.
+    """Key of the source's name, by which evaluation results are grouped. Rows without it take the
+    file's name.
     """
     system_prompt: str | None = None
-    """Put before prompts that have no system message."""
+    """System prompt added to prompts that have no system message."""
     chat_template: str | None = None
-    """Jinja file in place of the tokenizer's own template. Without any, a text is given to the
-    model as it is.
+    """Jinja file that replaces the tokenizer's template. Without any template, a text is passed to
+    the model unchanged.
     """
     template_args: dict[str, Any] = {}
-    """Further variables of the template, such as enable_thinking."""
+    """Other variables of the template, such as enable_thinking."""
     max_prompt_tokens: int = 1024
-    """Longest prompt, template included."""
+    """Maximum length of a prompt in tokens, template included."""
     max_tokens: int = 2048
-    """Longest sequence of SFT and DPO, prompt and answer."""
+    """Maximum length of prompt plus answer in SFT and DPO, in tokens."""
     on_long_prompt: Literal["drop", "error"] = "drop"
-    """What is done with longer ones: they are left out and counted, or end the run before it
+    """``drop`` leaves out and counts rows that are too long; ``error`` rejects them before the run
     starts.
     """
     shuffle: bool = True
-    """Another order in each epoch, drawn by ``seed``; the file's order otherwise."""
+    """Draw a new order for each epoch from ``seed``; otherwise keep the file's order."""
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One reward; an answer's is the sum of all, by their weights."""
+    """One reward; the reward of an answer is the weighted sum of all."""
 
     use: str
-    """``math`` (math-verify), ``exact``, ``number``, ``format``, or a function of yours:
+    """``math`` (math-verify), ``exact``, ``number``, ``format``, or your own function as
     ``module:function`` or ``path/to/file.py:function``."""
     name: str | None = None
-    """Its name in metrics; what ``use`` says when absent."""
+    """Name in metrics; defaults to the last part of ``use``."""
     weight: float = 1.0
-    """Factor in the sum."""
+    """Factor of this reward in the sum."""
     args: dict[str, Any] = {}
-    """Arguments: ``pattern`` of ``format``; ``tolerance`` of ``number``; keyword arguments of a
-    function of yours.
+    """Arguments: ``pattern`` for ``format``, ``tolerance`` for ``number``, keyword arguments for
+    your own function.
     """
     timeout_s: float = 30.0
-    """Seconds for one answer; one that takes longer gets 0, and is counted."""
+    """Time limit for one answer in seconds; on a timeout the reward is 0, and is counted."""
     processes: int = 4
-    """Processes that compute it."""
+    """Number of processes that compute the reward."""
     on_cluster: bool = False
-    """Compute it on workers of the run's cluster instead of the script's machine."""
+    """Compute the reward on workers of the run's cluster instead of the script's machine."""
 
 
 class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is optimised. The fields that are null come from the preset."""
+    """The objective; fields that are null take the value of the preset."""
 
     preset: Literal["grpo", "dr_grpo", "dapo", "ppo"] = "grpo"
     """``grpo`` (arXiv:2402.03300), ``dr_grpo`` (arXiv:2503.20783), ``dapo`` (arXiv:2503.14476), or
@@ -196,199 +197,203 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     normalize_std: bool | None = None
     """Divide advantages by the standard deviation of their group."""
     aggregation: Literal["token", "sequence", "constant"] | None = None
-    """Mean over all tokens, over each answer first, or each answer's sum over
-    ``rollout.max_new_tokens``.
+    """How token losses are combined. ``token``: mean over all tokens; ``sequence``: mean of the
+    answers' means; ``constant``: each answer's sum divided by ``rollout.max_new_tokens``.
     """
     clip_low: float | None = None
-    """The probability ratio counts down to 1 - clip_low."""
+    """The probability ratio is clipped below at 1 - clip_low."""
     clip_high: float | None = None
-    """The probability ratio counts up to 1 + clip_high."""
+    """The probability ratio is clipped above at 1 + clip_high."""
     overlong_filter: bool | None = None
-    """Answers that were cut at ``rollout.max_new_tokens`` are not trained on."""
+    """Exclude answers truncated at ``rollout.max_new_tokens`` from training."""
     dynamic_sampling: bool | None = None
-    """Prompts whose answers all have the same reward are replaced by others."""
+    """Replace prompts whose answers all have the same reward."""
     max_filtered_batches: int = 10
-    """Batches' worth of prompts that dynamic sampling may throw away in a row before the run ends
-    with an error.
+    """Number of whole batches of prompts that dynamic sampling may discard in a row before the run
+    ends with an error.
     """
     overlong_buffer: int = 0
-    """Last tokens of ``rollout.max_new_tokens`` over which ``overlong_penalty`` grows (DAPO, eq.
-    13); 0 for none.
+    """Number of last tokens of ``rollout.max_new_tokens`` over which ``overlong_penalty`` grows
+    (DAPO, eq. 13); 0 disables the penalty.
     """
     overlong_penalty: float = 1.0
-    """Taken from the reward of an answer of full length."""
+    """Penalty subtracted from the reward of an answer of full length."""
     kl_coef: float = 0.0
-    """Weight of the KL divergence to the model of the start, which is kept frozen beside the
-    trainer when this is not 0.
+    """Weight of the KL divergence to the initial model. When not 0, a frozen copy of that model
+    runs beside the trainer.
     """
     old_logprobs: Literal["rollout", "trainer", "both"] = "rollout"
-    """Whose log-probabilities the ratio is to: those with which tokens were drawn, or the trainer's
-    of before the step. With ``both`` the samples have the trainer's as ``prox_logprobs``, for a
-    loss that reads both, such as decoupled PPO."""
+    """Log-probabilities in the denominator of the ratio. ``rollout``: those at sampling;
+    ``trainer``: the trainer's before the step. ``both`` uses the rollout's and adds the trainer's
+    as ``prox_logprobs``, for a loss that reads both, such as decoupled PPO."""
     loss: str = "grpo"
-    """Name or import path of the loss, which is given clip_low, clip_high, and kl_coef where it is
-    not 0.
+    """Name or import path of the loss, called with clip_low, clip_high, and kl_coef where it is not
+    0.
     """
     loss_args: dict[str, Any] = {}
-    """Further arguments of the loss."""
+    """Other arguments of the loss."""
 
 
 class Critic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The value model of PPO, which the preset ``ppo`` has."""
+    """The value model of PPO, used by the preset ``ppo``."""
 
     lr: float = 1e-5
     """Learning rate."""
     gamma: float = 1.0
-    """Discount of a token."""
+    """Discount factor per token."""
     lam: float = 0.95
-    """Weight of longer estimates of the advantage (arXiv:1506.02438)."""
+    """Lambda of generalised advantage estimation (arXiv:1506.02438)."""
     clip: float | None = 0.2
-    """Largest step of a value away from its old one; null for no limit."""
+    """Clip range of a value around its old value; null for no clipping."""
 
 
 class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How weights reach the instances."""
+    """How weights are sent to the rollout instances."""
 
     way: Literal["memory", "collective", "disk"] = "memory"
-    """Shared memory or Ray's store; broadcasts of gloo, nccl or hccl; files."""
+    """``memory``: shared memory or Ray's object store; ``collective``: broadcasts by gloo, nccl or
+    hccl; ``disk``: files."""
     folder: str | None = None
-    """Of ``disk``: a folder that all nodes reach; one in ``out`` when absent."""
+    """Folder for ``disk``, reachable by all nodes; a folder in ``out`` when null."""
     dtype: DType | None = None
-    """Type in which weights are sent, such as bfloat16; null leaves them as they are."""
+    """Type in which weights are sent, such as bfloat16; null keeps their type."""
     bucket_mb: int = 256
-    """Parameters that are sent together."""
+    """Size of the buckets in which parameters are sent, in MB."""
     checksum: bool = False
-    """Check every parameter's bytes where they arrive."""
+    """Verify a checksum of every parameter on arrival."""
     in_flight: Literal["keep", "wait", "abort"] = "keep"
-    """What becomes of answers that are under way: they go on with the new weights, end first by the
-    old ones, or are taken back and go on with the new ones on any instance (partial rollout)."""
+    """Requests in flight during an update. ``keep``: they continue with the new weights; ``wait``:
+    they finish with the old weights first; ``abort``: they are aborted and resume with the new
+    weights on any instance (partial rollout)."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A check of the weights after every update; --check-weights turns it on."""
+    """A check of the instances' weights after every update; --check-weights enables it."""
 
     weights: bool = False
-    """After every update each instance answers a few prompts greedily, and the trainer computes the
-    log-probabilities of the same tokens; the run ends when they differ."""
+    """After every update, compare log-probabilities of a few greedy answers between each instance
+    and the trainer; the run fails when they differ."""
     prompts: int = 4
-    """How many prompts."""
+    """Number of prompts."""
     max_new_tokens: int = 16
-    """Tokens of each answer."""
+    """Maximum length of each answer in tokens."""
     tolerance: float = 1e-3
-    """Largest difference of a log-probability. 1e-3 is for float32; lower precision needs more."""
+    """Largest allowed difference of a log-probability. 1e-3 suits float32; lower precision needs
+    more."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Answers to held-out prompts."""
+    """Evaluation on held-out prompts."""
 
     every: int = 10
     """Steps between evaluations; 0 for none."""
     at_start: bool = True
-    """Also before the first step."""
+    """Evaluate before the first step, too."""
     samples: int = 1
-    """Answers to each prompt for pass@k; 0 for none."""
+    """Sampled answers per prompt for pass@k; 0 for none."""
     k: tuple[int, ...] = (1,)
-    """The k of pass@k (arXiv:2107.03374, eq. 1), none above ``samples``."""
+    """Values of k for pass@k (arXiv:2107.03374, eq. 1), at most ``samples``."""
     temperature: float = 0.6
-    """Of those answers."""
+    """Sampling temperature of those answers."""
     top_p: float = 0.95
-    """Of those answers."""
+    """Nucleus sampling threshold of those answers."""
     greedy: bool = True
-    """Also one answer without chance."""
+    """Generate one greedy answer per prompt, too."""
     max_new_tokens: int | None = None
-    """Longest answer; ``rollout.max_new_tokens`` when null."""
+    """Maximum length of an answer in tokens; ``rollout.max_new_tokens`` when null."""
     reward: str | None = None
-    """Name of the reward that says whether an answer is right; the first one when null."""
+    """Name of the reward that decides whether an answer is correct; the first one when null."""
     right_from: float = 1.0
-    """Value of that reward from which an answer is right."""
+    """Smallest value of that reward for a correct answer."""
 
 
 class Tracking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where metrics go. ``metrics.jsonl`` in ``out`` is always written."""
+    """Trackers for metrics; ``metrics.jsonl`` in ``out`` is always written."""
 
     to: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
-    """``console``, ``tensorboard``, ``wandb``; several at once."""
+    """Any of ``console``, ``tensorboard`` and ``wandb``."""
     samples: int = 4
-    """Rows of each step that are written to ``samples.jsonl``; 0 for none."""
+    """Samples written to ``samples.jsonl`` per step; 0 for none."""
     show_samples_every: int = 10
     """Steps between sample tables on the console; 0 for none."""
     project: str = "helmsman"
     """Project in Weights & Biases."""
     name: str | None = None
-    """Name of the run; the name of ``out`` when null."""
+    """Name of the run; the name of the folder ``out`` when null."""
     logprob_diff: bool = True
-    """Have the trainer compute the log-probabilities of what was generated, and report how far the
-    two are apart. It costs a forward pass, which ``algorithm.old_logprobs: trainer`` needs in any
-    case."""
+    """Report the difference between the rollout's and the trainer's log-probabilities of the
+    generated tokens. This costs a forward pass, which ``algorithm.old_logprobs: trainer`` needs
+    anyway."""
 
 
 class Checkpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run leaves behind."""
+    """Checkpoints, recovery and the exported model."""
 
     every: int = 20
     """Steps between checkpoints."""
     keep: int = 2
-    """Checkpoints that stay, the newest."""
+    """Number of newest checkpoints that are kept."""
     max_recoveries: int = 3
-    """How often within an hour lost train workers are rebuilt; and how often in all those of the
-    reference.
+    """Maximum rebuilds of lost train workers within an hour, and of the reference's workers within
+    the run.
     """
     in_background: bool = False
-    """Write checkpoints while the next steps are done."""
+    """Write checkpoints while the next steps run."""
     export: Literal["none", "last", "all"] = "last"
-    """Write the model in the Hugging Face layout: the last into ``model`` in ``out``, or each
-    checkpoint's into ``model`` in its folder."""
+    """Write the model in the Hugging Face layout. ``last``: the final model, into ``model`` in
+    ``out``; ``all``: the model of each checkpoint, into ``model`` in its folder."""
     export_dtype: DType | None = None
-    """Type of what is exported, such as bfloat16; null leaves it as it is."""
+    """Type of the exported weights, such as bfloat16; null keeps their type."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings that all recipes share."""
+    """Settings shared by all recipes."""
 
     model: str
-    """Local Hugging Face folder to start from; every node reaches it at this path."""
+    """Local Hugging Face folder of the initial model, at the same path on every node."""
     data: Data
     cluster: Cluster = Cluster()
     train: Train = Train()
     tracking: Tracking = Tracking()
     checkpoints: Checkpoints = Checkpoints()
     steps: int = 100
-    """Training steps."""
+    """Number of training steps."""
     seed: int = 0
-    """Of everything that is drawn."""
+    """Random seed for data order, initialisation and sampling."""
     out: str = "runs/train"
-    """Output folder; every node reaches it."""
+    """Output folder, at the same path on every node."""
 
 
 class SFTSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run of supervised fine-tuning."""
+    """Settings of supervised fine-tuning."""
 
     train: Train = Train(lr=1e-5)
     batch_size: int = 64
-    """Rows of a step."""
+    """Rows per step."""
     evaluate_every: int = 10
     """Steps between evaluations on held-out rows; 0 for none."""
     out: str = "runs/sft"
-    """Output folder; every node reaches it."""
+    """Output folder, at the same path on every node."""
 
 
 class DPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run of DPO."""
+    """Settings of DPO."""
 
     batch_size: int = 64
-    """Pairs of a step."""
+    """Pairs per step."""
     beta: float = 0.1
-    """Weight of the distance to the reference (arXiv:2305.18290)."""
+    """Beta of the DPO loss (arXiv:2305.18290): larger values keep the policy closer to the
+    reference."""
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Form of the loss (arXiv:2305.18290, arXiv:2310.12036)."""
     evaluate_every: int = 10
     """Steps between evaluations on held-out pairs; 0 for none."""
     out: str = "runs/dpo"
-    """Output folder; every node reaches it."""
+    """Output folder, at the same path on every node."""
 
 
 class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run of GRPO, Dr. GRPO or DAPO."""
+    """Settings of GRPO, Dr. GRPO, DAPO or PPO."""
 
     rewards: tuple[Reward, ...]
     rollout: Rollout = Rollout()
@@ -398,15 +403,15 @@ class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields
     check: Check = Check()
     evaluation: Evaluation = Evaluation()
     prompts_per_step: int = 64
-    """Prompts of a step."""
+    """Prompts per step."""
     samples_per_prompt: int = 8
-    """Answers to each, which are compared with each other."""
+    """Answers per prompt; their rewards are compared within this group."""
     out: str = "runs/grpo"
-    """Output folder; every node reaches it."""
+    """Output folder, at the same path on every node."""
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest prompt with the longest answer."""
+        """Maximum length of prompt plus answer in tokens."""
         longest = max(
             self.rollout.max_new_tokens,
             self.evaluation.max_new_tokens or 0 if self.evaluation.every else 0,
@@ -416,7 +421,7 @@ class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def sampling(self) -> SamplingParams:
-        """Of training, without stop tokens and seed."""
+        """Sampling parameters of training, without stop tokens and seed."""
         rollout = self.rollout
         return SamplingParams(
             max_new_tokens=rollout.max_new_tokens,
@@ -427,5 +432,5 @@ class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def name_of(reward: Reward) -> str:
-    """What a reward is called in metrics."""
+    """Return the name of a reward in metrics."""
     return reward.name or reward.use.rpartition(":")[2]

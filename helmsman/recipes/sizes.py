@@ -11,10 +11,10 @@ import msgspec
 from helmsman.recipes.settings import GRPOSettings, RunSettings
 
 _STATE_BYTES = 16
-"""Of each parameter in training: float32 weight and gradient, and AdamW's two moments."""
+"""Bytes per parameter in training: float32 weight and gradient, and AdamW's two moments."""
 _USABLE = 0.8
-"""Part of a device's memory that is planned with; the rest is for fragments, the runtime and
-collectives."""
+"""Fraction of a device's memory available to these sizes; the rest is for fragmentation, the
+runtime and collectives."""
 _MOST_TOKENS = 65536
 _MOST_IN_FLIGHT = 512
 
@@ -32,22 +32,20 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_width(self) -> int:
-        """Numbers that keys, or values, of one token have in one layer."""
+        """Number of elements of one token's keys, or values, in one layer."""
         head = self.head_dim or self.hidden_size // self.num_attention_heads
         return head * (self.num_key_value_heads or self.num_attention_heads)
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of a decoder with gated feed-forward layers, embedding and head."""
+        """Number of parameters of a decoder with gated feed-forward layers, embedding and head."""
         hidden, inner = self.hidden_size, self.intermediate_size or 4 * self.hidden_size
         layer = 2 * hidden * hidden + 2 * hidden * self.kv_width + 3 * hidden * inner
         return self.num_hidden_layers * layer + 2 * self.vocab_size * hidden
 
 
 def read_shape(model: str) -> ModelShape | None:
-    """Return the shape of the model in a folder; None where config.json is missing or of another
-    kind.
-    """
+    """Return the shape of the model in a folder, or None without a suitable config.json."""
     try:
         return msgspec.json.decode((Path(model) / "config.json").read_bytes(), type=ModelShape)
     except (OSError, msgspec.DecodeError):
@@ -55,8 +53,9 @@ def read_shape(model: str) -> ModelShape | None:
 
 
 def sizes(settings: RunSettings) -> list[tuple[str, Any, str]]:
-    """Return (key, value, arithmetic) of the sizes that can be derived; none where model or memory
-    are not known.
+    """Return (key, value, arithmetic) of the derived sizes.
+
+    The list is empty if the model's shape or the memory is unknown.
     """
     shape = read_shape(settings.model)
     if shape is None:
@@ -84,7 +83,7 @@ def sizes(settings: RunSettings) -> list[tuple[str, Any, str]]:
 def _tokens(
     settings: RunSettings, shape: ModelShape, memory: float, source: str, width: int
 ) -> tuple[str, Any, str]:
-    """Tokens of a micro-batch: what the state leaves, over the activations of a token."""
+    """Derive tokens per micro-batch: memory left by the state, over activations per token."""
     ranks = settings.cluster.train_workers
     state = _STATE_BYTES * shape.num_parameters / ranks
     inner = shape.intermediate_size or 4 * shape.hidden_size
@@ -111,7 +110,7 @@ def _tokens(
 def _in_flight(
     settings: GRPOSettings, shape: ModelShape, memory: float, source: str, width: int
 ) -> tuple[str, Any, str]:
-    """Requests of an instance: those of a step, as far as their cache fits."""
+    """Derive requests in flight per instance: those of a step, limited by the KV cache."""
     cluster = settings.cluster
     weights = width * shape.num_parameters / max(1, cluster.rollout_devices)
     sequence = (
@@ -136,7 +135,7 @@ def _in_flight(
 
 
 def host_memory_bytes() -> int:
-    """Return the memory of this machine that is available, in bytes; 0 where that is not known."""
+    """Return the available memory of this machine in bytes, or 0 if unknown."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:

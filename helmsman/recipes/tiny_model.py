@@ -1,6 +1,4 @@
-"""A small random Llama as a Hugging Face folder: configuration, weights, a tokenizer of characters
-and a chat template.
-"""
+"""A small random Llama with a character tokenizer and a chat template, for tests and examples."""
 
 from __future__ import annotations
 
@@ -19,8 +17,19 @@ CHAT_TEMPLATE = (
 def make_model(
     folder: Path, *, num_layers: int = 4, width: int = 128, num_positions: int = 512, seed: int = 0
 ) -> Path:
-    """Write it; returns the folder. Weights are wide enough apart that greedy answers change when
-    they are trained.
+    """Write a small random Llama as a Hugging Face folder.
+
+    The initial weights have a large variance, so that training soon changes greedy answers.
+
+    Args:
+        folder: The folder to write.
+        num_layers: Number of decoder layers.
+        width: Hidden size.
+        num_positions: Maximum sequence length in tokens.
+        seed: Seed of the weights.
+
+    Returns:
+        The folder.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -47,7 +56,7 @@ def make_model(
 
 
 def make_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> None:
-    """Write the tokenizer alone."""
+    """Write only the tokenizer."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = [*SPECIAL, *CHARACTERS]

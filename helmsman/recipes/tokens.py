@@ -11,8 +11,11 @@ from helmsman.api.extras import needed_by
 
 
 class FolderTokenizer:
-    """The tokenizer of a local Hugging Face folder; its chat template, if it has one, is put around
-    prompts.
+    """The tokenizer of a local Hugging Face folder; applies its chat template, if it has one.
+
+    Raises:
+        ValueError: There is no such folder, or its tokenizer is unusable.
+        BackendNotInstalledError: transformers is missing.
     """
 
     def __init__(self, folder: str) -> None:
@@ -25,12 +28,10 @@ class FolderTokenizer:
             )
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (
-            Exception
-        ) as exc:  # transformers raises what its readers happen to raise, without naming the folder
+        except Exception as exc:  # transformers may raise any exception, without naming the folder
             reason = " ".join(str(exc).split())[:300] or type(exc).__name__
             raise ValueError(
-                f"{folder!r} has no tokenizer in the Hugging Face layout that can be read: {reason}"
+                f"{folder!r} has no readable tokenizer in the Hugging Face layout: {reason}"
             ) from exc
         if self._tokenizer.eos_token_id is None:
             raise ValueError(
@@ -39,6 +40,7 @@ class FolderTokenizer:
         self.eos_id = int(self._tokenizer.eos_token_id)
 
     def encode_prompt(self, text: str) -> list[int]:
+        """Return the tokens of a prompt, in the chat template if there is one."""
         if self._tokenizer.chat_template:
             chat = [{"role": "user", "content": text}]
             text = self._tokenizer.apply_chat_template(
@@ -48,10 +50,13 @@ class FolderTokenizer:
         return list(self._tokenizer.encode(text))
 
     def encode_answer(self, text: str) -> list[int]:
+        """Return the tokens of an answer and the end token."""
         return [*self._tokenizer.encode(text, add_special_tokens=False), self.eos_id]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
+        """Write the tokenizer into a folder."""
         self._tokenizer.save_pretrained(str(folder))

@@ -1,6 +1,4 @@
-"""Where metrics go, by name: lines in a file, a table on the console, TensorBoard, Weights &
-Biases.
-"""
+"""Trackers of metrics: file, console, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -22,20 +20,20 @@ Metrics = Mapping[str, float]
 
 
 class Tracker(Protocol):
-    """Takes the metrics of steps in their order."""
+    """Receives the metrics of steps in order."""
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Take those of a step."""
+        """Record the metrics of a step."""
 
     def rewind(self, step: int) -> None:
-        """The steps after this one will be done again."""
+        """Discard the steps after this one, which will be repeated."""
 
     def close(self) -> None:
-        """Write out what is held back. Idempotent."""
+        """Flush and close. Idempotent."""
 
 
 class MetricsFile:
-    """metrics.jsonl: a line ``{"step": 3, "reward/mean": 0.5, ...}`` for each step, in order."""
+    """metrics.jsonl, with a line ``{"step": 3, "reward/mean": 0.5, ...}`` per step."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -45,8 +43,10 @@ class MetricsFile:
         append_line(self._path, {"step": step, **metrics})
 
     def read(self) -> list[dict[str, Any]]:
-        """What the steps so far had; None for what was no finite number. Raises ValueError when the
-        file is something else.
+        """Return the metrics of all steps; non-finite values are None.
+
+        Raises:
+            ValueError: The file does not hold metrics.
         """
         return read_lines(self._path, dict[str, Any])
 
@@ -59,11 +59,10 @@ class MetricsFile:
 
 
 class Console:
-    """A row for each step; the names again from time to time. With rich on a terminal also a
-    progress bar.
+    """Prints a row per step, and a header every 20 rows; a progress bar with rich on a terminal.
 
     Args:
-        num_steps: of the run; 0 for no progress bar.
+        num_steps: Steps of the run; 0 for no progress bar.
     """
 
     _COLUMNS = (
@@ -140,12 +139,12 @@ def _progress_bar(num_steps: int) -> Any:
 
 
 def _is_share(name: str) -> bool:
-    """Whether a metric is a share from 0 to 1."""
+    """Whether a metric is a fraction from 0 to 1."""
     return "accuracy" in name or name.startswith("pass@")
 
 
 class TensorBoard:
-    """Scalars in the folder ``tensorboard`` of the run."""
+    """Writes scalars into the run's folder ``tensorboard``."""
 
     def __init__(self, folder: Path) -> None:
         _require("tensorboard")
@@ -164,7 +163,7 @@ class TensorBoard:
         self._writer.flush()
 
     def rewind(self, step: int) -> None:
-        """See Tracker. What was written of later steps is not shown any more."""
+        """See Tracker. TensorBoard hides the later steps already written."""
         self._writer.close()
         self._writer = self._open(step + 1)
 
@@ -174,10 +173,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; its id lies in ``wandb.json`` of the output folder, so that a
-    resumed run goes on in it.
+    """A run of Weights & Biases, which a resumed run continues by the id in ``wandb.json``.
 
-    WANDB_MODE=offline writes to the folder ``wandb`` alone, for `wandb sync` later.
+    WANDB_MODE=offline writes only to the folder ``wandb``, for `wandb sync` later.
     """
 
     def __init__(self, out: Path, settings: RunSettings) -> None:
@@ -194,7 +192,7 @@ class WeightsAndBiases:
             dir=str(out),
             config=msgspec.to_builtins(settings),
         )
-        # Its own count of steps never goes back; ours does after a recovery.
+        # The step count of wandb never decreases, but ours does after a recovery.
         self._run.define_metric("*", step_metric="step")
         write_json(path, {"id": self._run.id})
 
@@ -203,12 +201,10 @@ class WeightsAndBiases:
         self._run.log({"step": step, **metrics})
 
     def rewind(self, step: int) -> None:
-        """See Tracker. Steps that are done again are there twice; the later one is the one that
-        counts.
-        """
+        """See Tracker. Repeated steps appear twice; the later one is valid."""
 
     def close(self) -> None:
-        """See Tracker. Its process ends, too."""
+        """See Tracker. Also stops the process of wandb."""
         import wandb
 
         self._run.finish()
@@ -216,10 +212,10 @@ class WeightsAndBiases:
 
 
 class Trackers:
-    """Several at once."""
+    """Passes metrics on to several trackers."""
 
     def show(self, text: str) -> None:
-        """Print lines where the steps are shown; nothing for an empty text."""
+        """Print lines on the console tracker, if there is one and the text is not empty."""
         for tracker in self._trackers:
             if text and isinstance(tracker, Console):
                 tracker.show(text)
@@ -240,8 +236,11 @@ class Trackers:
 
 @contextlib.contextmanager
 def open_trackers(settings: RunSettings, metrics: MetricsFile) -> Iterator[Trackers]:
-    """Those of the settings, and the file. Raises: BackendNotInstalledError; what wandb raises when
-    it cannot be reached.
+    """Open the trackers of the settings, and add the metrics file.
+
+    Raises:
+        BackendNotInstalledError: A tracker's package is missing.
+        Exception: Any error of wandb, for example when its server cannot be reached.
     """
     out = Path(settings.out)
     with contextlib.ExitStack() as held:
@@ -260,8 +259,10 @@ def open_trackers(settings: RunSettings, metrics: MetricsFile) -> Iterator[Track
 
 
 def require_trackers(settings: RunSettings) -> None:
-    """Raise BackendNotInstalledError for one whose package is missing, before anything is
-    started.
+    """Check that the packages of all trackers are installed.
+
+    Raises:
+        BackendNotInstalledError: One is missing.
     """
     for name in settings.tracking.to:
         if name != "console":

@@ -1,4 +1,4 @@
-"""A check that the instances serve the trainer's weights: greedy answers, computed by both."""
+"""Check that instances serve the trainer's weights, by log-probabilities of greedy answers."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ from helmsman.recipes.settings import Check
 
 
 class Differences(msgspec.Struct, frozen=True, kw_only=True):
-    """What a check found, as it is written to checks.jsonl."""
+    """Result of a check, as written to checks.jsonl."""
 
     weight_version: int
     max_diff: float
-    """Largest difference of a log-probability."""
+    """Largest absolute difference of a log-probability."""
     mean_diff: float
     num_tokens: int
     prompts: list[list[int]]
     answers: dict[str, list[list[int]]]
-    """Instance -> the tokens of its answers."""
+    """Instance -> tokens of its answers."""
     logprobs: dict[str, list[list[float]]]
-    """Instance -> the log-probabilities of these tokens, as the instance tells them."""
+    """Instance -> its log-probabilities of these tokens."""
 
 
 class WeightsDifferError(HelmsmanError):
-    """An instance does not compute what the trainer does."""
+    """An instance's weights or log-probabilities differ from the trainer's."""
 
 
 class WeightCheck:
-    """Asks every instance the same prompts after an update, and has the trainer compute its
-    log-probabilities of their answers.
+    """Compares log-probabilities of greedy answers between every instance and the trainer.
 
     Args:
-        prompts: token ids.
-        settings: how many tokens, and what is tolerated.
+        prompts: Token ids of the prompts.
+        settings: Length of the answers, and tolerance.
     """
 
     def __init__(self, prompts: Sequence[list[int]], settings: Check) -> None:
@@ -51,8 +50,9 @@ class WeightCheck:
         self._num_asked = 0
 
     def ask(self, rollout: RolloutController) -> dict[str, list[GenerationResult]]:
-        """The answers of every instance that serves; past the queue, since requests would go where
-        there is room.
+        """Return the answers of every serving instance.
+
+        Calls each instance directly, because the request queue would choose the instances.
         """
         self._num_asked += 1
         sampling = SamplingParams(max_new_tokens=self._settings.max_new_tokens, temperature=0.0)
@@ -83,9 +83,18 @@ class WeightCheck:
     def compare(
         self, trainer: TrainController, answers: dict[str, list[GenerationResult]]
     ) -> Differences:
-        """The differences of answers from what the trainer computes.
+        """Compare the answers' log-probabilities with the trainer's.
 
-        Raises: WeightsDifferError above the tolerance, or when an instance serves another version.
+        Args:
+            trainer: The controller of the policy.
+            answers: Answers by instance, as ``ask`` returns them.
+
+        Returns:
+            The differences.
+
+        Raises:
+            WeightsDifferError: A difference exceeds the tolerance, or an instance serves another
+                weight version.
         """
         version = trainer.get_version()
         asked = [
@@ -98,8 +107,8 @@ class WeightCheck:
         for (worker, prompt, each), row in zip(asked, own, strict=True):
             if others := set(each.versions) - {version}:
                 raise WeightsDifferError(
-                    f"{worker} made tokens by weight version {min(others)} after the update to "
-                    f"{version} (check.weights)."
+                    f"{worker} generated tokens with weight version {min(others)} after "
+                    f"the update to {version} (check.weights)."
                 )
             for at, (ours, theirs) in enumerate(
                 zip(row.tolist()[len(prompt) :], each.logprobs, strict=True)
@@ -113,7 +122,8 @@ class WeightCheck:
                         f"{theirs:.6f} there and "
                         f"{ours:.6f} in the trainer, {apart[-1]:.2e} apart; check.tolerance is "
                         f"{self._settings.tolerance:g}. "
-                        "Lower precision needs more; else look at the engine's update_weights."
+                        "Raise the tolerance for lower precision; else check the engine's "
+                        "update_weights."
                     )
         return Differences(
             weight_version=version,

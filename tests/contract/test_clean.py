@@ -73,7 +73,7 @@ def abandoned(run_driver: Callable[..., Driver]) -> Iterator[tuple[Driver, dict[
         signal.SIGSTOP,
         signal.SIGKILL,
     ):
-        # all are held before the first dies, so that nobody can clean up
+        # all are held before the first dies, so that no process can clean up
         for pid in _run_processes(driver) - set(family.values()) - {driver.process.pid}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -450,7 +450,7 @@ def test_keep_joins_like_results(
 
 @pytest.mark.not_on("inline", "what a worker keeps is seen in its process")
 @pytest.mark.not_on("ray", "what a worker keeps is seen in its process")
-@pytest.mark.parametrize("how", ["a part fails", "a part is late", "nobody waits"])
+@pytest.mark.parametrize("how", ["a part fails", "a part is late", "no one waits"])
 def test_keep_frees_failed_call(
     make_cluster: Callable[..., Members], tmp_path: Path, how: str
 ) -> None:
@@ -463,7 +463,7 @@ def test_keep_frees_failed_call(
         assert _num_kept(group) == 3
     release = tmp_path / "release"
     future = call.submit(batch, 0 if how == "a part fails" else -1, 2, str(release))
-    if how == "nobody waits":
+    if how == "no one waits":
         wait_until(Path(f"{release}.began").exists, "a part is inside")
         future.cancel()
     else:

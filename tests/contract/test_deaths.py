@@ -1,5 +1,5 @@
 """A worker that dies during a call: the caller hears it at once, with what is needed to find out
-why; nobody else is harmed.
+why; no other worker is affected.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_worker_death_during_call(
     with pytest.raises(errors.WorkerNotFoundError):
         doomed.call("add")
     assert scheduler.create_workers(Job(role=role, replicas=2)) == [first, second], (
-        "the role can start anew"
+        "the role can start again"
     )
     assert Engine.create(scheduler, second, Counter).call("add") == 1
 

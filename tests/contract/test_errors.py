@@ -418,8 +418,8 @@ SPECS = [SchedulingSpec(), SchedulingSpec(ray_placement_strategy="separate")]
             beside("shared", 3, type="colocation"),
             "replicas is 3; expected a divisor of the 2 workers of 'shared'",
         ),
-        (beside("nobody", type="colocation"), "no role 'nobody'"),
-        (beside("nobody", type="colocation", fork=True), "no role 'nobody'"),
+        (beside("missing", type="colocation"), "no role 'missing'"),
+        (beside("missing", type="colocation", fork=True), "no role 'missing'"),
     ],
 )
 def test_job_refuses_invalid_fields(

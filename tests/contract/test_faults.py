@@ -109,7 +109,7 @@ def test_kill_fails_calls(scheduler: Scheduler, worker: Engine, engine: Engine, 
     assert not again.done
     assert "had already ended: it was ended by SIGKILL" in again.outcome
     with pytest.raises(errors.WorkerNotFoundError):
-        asyncio.run(scheduler.inject(Kill("nobody/0", at_step=1)))
+        asyncio.run(scheduler.inject(Kill("missing/0", at_step=1)))
 
 
 def test_hang_ends_after_its_time(scheduler: Scheduler, worker: Engine, gate: Gate) -> None:

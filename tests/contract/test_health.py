@@ -48,8 +48,8 @@ def test_check_health_beside_long_call(engine: Engine, gate: Gate) -> None:
     with held(engine, gate, "wait") as running:
         asyncio.run(engine.scheduler.check_health(engine.worker_id, LIMIT_S))
     running.result(timeout=LIMIT_S)
-    with pytest.raises(errors.WorkerNotFoundError, match="nobody/0"):
-        asyncio.run(engine.scheduler.check_health("nobody/0"))
+    with pytest.raises(errors.WorkerNotFoundError, match="missing/0"):
+        asyncio.run(engine.scheduler.check_health("missing/0"))
 
 
 def test_health_counts_async_calls(engine: Engine, gate: Gate) -> None:

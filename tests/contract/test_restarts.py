@@ -121,7 +121,7 @@ def test_restart_workers_names_dependents(scheduler: Scheduler, role: str) -> No
     ):
         scheduler.restart_workers(f"{role}-guest")
     with pytest.raises(errors.RoleNotFoundError):
-        scheduler.restart_workers(f"{role}-nobody")
+        scheduler.restart_workers(f"{role}-missing")
     assert sibling.call("add", 1) == 2, "what is refused has ended nothing"
 
 

@@ -81,8 +81,8 @@ def test_scale_refuses(scheduler: Scheduler, role: str) -> None:
             scheduler.scale(name, replicas)
     with pytest.raises(errors.InvalidSpecError, match="replicas is 0"):
         scheduler.scale(role, 0)
-    with pytest.raises(errors.RoleNotFoundError, match="nobody"):
-        scheduler.scale("nobody", 2)
+    with pytest.raises(errors.RoleNotFoundError, match="missing"):
+        scheduler.scale("missing", 2)
     assert scheduler.scale(role, 3) == [f"{role}/2"]
 
 
@@ -184,7 +184,7 @@ def test_remove_workers_refuses(scheduler: Scheduler, role: str) -> None:
     with pytest.raises(errors.WorkerNotFoundError, match=f"{role}/7"):
         scheduler.remove_workers(role, [f"{role}/0", f"{role}/7"])
     with pytest.raises(errors.RoleNotFoundError):
-        scheduler.remove_workers("nobody", ["nobody/0"])
+        scheduler.remove_workers("missing", ["missing/0"])
     beside = SchedulingStrategy(type="colocation", target=role)
     scheduler.create_workers(Job(role=guest, replicas=2, scheduling_strategy=beside))
     with pytest.raises(errors.InvalidSpecError, match=f"these are colocated with '{role}'"):

@@ -160,7 +160,7 @@ def test_create_workers_names_own_holder(backend: str, scheduler: Scheduler, rol
     )
     groups = _held_by_groups() if backend == "ray" else {}
     with pytest.raises(errors.PlacementTimeoutError) as caught:
-        # at once: nobody else would free what this run holds
+        # at once: no other process would free the resources of this run
         scheduler.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)]))
     assert f"{role}-holder" in caught.value.holders
     assert "2" in caught.value.free

@@ -24,7 +24,7 @@ _pools: list[Pool] = []
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on right now; the kernel gives none of these to
+    """A free port of this machine; the kernel gives none of these to
     others by itself.
     """
     while True:

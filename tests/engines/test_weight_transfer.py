@@ -145,7 +145,7 @@ def test_incoming_checksum_mismatch() -> None:
 
 
 def test_publish_removes_versions_of_earlier_runs(tmp_path: Path) -> None:
-    """They may have higher numbers, since every run begins to count anew."""
+    """They may have higher numbers, since every run restarts its count."""
 
     def write(version: int) -> None:
         send(

@@ -73,7 +73,7 @@ def test_clean_on_every_node(helmsman: Helmsman, nodes: Nodes, run: RayScheduler
     run.create_workers(Job(role="lives", tasks=[SchedulingSpec(cpu=0, gpu=1)]))
     ended = helmsman("clean", "--dry-run", "--address", nodes.address)
     assert ended.returncode == 0, ended.stderr
-    assert run.run_id not in ended.stdout, "a run that lives is nobody's leftover"
+    assert run.run_id not in ended.stdout, "a live run is no leftover"
     ended = helmsman("clean", "--run", run.run_id, "--address", nodes.address)
     assert ended.returncode == 1
     assert "is alive; end its script" in ended.stderr

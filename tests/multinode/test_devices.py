@@ -95,7 +95,7 @@ def test_devices_visible_to_worker(
     noset: bool,
     on_zero: str,
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "31")  # the driver's own, which is nobody else's
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "31")  # set for the driver only
     cell = {"cell": _name(kind, mask, noset, on_zero)}
     spec = SchedulingSpec(cpu=1, gpu=2, node_labels=cell)
     run.create_workers(

@@ -1,4 +1,4 @@
-"""Nodes that are drained, or die, under a rollout: its instances are built anew on others, and no
+"""Nodes that are drained, or die, under a rollout: its instances are rebuilt on others, and no
 request is lost.
 """
 

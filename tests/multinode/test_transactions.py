@@ -1,4 +1,4 @@
-"""Several jobs and several controllers: all of a start or nothing of it, and nobody waits for
+"""Several jobs and several controllers: a start is atomic, and no job waits for
 ever.
 """
 
@@ -70,7 +70,7 @@ def test_create_workers_all_or_nothing(run: RayScheduler) -> None:
     assert run.status() == []
     assert _groups() == []
     for wrong in (
-        [_job("new", 1, 1), _beside("lost", "nobody")],
+        [_job("new", 1, 1), _beside("lost", "missing")],
         [_job("train", 1, 1), _beside("one", "two"), _beside("two", "one")],
     ):
         with pytest.raises(errors.RoleNotFoundError):
@@ -84,8 +84,8 @@ def test_create_workers_names_holders(make_run: Callable[..., RayScheduler]) -> 
 
     holder, other = make_run(), make_run(timeouts=Timeouts(start_s=0.5))
     holder.create_workers([_job("trainer", 2, 4)])
-    stranger = ray.remote(num_gpus=8, num_cpus=0)(engines.Counter).options(name="stranger").remote()
-    ray.get(stranger.add.remote(1))  # type: ignore[attr-defined]
+    foreign = ray.remote(num_gpus=8, num_cpus=0)(engines.Counter).options(name="foreign").remote()
+    ray.get(foreign.add.remote(1))  # type: ignore[attr-defined]
     with pytest.raises(errors.PlacementTimeoutError) as caught:
         other.create_workers([_job("one", 1, 8), _job("two", 1, 8)])
     assert caught.value.elapsed_s >= 0.5
@@ -95,14 +95,14 @@ def test_create_workers_names_holders(make_run: Callable[..., RayScheduler]) -> 
         "free now 4 GPU",
         f"helmsman/{holder.run_id}/trainer/0",
         "(8 GPU)",
-        "actor stranger",
+        "actor foreign",
         "pid",
         "limit 0.5 s",
         "Timeouts.start_s",
     ):
         assert fact in str(caught.value)
     assert not [name for name in _groups() if other.run_id in name], "its groups are removed"
-    ray.kill(stranger)  # type: ignore[arg-type]
+    ray.kill(foreign)  # type: ignore[arg-type]
 
 
 def test_create_workers_waits(

@@ -198,11 +198,11 @@ def test_load_origin_of_values(file: Path) -> None:
         ),
         (
             ("rewards.use", "math"),
-            "--rewards.use: rewards has no keys below it; give it as a whole, in JSON",
+            "--rewards.use: rewards has no keys below it. Give its whole value as JSON.",
         ),
         (
             ("rewards", "[{use: math}]"),
-            r"--rewards: '\[\{use: math\}\]' is no JSON: JSON is malformed",
+            r"--rewards: '\[\{use: math\}\]' is not valid JSON: JSON is malformed",
         ),
         (
             ("rewards", '[{"use": "exact", "weight": "nan"}]'),
@@ -220,7 +220,7 @@ def test_load_origin_of_values(file: Path) -> None:
         (("cluster.start_timeout_s", "0"), "cluster.start_timeout_s is 0; expected more than 0"),
         (
             ("train.engine.lr", "1e-3"),
-            "train.engine.lr is a setting of its own here; set train.lr instead",
+            "train.engine.lr cannot be set here; set train.lr instead",
         ),
     ],
 )

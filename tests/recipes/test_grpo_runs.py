@@ -77,7 +77,7 @@ DAPO = (
 def test_grpo_hf_resume_equals_unbroken(
     begin: Callable[..., int], metrics: Callable[[str], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """With dynamic sampling, which uses a number of prompts that nobody knows before."""
+    """With dynamic sampling, which uses a number of prompts not known in advance."""
     flags = (
         *DAPO,
         "--samples_per_prompt",
@@ -176,7 +176,7 @@ def test_grpo_hf_nothing_to_learn(
         == 1
     )
     assert capsys.readouterr().err.startswith(
-        "NothingToLearnError: dynamic sampling has thrown away 9 prompts in a row"
+        "NothingToLearnError: dynamic sampling discarded 9 prompts in a row"
     )
 
 
@@ -339,7 +339,7 @@ def test_grpo_hf_asynchronous_reference_killed_twice(
     finally:
         process.kill()
     assert process.returncode == 0, said
-    assert "a rank of the reference was lost, and all of them are rebuilt" in said
+    assert "a rank of the reference was lost; all its ranks are rebuilt" in said
     assert [each["step"] for each in metrics("out")] == list(range(7)), "no step was done again"
     found = metrics("out")[1:]
     assert max(each["staleness/max"] for each in found) == 1

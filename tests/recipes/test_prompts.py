@@ -69,7 +69,7 @@ def test_chat_tokenizer_invalid_files(folder: Path, tmp_path: Path) -> None:
         ChatTokenizer(str(folder), Data(train=""))
     (folder / "generation_config.json").unlink()
     (tmp_path / "mine.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"data.chat_template, .*mine.jinja, is no text in UTF-8"):
+    with pytest.raises(ValueError, match=r"data.chat_template, .*mine.jinja, is not UTF-8 text"):
         ChatTokenizer(str(folder), Data(train="", chat_template=str(tmp_path / "mine.jinja")))
 
 

@@ -109,7 +109,7 @@ def test_reward_math_names_install_command() -> None:
     [
         ("nothing", "there is no reward 'nothing'; expected exact, number"),
         ("no.such.module:f", "No module named 'no'"),
-        ("nowhere.py:f", "is in no file"),
+        ("nowhere.py:f", "there is no file"),
         ("json:nothing", "json has no function 'nothing'"),
     ],
 )

@@ -210,9 +210,7 @@ def test_vllm_death_fails_instance(world: World, name: str) -> None:
             "length",
             {version},
         )
-    wait_until(
-        lambda: world.state("rollout/0") is Health.HEALTHY, "it is built anew", limit_s=WAIT_S
-    )
+    wait_until(lambda: world.state("rollout/0") is Health.HEALTHY, "it is rebuilt", limit_s=WAIT_S)
     assert world.pid("rollout/0") != worker
     _ended(family)
     world.require_the_trainers(f"after the death of {name}")  # with the weights of the last update
@@ -230,7 +228,7 @@ def test_destroy_ends_vllm_processes(world: World) -> None:
 
 
 def test_worker_end_ends_vllm(world: World) -> None:
-    """The last test of this module: the instance is still being built anew when all is closed."""
+    """The last test of this module: the instance is still being rebuilt when all is closed."""
     worker, family = world.pid("rollout/1"), world.children("rollout/1")
     assert len(family) >= 3, (
         "EngineCore, its worker and Python's tracker of their shared memory; or guard, server, "

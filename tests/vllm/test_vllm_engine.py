@@ -146,7 +146,7 @@ async def test_generate_cancelled(served: Served) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     await until(lambda: served.engine.stats()["num_running"] == 0)
-    assert await usage() == alone, "nobody else has any of the cache"
+    assert await usage() == alone, "no other request has any of the cache"
     assert (
         await served.engine.agenerate(msgspec.structs.replace(request, sampling=GREEDY))
     ).stop_reason == "length"
@@ -233,7 +233,7 @@ def _over_old_keys(
     old: Any, new: Any, prompt: list[int], tokens: list[int], num_old: int
 ) -> torch.Tensor:
     """Log-probabilities by the old model, then by the new one over the old one's keys and values:
-    it begins with the last token of the old one, which nobody has computed yet."""
+    it begins with the last token of the old one, which is not computed yet."""
     seen = [*prompt, *tokens[: num_old - 1]]
     by_old = old(torch.tensor([seen]), use_cache=True)
     rest = torch.tensor([tokens[num_old - 1 : -1]])
@@ -319,7 +319,7 @@ async def test_destroy_ends_requests_and_update(served: Served) -> None:
     store = WeightGroup(torch.device("cpu"))
     place = CollectiveTarget(
         version=99,
-        group_id="nobody",
+        group_id="missing",
         address="127.0.0.1",
         port=store.open_store("127.0.0.1"),
         rank=1,

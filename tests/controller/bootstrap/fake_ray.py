@@ -69,7 +69,7 @@ def behaviour(node: str) -> list[str]:
 
 
 def write(node: str, name: str, facts: dict[str, object]) -> None:
-    """All of it or nothing, for whoever looks."""
+    """Write atomically, so that readers see all of it or nothing."""
     path = os.path.join(node, name)
     with open(f"{path}.new", "w") as file:
         json.dump(facts, file)

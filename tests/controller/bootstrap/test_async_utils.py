@@ -41,7 +41,7 @@ async def test_stop_signals(number: signal.Signals, code: int) -> None:
 
 @pytest.mark.parametrize("ends_by", ["itself", "an error", "stop", "its caller"])
 async def test_unless(ends_by: str) -> None:
-    """Work has ended when its end is known, whoever has ended it."""
+    """Work has ended when its end is known, whichever task has ended it."""
     stop: asyncio.Future[StoppedError] = asyncio.get_running_loop().create_future()
     begun, released = asyncio.Event(), asyncio.Event()
     events: list[str] = []

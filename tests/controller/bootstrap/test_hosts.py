@@ -149,7 +149,7 @@ def test_up_stopped_during_a_name_lookup(make_hosts: Make) -> None:
     servers = hosts[1].folder / "resolv.conf"
     servers.write_text("nameserver 10.77.0.77\noptions timeout:30\n")
     hosts[1].do("mount", "--bind", str(servers), "/etc/resolv.conf")
-    # where nobody is
+    # an address without a host
     hosts[1].do("ip", "neigh", "add", "10.77.0.77", "lladdr", "02:00:00:00:00:77", "dev", "eth0")
     arguments = ("--node-rank=1", "--num-nodes=2", "--head=head.example", "--interface=eth0")
     command = hosts[1].up(*arguments, "--", "true")

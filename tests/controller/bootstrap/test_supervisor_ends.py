@@ -109,7 +109,7 @@ def test_supervisor_member_stopped(make_nodes: MakeNodes) -> None:
 
 
 def test_supervisor_elastic_member_stopped(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(3, elastic=True, grace_s=60.0)  # which nobody needs whose node is drained
+    nodes = make_nodes(3, elastic=True, grace_s=60.0)  # not needed when the node is drained
     head, leaving, staying = nodes.start_running()
     leaving.signal(TERM)
     leaving.ends(143)
@@ -173,9 +173,7 @@ def test_supervisor_reconnects(make_nodes: MakeNodes, make_cable: MakeCable) -> 
 
 
 def test_supervisor_head_unreachable(make_nodes: MakeNodes, make_cable: MakeCable) -> None:
-    """What answers is a kernel that takes connections for a head that does nothing: nobody knows
-    how the run ends.
-    """
+    """The kernel accepts connections for a stopped head, so it is unknown how the run ends."""
     nodes = make_nodes(2)
     cable = make_cable(nodes.port)
     head, member = nodes.start_running(cable.port)
@@ -204,7 +202,7 @@ def test_supervisor_head_killed(make_nodes: MakeNodes) -> None:
 def test_supervisor_another_head_on_the_port(
     make_nodes: MakeNodes, make_cable: MakeCable, secret: str
 ) -> None:
-    """A head that was started anew, or one of another job: the node does not belong to it."""
+    """A head that was restarted, or one of another job: the node does not belong to it."""
     nodes = make_nodes(2)
     cable = make_cable(nodes.port)
     head, member = nodes.start_running(cable.port)

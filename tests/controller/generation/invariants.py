@@ -13,7 +13,7 @@ def end_of(future: Future[GenerationResult], length: int, versions: range) -> Re
     """The state that a request has ended in.
 
     Args:
-        length: tokens that it has when nobody ends it early.
+        length: tokens that it has unless it ends early.
         versions: of the weights that can have made its tokens.
     Raises: AssertionError for an end that cannot be.
     """

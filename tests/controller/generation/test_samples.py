@@ -177,7 +177,7 @@ async def test_put_together_after_a_loss() -> None:
     await settle()
     assert backend.together == [("i0", ["a#0", "a#1", "a#2"]), ("i1", ["a#0", "a#1", "a#2"])]
     for call in backend.calls[:3]:
-        call.end([9])  # late, and nobody's
+        call.end([9])  # late, so it belongs to no request
     await backend.end_all("i1", tokens=[1])
     assert [ticket.future.result(0).token_ids for ticket in samples] == [[1]] * 3
     assert_empty(scheduler)

@@ -178,7 +178,7 @@ async def test_set_health_dead_with_hanging_calls() -> None:
     assert again is not hanging
     hanging.end([66])
     await settle()
-    assert first.state is S.RUNNING, "an answer of the dead is nobody's"
+    assert first.state is S.RUNNING, "an answer of a dead instance is dropped"
     while backend.open("i1"):
         backend.open("i1")[0].end([1])
         await settle()

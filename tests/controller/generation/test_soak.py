@@ -298,7 +298,7 @@ class Soak:
         self.scheduler.resume()
 
     async def leave(self) -> None:
-        """One goes and another comes; or the one stays, when nobody waits for its end any
+        """One goes and another comes; or the one stays, when no one waits for its end any
         longer.
         """
         if not self.is_up(instance_id := self.some_instance()):

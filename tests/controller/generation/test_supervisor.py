@@ -113,7 +113,7 @@ async def test_supervisor_notice_without_another_place() -> None:
     requests, supervisor = _supervised(cluster)
     cluster.leaving = {"a": "its node is being drained"}
     await asyncio.sleep(60.0)
-    assert len(cluster.rebuilt) == 1, "leaving it again and again would help nobody"
+    assert len(cluster.rebuilt) == 1, "leaving it repeatedly would not help"
     assert requests.instances["a"].is_serving
     cluster.leaving = {}
     await asyncio.sleep(5.0)

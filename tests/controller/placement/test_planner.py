@@ -410,8 +410,8 @@ def test_plan_jobs_colocation() -> None:
     assert where(planned(held, beside("late", 8, "train"), running=[running])["late"]) == where(
         running
     )
-    with pytest.raises(errors.RoleNotFoundError, match="nobody"):
-        plan_jobs(snapshot, [beside("lost", 1, "nobody")])
+    with pytest.raises(errors.RoleNotFoundError, match="missing"):
+        plan_jobs(snapshot, [beside("lost", 1, "missing")])
     with pytest.raises(errors.RoleNotFoundError):
         plan_jobs(snapshot, [beside("one", 1, "two"), beside("two", 1, "one")])
 

@@ -129,7 +129,7 @@ class Soak:
 
     def ended(self, request: Request, future: Future[GenerationResult]) -> None:
         """Called in any thread, once for each time that a future ends; what is wrong is kept, since
-        nobody hears it here.
+        it has no receiver here.
         """
         with self.changed:
             try:
@@ -179,7 +179,7 @@ class Soak:
         try:
             (injection,) = asyncio.run(self.scheduler.inject(fault))
         except WorkerNotFoundError:
-            self.outcomes[f"{type(fault).__name__} of nobody"] += 1
+            self.outcomes[f"{type(fault).__name__} without target"] += 1
         else:
             self.outcomes[
                 f"{type(fault).__name__}{'' if injection.done else ' of a dead one'}"
@@ -279,7 +279,7 @@ class Soak:
 
 @pytest.fixture
 def errors_logged() -> Iterator[list[str]]:
-    """What is logged as an error meanwhile: tasks and callbacks whose exception nobody has seen."""
+    """Error logs in the block: tasks and callbacks whose exception was never retrieved."""
     told: list[str] = []
 
     class Handler(logging.Handler):

@@ -129,7 +129,7 @@ def test_probe_detects_death_of_an_idle_engines_child(scheduler: Scheduler) -> N
             scheduler.call_engine("rollout/0", "child_pid"),
         )
         os.kill(child, signal.SIGKILL)
-        wait_until(lambda: _others_serve(rollout, scheduler, {worker}), "it is built anew")
+        wait_until(lambda: _others_serve(rollout, scheduler, {worker}), "it is rebuilt")
         assert {
             version for result in rollout.generate([[1]] * 8) for version in result.versions
         } == {3}
@@ -175,7 +175,7 @@ def test_sleep_reaches_worker_under_rebuild(scheduler: Scheduler, tmp_path: Path
         os.kill(_pid(scheduler, "rollout/0"), signal.SIGKILL)
         wait_until(
             lambda: _ask(scheduler, "rollout/0", "figures", [0])[0] == 1,
-            "it is built anew, and waits for the weights",
+            "it is rebuilt, and waits for the weights",
         )
         rollout.sleep()
         hold.touch()
@@ -213,7 +213,7 @@ def test_sleep_waits_for_a_hanging_worker_once(scheduler: Scheduler, tmp_path: P
             sleeping.result(30)
         rollout.sleep()
         rollout.wake()
-        wait_until(lambda: _others_serve(rollout, scheduler, {hanging}), "it is built anew")
+        wait_until(lambda: _others_serve(rollout, scheduler, {hanging}), "it is rebuilt")
 
 
 def test_sleep_fails_requests_when_all_are_dead(scheduler: Scheduler, tmp_path: Path) -> None:

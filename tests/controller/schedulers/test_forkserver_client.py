@@ -100,10 +100,10 @@ def test_local_process_kill_looks_again_for_survivors(monkeypatch: pytest.Monkey
         4194303,
         "0123456789/a/0",
     )
-    with subprocess.Popen(stays, start_new_session=True) as stranger:
-        asyncio.run(LocalProcess(_Hasty(stranger.pid), worker, tag, "", 0).kill())  # type: ignore[arg-type]
-        assert stranger.poll() is None, "its number is another's by now"
-        stranger.kill()
+    with subprocess.Popen(stays, start_new_session=True) as foreign:
+        asyncio.run(LocalProcess(_Hasty(foreign.pid), worker, tag, "", 0).kill())  # type: ignore[arg-type]
+        assert foreign.poll() is None, "its number is another's by now"
+        foreign.kill()
     monkeypatch.setenv(guardian.TAG_VARIABLE, tag)
     with subprocess.Popen(stays, start_new_session=True) as member:
         asyncio.run(LocalProcess(_Hasty(member.pid), worker, tag, "", 0).kill())  # type: ignore[arg-type]

@@ -158,7 +158,7 @@ def test_recovery_of_a_rank_killed_in_a_step(
     assert training.begun == [1, 3]
     assert training.done == [1, 2, 3, 3, 4, 5, 6]
     assert training.losses == unbroken, "each step does what it does in a run without a loss"
-    assert not set(before) & set(training.pids()), "all ranks were built anew"
+    assert not set(before) & set(training.pids()), "all ranks were rebuilt"
     assert training.versions == [0, 1, 2, 3, 4, 5, 6, 7, 8], (
         "no version is told of two states of the weights"
     )

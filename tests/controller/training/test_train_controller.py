@@ -557,7 +557,7 @@ def test_recover_elsewhere() -> None:
             actor.recover()
         assert "actor" not in scheduler.jobs
         actor.recover()
-        assert scheduler.jobs["actor"].replicas == 2, "it is created anew"
+        assert scheduler.jobs["actor"].replicas == 2, "it is created again"
         assert actor.num_recoveries == 4
 
 

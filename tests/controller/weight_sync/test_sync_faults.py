@@ -122,7 +122,7 @@ def test_via_collective_without_an_instance_that_refuses(world: World) -> None:
 
 
 def test_via_collective_after_a_timeout(world: World) -> None:
-    """The trainer is free again soon, and nobody is met whom an earlier group had left behind."""
+    """The trainer is free again soon, and meets no member left over from an earlier group."""
     last = world.ids[1]
     sync = world.sync(ViaCollective(timeout=300.0))
     world.step()
@@ -263,7 +263,7 @@ def test_push_from_several_threads(way: str, world: World, tmp_path: Path) -> No
 def test_rebuilt_instance_without_files_waits_for_update(
     scheduler: Scheduler, tmp_path: Path
 ) -> None:
-    """It is built anew once, not until its budget is spent."""
+    """It is rebuilt once, not until its budget is spent."""
     policy = SupervisionPolicy(
         probe_every_s=0.2, suspect_s=10.0, dead_s=60.0, max_restarts=1, restart_pause_s=0.1
     )

@@ -35,7 +35,7 @@ NUM_PUSHES = 12
 
 @pytest.mark.slow
 def test_push_versions_of_tokens_among_faults(engines_scheduler: Scheduler, tmp_path: Path) -> None:
-    """While instances are killed and built anew, come and go, and weights are brought in all
+    """While instances are killed and rebuilt, come and go, and weights are brought in all
     ways.
     """
     policy = SupervisionPolicy(

@@ -252,7 +252,7 @@ async def test_close_ends_callers_and_episodes() -> None:
         for each in asked:
             with pytest.raises(HelmsmanError, match="closed; make a new one"):
                 await each
-        assert stubborn.was_cancelled, "and nobody waits for its end"
+        assert stubborn.was_cancelled, "and no one waits for its end"
     assert sorted(ended) == [0, 1, 1]
     await runner.close()
 

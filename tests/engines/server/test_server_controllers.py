@@ -76,7 +76,7 @@ def require(result: GenerationResult, prompt: list[int], weight: float = 0.0) ->
 
 
 def servers() -> set[int]:
-    """Pids of little servers that are children of this process's family, or of nobody."""
+    """Pids of test servers that descend from this process or have no living parent."""
     return {
         each.pid
         for each in psutil.process_iter(["cmdline"])

@@ -114,7 +114,7 @@ def test_destroy_while_asleep(engine: FSDPTrainEngine) -> None:
 
 
 def test_publish_weights_unchanged_by_training(engine: FSDPTrainEngine) -> None:
-    """A rollout keeps it for instances that are built anew."""
+    """A rollout keeps it for rebuilt instances."""
     expected = engine.export_weights()
     published = engine.publish_weights(MemoryTarget(version=0), WeightFormat())
     assert isinstance(published, WeightsInMemory)

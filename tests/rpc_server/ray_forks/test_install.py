@@ -230,15 +230,15 @@ def _clients() -> set[psutil.Process]:
 def test_forkserver_wrong_key(cluster: Any, forkserver: psutil.Process) -> None:
     (address,) = {each.laddr for each in forkserver.net_connections("unix") if each.laddr}
     before = len(forkserver.children())
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect(address.replace("@", "\0", 1))
-        assert stranger.recv(1) == GREETING
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.connect(address.replace("@", "\0", 1))
+        assert client.recv(1) == GREETING
         socket.send_fds(
-            stranger,
+            client,
             [request(b"guessed", "/", ["setup_worker.py", "default_worker.py"], {})],
             [0, 1, 2],
         )
-        assert stranger.recv(1) == b""
+        assert client.recv(1) == b""
     assert len(forkserver.children()) == before
 
 

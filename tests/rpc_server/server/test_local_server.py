@@ -1,4 +1,4 @@
-"""A local worker's socket: nobody but this run gets a word in, whatever they send, and however."""
+"""A local worker's socket accepts only peers of this run, whatever bytes others send."""
 
 from __future__ import annotations
 
