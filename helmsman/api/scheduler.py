@@ -431,7 +431,7 @@ class Scheduler(Closing):
 
     @abc.abstractmethod
     async def set_worker_env(
-        self, worker_id: str | Worker | Worker, env: Mapping[str, str]
+        self, worker_id: str | Worker, env: Mapping[str, str]
     ) -> None:
         """Set environment variables in a worker, before its engines are created.
 
@@ -448,7 +448,7 @@ class Scheduler(Closing):
 
     @abc.abstractmethod
     async def check_health(
-        self, worker_id: str | Worker | Worker, timeout: float | None = None
+        self, worker_id: str | Worker, timeout: float | None = None
     ) -> WorkerHealth:
         """Return a worker's health; it answers even during a call.
 
@@ -495,7 +495,7 @@ class Scheduler(Closing):
         """
 
     @abc.abstractmethod
-    async def kill_worker(self, worker_id: str | Worker | Worker, cause: str) -> None:
+    async def kill_worker(self, worker_id: str | Worker, cause: str) -> None:
         """End a worker's process at once, even if it is stopped. Its pending calls fail.
 
         Args:

@@ -36,7 +36,7 @@ def test_timeout_frees_arguments(engine: Engine, gate: Gate) -> None:
     with held(engine, gate):
         with pytest.raises(errors.CallTimeoutError):
             engine.call("echo", bytearray(32 << 20), timeout=LATE_S)
-        wait_until(lambda: _segments() <= before, "the driver lets go of the segment")
+        wait_until(lambda: _segments() <= before, "the driver releases the segment")
 
 
 def _segments() -> set[int]:

@@ -33,7 +33,7 @@ print(listener.getsockname()[1], flush=True)
 WAITS = LISTENS + "listener.accept()[0].recv(1)\nsys.stdin.read()"
 ANSWERS = LISTENS + "listener.accept()[0].sendall({})\nsys.stdin.read()"
 
-AS_NOBODY = """
+AS_OTHER_USER = """
 # Python finds encodings.idna late, where another user may not look
 import encodings.idna, os, sys
 from helmsman.controller._bootstrap.up import require_port
@@ -149,7 +149,7 @@ def test_require_port_names_its_holder(listen: Listen, tmp_path: Path, who: str)
 def test_require_port_held_by_another_user(listen: Listen, source: str, who: str) -> None:
     port, pid = listen(source)
     told = subprocess.run(
-        [sys.executable, "-c", AS_NOBODY, str(port)],
+        [sys.executable, "-c", AS_OTHER_USER, str(port)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

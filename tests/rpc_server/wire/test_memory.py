@@ -76,7 +76,7 @@ def test_own_copy_in_forked_child() -> None:
 
 
 def test_in_parallel_interrupted() -> None:
-    """Its caller lets go of the memory then."""
+    """The caller then frees the memory."""
     source, target = numpy.ones(1 << 26, numpy.uint8), numpy.zeros(1 << 26, numpy.uint8)
     begun, ended = threading.Event(), threading.Event()
 

@@ -1,0 +1,150 @@
+"""Docstrings of the public surface are complete, and plain words are used everywhere."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.docs.snippets import ROOT
+
+REJECTED = re.compile(
+    r"\b(anew|(?<!of )nobody|whoever|whatsoever|thereof|of\s+late|mourners?|strangers?"
+    r"|lets?\s+go\s+of|letting\s+go\s+of|com(?:es?|ing)\s+to\s+nothing)\b",
+    re.IGNORECASE,
+)
+"""Words of which each has a plainer one; a file "of nobody" belongs to the account of that name."""
+SEPARATORS = re.compile(r"_|\n\s*(#|\||-|>)?\s*")
+"""Between the words of an identifier, and at the ends of lines of prose and comments."""
+MODULES = [
+    "helmsman",
+    "helmsman.errors",
+    "helmsman.policies",
+    "helmsman.recipes",
+    "helmsman.testing",
+    "helmsman.weights",
+    "helmsman.worker_groups",
+]
+
+
+def tracked_texts() -> list[str]:
+    files = subprocess.run(
+        ["git", "ls-files", "*.py", "*.md", "*.txt", "*.toml", "*.yml", "Makefile"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    return [name for name in files if name != "tests/docs/test_prose.py"]
+
+
+def rejected_words(text: str) -> list[str]:
+    return [found.group() for found in REJECTED.finditer(SEPARATORS.sub(" ", text))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Nobody waits.",
+        "# let go\n    # of the lock",
+        "def begin_anew():",
+        "mourners = set()",
+        "a start that comes to\nnothing",
+    ],
+)
+def test_rejected_words_are_found(text: str) -> None:
+    assert len(rejected_words(text)) == 1
+
+
+def test_sources_and_docs_use_plain_words() -> None:
+    found = {
+        name: words
+        for name in tracked_texts()
+        if (words := rejected_words((ROOT / name).read_text()))
+    }
+    assert not found
+
+
+def is_ours(value: Any) -> bool:
+    return getattr(value, "__module__", "").startswith("helmsman")
+
+
+def own_parameters(function: Callable[..., Any]) -> list[str]:
+    return [
+        each.name
+        for each in inspect.signature(function).parameters.values()
+        if each.name not in ("self", "cls")
+    ]
+
+
+def public_callables() -> Iterator[tuple[str, str, list[str], bool]]:
+    """Name, docstring, parameters, and whether a result is returned."""
+    seen: set[int] = set()
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        for name in getattr(module, "__all__", dir(module)):
+            value = getattr(module, name)
+            if (
+                name.startswith("_")
+                or not callable(value)
+                or not is_ours(value)
+                or id(value) in seen
+            ):
+                continue
+            seen.add(id(value))
+            path = f"{module_name}.{name}"
+            if not inspect.isclass(value):
+                yield path, inspect.getdoc(value) or "", own_parameters(value), returns(value)
+                continue
+            if not issubclass(value, Exception) and "__init__" in vars(value):
+                parameters = own_parameters(value.__init__)
+                yield path, inspect.getdoc(value) or "", parameters, False
+            for method_name, _ in inspect.getmembers(value):
+                method = inspect.getattr_static(value, method_name)
+                function = getattr(method, "__func__", method)
+                if method_name.startswith("_") or not inspect.isfunction(function):
+                    continue
+                if is_ours(function):
+                    doc = inspect.getdoc(getattr(value, method_name)) or ""
+                    yield (
+                        f"{path}.{method_name}",
+                        doc,
+                        own_parameters(function),
+                        returns(function),
+                    )
+
+
+def returns(function: Callable[..., Any]) -> bool:
+    return inspect.signature(function).return_annotation not in (None, "None")
+
+
+def missing_parts(doc: str, parameters: list[str], returns: bool) -> list[str]:
+    """What a docstring in Google's style lacks."""
+    if len(parameters) < 2:
+        return []
+    _, args, rest = doc.partition("Args:\n")
+    described, *sections = re.split(r"\n(?=\S)", rest)
+    missing = [] if args else ["Args:"]
+    missing += [
+        name
+        for name in parameters
+        if args and not re.search(rf"^\s+\*{{0,2}}{name}\b.*:", described, re.MULTILINE)
+    ]
+    if returns and not any(each.startswith(("Returns:", "Yields:")) for each in sections):
+        missing.append("Returns:")
+    return missing
+
+
+def test_public_callables_describe_arguments_and_results() -> None:
+    """With two or more parameters, each has Args: and, unless it returns nothing, Returns:."""
+    found = {
+        path: missing
+        for path, doc, parameters, result in public_callables()
+        if (missing := missing_parts(doc, parameters, result))
+    }
+    assert not found
