@@ -203,7 +203,7 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "RewardLostError": (
         "The reward function ended its process.",
-        "Score again if that does no harm.",
+        "Score again if the reward function has no side effects.",
     ),
     "RewardWorkersSpentError": ("The reward function kills every worker.", "Correct the function."),
     "RendezvousError": (
@@ -216,7 +216,7 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "CheckpointError": (
         "An incomplete checkpoint, or one of another model.",
-        "Load the one before it.",
+        "Load the previous checkpoint.",
     ),
     "DevicesNotOwnedError": (
         "A call in the turn of the other role.",
@@ -275,7 +275,7 @@ CAUSES: dict[str, tuple[str, str]] = {
     "LogDirectoryError": ("A read-only or full directory.", "Pass another `log_dir`."),
     "UntrustedPathError": (
         "A file of another user at the path.",
-        "Have it removed, or pass another directory.",
+        "Remove it, or pass another directory.",
     ),
 }
 """Error -> its usual cause, and how to fix it."""

@@ -75,7 +75,7 @@ def test_plan_that_does_not_fit_now(files: Any, capsys: pytest.CaptureFixture[st
         (["plan", JOBS, "--cluster", JOBS], ["expected a list of nodes"]),
         (
             ["plan", JOBS, "--address", "127.0.0.1:9"],
-            ["no Ray cluster at '127.0.0.1:9'", "nobody answers"],
+            ["no Ray cluster at '127.0.0.1:9'", "nothing answers"],
         ),
     ],
 )

@@ -23,7 +23,6 @@ SEPARATORS = re.compile(r"_|\n\s*(#|\||-|>)?\s*")
 """Between the words of an identifier, and at the ends of lines of prose and comments."""
 MODULES = [
     "helmsman",
-    "helmsman.errors",
     "helmsman.policies",
     "helmsman.recipes",
     "helmsman.testing",
@@ -87,14 +86,9 @@ def public_callables() -> Iterator[tuple[str, str, list[str], bool]]:
     seen: set[int] = set()
     for module_name in MODULES:
         module = importlib.import_module(module_name)
-        for name in getattr(module, "__all__", dir(module)):
+        for name in module.__all__:
             value = getattr(module, name)
-            if (
-                name.startswith("_")
-                or not callable(value)
-                or not is_ours(value)
-                or id(value) in seen
-            ):
+            if not callable(value) or not is_ours(value) or id(value) in seen:
                 continue
             seen.add(id(value))
             path = f"{module_name}.{name}"
