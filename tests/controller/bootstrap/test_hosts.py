@@ -120,7 +120,7 @@ def test_up_elastic_drains_a_stopped_node(make_hosts: Make) -> None:
     )
     head.said("generating on 2 nodes")
     leaving.signal(signal.SIGTERM)
-    head.ends(0, "told to stop by SIGTERM", "8 results are whole", limit_s=60.0)
+    head.ends(0, "received SIGTERM", "8 results are whole", limit_s=60.0)
     leaving.ends(143, limit_s=60.0)
     assert "generated again" not in head.output
     _nothing_left(hosts)

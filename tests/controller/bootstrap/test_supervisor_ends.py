@@ -94,7 +94,7 @@ def test_supervisor_head_stopped_while_it_waits(make_nodes: MakeNodes) -> None:
     head, member = nodes.start(0), nodes.start(1)
     member.said("joined the cluster")
     head.signal(TERM)
-    head.ends(143, "told to stop by SIGTERM")
+    head.ends(143, "received SIGTERM")
     member.ends(91, "NOT_JOINED: the run did not begin: this node received SIGTERM")
 
 
