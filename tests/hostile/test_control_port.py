@@ -35,7 +35,7 @@ async def head(make_nodes: MakeNodes) -> AsyncIterator[Node]:
     """The supervisor of rank 0, which waits for its members."""
     nodes = make_nodes(NUM_LEGITIMATE + 1, command=script("pass"), timeouts=LinkTimeouts())
     started = nodes.start(0)
-    await asyncio.to_thread(started.said, "never heard of")
+    await asyncio.to_thread(started.said, "not connected")
     yield started
     started.process.kill()
 

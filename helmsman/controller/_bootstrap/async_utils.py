@@ -22,7 +22,7 @@ class StoppedError(Exception):
     """This process, or the supervisor of another node, received a signal to stop."""
 
     def __init__(self, number: int, whom: str = "") -> None:
-        super().__init__(f"{whom or 'this node'} was told to stop by {signal.Signals(number).name}")
+        super().__init__(f"{whom or 'this node'} received {signal.Signals(number).name}")
         self.number = number
 
     @property

@@ -150,7 +150,7 @@ class PeerConnection:
                 message: Message = _decoder.decode(data)
             except TimeoutError as error:
                 raise PeerLostError(
-                    f"nothing was heard for {self._timeouts.silent_s:g} s"
+                    f"no data was received for {self._timeouts.silent_s:g} s"
                 ) from error
             except (EOFError, OSError) as error:
                 raise PeerLostError("the connection was closed") from error
@@ -206,7 +206,7 @@ async def connect(
     except ProtocolError as error:
         if isinstance(error.__cause__, TimeoutError):
             raise PeerLostError(
-                f"connected, and then nothing was heard for {timeouts.connect_s:g} s"
+                f"connected, and then no data was received for {timeouts.connect_s:g} s"
             ) from error
         if isinstance(error.__cause__, (EOFError, ConnectionError)):
             raise PeerLostError("it closed the connection") from error
@@ -220,7 +220,7 @@ async def _open(host: str, port: int, limit_s: float) -> Stream:
         # In a thread: without a name server, the lookup of an unknown host takes half a minute.
         found = await run_in_new_thread(socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM)
     except UnicodeError as error:
-        raise OSError(f"{host!r} is no name of a host") from error
+        raise OSError(f"{host!r} is not a valid host name") from error
     failure: OSError | None = None
     for *_, address in found:
         try:

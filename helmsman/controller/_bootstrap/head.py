@@ -193,11 +193,11 @@ class Head:
             has = seen[rank].resources.get(kind, 0.0)
             return "" if has >= num_devices else f"{member}, {has:g} of {num_devices} {kind}"
         if rank == 0:
-            return "rank 0, its own Ray does not answer yet"
+            return "rank 0, its Ray does not respond yet"
         if member is None:
-            return f"rank {rank}, never heard of"
+            return f"rank {rank}, not connected"
         if member.state == "lost":
-            return f"{member}, was here and has gone"
+            return f"{member}, connection lost"
         return f"{member}, its Ray starts"
 
     def _listen(self) -> None:
@@ -231,7 +231,7 @@ class Head:
                 connection.send(refusal)
                 if not refusal.ended:
                     self._report(
-                        f"rank {hello.rank} ({hello.hostname} {hello.address}) is not taken: "
+                        f"rank {hello.rank} ({hello.hostname} {hello.address}) is rejected: "
                         f"{refusal.reason}"
                     )
                 return
@@ -246,7 +246,7 @@ class Head:
         if hello.run_id and hello.run_id != plan.run_id:
             return Refused("the run to which it belonged has ended", ended=True)
         if hello.count != here.count:
-            return Refused(f"it was told of {hello.count} nodes, the head of {here.count}")
+            return Refused(f"it expects {hello.count} nodes, the head expects {here.count}")
         if not 0 < hello.rank < here.count:
             return Refused(
                 f"its rank is {hello.rank}; the head, which has rank 0, waits for ranks 1 to "
@@ -275,7 +275,7 @@ class Head:
         if self._address:
             self._welcome(member)
         if hello.run_id:
-            self._report(f"{member} is back")
+            self._report(f"{member} has reconnected")
         try:
             while True:
                 message = await connection.receive()

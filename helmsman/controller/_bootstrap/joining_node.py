@@ -137,7 +137,7 @@ class JoiningNode:
                 ) from error
             except (OSError, PeerLostError) as error:
                 news = f"the head at {self._where} does not answer ({error})"
-                self._report_once(news, f"; it is sought for {deadline.remaining_s:.0f} s more")
+                self._report_once(news, f"; trying for {deadline.remaining_s:.0f} s more")
                 if deadline.passed:
                     raise BootstrapError(
                         f"{news}, after {deadline.limit_s:g} s: rank 0 is missing. Look at what "
@@ -184,7 +184,7 @@ class JoiningNode:
                         f"the head at {self._where} is another run's: {message.reason}"
                     )
                 if isinstance(message, Refused):
-                    text = f"the head at {self._where} does not take this node: {message.reason}"
+                    text = f"the head at {self._where} rejected this node: {message.reason}"
                     raise BootstrapError(text, exit_code=BootstrapExit.REFUSED)
         except Exception:  # a cancelled wait keeps the connection for the final message
             await connection.close()
@@ -230,14 +230,14 @@ class JoiningNode:
         while True:
             try:
                 await self._introduce()
-                self._report("the connection to the head was lost, and is back")
+                self._report("the connection to the head was lost and is restored")
                 return None
             except ConnectionRefusedError:
                 if refusals.passed:
-                    return self._required(Ended("its head is gone"))
+                    return self._required(Ended("its head has exited"))
             except ProtocolError:
                 return self._required(
-                    Ended("its head is gone, and another program has taken its port")
+                    Ended("its head has exited, and another program has taken its port")
                 )
             except (OSError, PeerLostError) as error:
                 refusals = Deadline(timeouts.refused_s)

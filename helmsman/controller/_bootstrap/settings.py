@@ -247,7 +247,7 @@ def parse_resources(text: str) -> dict[str, float]:
         f"{parsed[name]:g} {name}" for name in _FLAGS if not parsed.get(name, 0.0).is_integer()
     ]:
         raise PreflightError(
-            f"--resources has {', '.join(wrong)}, of which a node has a whole number; round it down"
+            f"--resources has {', '.join(wrong)}, expected whole numbers; round them down"
         )
     return parsed
 

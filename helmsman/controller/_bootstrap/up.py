@@ -171,7 +171,7 @@ def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
         if (seconds := float(text)) >= 0.0:  # False for nan
             return seconds
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 on")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a non-negative number of seconds")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -388,7 +388,7 @@ def describe(plan: NodePlan) -> str:
     place = f"node {identity.rank} of {identity.count} ({identity.launcher})"
     lines = [
         f"{place}, address {plan.address}",
-        f"Ray is told of {_amounts(plan)}",
+        f"resources for Ray: {_amounts(plan)}",
         f"object store {size(plan.store_bytes)}",
         "",
         "the same on all nodes, as the head has it:",
@@ -457,8 +457,8 @@ def node_address(identity: NodeIdentity, interface: str) -> tuple[str, str]:
         address = interfaces.get(interface, "")
         if not address:
             raise PreflightError(
-                f"--interface {interface!r} is no interface of this node with an IPv4 address; it "
-                f"has {described}"
+                f"--interface {interface!r} is not an interface of this node with an IPv4 address; "
+                f"it has {described}"
             )
     elif identity.count == 1:
         address = address_towards("")
@@ -515,7 +515,7 @@ def require_port(port: int, what: str, flag: str, *, listens: bool) -> None:
     """Raise PreflightError if a port is invalid, or taken where this node must listen on it."""
     if not 0 < port < 1 << 16:
         raise PreflightError(
-            f"port {port}, {what}, is none: they go from 1 to 65535. Choose another by {flag}"
+            f"port {port}, {what}, is invalid: expected 1 to 65535. Choose another by {flag}"
         )
     reason = bind_error(port) if listens else 0
     if reason == errno.EADDRINUSE:

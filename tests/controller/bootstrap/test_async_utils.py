@@ -31,7 +31,7 @@ async def test_stop_signals(number: signal.Signals, code: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # a second one, of an impatient user
         await asyncio.sleep(0)
         assert (stopped.number, stopped.exit_code) == (number, code)
-        assert str(stopped) == f"this node was told to stop by {number.name}"
+        assert str(stopped) == f"this node received {number.name}"
         assert stop.result() is stopped
     finally:
         for each, handler in before.items():
@@ -74,5 +74,5 @@ async def test_unless(ends_by: str) -> None:
 
 def test_status_printer(capfd: pytest.CaptureFixture[str]) -> None:
     status_printer(3)(f"{StoppedError(15, 'rank 2')}")
-    pattern = r"\[helmsman up, rank 3, \d\d:\d\d:\d\d\] rank 2 was told to stop by SIGTERM\n"
+    pattern = r"\[helmsman up, rank 3, \d\d:\d\d:\d\d\] rank 2 received SIGTERM\n"
     assert re.fullmatch(pattern, capfd.readouterr().err)

@@ -81,7 +81,7 @@ def test_up_nodes_return_and_leave(make_hosts: Make) -> None:
     # which, ended in order, would take leave of Ray's head
     os.kill(hosts[1].pid_of("raylet"), signal.SIGKILL)
     first.signal(signal.SIGKILL)
-    head.said("was here and has gone")
+    head.said("connection lost")
     again, other = _up(hosts, 1, "busy"), _up(hosts, 2, "busy")
     head.said("busy on 3 nodes")
     assert "3 nodes with" in head.output
@@ -90,7 +90,7 @@ def test_up_nodes_return_and_leave(make_hosts: Make) -> None:
     head.said("rank 1 (host1 10.77.0.2) leaves: Ray has died on this node: raylet has ended")
     assert not head.has_ended
     head.signal(signal.SIGKILL)
-    other.ends(0, "its head is gone", limit_s=5.0)
+    other.ends(0, "its head has exited", limit_s=5.0)
     assert head.wait(_GONE_S) == 137
     wait_until(lambda: not hosts[0].processes(), "no process is left on the head", _GONE_S)
     hosts[0].up("--show-settings").ends(0)  # which removes the folder of the run that was killed
@@ -120,7 +120,7 @@ def test_up_elastic_drains_a_stopped_node(make_hosts: Make) -> None:
     )
     head.said("generating on 2 nodes")
     leaving.signal(signal.SIGTERM)
-    head.ends(0, "told to stop by SIGTERM", "8 results are whole", limit_s=60.0)
+    head.ends(0, "received SIGTERM", "8 results are whole", limit_s=60.0)
     leaving.ends(143, limit_s=60.0)
     assert "generated again" not in head.output
     _nothing_left(hosts)
@@ -158,7 +158,7 @@ def test_up_stopped_during_a_name_lookup(make_hosts: Make) -> None:
         lambda: ":0035 " in asked.read_text() or command.has_ended, "the name server is asked", 30
     )
     command.signal(signal.SIGTERM)
-    command.ends(143, "told to stop by SIGTERM; it leaves", limit_s=_GONE_S)
+    command.ends(143, "received SIGTERM; it leaves", limit_s=_GONE_S)
     assert "Traceback" not in command.output
     _nothing_left(hosts)
 

@@ -96,7 +96,7 @@ def test_require_port_that_is_free() -> None:
 def test_require_port_out_of_range(port: int) -> None:
     with pytest.raises(
         PreflightError,
-        match=f"port {port}, of the head's Ray, is none: they go from 1 to 65535.*by --port",
+        match=f"port {port}, of the head's Ray, is invalid: expected 1 to 65535.*by --port",
     ):
         require_port(port, *WHAT, listens=False)
 
@@ -198,7 +198,7 @@ def test_node_address_by_route_and_interface() -> None:
             HEAD,
             "ib7",
             (
-                "--interface 'ib7' is no interface of this node with an IPv4 address; it has ",
+                "--interface 'ib7' is not an interface of this node with an IPv4 address; it has ",
                 "lo 127.0.0.1",
             ),
         ),

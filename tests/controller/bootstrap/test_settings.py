@@ -187,7 +187,7 @@ def test_parse_resources_not_an_object(text: str) -> None:
 def test_parse_resources_of_wrong_amounts() -> None:
     with pytest.raises(PreflightError, match="negative amount of GPU, disk"):
         parse_resources('{"CPU": 1, "GPU": -1, "disk": -0.5}')
-    said = "has 7.5 CPU, 0.5 GPU, of which a node has a whole number; round it down"
+    said = "has 7.5 CPU, 0.5 GPU, expected whole numbers; round them down"
     with pytest.raises(PreflightError, match=re.escape(said)):
         parse_resources('{"CPU": 7.5, "GPU": 0.5, "disk": 0.5}')
 

@@ -106,19 +106,19 @@ def test_supervisor_missing_rank(make_nodes: MakeNodes) -> None:
     head = nodes.start(0, timeout_s=4.0)
     head.ends(
         91,
-        "NOT_JOINED: 1 of 3 nodes are missing: rank 2, never heard of, after 4 s",
+        "NOT_JOINED: 1 of 3 nodes are missing: rank 2, not connected, after 4 s",
         "There are: rank 0 (127.0.0.1), rank 1 (127.0.0.1)",
         "Look at what the missing nodes have printed",
         "--timeout",
     )
     member.ends(
-        91, "NOT_JOINED: the run did not begin: 1 of 3 nodes are missing: rank 2, never heard of"
+        91, "NOT_JOINED: the run did not begin: 1 of 3 nodes are missing: rank 2, not connected"
     )
 
 
 def test_supervisor_many_missing_ranks(make_nodes: MakeNodes) -> None:
     head = make_nodes(30, timeout_s=0.3).start(0)
-    head.ends(91, "29 of 30 nodes are missing", "rank 8, never heard of; and 21 more, ranks 9-29")
+    head.ends(91, "29 of 30 nodes are missing", "rank 8, not connected; and 21 more, ranks 9-29")
 
 
 def test_supervisor_missing_head(make_nodes: MakeNodes) -> None:
@@ -135,15 +135,15 @@ def test_supervisor_missing_head(make_nodes: MakeNodes) -> None:
 def test_supervisor_prints_a_line_for_each_change(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3)
     head = nodes.start(0)
-    head.said("rank 1, never heard of; rank 2, never heard of")
+    head.said("rank 1, not connected; rank 2, not connected")
     member = nodes.start(1)
-    member.said("1 of 3 nodes are missing: rank 2, never heard of")
+    member.said("1 of 3 nodes are missing: rank 2, not connected")
     head.signal(TERM)
     head.ends(143)
     member.ends(91)
     told = [line.partition(" (after")[0] for line in head.lines("are missing")]
     assert len(told) == len(set(told))
-    assert told[-1] == "1 of 3 nodes are missing: rank 2, never heard of"
+    assert told[-1] == "1 of 3 nodes are missing: rank 2, not connected"
     assert len(told) <= 5
     assert set(member.lines("are missing")) <= set(told), "the others hear of it"
 
@@ -171,14 +171,14 @@ def test_supervisor_refuses_nodes(make_nodes: MakeNodes) -> None:
             ),
         ),
         ({"versions": {}}, ("ray none there, 2.60.0 on the head",)),
-        ({"count": 4}, ("it was told of 4 nodes, the head of 3",)),
+        ({"count": 4}, ("it expects 4 nodes, the head expects 3",)),
         ({"rank": 3}, ("its rank is 3", "waits for ranks 1 to 2")),
     ]
     for changes, facts in refused:
         nodes.start(**{"rank": 1, **changes}).ends(
-            92, "REFUSED: the head at 127.0.0.1:", "does not take this node", *facts
+            92, "REFUSED: the head at 127.0.0.1:", "rejected this node", *facts
         )
-        for fact in ("is not taken", *facts):
+        for fact in ("is rejected", *facts):
             assert fact in head.output
     nodes.start(1, secret="another").ends(
         92, f"127.0.0.1:{nodes.port} has another key", "--token-file, or HELMSMAN_TOKEN"
@@ -200,11 +200,11 @@ def test_supervisor_node_leaves_before_the_run(make_nodes: MakeNodes) -> None:
     for member in (leaving, staying):
         member.said("joined the cluster")
     leaving.signal(TERM)
-    leaving.ends(143, "this node was told to stop by SIGTERM; it leaves")
+    leaving.ends(143, "this node received SIGTERM; it leaves")
     head.ends(
         91,
         "NOT_JOINED: rank 1 (",
-        "left before the run began: this node was told to stop by SIGTERM",
+        "left before the run began: this node received SIGTERM",
     )
     staying.ends(91, "NOT_JOINED: the run did not begin: rank 1 (")
 
@@ -215,7 +215,7 @@ def test_supervisor_node_killed_before_the_run_returns(make_nodes: MakeNodes) ->
     head, first = nodes.start(0), nodes.start(1)
     first.said("joined the cluster")
     first.signal(KILL)
-    head.said("was here and has gone")
+    head.said("connection lost")
     nodes.behaviour(1, "twice")
     again, other = nodes.start(1), nodes.start(2)
     head.said("Ray still counts the one that was killed before it")
@@ -228,7 +228,7 @@ def test_supervisor_node_killed_before_the_run_returns(make_nodes: MakeNodes) ->
 def test_supervisor_head_with_too_many_open_files(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2, command=script("pass"))
     head = nodes.start(0)
-    head.said("rank 1, never heard of")
+    head.said("rank 1, not connected")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
         resource.prlimit(head.process.pid, resource.RLIMIT_NOFILE, (40, hard))

@@ -54,7 +54,7 @@ def test_supervisor_ray_fails_to_start_on_the_head(make_nodes: MakeNodes) -> Non
 def test_supervisor_ray_does_not_answer(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(1, timeout_s=0.5)
     nodes.behaviour(0, "unlisted")
-    nodes.start(0).ends(91, "1 of 1 nodes are missing: rank 0, its own Ray does not answer yet")
+    nodes.start(0).ends(91, "1 of 1 nodes are missing: rank 0, its Ray does not respond yet")
 
 
 def test_supervisor_ray_dies_on_a_member(make_nodes: MakeNodes) -> None:
@@ -84,9 +84,9 @@ def test_supervisor_head_stopped(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2)
     head, member = nodes.start_running()
     head.signal(INT)
-    head.ends(130, "this node was told to stop by SIGINT; the run ends")
+    head.ends(130, "this node received SIGINT; the run ends")
     assert nodes.script_was_told(INT)
-    member.ends(0, "the run has ended: this node was told to stop by SIGINT")
+    member.ends(0, "the run has ended: this node received SIGINT")
 
 
 def test_supervisor_head_stopped_while_it_waits(make_nodes: MakeNodes) -> None:
@@ -94,16 +94,16 @@ def test_supervisor_head_stopped_while_it_waits(make_nodes: MakeNodes) -> None:
     head, member = nodes.start(0), nodes.start(1)
     member.said("joined the cluster")
     head.signal(TERM)
-    head.ends(143, "told to stop by SIGTERM")
-    member.ends(91, "NOT_JOINED: the run did not begin: this node was told to stop by SIGTERM")
+    head.ends(143, "received SIGTERM")
+    member.ends(91, "NOT_JOINED: the run did not begin: this node received SIGTERM")
 
 
 def test_supervisor_member_stopped(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3)
     head, leaving, staying = nodes.start_running()
     leaving.signal(TERM)
-    leaving.ends(143, "this node was told to stop by SIGTERM; it leaves")
-    head.ends(143, "rank 1 (", "was told to stop by SIGTERM; the run ends")
+    leaving.ends(143, "this node received SIGTERM; it leaves")
+    head.ends(143, "rank 1 (", "received SIGTERM; the run ends")
     assert nodes.script_was_told(TERM)
     staying.ends(0, "the run has ended: rank 1 (")
 
@@ -113,7 +113,7 @@ def test_supervisor_elastic_member_stopped(make_nodes: MakeNodes) -> None:
     head, leaving, staying = nodes.start_running()
     leaving.signal(TERM)
     leaving.ends(143)
-    head.said("leaves: this node was told to stop by SIGTERM")
+    head.said("leaves: this node received SIGTERM")
     nodes.release()
     head.ends(0)
     staying.ends(0)
@@ -134,7 +134,7 @@ def test_supervisor_member_stopped_without_a_head(make_nodes: MakeNodes) -> None
     member = make_nodes(2).start(1)
     member.said("does not answer")
     member.signal(TERM)
-    member.ends(143, "this node was told to stop by SIGTERM; it leaves")
+    member.ends(143, "this node received SIGTERM; it leaves")
 
 
 @pytest.mark.parametrize(("script", "grace_s"), [("deaf", 0.2), ("5", 2.0)])
@@ -159,10 +159,10 @@ def test_supervisor_reconnects(make_nodes: MakeNodes, make_cable: MakeCable) -> 
     cable = make_cable(nodes.port)
     head, member = nodes.start_running(cable.port)
     cable.cut()
-    member.said("the connection to the head was lost, and is back")
-    before = head.said("is back")
+    member.said("the connection to the head was lost and is restored")
+    before = head.said("has reconnected")
     cable.desert()
-    head.said("is back", count=2)
+    head.said("has reconnected", count=2)
     assert cable.is_given_up.wait(4.0), (
         "before it would be lost by its silence; the end of the run would wait for it"
     )
@@ -195,7 +195,7 @@ def test_supervisor_head_killed(make_nodes: MakeNodes) -> None:
     head.signal(KILL)
     assert head.wait() == 137
     for member in members:
-        member.ends(0, "the run has ended: its head is gone; this node has left")
+        member.ends(0, "the run has ended: its head has exited; this node has left")
 
 
 @pytest.mark.parametrize("secret", ["a token of this test", "another"])
@@ -208,10 +208,10 @@ def test_supervisor_another_head_on_the_port(
     head, member = nodes.start_running(cable.port)
     with_other_port = make_nodes(2)
     other = with_other_port.start(0, secret=secret)
-    other.said("never heard of")
+    other.said("not connected")
     cable.target = with_other_port.port
     cable.cut()
-    member.ends(0, "the run has ended: its head is gone, and another program has taken its port")
+    member.ends(0, "the run has ended: its head has exited, and another program has taken its port")
     nodes.release()
     head.ends(0)
     other.signal(TERM)

@@ -126,9 +126,9 @@ DSTACK = {"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_
             90,
             ("--interface", "ib7", "--", "true"),
             {},
-            ("--interface 'ib7' is no interface of this node",),
+            ("--interface 'ib7' is not an interface of this node",),
         ),
-        (90, ("--port", "70000", "--", "true"), {}, ("port 70000, of the head's Ray, is none",)),
+        (90, ("--port", "70000", "--", "true"), {}, ("port 70000, of the head's Ray, is invalid",)),
         (
             90,
             ("--token-file", "/no/such/file", "--", "true"),
@@ -162,19 +162,19 @@ DSTACK = {"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_
             2,
             ("--timeout", "nan", "--", "true"),
             {},
-            ("argument --timeout: 'nan' is no number of seconds from 0 on",),
+            ("argument --timeout: 'nan' is not a non-negative number of seconds",),
         ),
         (
             2,
             ("--grace", "-1", "--", "true"),
             {},
-            ("argument --grace: '-1' is no number of seconds",),
+            ("argument --grace: '-1' is not a non-negative number of seconds",),
         ),
         (
             2,
             ("--start-timeout", "soon", "--", "true"),
             {},
-            ("argument --start-timeout: 'soon' is no number of seconds",),
+            ("argument --start-timeout: 'soon' is not a non-negative number of seconds",),
         ),
         (
             2,
@@ -306,7 +306,7 @@ def test_up_show_settings(up: Up) -> None:
     try:
         run = up("--show-settings", *arguments, **environ)
         run.ends(
-            0, "node 0 of 1 (this machine alone)", "Ray is told of 1 CPU, 8 NPU", "object store"
+            0, "node 0 of 1 (this machine alone)", "resources for Ray: 1 CPU, 8 NPU", "object store"
         )
         assert list(place.iterdir()) == []
     finally:
