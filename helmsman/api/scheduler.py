@@ -430,9 +430,7 @@ class Scheduler(Closing):
         """
 
     @abc.abstractmethod
-    async def set_worker_env(
-        self, worker_id: str | Worker, env: Mapping[str, str]
-    ) -> None:
+    async def set_worker_env(self, worker_id: str | Worker, env: Mapping[str, str]) -> None:
         """Set environment variables in a worker, before its engines are created.
 
         Args:
