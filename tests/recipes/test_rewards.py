@@ -121,7 +121,7 @@ def test_make_caller_unknown_reward(use: str, message: str) -> None:
 def test_make_caller_signature_mismatch(mine: Path) -> None:
     with pytest.raises(
         ValueError,
-        match="of_a_list' cannot be called: missing a required argument: 'answers'. It is given",
+        match="of_a_list' cannot be called: missing a required argument: 'answers'. A reward may",
     ):
         make_caller(Reward(use=f"{mine}:of_a_list"))
     assert make_caller(Reward(use=f"{mine}:of_a_list", args={"answers": []}))
