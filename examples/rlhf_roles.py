@@ -276,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             run(scheduler, given.steps, given.seed)
     except Interrupted as interrupt:
-        print(f"stopped by {interrupt}; everything was ended.", file=sys.stderr)
+        print(f"stopped by {interrupt}; all workers have ended.", file=sys.stderr)
         return interrupt.exit_code
     except HelmsmanError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -72,7 +72,7 @@ def launch(run: Callable[[Settings, TaskSet, Tokenizer], None], argv: Sequence[s
                 return 2
             run(settings, tasks, tokenizer)
     except Interrupted as interrupt:
-        print(f"\nstopped by {interrupt}; everything was ended.", file=sys.stderr)
+        print(f"\nstopped by {interrupt}; all workers have ended.", file=sys.stderr)
         print(how_to_go_on(settings), end="", file=sys.stderr)
         return interrupt.exit_code
     except (HelmsmanError, OSError) as error:
