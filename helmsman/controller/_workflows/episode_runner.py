@@ -211,7 +211,7 @@ class EpisodeRunner:
         )
 
     async def close(self) -> None:
-        """Cancel running episodes and wait for them, for ``_STOP_S`` seconds at most. Idempotent."""
+        """Cancel running episodes and wait up to ``_STOP_S`` seconds for them. Idempotent."""
         self._is_closing, self._feeding = True, None
         self._changed.set()
         for task in [*self._tasks.values(), *self._given, *self._workflows]:

@@ -124,7 +124,8 @@ class RewardWorkers:
         try:
             return await place
         except asyncio.CancelledError:
-            if not place.cancelled() and place.exception() is None:  # The place was assigned at the same time.
+            # The place may have been assigned at the same time.
+            if not place.cancelled() and place.exception() is None:
                 self.give_back(place.result())
             raise
 
@@ -221,8 +222,8 @@ _ENGINE = "helmsman.rpc_server._host.reward.RewardEngine"
 _GRACE_S = 5.0
 """Extra time after an async function's timeout; without a reply by then, the worker hangs."""
 _DEAD_S = 60.0
-"""Silence after which a worker is restarted, if longer than twice the timeout of a score. So the
-timeout always applies first.
+"""Silence after which a worker is restarted; twice the timeout of a score if that is longer, so
+that the timeout applies first.
 """
 _SHUTDOWN_S = 2.0
 """Shutdown limit of on_this_machine(); a running score has half of it to end."""
