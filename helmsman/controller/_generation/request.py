@@ -126,11 +126,7 @@ class Ticket:
         )
 
     def transition(self, state: RequestState) -> None:
-        """Move to the next state.
-
-        Raises:
-            AssertionError: If the transition is not legal, which is a bug in Helmsman.
-        """
+        """Move to the next state, which must be legal."""
         assert state in TRANSITIONS[self.state], f"{self.request_id}: {self.state} -> {state}"
         self.state = state
 
@@ -177,16 +173,10 @@ class Ticket:
     def merged(
         self, last: GenerationResult | None, stop_reason: StopReason | None = None
     ) -> GenerationResult:
-        """Merge the tokens of all attempts into one result.
+        """Merge the tokens of earlier attempts and ``last`` into one result.
 
         Each token keeps its log-probability and the weight version that generated it.
-
-        Args:
-            last: Result of the last attempt, if it returned one.
-            stop_reason: Stop reason of the result; that of ``last`` when None, else "abort".
-
-        Returns:
-            The merged result.
+        ``stop_reason`` defaults to that of ``last``, or "abort".
         """
         pieces = [*self._pieces, *([last] if last is not None else [])]
         return GenerationResult(

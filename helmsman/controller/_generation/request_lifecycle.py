@@ -127,10 +127,10 @@ class RequestFlow:
                 chosen = self._policy.choose(ticket, fit)
                 if chosen not in fit:
                     raise ValueError(
-                        f"{type(self._policy).__name__}.choose gave "
+                        f"{type(self._policy).__name__}.choose returned "
                         f"{getattr(chosen, 'instance_id', chosen)!r} for request "
-                        f"{ticket.request_id!r}; expected one of the {len(fit)} instances that it "
-                        "was given"
+                        f"{ticket.request_id!r}; expected one of the {len(fit)} instances "
+                        "passed to it"
                     )
             # A policy may be user code; its error fails this request only.
             except Exception as error:  # noqa: BLE001

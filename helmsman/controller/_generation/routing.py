@@ -56,8 +56,8 @@ class _Affinity:
     def __init__(self, load_factor: float, max_entries: int) -> None:
         if load_factor < 1.0:
             raise ValueError(
-                f"load_factor is {load_factor:g}; expected 1 or more: how far an instance may be "
-                "above the mean"
+                f"load_factor is {load_factor:g}; expected 1 or more, as a multiple of the mean "
+                "load"
             )
         self._load_factor, self._max_entries = load_factor, max_entries
         self._homes: OrderedDict[str | bytes, str] = OrderedDict()

@@ -35,13 +35,13 @@ class GenerateScheduler:
         policy: Routing policy; LeastOutstandingTokens when None.
         retries: Retry policy; RetryUnbegun when None.
         max_in_flight: Maximum number of requests at all instances together; None for no limit.
-        max_queue: Maximum number of queued requests; ``submit`` waits for room, ``put`` ignores
-            it. None for no limit.
+        max_queue: Maximum number of queued requests from ``submit``, which waits for room; ``put``
+            ignores it. None for no limit.
         why_hopeless: Called while requests are queued and no instance is serving. Returns the error
             with which they fail when no instance will ever serve, else None.
 
     Raises:
-        ValueError: If ``max_queue`` is below 1.
+        ValueError: If ``max_in_flight`` or ``max_queue`` is below 1.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class GenerateScheduler:
             Exception: The error of ``why_hopeless``, if no instance will ever serve.
         """
         if self._flow.closed:
-            raise HelmsmanError(f"no request is taken: {self._flow.closed}.")
+            raise HelmsmanError(f"request rejected: {self._flow.closed}.")
         if (reason := self._flow.why_none_serves()) is not None:
             raise reason
         tickets = [Ticket(request, options or RequestOptions()) for request in requests]

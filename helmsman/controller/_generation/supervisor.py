@@ -139,13 +139,9 @@ class Supervisor:
     def _plan_restart(
         self, instance_id: str, supervised: _Supervised, pause_s: float | None
     ) -> None:
-        """Schedule the rebuild of a dead instance.
+        """Schedule the rebuild of a dead instance after ``pause_s`` seconds.
 
-        Args:
-            instance_id: Id of the instance.
-            supervised: Its state.
-            pause_s: Seconds until the rebuild; None takes a restart, and the pause, from the
-                budget.
+        None takes one restart, and the pause before it, from the budget.
         """
         if self._watch is None:
             return
@@ -158,7 +154,7 @@ class Supervisor:
             wait_s = supervised.budget.free_in_s(now)
             when = "" if math.isinf(wait_s) else f" for {wait_s:.0f} s"
             log.warning(
-                "%s stays dead%s, as its restarts are used up; %d instances go on",
+                "%s stays dead%s, as its restarts are used up; %d instances remain",
                 instance_id,
                 when,
                 num_others,
@@ -203,13 +199,6 @@ class Supervisor:
 
         There is no time limit: the work is cancelled only when an instance stops answering probes.
         Before start, nothing is probed.
-
-        Args:
-            instance_ids: Instances that do the work.
-            work: The work.
-
-        Returns:
-            The result of ``work``.
 
         Raises:
             InstanceLostError: If one of the instances stops answering probes.
@@ -257,7 +246,7 @@ class Supervisor:
         ):
             supervised.heeded = notice
             log.warning(
-                "%s is drained, since %s; its requests continue on other instances",
+                "%s is being drained: %s; its requests continue on other instances",
                 instance_id,
                 notice.reason,
             )
@@ -269,7 +258,7 @@ class Supervisor:
         try:
             drain = await self._requests.drain(instance_id, migrate=True)
         except HelmsmanError as error:
-            log.warning("%s is not drained: %s", instance_id, error)
+            log.warning("%s could not be drained: %s", instance_id, error)
             return
         if supervised.health.is_alive:  # It may have died during the drain.
             self.note(

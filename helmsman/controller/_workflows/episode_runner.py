@@ -194,7 +194,7 @@ class EpisodeRunner:
 
     def set_version(self, version: int) -> None:
         if version < self._version:
-            raise ValueError(f"weight version {version} after {self._version}; versions only grow")
+            raise ValueError(f"version is {version}; expected {self._version} or more")
         self._version = version
         self._changed.set()
 
@@ -303,7 +303,7 @@ class EpisodeRunner:
             raise EpisodeTimeoutError(item=reprlib.repr(item)[:120], limit_s=self._timeout_s or 0.0)
         if work.cancelled():
             raise HelmsmanError(
-                "the episode was cancelled by something that it awaited, and not by its executor."
+                "the episode failed: an operation that it awaited was cancelled, not the episode."
             )
         return work.result()
 
@@ -372,17 +372,14 @@ class EpisodeRunner:
 
 
 _AWAITABLE = re.compile("Any|Awaitable|Coroutine|Future|Task")
-_WRITE_ASYNC = "expected a coroutine. Define it with `async def`, and await what it waits for"
+_WRITE_ASYNC = "expected a coroutine. Define it with `async def`, and await its asynchronous calls"
 
 
 def _require_async(workflow: Workflow) -> None:
-    """Reject a function that is defined without ``async``.
+    """Raise TypeError for a function that cannot return a coroutine.
 
-    A lambda, a decorated function or one with an awaitable return annotation passes, since it may
-    return a coroutine; the first call checks that.
-
-    Raises:
-        TypeError: If the function cannot return a coroutine.
+    A lambda, a decorated function or one with an awaitable return annotation passes; its first call
+    shows whether it returns a coroutine.
     """
     function: Any = workflow
     while isinstance(function, functools.partial):
@@ -400,7 +397,9 @@ def _require_async(workflow: Workflow) -> None:
         or inspect.isgeneratorfunction(function)
         or inspect.isasyncgenfunction(function)
     ):
-        raise TypeError(f"the workflow {_name_of(workflow)} is no async function; {_WRITE_ASYNC}")
+        raise TypeError(
+            f"the workflow {_name_of(workflow)} is not an async function; {_WRITE_ASYNC}"
+        )
 
 
 def _name_of(workflow: object) -> str:
@@ -433,13 +432,7 @@ def _no_exit(whose: str) -> Iterator[None]:
 
 
 def _require_known(what: str, chosen: Collection[int], known: Iterable[int], state: str) -> None:
-    """Check that a batch policy chose known episodes, each once.
-
-    Otherwise an episode would be used or counted twice.
-
-    Raises:
-        ValueError: If it did not.
-    """
+    """Reject unknown and repeated episodes, which would be used or counted twice."""
     if not chosen:
         return
     there, distinct = set(known), set(chosen)

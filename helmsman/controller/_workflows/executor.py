@@ -161,9 +161,8 @@ class WorkflowExecutor(Closing):
     def _forbid_blocking(self) -> None:
         if threading.current_thread() is self._thread:
             raise RuntimeError(
-                "an episode, a source or a batch policy made a blocking call of the "
-                "WorkflowExecutor that runs it, which would wait "
-                "for itself; make it in the script, or by asyncio.to_thread"
+                "blocking call of a WorkflowExecutor in its own episode, source or batch policy: "
+                "it would deadlock. Make the call in the script, or with asyncio.to_thread"
             )
 
 

@@ -59,14 +59,10 @@ class Process:
 
 
 class RewardWorkers:
-    """Assigns scores to workers and restarts lost workers.
+    """Assigns scores to workers, up to ``capacity`` on each, and restarts lost workers.
 
-    Args:
-        role: Role of the workers.
-        worker_ids: Ids of the workers.
-        capacity: Places of each worker, that is, its maximum number of concurrent scores.
-        max_restarts: Restarts within an hour, of all workers together.
-        rebuild: Restarts a worker; raises if it cannot.
+    ``rebuild`` restarts a worker or raises; ``max_restarts`` limits the restarts of all workers
+    together within an hour.
     """
 
     def __init__(
@@ -102,12 +98,8 @@ class RewardWorkers:
     async def acquire(self, *, is_again: bool) -> Process:
         """Wait for a place at the worker with the fewest scores, in FIFO order.
 
-        Args:
-            is_again: Put the caller at the head of the queue, since its previous process was lost
-                before the score was sent.
-
-        Returns:
-            The process; return its place with give_back.
+        A caller whose previous process was lost before the score was sent (``is_again``) goes
+        first. Release the place with give_back.
 
         Raises:
             RewardWorkersSpentError: If no worker is left.
@@ -430,10 +422,7 @@ class RewardPool(RoleController):
     async def _require_alive(self, places: RewardWorkers, process: Process) -> None:
         """Probe an idle process before sending to it, once for all waiting callers.
 
-        A score that was never sent can safely go to another worker.
-
-        Raises:
-            _NotBegunError: If the process is lost.
+        Raise _NotBegunError if it is lost: the unsent score can safely go to another worker.
         """
         if not process.num_sent:
             if process.alive is None:

@@ -143,7 +143,7 @@ class BoundedStaleness:
             )
         if not 1.0 <= oversample < math.inf:
             raise ValueError(
-                f"oversample is {oversample:g}; expected 1 or more, times the episodes of a batch"
+                f"oversample is {oversample:g}; expected 1 or more, as a multiple of the batch size"
             )
         self.max_staleness, self.oversample = max_staleness, oversample
         self._oldest = math.ceil(max_staleness)
