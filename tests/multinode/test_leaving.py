@@ -148,7 +148,7 @@ def test_drained_node_without_room(
             lambda: (
                 re.search(
                     f"{leaving} stays dead for \\d+ s, as its restarts are used up; 1 instances "
-                    "go on",
+                    "remain",
                     caplog.text,
                 )
                 is not None
@@ -157,7 +157,7 @@ def test_drained_node_without_room(
             90.0,
         )
         assert (
-            f"{leaving} is drained, since its node {doomed.node_ip_address} is being drained; its "
+            f"{leaving} is being drained: its node {doomed.node_ip_address} is being drained; its "
             "requests" in caplog.text
         )
         rollout.remove([leaving])

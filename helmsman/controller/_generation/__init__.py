@@ -1,1 +1,1 @@
-"""The generation-request scheduler and the health of its instances."""
+"""Scheduler of generation requests, and supervision of the instances that serve them."""

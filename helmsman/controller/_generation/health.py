@@ -1,4 +1,4 @@
-"""The health of an instance as a pure state machine, and the policy of its supervision."""
+"""State machine of an instance's health, and the supervision policy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from helmsman.api.supervision import ProbePolicy
 class Health(Enum):
     """States of an instance.
 
-    HEALTHY <--> SUSPECT                     probes that are late, and one that is answered
+    HEALTHY <--> SUSPECT                     late probes; an answered one
        |  ^         |
        |  |         v
-       |  |       DEAD --> RESTARTING --> STALE   a new process, with the weights it was built with
+       |  |       DEAD --> RESTARTING --> STALE   a new process, with its initial weights
        |  |         ^          |            |
        |  |         +----------+------------+
        |  '------ a completed weight update |
@@ -25,36 +25,36 @@ class Health(Enum):
 
     HEALTHY = "healthy"
     SUSPECT = "suspect"
-    """It has not answered for a while: it gets nothing new, and keeps what it has."""
+    """A probe is late: the instance keeps its requests and receives no new ones."""
     DEAD = "dead"
-    """Its process has ended, or those of its engine, or it has not answered for too long."""
+    """Its process or its engine's processes have exited, or it has not answered for too long."""
     RESTARTING = "restarting"
     STALE = "stale"
-    """It lives, and has not the weights that are served: only a completed update lets it serve."""
+    """Alive without the served weights; serves only after a completed weight update."""
 
     @property
     def is_serving(self) -> bool:
-        """Whether it may be given requests."""
+        """Whether the instance may receive requests."""
         return self is Health.HEALTHY
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is there, as far as is known."""
+        """Whether the instance is running, as far as is known."""
         return self not in (Health.DEAD, Health.RESTARTING)
 
 
 class Event(Enum):
+    """Events that change the health of an instance."""
+
     ANSWERED = "answered"
     LATE = "late"
-    """A probe has been without an answer for ``suspect_s``."""
+    """A probe has had no answer for ``suspect_s``."""
     LOST = "lost"
-    """Its process has ended, or those of its engine, or a probe has been without an answer for
+    """Its process or its engine's processes have exited, or a probe has had no answer for
     ``dead_s``.
     """
     EVACUATED = "evacuated"
-    """It is about to go, as its node is, and has nothing any more: it is given up, to be rebuilt
-    elsewhere.
-    """
+    """It was drained because its node is about to leave; it is rebuilt elsewhere."""
     RESTART = "restart"
     RESTARTED = "restarted"
     UPDATED = "updated"
@@ -69,7 +69,7 @@ _ALIVE = {
     _E.UPDATE_FAILED: _H.STALE,
 }
 _LATE_NEWS = (_E.ANSWERED, _E.LATE, _E.UPDATED, _E.UPDATE_FAILED)
-"""Of a process that has ended; they change nothing."""
+"""Late events of a process that has exited; they change nothing."""
 TRANSITIONS: Mapping[Health, Mapping[Event, Health]] = MappingProxyType(
     {
         _H.HEALTHY: {**_ALIVE, _E.ANSWERED: _H.HEALTHY, _E.LATE: _H.SUSPECT},
@@ -83,29 +83,37 @@ TRANSITIONS: Mapping[Health, Mapping[Event, Health]] = MappingProxyType(
         },
     }
 )
-"""State -> event -> following state; an event that is missing cannot happen in the state."""
+"""State -> event -> next state; events that are missing cannot happen in the state."""
 
 
 def follow(health: Health, event: Event) -> Health:
-    """The state that follows. Raises: ValueError for an event that cannot happen now."""
+    """Return the next state.
+
+    Raises:
+        ValueError: If the event cannot happen in this state.
+    """
     if (following := TRANSITIONS[health].get(event)) is None:
         raise ValueError(f"an instance that is {health.value} cannot have {event.value!r}")
     return following
 
 
 class SupervisionPolicy(ProbePolicy, frozen=True, kw_only=True):
-    """When an instance is suspected, given up and rebuilt. Times in seconds."""
+    """Limits after which an instance is suspected, declared dead and rebuilt. Times in seconds.
+
+    Raises:
+        ValueError: If not ``0 < probe_every_s <= suspect_s < dead_s``, or a limit is negative.
+    """
 
     suspect_s: float = 10.0
-    """A probe that is not answered for so long makes it suspect: it gets nothing new, and keeps
-    what it has.
-    """
+    """Silence after which an instance is suspect: it keeps its requests, receives no new ones."""
     max_restarts: int = 3
-    """Within ``restart_window_s``; beyond them it stays dead until the window has room. The first
-    one after it was left in time is not counted."""
+    """Restarts of an instance within ``restart_window_s``; beyond them it stays dead until the
+    window has room. The first restart after a drain for preemption does not count.
+    """
     restart_window_s: float = 3600.0
+    """Length of the sliding window that ``max_restarts`` refers to."""
     restart_pause_s: float = 1.0
-    """Before the first restart; doubled with each more within the window."""
+    """Pause before the first restart; doubled with each further one within the window."""
 
     def __post_init__(self) -> None:
         if not 0 < self.probe_every_s <= self.suspect_s < self.dead_s:

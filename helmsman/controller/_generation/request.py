@@ -1,4 +1,4 @@
-"""Generation requests, those that wait, and the rollout instances that are given them."""
+"""Generation requests, their queue, and the rollout instances that serve them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from helmsman.controller._generation.health import Health
 class RequestState(Enum):
     """States of a request; it reaches exactly one of the last four, exactly once.
 
-              .---------- the instance was lost, or gave it back ---------.
+              .---------- its instance was lost, or returned it ----------.
               v                                                           |
     QUEUED -> ADMITTED -> RUNNING ----------------------------------------'
       |  ^________|          |
-      |                      +--> DONE      it came to its end
-      +----------------------+--> PARTIAL   aborted, with the tokens it had, of any attempt
-      +----------------------+--> ABORTED   aborted, without any
-      +----------------------+--> FAILED    an error, or its deadline
+      |                      +--> DONE      generation completed
+      +----------------------+--> PARTIAL   aborted, with tokens of any attempt
+      +----------------------+--> ABORTED   aborted, without tokens
+      +----------------------+--> FAILED    an error, or its deadline passed
     """
 
     QUEUED = "queued"
-    """No instance has it."""
+    """It is assigned to no instance."""
     ADMITTED = "admitted"
-    """An instance keeps a place for it; nothing has been sent."""
+    """An instance has reserved a place for it; nothing has been sent."""
     RUNNING = "running"
     DONE = "done"
     PARTIAL = "partial"
@@ -58,47 +58,48 @@ TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
 
 
 class RequestOptions(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """How a request is treated."""
+    """Scheduling options of a request."""
 
     priority: int = 0
-    """Higher goes first; equals go in the order of their submission."""
+    """Higher goes first; ties go in the order of submission."""
     deadline_s: float | None = None
-    """Seconds from submission to its end; none when None."""
+    """Seconds from submission until the request must have ended; None for no deadline."""
     expected_tokens: int | None = None
-    """New tokens that it will likely have, for routing; its ``max_new_tokens`` when None."""
+    """Estimate of its new tokens, for routing; ``max_new_tokens`` when None."""
     session: str = ""
-    """Requests of one session go to one instance while that is not overloaded; '' for none."""
+    """SessionAffinity sends the requests of one session to one instance; '' for no session."""
 
 
 _numbers = itertools.count()
 
 
 class Ticket:
-    """A request between its submission and its end. Used on one event loop; its future from any
-    thread.
+    """A request from its submission to its end.
+
+    Use it on one event loop; its future may be used from any thread.
     """
 
     def __init__(self, request: GenerationRequest, options: RequestOptions) -> None:
         self.request, self.options = request, options
         self.future: Future[GenerationResult] = Future()
-        """PENDING while queued, when it can be cancelled; RUNNING once it was sent, when only abort
-        ends it early.
+        """PENDING until it is first sent, and cancellable; RUNNING after that, when only abort ends
+        it early.
         """
         self.state = RequestState.QUEUED
         self.number = next(_numbers)
         self.instance: Instance | None = None
         self.sent_to = ""
-        """Id of the instance that it was last sent to."""
+        """Id of the instance it was last sent to."""
         self.num_attempts = 0
         self.num_losses = 0
-        """How many of the attempts ended with the loss of their instance."""
+        """Number of attempts that ended with the loss of their instance."""
         self.is_aborted = False
-        """Whether somebody asked for its early end."""
+        """Whether an abort was requested."""
         self.is_recalled = False
-        """Whether its instance was asked to give it back, to be continued elsewhere."""
+        """Whether its instance must return it, to be continued elsewhere."""
         self.together: Sequence[Ticket] = ()
-        """Samples of the same prompt, this one included, which an instance is given by one call;
-        none where it goes alone.
+        """Samples of the same prompt, this one included, that are sent in one call; empty if it is
+        sent alone.
         """
         self._pieces: list[GenerationResult] = []
 
@@ -108,54 +109,53 @@ class Ticket:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was sent, and has not ended."""
+        """Whether it was sent and has not ended."""
         return self.state is RequestState.RUNNING
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its place among those that wait: the smallest goes first."""
+        """Sort key in the queue; the smallest goes first."""
         return -self.options.priority, self.number
 
     @property
     def num_tokens(self) -> int:
-        """What it weighs: tokens that it holds, and those that are likely to come."""
+        """Its load for routing: prompt tokens plus expected new tokens."""
         expected = self.options.expected_tokens
         return len(self.request.prompt_ids) + (
             self.request.sampling.max_new_tokens if expected is None else expected
         )
 
     def transition(self, state: RequestState) -> None:
-        """Go on to the next state. Raises: AssertionError for one that cannot follow, which would
-        be a defect of ours.
-        """
+        """Move to the next state, which must be legal."""
         assert state in TRANSITIONS[self.state], f"{self.request_id}: {self.state} -> {state}"
         self.state = state
 
     def keep(self, piece: GenerationResult) -> None:
-        """Keep the tokens of an attempt, which the next one goes on from."""
+        """Keep the tokens of an attempt; the next attempt continues from them."""
         if piece.token_ids:
             self._pieces.append(piece)
 
     @property
     def num_kept(self) -> int:
-        """Tokens of earlier attempts."""
+        """Number of tokens from earlier attempts."""
         return sum(len(piece.token_ids) for piece in self._pieces)
 
     @property
     def newest_version(self) -> int | None:
-        """Weight version of the last token of earlier attempts; None without any."""
+        """Weight version of the last token from earlier attempts; None without tokens."""
         return self._pieces[-1].versions[-1] if self._pieces else None
 
     @property
     def kept_end(self) -> StopReason | None:
-        """Why nothing follows the tokens of earlier attempts; None where more may."""
+        """Stop reason if the tokens from earlier attempts are complete; None if more may follow."""
         if self._pieces and self._pieces[-1].token_ids[-1] in self.request.sampling.stop_token_ids:
             return "stop"
         return "length" if self.num_kept >= self.request.sampling.max_new_tokens else None
 
     def to_send(self) -> GenerationRequest:
-        """What the next attempt is asked: to continue the prompt and all tokens so far, up to what
-        is left of the limit.
+        """Return the request for the next attempt.
+
+        It continues the prompt and all tokens so far, within the remaining token limit.
         """
         if not self._pieces:
             return self.request
@@ -173,8 +173,10 @@ class Ticket:
     def merged(
         self, last: GenerationResult | None, stop_reason: StopReason | None = None
     ) -> GenerationResult:
-        """The tokens of all attempts as one result, each with its log-probability and the version
-        that made it.
+        """Merge the tokens of earlier attempts and ``last`` into one result.
+
+        Each token keeps its log-probability and the weight version that generated it.
+        ``stop_reason`` defaults to that of ``last``, or "abort".
         """
         pieces = [*self._pieces, *([last] if last is not None else [])]
         return GenerationResult(
@@ -191,23 +193,24 @@ _turns = itertools.count(1)
 
 @dataclass(slots=True, eq=False)
 class Instance:
+    """A rollout instance, as the request scheduler sees it."""
+
     instance_id: str
     capacity: int
-    """Requests that it is given at once, at most."""
+    """Maximum number of requests in flight at it."""
     health: Health = Health.HEALTHY
     error: Exception | None = None
     version: int | None = None
-    """Its weights are not newer than this; None while that is not known."""
+    """Upper bound on its weight version; None while unknown."""
     drains: set[object] = field(default_factory=set)
-    """Marks of those who want it to get nothing more."""
+    """Markers of the drains in force; while there are any, it receives no new requests."""
     outstanding_tokens: int = 0
     last_turn: int = 0
-    """Grows with each request that any instance is given: where it is smaller, the last one was
-    given longer ago.
-    """
+    """Global sequence number of the last request it received; smaller is longer ago."""
     tickets: dict[Ticket, None] = field(default_factory=dict)
-    """Requests that it has, admitted or running, in the order in which it was given them: a set's
-    order would differ from one run to the next, and with it what follows on a virtual clock."""
+    """Its requests, admitted or running, in the order of arrival. A set's order would differ
+    between runs, and make runs on a virtual clock irreproducible.
+    """
 
     @property
     def num_in_flight(self) -> int:
@@ -215,7 +218,7 @@ class Instance:
 
     @property
     def is_draining(self) -> bool:
-        """Whether it gets nothing more, whatever its health."""
+        """Whether it receives no new requests, regardless of its health."""
         return bool(self.drains)
 
     @property
@@ -223,9 +226,9 @@ class Instance:
         return self.health.is_serving and not self.is_draining
 
     def has_room_for(self, num: int) -> bool:
-        """Whether it serves, and may be given so many more, or as many as it ever may be."""
-        # The full ones first: under load they are most of them, and each is asked whenever a
-        # request may be given out.
+        """Return whether it serves and has room for ``num`` requests, capped at its capacity."""
+        # The length check comes first since it is cheap and usually fails under load; this runs
+        # for every instance whenever a request may be assigned.
         return len(self.tickets) + min(num, self.capacity) <= self.capacity and self.is_serving
 
     def take(self, ticket: Ticket) -> None:
@@ -234,27 +237,27 @@ class Instance:
         self.last_turn = next(_turns)
 
     def give_back(self, ticket: Ticket) -> None:
-        """Count a request that it no longer has; nothing when it had none such."""
+        """Remove a request from the count; ignored if the instance does not have it."""
         if ticket in self.tickets:
             del self.tickets[ticket]
             self.outstanding_tokens -= ticket.num_tokens
 
 
 class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What one instance does at the moment of asking."""
+    """Snapshot of one instance."""
 
     state: Health
     num_in_flight: int
     outstanding_tokens: int
     is_draining: bool = False
-    """Whether it gets nothing more, whatever its state."""
+    """Whether it receives no new requests, regardless of its state."""
 
 
 class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rollout controller does at the moment of asking."""
+    """Snapshot of a rollout controller."""
 
     num_queued: int
-    """Requests that no instance has been given yet."""
+    """Number of requests that are assigned to no instance."""
     paused: bool
     instances: dict[str, InstanceStats]
 
@@ -263,16 +266,15 @@ _SPARE_ENTRIES = 64
 
 
 class WaitingRequests:
-    """A set of tickets that knows its first one. What leaves it costs no search, wherever it
-    stands.
+    """Priority queue of tickets; removal from any position needs no search.
+
+    Removed tickets stay in the heap until they reach its top or _tidy rebuilds it.
     """
 
     def __init__(self) -> None:
         self._tickets: dict[Ticket, None] = {}
         self._heap: list[tuple[tuple[int, int], Ticket]] = []
-        """Of all tickets, some of them twice, and of some that no longer wait: not more than about
-        as many.
-        """
+        """Entries of all tickets, some duplicated, and of removed ones; _tidy bounds its size."""
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -281,7 +283,7 @@ class WaitingRequests:
         return ticket in self._tickets
 
     def __iter__(self) -> Iterator[Ticket]:
-        """In the order in which they came to wait."""
+        """Iterate in the order in which they were queued."""
         return iter(self._tickets)
 
     def add(self, ticket: Ticket) -> None:
@@ -294,7 +296,7 @@ class WaitingRequests:
         self._tidy()
 
     def first(self) -> Ticket | None:
-        """The first, of those that are not passed over."""
+        """Return the first ticket that is not passed over; None if there is none."""
         while self._heap:
             if (ticket := self._heap[0][1]) in self._tickets:
                 return ticket
@@ -302,13 +304,14 @@ class WaitingRequests:
         return None
 
     def pass_over(self) -> Ticket:
-        """Leave out the first one, of which there must be one, until put_back at most; it goes on
-        waiting. Returns it.
+        """Skip the first ticket until put_back, and return it; it stays queued.
+
+        There must be a first ticket. A rebuild of the heap may end the skip earlier.
         """
         return heapq.heappop(self._heap)[1]
 
     def put_back(self, tickets: Iterable[Ticket]) -> None:
-        """Pass these over no more, as far as they still wait."""
+        """End the skip of these tickets; ignore those that are no longer queued."""
         for ticket in tickets:
             if ticket in self._tickets:
                 heapq.heappush(self._heap, (ticket.order, ticket))

@@ -1,6 +1,4 @@
-"""RequestFlow: the way of a request from the queue to an instance, back to the queue where that
-must be, and to its one end.
-"""
+"""RequestFlow: moves requests between the queue and the instances, until they end."""
 
 from __future__ import annotations
 
@@ -18,26 +16,36 @@ from helmsman.controller._generation.routing import LeastOutstandingTokens, Rout
 
 
 class Backend(Protocol):
+    """Connection to the rollout instances."""
+
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
-        """Have an instance continue a prompt. Raises InstanceLostError when the instance has gone,
-        or was never reached: it is taken for dead then, with all that it has, until set_health says
-        otherwise.
+        """Continue a prompt at an instance.
+
+        Raises:
+            InstanceLostError: If the instance is lost or was never reached. The scheduler then
+                treats it as dead, with all its requests, until set_health changes that.
         """
 
     async def generate_samples(
         self, instance_id: str, requests: Sequence[GenerationRequest]
     ) -> Sequence[GenerationResult]:
-        """As generate, for several samples of one prompt; their results in order, when all have
-        ended. Asked only for requests that were put ``together``.
+        """Generate several samples of one prompt; return in order, when all have ended.
+
+        Used only for requests that were put ``together``.
+
+        Raises:
+            InstanceLostError: If the instance is lost or was never reached, as from ``generate``.
         """
 
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
-        """End these requests there early; ``generate`` then returns what each has."""
+        """Abort requests at an instance; ``generate`` then returns their partial results."""
 
 
 class RequestFlow:
-    """Moves the requests of a GenerateScheduler, which decides what comes in, which instances there
-    are and what ends early.
+    """Moves the requests of a GenerateScheduler through their states.
+
+    GenerateScheduler validates submissions, manages the instances and aborts requests. It also
+    documents the arguments.
     """
 
     def __init__(
@@ -48,7 +56,6 @@ class RequestFlow:
         max_in_flight: int | None,
         why_hopeless: Callable[[], Exception | None],
     ) -> None:
-        """Serve no instance yet. Arguments are those of GenerateScheduler."""
         if max_in_flight is not None and max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}; expected 1 or more")
         self._backend = backend
@@ -60,30 +67,28 @@ class RequestFlow:
         self.on_lost: Callable[[str, Exception], None] = lambda id_, error: self.set_health(
             id_, Health.DEAD, error
         )
-        """Told of an instance that a call has found to be gone."""
+        """Called with the id and error when a call finds an instance lost."""
         self.waiting = WaitingRequests()
         self.open: dict[str, Ticket] = {}
-        """All that have not ended, by id."""
+        """Requests that have not ended, by id."""
         self.num_in_flight = 0
         self.slots: asyncio.Semaphore | None = None
-        """Room for requests that were submitted, and wait."""
+        """Queue room for ``submit``; None for no limit."""
         self.holds_slot: set[Ticket] = set()
         self._timers: dict[Ticket, asyncio.TimerHandle] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        """Set for a moment whenever an instance has one request less, one less waits, or an
-        instance serves again.
-        """
+        """Pulsed when a request leaves an instance or the queue, or an instance serves again."""
         self.suspended: set[str] = set()
         self.expected_version: int | None = None
-        """Of the weights that were the last to be on their way to the instances."""
+        """Weight version of the latest update announced to the instances."""
         self.closed = ""
-        """Why it takes no requests."""
+        """Reason why requests are rejected; '' while open."""
 
     # --- to an instance ---------------------------------------------------------------------------
 
     def enter(self, ticket: Ticket, kept: GenerationResult | None) -> None:
-        """Take a request in, with the tokens that it goes on from; pump is to follow."""
+        """Queue a request, with the tokens to continue from; the caller then calls pump."""
         loop = asyncio.get_running_loop()
         self.open[ticket.request_id] = ticket
         if kept is not None:
@@ -94,7 +99,7 @@ class RequestFlow:
         ticket.future.add_done_callback(lambda _: self._on_done(ticket, loop))
 
     def pump(self) -> None:
-        """Give out what can be given out now; to be called whenever an instance has changed."""
+        """Assign queued requests to instances; call it whenever an instance has changed."""
         if self.waiting and (reason := self.why_none_serves()) is not None:
             self._fail_waiting(reason)
         held: list[Ticket] = []
@@ -122,12 +127,12 @@ class RequestFlow:
                 chosen = self._policy.choose(ticket, fit)
                 if chosen not in fit:
                     raise ValueError(
-                        f"{type(self._policy).__name__}.choose gave "
+                        f"{type(self._policy).__name__}.choose returned "
                         f"{getattr(chosen, 'instance_id', chosen)!r} for request "
-                        f"{ticket.request_id!r}; expected one of the {len(fit)} instances that it "
-                        "was given"
+                        f"{ticket.request_id!r}; expected one of the {len(fit)} instances "
+                        "passed to it"
                     )
-            # A policy may be the user's, and its error is this request's alone
+            # A policy may be user code; its error fails this request only.
             except Exception as error:  # noqa: BLE001
                 self._end(ticket, RequestState.FAILED, error)
             else:
@@ -135,11 +140,11 @@ class RequestFlow:
         self.waiting.put_back(held)
 
     def _fresh_enough(self, ticket: Ticket, able: Sequence[Instance]) -> Sequence[Instance]:
-        """Those by which the weights of a sample do not go back."""
+        """Return the instances whose weights are not older than the request's last token."""
         if ticket.newest_version is None or self.expected_version is None:
             return able
-        # What is newer than all that was ever expected was made by weights that instances were
-        # built with, and will not come.
+        # A version above all announced ones belongs to initial weights of an instance, and no
+        # update will bring it to the others.
         least = min(ticket.newest_version, self.expected_version)
         return [
             instance for instance in able if instance.version is None or instance.version >= least
@@ -147,14 +152,14 @@ class RequestFlow:
 
     def _fail_waiting(self, reason: Exception) -> None:
         for ticket in list(self.waiting):
-            if ticket in self.waiting:  # what the end of another has caused may have ended it
+            if ticket in self.waiting:  # Callbacks may have ended it.
                 self._end(ticket, RequestState.FAILED, reason)
 
     def _room(self) -> float:
         return math.inf if self._max_in_flight is None else self._max_in_flight - self.num_in_flight
 
     def why_none_serves(self) -> Exception | None:
-        """Why no instance serves or will; None while one does or may."""
+        """Return why no instance serves or ever will; None while one does or may."""
         return (
             None
             if any(instance.health.is_serving for instance in self.instances.values())
@@ -162,9 +167,7 @@ class RequestFlow:
         )
 
     def _group_members(self, ticket: Ticket) -> list[Ticket]:
-        """Those that wait and can be sent by the same call as one that does, which is the first of
-        them.
-        """
+        """Return a queued ticket, followed by the queued tickets to send in the same call."""
         if ticket.num_kept:
             return [ticket]
         others = (each for each in ticket.together if each is not ticket and each in self.waiting)
@@ -183,8 +186,8 @@ class RequestFlow:
         call.add_done_callback(self._calls.discard)
 
     async def _run(self, samples: Sequence[Ticket], instance: Instance) -> None:
-        # A turn of the loop later: requests may have ended, or the instance been left, or
-        # everything been suspended.
+        # This runs one turn of the loop after _admit: meanwhile requests may have ended, the
+        # instance may have stopped serving, and the scheduler may have been suspended.
         admitted = [
             each
             for each in samples
@@ -205,7 +208,7 @@ class RequestFlow:
             ticket.num_attempts += 1
             attempts[ticket] = ticket.num_attempts
         if len(attempts) < len(admitted):
-            # there is room again; soon, since what that causes must not come before the call
+            # Cancelled tickets left room. Deferred, so that its effects follow the call below.
             asyncio.get_running_loop().call_soon(self.pump)
         lost: InstanceLostError | None = None
         outcomes = await self._outcomes(instance.instance_id, list(attempts)) if attempts else []
@@ -215,14 +218,14 @@ class RequestFlow:
                 if isinstance(outcome, InstanceLostError):
                     lost = outcome
         if lost is not None and instance.health.is_alive:
-            # or the requests would go there again, and again
+            # Otherwise the retries would go to the same instance.
             self.on_lost(instance.instance_id, lost)
         self.pump()
 
     async def _outcomes(
         self, instance_id: str, samples: Sequence[Ticket]
     ) -> Sequence[GenerationResult | BaseException]:
-        """Send one request, or several by one call; the result or error of each."""
+        """Send one request, or several in one call; return the result or error of each."""
         requests = [ticket.to_send() for ticket in samples]
         answers: Sequence[object]
         try:
@@ -231,7 +234,7 @@ class RequestFlow:
             else:
                 answers = await self._backend.generate_samples(instance_id, requests)
             results = [answer for answer in answers if isinstance(answer, GenerationResult)]
-            if not len(answers) == len(results) == len(requests):  # the engine may be the user's
+            if not len(answers) == len(results) == len(requests):  # It may be user code.
                 raise TypeError(
                     f"{instance_id} answered {samples[0].request_id!r} with "
                     f"{[type(answer).__name__ for answer in answers]}; "
@@ -239,9 +242,9 @@ class RequestFlow:
                 )
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                self.close("its event loop has ended")  # nothing else cancels these tasks
+                self.close("its event loop has ended")  # Nothing else cancels these tasks.
             return [_cancelled_call(ticket, instance_id, error) for ticket in samples]
-        # Any error is the answer to these requests, and others must go on
+        # Any error fails these requests only; the others continue.
         except BaseException as error:  # noqa: BLE001
             return [error] * len(samples)
         return results
@@ -270,7 +273,7 @@ class RequestFlow:
             is_retried = (
                 not ticket.is_aborted and not self.closed and self._retries.may_retry(ticket, lost)
             )
-        # A policy may be the user's; the other requests of the instance go on
+        # A policy may be user code; the other requests of the instance continue.
         except Exception as error:  # noqa: BLE001
             self._end(ticket, RequestState.FAILED, error)
             return
@@ -279,18 +282,18 @@ class RequestFlow:
         elif is_retried:
             self.requeue(ticket)
         else:
-            # what the instance died of says more
+            # The cause of the loss is more specific.
             self._end(ticket, RequestState.FAILED, lost.__cause__ or lost)
 
     def end_aborted(self, ticket: Ticket, last: GenerationResult | None) -> None:
-        """End a request early, with its tokens of earlier attempts and of the last one."""
+        """End a request early, with the tokens of all attempts."""
         result = ticket.merged(last, "abort")
         self._end(
             ticket, RequestState.PARTIAL if result.token_ids else RequestState.ABORTED, result
         )
 
     def requeue(self, ticket: Ticket) -> None:
-        """Back to the queue, to the place that its age gives it."""
+        """Put a request back into the queue, at the place of its priority and age."""
         self._release(ticket)
         ticket.transition(RequestState.QUEUED)
         ticket.is_recalled = False
@@ -321,9 +324,7 @@ class RequestFlow:
             ticket.future.set_result(outcome)
 
     def _on_done(self, ticket: Ticket, loop: asyncio.AbstractEventLoop) -> None:
-        """Called in whichever thread ended the future; only a cancellation is not known here
-        yet.
-        """
+        """Handle a cancelled future; called in any thread. Other ends are handled by _end."""
         if ticket.future.cancelled():
             loop.call_soon_threadsafe(self._cancelled, ticket)
 
@@ -340,7 +341,7 @@ class RequestFlow:
         self.waiting.discard(ticket)
         self._release(ticket)
         self.wake()
-        ticket.together = ()  # they refer to each other
+        ticket.together = ()  # Breaks the reference cycle.
         self.open.pop(ticket.request_id, None)
         self._free_slot(ticket)
         if (timer := self._timers.pop(ticket, None)) is not None:
@@ -352,7 +353,7 @@ class RequestFlow:
             self.slots.release()
 
     def _expire(self, ticket: Ticket) -> None:
-        """Its deadline has passed: it ends now, also while its instance works."""
+        """Fail a request whose deadline has passed, even while its instance still runs it."""
         self._timers.pop(ticket, None)
         instance = ticket.instance
         error = RequestDeadlineError(
@@ -381,7 +382,7 @@ class RequestFlow:
         if health is Health.DEAD:
             for ticket in list(instance.tickets):
                 if ticket.instance is not instance:
-                    continue  # what the end of another has caused has taken it away
+                    continue  # A callback of another request moved it.
                 if ticket.is_running:
                     self._settle(ticket, self._lost(instance))
                 else:
@@ -391,7 +392,7 @@ class RequestFlow:
     def _lost(self, instance: Instance) -> InstanceLostError:
         why = instance.error
         if isinstance(why, InstanceLostError):
-            # met by another request, which it may not have begun
+            # This error is from another request: its may_have_begun does not apply to this one.
             return InstanceLostError(
                 instance_id=instance.instance_id, reason=why.reason, may_have_begun=True
             )
@@ -404,7 +405,7 @@ class RequestFlow:
     # --- shared with the scheduler ----------------------------------------------------------------
 
     def abort_at(self, instance: Instance, tickets: Sequence[Ticket]) -> asyncio.Task[None]:
-        """Have an instance give requests back, by a task that need not be awaited."""
+        """Abort requests at an instance, in a task that need not be awaited."""
 
         async def tell() -> None:
             await self._backend.abort(
@@ -414,12 +415,12 @@ class RequestFlow:
         call = asyncio.get_running_loop().create_task(tell())
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        # retrieved, also where it is not awaited
+        # Retrieved, so that asyncio does not log an error that is not awaited.
         call.add_done_callback(lambda call: call.cancelled() or call.exception())
         return call
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until a condition holds, which may change with a wake."""
+        """Wait until a condition holds; it is checked again at each wake."""
         while not holds():
             await self._changed.wait()
 

@@ -1,6 +1,4 @@
-"""Which requests go on at another instance when theirs is lost: policies as objects, the plainest
-first.
-"""
+"""Policies that decide whether a request is retried after its instance was lost."""
 
 from __future__ import annotations
 
@@ -11,15 +9,24 @@ from helmsman.controller._generation.request import Ticket
 
 
 class RetryPolicy(Protocol):
-    """Whether a request that was lost with its instance is tried on another."""
+    """Decides whether a request that was lost with its instance is retried on another one."""
 
     def may_retry(self, ticket: Ticket, error: InstanceLostError) -> bool:
-        """Asked after each attempt that ended so."""
+        """Return whether to retry; called after each attempt that ended with a lost instance.
+
+        Args:
+            ticket: The request and the state of its attempts.
+            error: The loss; ``may_have_begun`` is False when no instance has started the request.
+
+        Returns:
+            True to queue the request again, False to fail it with ``error``.
+        """
 
 
 class RetryUnbegun:
-    """Only what no instance has begun: the default for requests with effects outside, such as
-    tools.
+    """Retry only requests that no instance has started.
+
+    This is the default. It is safe for requests with side effects, such as tool calls.
     """
 
     def may_retry(self, ticket: Ticket, error: InstanceLostError) -> bool:
@@ -27,12 +34,16 @@ class RetryUnbegun:
 
 
 class RetryGeneration:
-    """Anything, so many times: generation has no effect but its result, and only one result is ever
-    delivered.
+    """Retry every lost request, up to a limit on started attempts.
+
+    This is safe for plain generation: it has no side effects, and each request delivers one result.
 
     Args:
-        max_attempts: of one request, not counting those that were taken back on purpose, by a
-            recall or a drain.
+        max_attempts: Lost attempts after which a request that may have started fails. Attempts
+            ended by a recall or a drain do not count.
+
+    Raises:
+        ValueError: If ``max_attempts`` is below 1.
     """
 
     def __init__(self, max_attempts: int = 5) -> None:

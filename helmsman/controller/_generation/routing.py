@@ -1,4 +1,4 @@
-"""Which instance takes a request: policies as objects, from the plainest on."""
+"""Policies that choose the instance for a request."""
 
 from __future__ import annotations
 
@@ -12,16 +12,25 @@ from helmsman.controller._generation.request import Instance, Ticket
 
 
 class RoutingPolicy(Protocol):
-    """Chooses among the instances that serve and have room, of which there is at least one."""
+    """Chooses the instance for a request."""
 
     def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
-        """The instance that takes this request."""
+        """Return the instance for a request.
+
+        Args:
+            ticket: The request.
+            able: Instances that are serving and have room; never empty.
+
+        Returns:
+            One of ``able``.
+        """
 
 
 class LeastOutstandingTokens:
-    """The instance with the fewest tokens to come: held and expected ones of all requests that it
-    has. Of equals, which an idle cluster is full of, the one that was given a request longest
-    ago.
+    """Choose the instance with the fewest outstanding tokens.
+
+    Outstanding tokens are the held and expected tokens of all requests of an instance. Ties, which
+    are common in an idle cluster, go to the instance that received a request least recently.
     """
 
     def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
@@ -29,7 +38,7 @@ class LeastOutstandingTokens:
 
 
 class RoundRobin:
-    """Each instance in its turn, whatever it has."""
+    """Choose the instances in turn, by id, regardless of load."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -42,15 +51,13 @@ class RoundRobin:
 
 
 class _Affinity:
-    """Keeps what belongs together on one instance, while that is not overloaded (bounded loads,
-    arXiv:1608.01350).
-    """
+    """Maps keys to instances, with bounded loads (arXiv:1608.01350)."""
 
     def __init__(self, load_factor: float, max_entries: int) -> None:
         if load_factor < 1.0:
             raise ValueError(
-                f"load_factor is {load_factor:g}; expected 1 or more: how far an instance may be "
-                "above the mean"
+                f"load_factor is {load_factor:g}; expected 1 or more, as a multiple of the mean "
+                "load"
             )
         self._load_factor, self._max_entries = load_factor, max_entries
         self._homes: OrderedDict[str | bytes, str] = OrderedDict()
@@ -59,8 +66,9 @@ class _Affinity:
     def at_home(
         self, keys: Sequence[str | bytes], ticket: Ticket, able: Sequence[Instance]
     ) -> Instance:
-        """The home of the first key that has one, if it can take the request; else the least
-        loaded, which becomes the home.
+        """Return the instance of the first key whose instance is able and within the load bound.
+
+        If there is none, return the least loaded instance. All keys then map to the result.
         """
         by_id = {each.instance_id: each for each in able}
         limit = self._load_factor * (
@@ -81,14 +89,18 @@ class _Affinity:
 
 
 class PrefixAffinity:
-    """The instance that last had the longest known prefix of the prompt, whose cache may still hold
-    it.
+    """Choose the instance that last received the longest known prefix of the prompt.
+
+    Its prefix cache may still hold that prefix.
 
     Args:
-        block_tokens: prefixes are compared in blocks of so many tokens, as caches keep them.
-        load_factor: an instance takes no more than so many times the mean load; what is beyond goes
-            to the least loaded.
-        max_entries: prefixes that are remembered, the latest ones.
+        block_tokens: Block size in tokens; prefixes are compared in whole blocks.
+        load_factor: Bound on the load of an instance, as a multiple of the mean load; 1 or more.
+            A request that would exceed it goes to the least loaded instance.
+        max_entries: Number of prefixes to remember; the least recently used are evicted first.
+
+    Raises:
+        ValueError: If ``block_tokens`` or ``load_factor`` is below 1.
     """
 
     def __init__(
@@ -103,8 +115,9 @@ class PrefixAffinity:
         return self._affinity.at_home(self._prefixes(ticket.request.prompt_ids), ticket, able)
 
     def _prefixes(self, tokens: Sequence[int]) -> list[str | bytes]:
-        """A digest of each prefix of whole blocks, the longest first; of all of it where it is
-        shorter than one.
+        """Return a digest of each prefix of whole blocks, longest first.
+
+        A prompt shorter than one block has a single digest, that of the whole prompt.
         """
         digest, found = hashlib.blake2b(digest_size=16), []
         for start in range(0, len(tokens) - self._block_tokens + 1, self._block_tokens):
@@ -117,10 +130,17 @@ class PrefixAffinity:
 
 
 class SessionAffinity:
-    """The instance that has had the session's requests; requests without a session go to the least
-    loaded.
+    """Choose the instance that received the earlier requests of the session.
 
-    Args: as PrefixAffinity.
+    Requests without a session go to the least loaded instance.
+
+    Args:
+        load_factor: Bound on the load of an instance, as a multiple of the mean load; 1 or more.
+            A request that would exceed it moves its session to the least loaded instance.
+        max_entries: Number of sessions to remember; the least recently used are evicted first.
+
+    Raises:
+        ValueError: If ``load_factor`` is below 1.
     """
 
     def __init__(self, *, load_factor: float = 1.5, max_entries: int = 100_000) -> None:

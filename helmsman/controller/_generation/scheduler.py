@@ -1,7 +1,7 @@
-"""GenerateScheduler: owns every generation request from its submission to its one end.
+"""GenerateScheduler: owns every generation request from its submission until it ends.
 
-Everything here runs on one event loop, so nothing is locked; but a condition from before an
-``await`` is checked again after it. Time is the loop's, so that the same code runs on a virtual
+Everything here runs on one event loop, so there are no locks; conditions checked before an
+``await`` are checked again after it. Time is the loop's, so that the same code runs on a virtual
 clock (helmsman.testing.run_virtually).
 """
 
@@ -24,11 +24,24 @@ _NOTHING_KEPT: Mapping[str, GenerationResult] = MappingProxyType({})
 
 
 class GenerateScheduler:
-    """Requests of one role: queued, routed to its instances, followed to their end.
+    """Queues the generation requests of one role and routes them to its instances.
 
-    A request that waits is given to an instance only when that can take it, so a slow instance
-    holds up what it has and nothing else. When an instance is lost, its requests are tried
-    elsewhere if ``retries`` allows, and fail with the reason if not.
+    A queued request is sent only to an instance that has room, so a slow instance delays no request
+    but its own. When an instance is lost, its requests are retried on others if ``retries`` allows,
+    and otherwise fail with the reason.
+
+    Args:
+        backend: Connection to the instances.
+        policy: Routing policy; LeastOutstandingTokens when None.
+        retries: Retry policy; RetryUnbegun when None.
+        max_in_flight: Maximum number of requests at all instances together; None for no limit.
+        max_queue: Maximum number of queued requests from ``submit``, which waits for room; ``put``
+            ignores it. None for no limit.
+        why_hopeless: Called while requests are queued and no instance is serving. Returns the error
+            with which they fail when no instance will ever serve, else None.
+
+    Raises:
+        ValueError: If ``max_in_flight`` or ``max_queue`` is below 1.
     """
 
     def __init__(
@@ -41,18 +54,6 @@ class GenerateScheduler:
         max_queue: int | None = None,
         why_hopeless: Callable[[], Exception | None] = lambda: None,
     ) -> None:
-        """Serve no instance yet; see add.
-
-        Args:
-            backend: reaches the instances.
-            policy: LeastOutstandingTokens when None.
-            retries: RetryUnbegun when None.
-            max_in_flight: requests that all instances together have, at most.
-            max_queue: requests that wait here, at most; ``submit`` waits beyond it, ``put`` does
-                not.
-            why_hopeless: asked while requests wait and no instance serves: why none ever will, with
-                which they fail.
-        """
         self._flow = RequestFlow(backend, policy, retries, max_in_flight, why_hopeless)
         if max_queue is not None and max_queue < 1:
             raise ValueError(f"max_queue is {max_queue}; expected 1 or more")
@@ -72,16 +73,24 @@ class GenerateScheduler:
         """Queue all of these requests or, on an error, none.
 
         Args:
-            together: each so many in a row are equal but for id and seed: samples of one prompt.
-                They wait until an instance has room for all of them, or for as many as it ever has,
-                and are sent by one call. Each is a request still, with an end of its own; what an
-                instance gives back with tokens goes on alone.
-            kept: by id, the tokens that requests go on from.
-        Raises: ValueError (an id that is in use), HelmsmanError (closed), or why no instance will
-            ever serve.
+            requests: The requests, with ids that no open request has.
+            options: Options of all of them; the defaults when None.
+            together: Samples per prompt: each run of this many requests differs only in id and
+                seed. A run waits for an instance with room for all of it (or for as many as the
+                instance ever takes) and is sent in one call. Each request still ends on its own,
+                and one that comes back with partial tokens continues alone.
+            kept: Request id -> partial result to continue from.
+
+        Returns:
+            One ticket per request, in order.
+
+        Raises:
+            ValueError: If an id is in use.
+            HelmsmanError: If the scheduler is closed.
+            Exception: The error of ``why_hopeless``, if no instance will ever serve.
         """
         if self._flow.closed:
-            raise HelmsmanError(f"no request is taken: {self._flow.closed}.")
+            raise HelmsmanError(f"request rejected: {self._flow.closed}.")
         if (reason := self._flow.why_none_serves()) is not None:
             raise reason
         tickets = [Ticket(request, options or RequestOptions()) for request in requests]
@@ -111,7 +120,21 @@ class GenerateScheduler:
         *,
         kept: Mapping[str, GenerationResult] = _NOTHING_KEPT,
     ) -> Ticket:
-        """As put for one request, once fewer than ``max_queue`` of this kind wait."""
+        """Queue one request, after waiting until fewer than ``max_queue`` such requests are queued.
+
+        Args:
+            request: The request, with an id that no open request has.
+            options: Its options; the defaults when None.
+            kept: Request id -> partial result to continue from.
+
+        Returns:
+            The ticket of the request.
+
+        Raises:
+            ValueError: If the id is in use.
+            HelmsmanError: If the scheduler is closed.
+            Exception: The error of ``why_hopeless``, if no instance will ever serve.
+        """
         if self._flow.slots is None:
             return self.put([request], options, kept=kept)[0]
         await self._flow.slots.acquire()
@@ -127,7 +150,7 @@ class GenerateScheduler:
         return ticket
 
     async def stream(self, tickets: Iterable[Ticket]) -> AsyncIterator[Ticket]:
-        """These tickets as they end, whichever way."""
+        """Yield these tickets as they end, in any way."""
         loop, ended, num_waiting = asyncio.get_running_loop(), asyncio.Queue[Ticket](), 0
         for ticket in tickets:
             num_waiting += 1
@@ -139,17 +162,22 @@ class GenerateScheduler:
     # --- early ends -------------------------------------------------------------------------------
 
     async def abort(self, request_ids: Collection[str] | None = None) -> int:
-        """End these requests (None: all that are open now) early, with what they have; returns how
-        many.
+        """Abort requests, keeping their partial results.
 
-        What waits ends at once. What runs ends when its instance has given it back, which is not
-        waited for; see wait_idle. What is put meanwhile is not meant, nor what waits in ``submit``
-        for the room that this makes.
+        Queued requests end at once. Running requests end when their instance has returned them,
+        which this does not wait for; see wait_idle. Requests that are submitted during the call, or
+        that wait in ``submit`` for room, are not affected.
+
+        Args:
+            request_ids: Ids of the requests; None for all that are open now. Others are ignored.
+
+        Returns:
+            The number of requests aborted.
         """
         chosen = self._chosen(request_ids)
         running: dict[Instance, list[Ticket]] = {}
         for ticket in chosen:
-            if ticket.state.is_end:  # by what the end of another has caused
+            if ticket.state.is_end:  # a callback of another request ended it
                 continue
             ticket.is_aborted = True
             if ticket.is_running and ticket.instance is not None:
@@ -170,7 +198,7 @@ class GenerateScheduler:
         ]
 
     async def _tell_all(self, running: Mapping[Instance, Sequence[Ticket]]) -> None:
-        """Have instances end these requests; what a lost instance had ends by its loss."""
+        """Abort these requests at their instances; ignore lost ones, whose loss ends requests."""
         outcomes = await asyncio.gather(
             *(self._tell(*each) for each in running.items()), return_exceptions=True
         )
@@ -179,8 +207,9 @@ class GenerateScheduler:
                 raise outcome
 
     async def _tell(self, instance: Instance, tickets: Sequence[Ticket]) -> None:
-        """Wait for the instance's answer, or until it has none of them any more: what is dead may
-        never answer.
+        """Abort requests at an instance; return when it replies or has none of them left.
+
+        The second condition is for a dead instance, which may never reply.
         """
         call = self._flow.abort_at(instance, tickets)
         left = asyncio.ensure_future(
@@ -194,11 +223,11 @@ class GenerateScheduler:
             call.result()
 
     def suspend(self, by: str = "") -> None:
-        """Once this has returned, no request starts until resume. Running requests go on, and
-        submission stays open.
+        """Start no further request until resume; running requests continue, submission stays open.
 
         Args:
-            by: who suspends: what several have suspended starts when each of them has resumed.
+            by: Name of the owner of this suspension. Requests start again when every owner has
+                resumed.
         """
         self._flow.suspended.add(by)
         for ticket in list(self._flow.open.values()):
@@ -207,42 +236,43 @@ class GenerateScheduler:
         self._flow.wake()
 
     def resume(self, by: str = "") -> None:
-        """Start requests again, unless others keep it suspended."""
+        """End the suspension of owner ``by``; requests start again when none is left."""
         self._flow.suspended.discard(by)
         self._flow.pump()
 
     @property
     def is_suspended(self) -> bool:
-        """Whether it is."""
+        """Whether any owner has suspended the scheduler."""
         return bool(self._flow.suspended)
 
     async def wait_idle(self) -> None:
-        """Wait until no instance has a request and, unless it is suspended, none waits: what is put
-        meanwhile is waited for, too. It is so when this returns, before anything else happens on
-        the event loop.
+        """Wait until no instance has a request and, unless suspended, none is queued.
+
+        This includes requests that are put meanwhile. The condition holds when this returns, until
+        the caller's next await.
         """
         await self._flow.until(
             lambda: self._flow.num_in_flight == 0 and (self.is_suspended or not self._flow.waiting)
         )
 
     async def wait_ended(self) -> None:
-        """Wait until instances have ended or given back what they have been sent by now; what they
-        are sent later is not waited for.
-        """
+        """Wait until all attempts that run now have ended or been returned, but no later ones."""
         await self._flow.until(
             _have_ended([each for each in self._flow.open.values() if each.is_running])
         )
 
     async def take_back(self) -> None:
-        """Take back what instances have been sent by now, and wait until they have given it back:
-        it waits again, with the tokens that it has, and goes on anywhere; what came to its end on
-        the way is DONE. To be called when suspended, or it starts again at once.
+        """Recall all requests that run now, and wait until the instances have returned them.
 
-        What an instance does not give back stays where it is until that instance answers, its call
-        reaches its limit, or it is found to be dead; this waits for it, and may be cancelled: it
-        goes on then, and still comes back when it is given back.
+        A returned request is queued again with its partial tokens, and may continue on any
+        instance; one that ends meanwhile is DONE. Call suspend first, or requests restart at once.
 
-        Raises: what an instance raised that was asked.
+        A request whose instance does not return it stays there until the instance replies, its call
+        times out, or the instance is found dead. This waits for that. If the wait is cancelled, the
+        request continues, and is still queued again when it is returned.
+
+        Raises:
+            Exception: The error of an instance that failed to recall; a lost instance raises none.
         """
         have_ended = _have_ended(
             [
@@ -272,14 +302,21 @@ class GenerateScheduler:
     # --- instances --------------------------------------------------------------------------------
 
     def add(self, instance_id: str, capacity: int, health: Health = Health.HEALTHY) -> Instance:
-        """Serve by one more instance.
+        """Add an instance to route requests to.
 
         Args:
-            capacity: requests that it is given at once, at most.
-            health: STALE where it has to get the weights first.
+            instance_id: Unique id of the instance.
+            capacity: Maximum number of requests in flight at it; 1 or more.
+            health: Its state; STALE if it must load the weights first.
+
+        Returns:
+            The instance.
+
+        Raises:
+            ValueError: If the id is registered already or ``capacity`` is below 1.
         """
         if instance_id in self.instances:
-            raise ValueError(f"instance {instance_id!r} is here already")
+            raise ValueError(f"instance {instance_id!r} is registered already")
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}; expected 1 or more")
         instance = self.instances[instance_id] = Instance(instance_id, capacity, health)
@@ -287,8 +324,9 @@ class GenerateScheduler:
         return instance
 
     def expect_weights(self, version: int) -> None:
-        """Weights are on their way to the instances: a request that has tokens by them goes on only
-        where they have arrived.
+        """Announce a weight update to ``version``.
+
+        From now on, a request with tokens of this version continues only on instances that have it.
         """
         self._flow.expected_version = version
         for instance in self.instances.values():
@@ -296,21 +334,26 @@ class GenerateScheduler:
                 instance.version = version - 1
 
     def have_weights(self, instance_id: str, version: int) -> None:
-        """Weights have arrived at an instance."""
+        """Record that an instance has loaded the weights of ``version``."""
         self.instances[instance_id].version = version
         self._flow.pump()
 
     async def drain(self, *instance_ids: str, migrate: bool = False) -> object:
-        """Give these instances nothing more, and wait until they have nothing; then remove may
-        follow, or undrain.
+        """Send these instances no more requests, and wait until they have none.
+
+        Follow it with remove or undrain. Cancelling the wait ends this drain; other drains of the
+        same instances stay in force.
 
         Args:
-            migrate: take back what they have, to be continued elsewhere with the tokens so far,
-                instead of waiting for its end.
+            *instance_ids: Ids of the instances.
+            migrate: Recall their requests, which continue elsewhere with their partial tokens,
+                instead of waiting for them to end.
 
-        When the wait is cancelled they serve again, but for those that somebody else drains, too.
-            Returns: what undrain takes
-        to end this drain alone. Raises: HelmsmanError when undrain takes it back.
+        Returns:
+            A marker that undrain accepts to end this drain alone.
+
+        Raises:
+            HelmsmanError: If undrain ends this drain before it completes.
         """
         mark, chosen = object(), [self.instances[instance_id] for instance_id in instance_ids]
         for instance in chosen:
@@ -330,8 +373,8 @@ class GenerateScheduler:
             )
             if taken_back := [each.instance_id for each in chosen if mark not in each.drains]:
                 raise HelmsmanError(
-                    f"{', '.join(taken_back)} got requests again, by undrain, before the drain "
-                    "was through."
+                    f"Drain of {', '.join(taken_back)} did not complete: undrain() ended it while "
+                    "requests were still running."
                 )
             return mark
         except BaseException:
@@ -341,8 +384,11 @@ class GenerateScheduler:
             raise
 
     def undrain(self, instance_id: str, drain: object = None) -> None:
-        """Give an instance requests again, and end all drains of it; with a ``drain``, end that one
-        alone. Nothing happens when it is gone.
+        """End the drains of an instance, so that it receives requests again.
+
+        Args:
+            instance_id: Id of the instance; ignored if it was removed.
+            drain: Marker of the one drain to end; None for all.
         """
         if (instance := self.instances.get(instance_id)) is None:
             return
@@ -351,8 +397,9 @@ class GenerateScheduler:
         self._flow.pump()
 
     async def recall(self, *instance_ids: str) -> None:
-        """Have instances, as far as they are still there, give back what they run, to be continued
-        elsewhere with the tokens so far; does not wait for it.
+        """Recall the requests of these instances, without waiting until they are returned.
+
+        The requests continue elsewhere with their partial tokens. Removed instances are ignored.
         """
         await self._recall(
             [
@@ -363,8 +410,10 @@ class GenerateScheduler:
         )
 
     def remove(self, instance_id: str) -> None:
-        """Serve without an instance that has nothing. Raises: ValueError when it has something;
-        drain it before.
+        """Remove an instance.
+
+        Raises:
+            ValueError: If the instance has requests; drain it first.
         """
         instance = self.instances[instance_id]
         if instance.tickets:
@@ -376,35 +425,43 @@ class GenerateScheduler:
         self._flow.pump()
 
     def set_health(self, instance_id: str, health: Health, error: Exception | None = None) -> None:
-        """Take in what supervision has found. What a dead instance had is lost now, also where its
-        calls still hang.
+        """Set the health of an instance; a dead one loses its requests, even if their calls hang.
+
+        Args:
+            instance_id: Id of the instance.
+            health: Its new health.
+            error: Reason of the change, if any.
         """
         self._flow.set_health(instance_id, health, error)
 
     def on_lost(self, call: Callable[[str, Exception], None]) -> None:
-        """Call a function with an instance that a call has found to be gone, and why, in place of
-        set_health.
+        """Set the function called with the id and error when a call finds an instance lost.
+
+        It replaces the default, set_health.
         """
         self._flow.on_lost = call
 
     def close(self, reason: str = "the generation scheduler was closed") -> None:
-        """Fail what waits and take nothing more; what runs ends with its instance. Idempotent."""
+        """Fail queued requests and reject new ones. Idempotent.
+
+        Running requests end with their instance.
+        """
         self._flow.close(reason)
 
     # --- figures ----------------------------------------------------------------------------------
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait."""
+        """Number of queued requests."""
         return len(self._flow.waiting)
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that instances have."""
+        """Number of requests at the instances."""
         return self._flow.num_in_flight
 
     def running(self, request_ids: Collection[str] | None = None) -> dict[str, list[str]]:
-        """Instance id -> ids of these requests (None: all) that it has been sent."""
+        """Return instance id -> ids of its running requests among ``request_ids`` (None: all)."""
         found: dict[str, list[str]] = {}
         for ticket in self._chosen(request_ids):
             if ticket.is_running and ticket.instance is not None:
@@ -413,8 +470,9 @@ class GenerateScheduler:
 
 
 def _have_ended(tickets: Iterable[Ticket]) -> Callable[[], bool]:
-    """Whether the attempts that these are at now have ended. All calls of it together look at each
-    ticket about once.
+    """Return a predicate: whether the current attempts of these tickets have ended.
+
+    It is polled often, so all its calls together look at each ticket about once.
     """
     attempts = [(ticket, ticket.num_attempts) for ticket in tickets]
 

@@ -1,6 +1,4 @@
-"""Supervises rollout instances: drains those that will be preempted, and rebuilds those that are
-dead.
-"""
+"""Supervises rollout instances: drains them before a preemption, and rebuilds dead ones."""
 
 from __future__ import annotations
 
@@ -25,20 +23,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Supervised:
-    """One instance."""
+    """State of one supervised instance."""
 
     health: Health
     budget: RestartBudget
     restart_at: float | None = None
-    """When it is rebuilt; None while it is not dead, and while its budget is spent."""
+    """Time of its rebuild; None unless it is dead and has restart budget left."""
     heeded: PreemptionNotice | None = None
     """The last preemption notice that was acted on."""
     again: asyncio.TimerHandle | None = None
-    """Checks a spent budget again when its window has room."""
+    """Retries after a spent budget, once its window has room."""
     restarting: asyncio.Task[None] | None = None
     moving: asyncio.Task[None] | None = None
     death: asyncio.Future[None] | None = None
-    """Done when it dies; None while no coroutine waits for that."""
+    """Done when it dies; None while no coroutine waits for it."""
 
     @property
     def is_restarting(self) -> bool:
@@ -54,16 +52,20 @@ class _Supervised:
 
 
 class Supervisor:
-    """The health of a GenerateScheduler's instances.
+    """Supervises the instances of a GenerateScheduler.
+
+    An instance that will be preempted is drained, its requests continue on others, and it is
+    rebuilt, on another node if possible. If it was rebuilt in the same place, the same notice does
+    not drain it again.
 
     Args:
-        monitor: of the scheduler that runs the instances. An instance that will be preempted is
-            drained, its requests continue on others, and it is rebuilt, on another node if
-            possible. If it was rebuilt in the same place, it goes on serving under the same notice.
-        rebuild: restarts an instance and loads the served weights; raises when it cannot. Returns
-            whether the weights are loaded; otherwise the instance waits for the next update.
-        engine_name: of the instances' engines; the instance's id when None. When it fails, its
-            instance is dead.
+        requests: Scheduler of the requests, which receives the health of its instances.
+        policy: Limits for probes and restarts.
+        monitor: Monitor of the scheduler that runs the instances.
+        rebuild: Restarts an instance and loads the served weights; raises if it cannot. Returns
+            whether the weights are loaded; if not, the instance waits for the next update.
+        engine_name: Name of the instances' engines; the instance's id when None. A failed engine
+            makes its instance dead.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Supervisor:
         requests.on_lost(lambda instance_id, error: self.note(instance_id, Event.LOST, error))
 
     def watch(self, instance_id: str, health: Health = Health.HEALTHY) -> None:
-        """Supervise one more instance; one that is DEAD is rebuilt."""
+        """Start to supervise an instance; a DEAD one is rebuilt."""
         policy = self._policy
         budget = RestartBudget(policy.max_restarts, policy.restart_window_s, policy.restart_pause_s)
         supervised = self._supervised[instance_id] = _Supervised(health, budget)
@@ -101,9 +103,7 @@ class Supervisor:
             self._mark_gone(instance_id, supervised)
 
     def start(self) -> None:
-        """Start to probe and to rebuild. Before it, only ``note`` changes the health of
-        instances.
-        """
+        """Start probing and rebuilding; before this, only ``note`` changes the health."""
         living = [
             instance_id for instance_id, each in self._supervised.items() if each.health.is_alive
         ]
@@ -139,8 +139,9 @@ class Supervisor:
     def _plan_restart(
         self, instance_id: str, supervised: _Supervised, pause_s: float | None
     ) -> None:
-        """Schedule the rebuild of a dead instance after ``pause_s`` seconds; None spends the
-        budget, which sets the pause.
+        """Schedule the rebuild of a dead instance after ``pause_s`` seconds.
+
+        None takes one restart, and the pause before it, from the budget.
         """
         if self._watch is None:
             return
@@ -153,7 +154,7 @@ class Supervisor:
             wait_s = supervised.budget.free_in_s(now)
             when = "" if math.isinf(wait_s) else f" for {wait_s:.0f} s"
             log.warning(
-                "%s stays dead%s, as its restarts are used up; %d instances go on",
+                "%s stays dead%s, as its restarts are used up; %d instances remain",
                 instance_id,
                 when,
                 num_others,
@@ -177,32 +178,38 @@ class Supervisor:
             death.set_result(None)
 
     async def until_dead(self, instance_id: str) -> None:
-        """Return when an instance dies, is given up or is forgotten, from now on; at once when it
-        is not supervised.
+        """Wait until an instance dies, is evacuated or is forgotten.
+
+        Return at once if it is not supervised; an earlier death does not count.
         """
         if (supervised := self._supervised.get(instance_id)) is not None:
             supervised.death = supervised.death or asyncio.get_running_loop().create_future()
             await asyncio.shield(supervised.death)
 
     def is_coming_back(self, instance_id: str) -> bool:
-        """Whether a rebuild of an instance that does not serve is running or planned."""
+        """Return whether an instance that is not serving may recover by itself."""
         supervised = self._supervised[instance_id]
         if supervised.health is Health.DEAD:
             return supervised.restart_at is not None
-        # While it is being rebuilt, it is stale for a moment before it serves.
+        # A rebuild passes through STALE shortly before the instance serves.
         return supervised.health in (Health.RESTARTING, Health.SUSPECT) or supervised.is_restarting
 
     async def with_liveness_check(self, instance_ids: Collection[str], work: Awaitable[T]) -> T:
-        """Await work on instances that are not probed yet, such as the load of a model, without a
-        limit of its own. Raises: the errors of ``work``; after start, InstanceLostError when one of
-        the instances stops answering probes.
+        """Await work on instances that are not probed yet, such as loading a model.
+
+        There is no time limit: the work is cancelled only when an instance stops answering probes.
+        Before start, nothing is probed.
+
+        Raises:
+            InstanceLostError: If one of the instances stops answering probes.
+            Exception: The error of ``work``.
         """
         if self._watch is None:
             return await work
         working = asyncio.ensure_future(work)
         silent: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-        # one that has died, or is not there yet, fails the work itself
+        # Only silence counts: an instance that has died or not started yet fails the work itself.
         def on_report(
             report: Report,
         ) -> None:
@@ -239,7 +246,7 @@ class Supervisor:
         ):
             supervised.heeded = notice
             log.warning(
-                "%s is drained, since %s; its requests continue on other instances",
+                "%s is being drained: %s; its requests continue on other instances",
                 instance_id,
                 notice.reason,
             )
@@ -251,9 +258,9 @@ class Supervisor:
         try:
             drain = await self._requests.drain(instance_id, migrate=True)
         except HelmsmanError as error:
-            log.warning("%s is not drained: %s", instance_id, error)
+            log.warning("%s could not be drained: %s", instance_id, error)
             return
-        if supervised.health.is_alive:  # it may have died meanwhile
+        if supervised.health.is_alive:  # It may have died during the drain.
             self.note(
                 instance_id,
                 Event.EVACUATED,
@@ -262,12 +269,12 @@ class Supervisor:
         self._requests.undrain(instance_id, drain)
 
     async def _restart(self, instance_id: str, supervised: _Supervised) -> None:
-        """Rebuild an instance until it is there, or its budget is spent."""
+        """Rebuild an instance until that succeeds or its budget is spent."""
 
         async def rebuild() -> None:
-            # and no await from here on, or others could be served meanwhile
+            # No await after this one: a newer weight version could be served in between.
             has_weights = await self._rebuild(instance_id)
-            if supervised.health is Health.RESTARTING:  # it has not died again meanwhile
+            if supervised.health is Health.RESTARTING:  # It may have died again.
                 self.note(instance_id, Event.RESTARTED)
                 if has_weights:
                     self.note(instance_id, Event.UPDATED)
@@ -278,7 +285,7 @@ class Supervisor:
             self.note(instance_id, Event.RESTART)
             try:
                 await self.with_liveness_check([instance_id], rebuild())
-            # The instance is not there, whatever the error
+            # A rebuild may raise any error; each means that the instance is lost.
             except Exception as error:  # noqa: BLE001
                 log.warning("%s could not be rebuilt: %s", instance_id, error)
                 self.note(instance_id, Event.LOST, error)

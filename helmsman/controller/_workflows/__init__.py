@@ -1,1 +1,1 @@
-"""Agent workflows: episodes, bounded staleness, rewards."""
+"""Agent workflows: episodes, batch policies and rewards."""

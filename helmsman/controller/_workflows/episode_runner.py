@@ -1,8 +1,7 @@
-"""EpisodeRunner: a user's async function per episode, many at once on one event loop, and batches
-of what comes out.
+"""EpisodeRunner: runs one async user function per episode on one event loop, and forms batches.
 
-Everything here runs on that loop, and time is the loop's, so that batch policies can be tried on a
-virtual clock (helmsman.testing.run_virtually).
+Time is the loop's, so that batch policies can be tested on a virtual clock
+(helmsman.testing.run_virtually).
 """
 
 from __future__ import annotations
@@ -36,33 +35,39 @@ _STOP_S = 5.0
 _PACKAGE = str(Path(__file__).parents[2])
 
 Workflow = Callable[[Any], Awaitable[Any]]
-"""``async def workflow(item)``: what becomes of an item, or None when nothing of use does. It
-awaits generation (``rollout.async_generate_one``), tools and rewards. Blocking work belongs into a
-RewardPool or ``asyncio.to_thread``."""
+"""``async def workflow(item)``: returns the value of one episode, or None to reject the item.
+
+It awaits generation (``rollout.async_generate_one``), tools and rewards. Run blocking work in a
+RewardPool or with ``asyncio.to_thread``.
+"""
 
 
 class WorkflowFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What has become of the episodes so far. All but those of rollout_batch are counted, each in
-    one place.
+    """Numbers of episodes so far, except those of rollout_batch.
+
+    ``num_started`` is the sum of the others.
     """
 
     num_started: int
     num_running: int
     num_waiting: int
+    """Completed and kept, but in no batch yet."""
     num_used: int
+    """Returned in a batch."""
     num_rejected: int
-    """Without a value, or not kept by the batch policy."""
+    """Without a value, or rejected by the batch policy."""
     num_evicted: int
-    """Ended, and then too old, or more than batches had room for."""
+    """Discarded after they completed: too old, or beyond the bound."""
     num_stopped: int
-    """The same of those that ran still; they were cancelled."""
+    """Cancelled while running, for the same reasons."""
     num_failed: int
-    """Raised, or took too long."""
+    """Raised an error or timed out."""
 
 
 class EpisodeRunner:
-    """Runs episodes on the event loop of its caller; WorkflowExecutor has the arguments, and is
-    what scripts use.
+    """Runs episodes on the event loop of its caller.
+
+    Scripts use WorkflowExecutor, which documents the arguments.
     """
 
     def __init__(
@@ -96,28 +101,26 @@ class EpisodeRunner:
         self._timeout_s = episode_timeout
         self._version = 0
         self._feeding: tuple[Iterator[Any], int] | None = None
-        """Where items come from, and the size of a batch."""
+        """Source of items, and batch size."""
         self._source_error: Exception | None = None
-        """What the source raised between two requests for a batch."""
+        """Error of the source or the batch policy between two calls of prepare_batch."""
         self._ended_source: Iterator[Any] | None = None
-        """The source whose end was logged."""
+        """Source whose end was already logged."""
         self._handed_at: int | None = None
-        """Version at which the last batch was handed over."""
+        """Weight version at which the last batch was returned."""
         self._running: dict[int, int] = {}
-        """Number of each episode that counts -> version at its start, in the order of the
-        starts.
-        """
+        """Number of each running episode -> weight version at its start, in the order of starts."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._given: set[asyncio.Task[Any]] = set()
         self._workflows: set[asyncio.Task[Any]] = set()
-        """All that has not ended, also where it was cancelled and is not awaited any more."""
+        """All unfinished calls of the workflow, including abandoned ones."""
         self._waiting: list[Episode] = []
         self._num_started = self._num_used = self._num_rejected = 0
         self._num_evicted = self._num_stopped = self._num_failed = 0
         self._recent: list[BaseException | None] = []
         self._changed = asyncio.Event()
         self._num_asking = 0
-        """Batches that wait for it; who asks for one then does what there is to do."""
+        """Calls of prepare_batch that wait for ``_changed``; they call ``_turn`` themselves."""
         self._is_closing = False
 
     async def rollout_batch(self, items: Iterable[Any]) -> list[Any]:
@@ -132,7 +135,7 @@ class EpisodeRunner:
             raise
         finally:
             self._given.difference_update(tasks)
-        # all of them are seen
+        # Every error is retrieved, so that asyncio logs none.
         errors = [None if task.cancelled() else task.exception() for task in tasks]
         if self._is_closing:
             raise closed_error()
@@ -163,7 +166,7 @@ class EpisodeRunner:
                 "wait",
             )
             if not batch and not has_more and not self._running:
-                # all that will ever come
+                # No further episode can end: return the rest.
                 batch = sorted(self._waiting, key=lambda each: each.number)[:batch_size]
                 self._take(batch)
                 self._warn_of_end(source, len(batch), batch_size)
@@ -191,7 +194,7 @@ class EpisodeRunner:
 
     def set_version(self, version: int) -> None:
         if version < self._version:
-            raise ValueError(f"weight version {version} after {self._version}; versions only grow")
+            raise ValueError(f"version is {version}; expected {self._version} or more")
         self._version = version
         self._changed.set()
 
@@ -208,9 +211,7 @@ class EpisodeRunner:
         )
 
     async def close(self) -> None:
-        """Cancel what runs, and wait for it a while; what swallows the cancellation is left.
-        Idempotent.
-        """
+        """Cancel running episodes and wait up to ``_STOP_S`` seconds for them. Idempotent."""
         self._is_closing, self._feeding = True, None
         self._changed.set()
         for task in [*self._tasks.values(), *self._given, *self._workflows]:
@@ -221,8 +222,10 @@ class EpisodeRunner:
     # --- flow -------------------------------------------------------------------------------------
 
     def _turn(self, batch_size: int) -> bool:
-        """Drop what is of no use any more, and start what may be started; whether the source may
-        have more.
+        """Apply the batch policy: stop, evict and start episodes.
+
+        Returns:
+            Whether the source may have more items.
         """
         with _no_exit("the batch policy"):
             stopped = list(self._batch_policy.stop(self._waiting, self._state(batch_size)))
@@ -275,15 +278,17 @@ class EpisodeRunner:
         return True
 
     def _leave(self, number: int) -> asyncio.Task[None]:
-        """An episode counts no more, however it ends."""
+        """Remove a running episode from the count, and return its task."""
         del self._running[number]
         return self._tasks.pop(number)
 
     # --- episodes ---------------------------------------------------------------------------------
 
     async def _run(self, item: Any) -> Any:
-        """What the workflow makes of an item. Ends at once when it is cancelled, or the time is
-        over, whatever that does.
+        """Return the value of the workflow for an item.
+
+        On cancellation or time-out this returns at once, even if the workflow suppresses its own
+        cancellation.
         """
         work = asyncio.ensure_future(self._work(item))
         self._workflows.add(work)
@@ -298,7 +303,7 @@ class EpisodeRunner:
             raise EpisodeTimeoutError(item=reprlib.repr(item)[:120], limit_s=self._timeout_s or 0.0)
         if work.cancelled():
             raise HelmsmanError(
-                "the episode was cancelled by something that it awaited, and not by its executor."
+                "the episode failed: an operation that it awaited was cancelled, not the episode."
             )
         return work.result()
 
@@ -313,7 +318,7 @@ class EpisodeRunner:
 
     def _abandon(self, work: asyncio.Future[Any]) -> None:
         work.cancel()
-        # retrieved, so that asyncio does not log it
+        # Retrieved, so that asyncio does not log it.
         work.add_done_callback(lambda work: work.cancelled() or work.exception())
 
     async def _episode(self, item: Any, number: int, version: int) -> None:
@@ -322,7 +327,7 @@ class EpisodeRunner:
             episode = Episode(item=item, value=value, number=number, version=version)
             with _no_exit("the batch policy"):
                 is_of_use = value is not None and self._batch_policy.keep(episode)
-        # It is this episode's failure; too many of them are the batch's
+        # Any error fails this episode only; too many of them fail the next batch.
         except Exception as error:  # noqa: BLE001
             log.warning(
                 "an episode failed (%s): %s: %s", _place_of(error), type(error).__name__, error
@@ -343,8 +348,8 @@ class EpisodeRunner:
             and len(self._failures()) <= self._max_failures
         ):
             try:
-                self._turn(self._feeding[1])  # also while the script trains
-            # Of the source or the batch policy, for the caller that asks for the next batch
+                self._turn(self._feeding[1])  # Start replacements also while the script trains.
+            # An error of the source or the batch policy; the next prepare_batch raises it.
             except Exception as error:  # noqa: BLE001
                 self._feeding, self._source_error = None, error
 
@@ -367,14 +372,14 @@ class EpisodeRunner:
 
 
 _AWAITABLE = re.compile("Any|Awaitable|Coroutine|Future|Task")
-_WRITE_ASYNC = "expected a coroutine. Define it with `async def`, and await what it waits for"
+_WRITE_ASYNC = "expected a coroutine. Define it with `async def`, and await its asynchronous calls"
 
 
 def _require_async(workflow: Workflow) -> None:
-    """Refuse a function that is defined without ``async``. Raises: TypeError.
+    """Raise TypeError for a function that cannot return a coroutine.
 
-    A lambda, a decorated function, or one whose annotation says so may return a coroutine, which
-    its first call shows.
+    A lambda, a decorated function or one with an awaitable return annotation passes; its first call
+    shows whether it returns a coroutine.
     """
     function: Any = workflow
     while isinstance(function, functools.partial):
@@ -392,7 +397,9 @@ def _require_async(workflow: Workflow) -> None:
         or inspect.isgeneratorfunction(function)
         or inspect.isasyncgenfunction(function)
     ):
-        raise TypeError(f"the workflow {_name_of(workflow)} is no async function; {_WRITE_ASYNC}")
+        raise TypeError(
+            f"the workflow {_name_of(workflow)} is not an async function; {_WRITE_ASYNC}"
+        )
 
 
 def _name_of(workflow: object) -> str:
@@ -400,7 +407,7 @@ def _name_of(workflow: object) -> str:
 
 
 def _place_of(error: BaseException) -> str:
-    """File and line of the innermost frame outside of Helmsman, or of the innermost one."""
+    """Return file and line of the innermost frame outside Helmsman, or else of the innermost."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)] or frames
     return (
@@ -412,8 +419,9 @@ def _place_of(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _no_exit(whose: str) -> Iterator[None]:
-    """A user's code: what would end the script is an error as others are, since it is not on the
-    script's thread.
+    """Turn SystemExit and KeyboardInterrupt of user code into a HelmsmanError.
+
+    The code runs outside the script's thread, so they cannot end the script.
     """
     try:
         yield
@@ -424,9 +432,7 @@ def _no_exit(whose: str) -> Iterator[None]:
 
 
 def _require_known(what: str, chosen: Collection[int], known: Iterable[int], state: str) -> None:
-    """A batch policy's choice: each once, and of those that there are; or an episode would be used
-    twice, or counted twice.
-    """
+    """Reject unknown and repeated episodes, which would be used or counted twice."""
     if not chosen:
         return
     there, distinct = set(known), set(chosen)

@@ -1,6 +1,4 @@
-"""WorkflowExecutor: runs a user's async function per episode, many at once, and makes batches of
-what comes out.
-"""
+"""WorkflowExecutor: runs one async user function per episode, concurrently, and forms batches."""
 
 from __future__ import annotations
 
@@ -26,23 +24,27 @@ _STOP_S = 5.0
 
 
 class WorkflowExecutor(Closing):
-    """Runs episodes on an event loop and in a thread of its own, beside the training step.
+    """Runs episodes on an event loop in its own thread, concurrently with training.
 
-    An exception in an episode is that episode's failure: it is logged and counted, and another
-    episode takes its place, until more than ``max_failures`` of the last ``failure_window``
-    episodes have failed.
+    An exception fails only its episode: it is logged and counted, and another episode replaces it.
+    If more than ``max_failures`` of the last ``failure_window`` episodes failed, the next batch
+    raises.
 
     Args:
-        workflow: an ``async def``; see Workflow. TypeError for a function that is none.
-        batch_policy: decides what is started, kept, handed over and stopped; BoundedStaleness(0)
-            when None, which is synchronous.
-        max_in_flight: episodes that run at once, at most.
-        max_failures: failed episodes among the last ``failure_window``, beyond which the next batch
-            raises.
-        episode_timeout: seconds from an episode's start, after which it is cancelled and has
-            failed; None for no limit. The cancellation reaches its awaits: requests of
+        workflow: An ``async def`` function of one item; see Workflow.
+        batch_policy: Decides which episodes are started, kept, batched and stopped;
+            BoundedStaleness(0), which is synchronous, when None.
+        max_in_flight: Maximum number of concurrent episodes.
+        max_failures: Failures tolerated among the last ``failure_window`` episodes.
+        failure_window: Number of recent episodes among which failures are counted.
+        episode_timeout: Seconds from an episode's start after which it is cancelled and counts as
+            failed; None for no limit. The cancellation propagates to its awaits: requests of
             ``rollout.async_generate_one`` are aborted at their instances. An episode that
-            swallows it continues, and its result is dropped.
+            suppresses the cancellation continues, and its result is dropped.
+
+    Raises:
+        TypeError: If ``workflow`` is not an async function.
+        ValueError: If a limit is out of range.
     """
 
     def __init__(
@@ -64,47 +66,64 @@ class WorkflowExecutor(Closing):
             episode_timeout=episode_timeout,
         )
         self._lock = threading.Lock()
-        """So that nothing is given to the loop after what ends it, and would never be answered."""
+        """Prevents submissions after close(), which the stopped loop would never complete."""
         self._asked: set[concurrent.futures.Future[Any]] = set()
         self._loop, self._thread = start_loop("helmsman-workflows")
         self._closed = False
 
     def rollout_batch(self, items: Iterable[Any]) -> list[Any]:
-        """Run these episodes, wait for all, and return their values in the order of the items; None
-        for one without a value.
+        """Run one episode per item and wait for all of them.
 
-        Raises: the first error of an episode, in the order of the items, once all have ended;
-            EpisodeTimeoutError.
+        Returns:
+            The values in the order of the items; None for an episode without a value.
+
+        Raises:
+            EpisodeTimeoutError: If an episode exceeds ``episode_timeout``.
+            HelmsmanError: If the executor is closed.
+            Exception: The first error of an episode, in the order of the items, once all have
+                ended.
         """
         return self._run(self._episodes.rollout_batch(list(items)))
 
     def prepare_batch(self, source: Iterator[Any], batch_size: int) -> list[Episode]:
-        """The next ``batch_size`` episodes; meanwhile and afterwards as many more run as the
-        batch_policy lets.
+        """Return the next batch of episodes.
+
+        During and after the call, further episodes run as far as the batch policy admits them.
 
         Args:
-            source: of items; drawn from when an episode starts, also while the script trains. It
-                holds up all episodes while it blocks, as the batch policy does.
+            source: Iterator of items. An item is drawn when an episode starts, also during
+                training. Neither ``source`` nor the batch policy may block: that stops all
+                episodes.
+            batch_size: Number of episodes in the batch; 1 or more.
 
-        When the source ends, the last batch is shorter, which is logged, and those after it are
-        empty. Raises: WorkflowFailuresError, or what the source or the batch policy has raised.
+        Returns:
+            ``batch_size`` episodes. When the source ends, the last batch is shorter, with a
+            warning, and later ones are empty.
+
+        Raises:
+            WorkflowFailuresError: If too many recent episodes failed.
+            ValueError: If ``batch_size`` is below 1.
+            HelmsmanError: If the executor is closed.
+            Exception: The error of the source or the batch policy.
         """
         return self._run(self._episodes.prepare_batch(source, batch_size))
 
     def set_version(self, version: int) -> None:
-        """Say which weight version is served from now on; more episodes may start then, at the
-        latest with the next batch.
+        """Set the weight version served from now on, which may let further episodes start.
 
-        Raises: ValueError for a version below the last one.
+        They start no later than with the next batch.
+
+        Raises:
+            ValueError: If ``version`` is below the current one.
         """
         self._run(_call(self._episodes.set_version, version))
 
     def figures(self) -> WorkflowFigures:
-        """What has become of the episodes so far."""
+        """Return the numbers of episodes so far, by outcome."""
         return self._run(_call(self._episodes.figures))
 
     def close(self) -> None:
-        """Cancel what runs, and end the thread. Idempotent."""
+        """Cancel running episodes and stop the thread. Idempotent."""
         self._forbid_blocking()
         with self._lock:
             if self._closed:
@@ -114,7 +133,7 @@ class WorkflowExecutor(Closing):
             ended = asyncio.run_coroutine_threadsafe(self._episodes.close(), self._loop)
         try:
             ended.result()
-            concurrent.futures.wait(asked, timeout=_STOP_S)  # they are told that it is closed
+            concurrent.futures.wait(asked, timeout=_STOP_S)  # They raise that it is closed.
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_S)
@@ -142,9 +161,8 @@ class WorkflowExecutor(Closing):
     def _forbid_blocking(self) -> None:
         if threading.current_thread() is self._thread:
             raise RuntimeError(
-                "an episode, a source or a batch policy made a blocking call of the "
-                "WorkflowExecutor that runs it, which would wait "
-                "for itself; make it in the script, or by asyncio.to_thread"
+                "blocking call of a WorkflowExecutor in its own episode, source or batch policy: "
+                "it would deadlock. Make the call in the script, or with asyncio.to_thread"
             )
 
 

@@ -1,7 +1,6 @@
-"""RewardPool: a user's reward function on workers of any scheduler, with a limit of time that
-holds.
+"""RewardPool: runs a user's reward function on workers of any scheduler, with an enforced timeout.
 
-All of it runs on Helmsman's own event loop, so nothing is locked.
+Everything here runs on Helmsman's own event loop, so there are no locks.
 """
 
 from __future__ import annotations
@@ -37,32 +36,33 @@ log = logging.getLogger(__name__)
 
 _RESTART_WINDOW_S = 3600.0
 _PAUSE_S = 0.1
-"""After a restart that failed; doubled with each more."""
+"""Pause after a failed restart; doubled with each further failure."""
 _MAX_PAUSE_S = 30.0
-"""Or the budget of an hour would never be spent, and what waits for a worker would never be
-told.
+"""Upper limit of the pause. With longer pauses the hourly budget would never run out, and waiting
+scores would never fail.
 """
 
 
 class Process:
-    """A worker's process, until it is lost."""
+    """One process of a worker, until it is lost."""
 
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id
         self.num_in_flight = 0
         self.num_sent = 0
-        """Scores that it has been sent and that have not ended."""
+        """Scores that were sent to it and have not ended."""
         self.last_turn = -1
         self.alive: asyncio.Task[Report] | None = None
-        """The question whether it lives, while it has been sent nothing."""
+        """Shared liveness probe while the process has no score in flight."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done, with the reason, when it is gone."""
+        """Done, with the reason, when the process is lost."""
 
 
 class RewardWorkers:
-    """Gives out places at workers, of which each has ``capacity``, and restarts those that are
-    lost: by ``rebuild``, which raises when it cannot, and at most ``max_restarts`` of all together
-    within an hour.
+    """Assigns scores to workers, up to ``capacity`` on each, and restarts lost workers.
+
+    ``rebuild`` restarts a worker or raises; ``max_restarts`` limits the restarts of all workers
+    together within an hour.
     """
 
     def __init__(
@@ -82,23 +82,28 @@ class RewardWorkers:
         self._processes: dict[str, Process | None] = {
             worker_id: Process(worker_id) for worker_id in worker_ids
         }
-        """By worker; None where it is lost."""
+        """Process of each worker; None while it is lost."""
         self._coming_back: set[str] = set()
         self._queue: collections.deque[asyncio.Future[Process]] = collections.deque()
-        """Of those that wait for a place; some wait no more."""
+        """Callers that wait for a place, including cancelled ones."""
         self._turns = itertools.count()
         self._budget = RestartBudget(max_restarts, _RESTART_WINDOW_S)
         self._restarts: set[asyncio.Task[None]] = set()
         self._last_reason = ""
         self._closed: HelmsmanError | None = None
-        """Why no place is given out any more."""
+        """Error for new callers once the pool is closed."""
 
     # --- places -----------------------------------------------------------------------------------
 
     async def acquire(self, *, is_again: bool) -> Process:
-        """A place at the worker that has the fewest scores, in the order of asking; who was sent in
-        vain comes first. Raises: RewardWorkersSpentError when no worker is left; what close was
-        given.
+        """Wait for a place at the worker with the fewest scores, in FIFO order.
+
+        A caller whose previous process was lost before the score was sent (``is_again``) goes
+        first. Release the place with give_back.
+
+        Raises:
+            RewardWorkersSpentError: If no worker is left.
+            HelmsmanError: The error passed to close.
         """
         if self._closed is not None:
             raise self._closed
@@ -111,7 +116,8 @@ class RewardWorkers:
         try:
             return await place
         except asyncio.CancelledError:
-            if not place.cancelled() and place.exception() is None:  # it came at the same time
+            # The place may have been assigned at the same time.
+            if not place.cancelled() and place.exception() is None:
                 self.give_back(place.result())
             raise
 
@@ -155,9 +161,7 @@ class RewardWorkers:
             self.lose(process, report.reason)
 
     def lose(self, process: Process, reason: str) -> None:
-        """A process is gone, or of no use: what it has fails, and another is started in its place.
-        Idempotent.
-        """
+        """Fail the scores of a dead or hung process and start another one. Idempotent."""
         if process.lost.done():
             return
         worker_id = process.worker_id
@@ -167,7 +171,7 @@ class RewardWorkers:
         self._coming_back.add(worker_id)
         process.lost.set_result(reason)
         task = asyncio.ensure_future(self._restart(worker_id))
-        self._restarts.add(task)  # the event loop itself holds tasks only weakly
+        self._restarts.add(task)  # The event loop holds tasks only weakly.
         task.add_done_callback(self._restarts.discard)
 
     async def _restart(self, worker_id: str) -> None:
@@ -178,7 +182,7 @@ class RewardWorkers:
         ):
             try:
                 await self._rebuild(worker_id)
-            # Whatever it is, the worker is not there, and the budget decides
+            # A rebuild may raise any error; the budget decides whether to try again.
             except Exception as error:  # noqa: BLE001
                 if self._closed is None:
                     log.warning("%s could not be restarted: %s", worker_id, error)
@@ -201,43 +205,47 @@ class RewardWorkers:
                 process.lost.set_result(str(error))
 
     async def settle(self, limit_s: float) -> None:
-        """Wait for restarts that were under way when it was closed."""
+        """Wait up to ``limit_s`` seconds for restarts that were running at close."""
         if self._restarts:
             await asyncio.wait(list(self._restarts), timeout=limit_s)
 
 
 _ENGINE = "helmsman.rpc_server._host.reward.RewardEngine"
 _GRACE_S = 5.0
-"""How much later than an async function's limit its worker's silence means that the worker
-hangs.
-"""
+"""Extra time after an async function's timeout; without a reply by then, the worker hangs."""
 _DEAD_S = 60.0
-"""A worker that is silent for so long, or for twice the limit of a score, is restarted; the limit
-itself comes first.
+"""Silence after which a worker is restarted; twice the timeout of a score if that is longer, so
+that the timeout applies first.
 """
 _SHUTDOWN_S = 2.0
-"""A score that runs when the pool of this machine is closed has half of it to end."""
+"""Shutdown limit of on_this_machine(); a running score has half of it to end."""
 
 
 class RewardPool(RoleController):
-    """Scores by a user's function, on the workers of one role.
+    """Runs a user's reward function on the workers of one role.
 
-    A score goes to the worker that has the fewest, or waits in order while all have as many as they
-    take: one of a ``def`` function, ``max_in_flight_per_worker`` of an ``async def``. Each is
-    computed once, at most. One that takes too long fails alone: an async function is cancelled, and
-    the worker of a synchronous one is restarted, as one that has died is, while the others go on.
+    A score goes to the worker with the fewest scores. When all workers are full, it waits in FIFO
+    order; a worker takes one score of a ``def`` function, or ``max_in_flight_per_worker`` of an
+    ``async def``. Each score is computed at most once. A score that exceeds ``timeout`` fails
+    alone: an async function is cancelled; the worker of a synchronous one is restarted, like a dead
+    worker, while the other workers continue.
 
     Args:
-        scheduler: of any kind. On the inline scheduler what takes too long is left to run beside
-            the script.
+        scheduler: Any scheduler. On the inline scheduler, a score that exceeds its timeout keeps
+            running in the background.
         function: ``def`` or ``async def``; picklable, or an import path 'package.module.function'.
-        job: the workers, such as ``Job(role="reward", replicas=8)``.
-        timeout: seconds from sending a score to a worker until its result; ``timeouts.call_s``
-            when None. What blocks a worker's event loop, or holds the interpreter's lock, is
-            noticed some seconds later.
-        max_in_flight_per_worker: scores that run at once on a worker, of an async function.
-        max_restarts: of all workers together, within an hour; beyond them a worker that is lost
-            stays so.
+        job: The workers, such as ``Job(role="reward", replicas=8)``.
+        timeout: Seconds from sending a score to a worker until its result; ``timeouts.call_s``
+            when None. Code that blocks a worker's event loop or holds the GIL is detected some
+            seconds later.
+        max_in_flight_per_worker: Maximum number of concurrent scores of an async function on a
+            worker.
+        max_restarts: Maximum number of restarts within an hour, of all workers together; beyond it,
+            lost workers are not restarted.
+
+    Raises:
+        JobError: If the job is invalid.
+        ValueError: If a limit is out of range.
     """
 
     _ready_methods = ()
@@ -267,7 +275,7 @@ class RewardPool(RoleController):
         self._places: RewardWorkers | None = None
         self._watch: Watch | None = None
         self._attempts: set[asyncio.Task[Any]] = set()
-        """The event loop itself holds tasks only weakly."""
+        """References to running attempts; the event loop holds tasks only weakly."""
         self._owned: Scheduler | None = None
 
     @classmethod
@@ -280,8 +288,25 @@ class RewardPool(RoleController):
         max_in_flight_per_worker: int = 64,
         max_restarts: int = 64,
     ) -> Self:
-        """A pool of processes of this machine, started, that ends them when it is closed. Raises:
-        as initialize.
+        """Start a pool of processes on this machine; its close ends them.
+
+        Args:
+            function: ``def`` or ``async def``; picklable, or an import path
+                'package.module.function'.
+            num_processes: Number of worker processes.
+            timeout: Seconds from sending a score to a worker until its result; the scheduler's
+                default when None.
+            max_in_flight_per_worker: Maximum number of concurrent scores of an async function on a
+                process.
+            max_restarts: Maximum number of restarts within an hour, of all processes together.
+
+        Returns:
+            The pool, initialized.
+
+        Raises:
+            JobError: If the job is invalid.
+            StartError: If a process does not start.
+            ValueError: If a limit is out of range.
         """
         scheduler = LocalScheduler(
             num_gpus=0, preload=(), timeouts=Timeouts(shutdown_s=_SHUTDOWN_S)
@@ -305,15 +330,24 @@ class RewardPool(RoleController):
     # --- scores -----------------------------------------------------------------------------------
 
     async def async_score(self, *args: Any, **kwargs: Any) -> Any:
-        """``function(*args, **kwargs)`` on a worker; may be awaited on any event loop, and as
-        ``await pool(...)``.
+        """Compute one score on a worker.
 
-        When the await is cancelled, a score that waits is withdrawn, and the result of one that
-        runs is dropped.
+        The asynchronous form can be awaited on any event loop, also as ``await pool(...)``.
+        Cancelling it withdraws a waiting score, and drops the result of a running one.
 
-        Raises: EngineCallError, what the function raised, with its traceback; RewardTimeoutError;
-            RewardLostError (its worker died); RewardWorkersSpentError (no worker is left);
-            ArgumentNotSerializableError.
+        Args:
+            *args: Positional arguments of the function.
+            **kwargs: Keyword arguments of the function.
+
+        Returns:
+            The value of ``function(*args, **kwargs)``.
+
+        Raises:
+            EngineCallError: If the function raised; with its error and traceback.
+            RewardTimeoutError: If the score exceeded ``timeout``.
+            RewardLostError: If its worker died.
+            RewardWorkersSpentError: If no worker is left.
+            ArgumentNotSerializableError: If an argument cannot be sent.
         """
         return await run_async(self._score(self._call(args, kwargs)))
 
@@ -321,17 +355,21 @@ class RewardPool(RoleController):
     __call__ = async_score
 
     async def async_map(self, items: Iterable[Any]) -> list[Any]:
-        """The scores of all items, in their order.
+        """Compute the scores of all items, each passed as the only argument.
+
+        Returns:
+            The scores, in the order of the items.
 
         Raises:
-            HelmsmanError: The first error in their order, as from ``score``, once all have ended.
+            HelmsmanError: The first error in the order of the items, once all have ended; ``score``
+                lists the possible errors.
         """
         return await run_async(self._score_all([self._call((item,), {}) for item in items]))
 
     map = blocking(async_map)
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
-        """Packed here, in the caller's thread: what cannot be sent fails before it waits."""
+        """Pack arguments in the caller's thread, so that errors precede the wait for a worker."""
         self._check_started()
         return _Call(args, kwargs, Packed(encode_arguments(self.role, "", "score", (args, kwargs))))
 
@@ -349,12 +387,11 @@ class RewardPool(RoleController):
         is_again = False
         while True:
             process = await places.acquire(is_again=is_again)
-            # A task of its own: a worker has what it was sent, also when its caller waits no
-            # longer.
+            # A separate task: the score occupies the worker even if its caller is cancelled.
             attempt = asyncio.ensure_future(self._attempt(places, process, call))
             self._attempts.add(attempt)
             attempt.add_done_callback(self._attempts.discard)
-            # seen, by somebody or not
+            # Retrieved, so that asyncio does not log it.
             attempt.add_done_callback(lambda attempt: attempt.cancelled() or attempt.exception())
             try:
                 return await asyncio.shield(attempt)
@@ -377,14 +414,15 @@ class RewardPool(RoleController):
             places.lose(process, reason)
             raise self._lost(process, call, reason) from error
         except (NotFoundError, SchedulerClosedError):
-            self._check_started()  # a pool that is being closed says so
+            self._check_started()  # Raises the pool's own error if it is closing.
             raise
         finally:
             places.give_back(process)
 
     async def _require_alive(self, places: RewardWorkers, process: Process) -> None:
-        """Ask a process that has been sent nothing, once for all who wait: a score that it was
-        never sent goes elsewhere.
+        """Probe an idle process before sending to it, once for all waiting callers.
+
+        Raise _NotBegunError if it is lost: the unsent score can safely go to another worker.
         """
         if not process.num_sent:
             if process.alive is None:
@@ -396,7 +434,7 @@ class RewardPool(RoleController):
             if report.sign is Sign.DEAD:
                 places.lose(process, report.reason)
             process.alive = None
-        if process.lost.done():  # noticed just now, or by another meanwhile
+        if process.lost.done():  # Also if another caller detected it.
             raise _NotBegunError
 
     async def _sent(self, process: Process, call: _Call) -> Any:
@@ -419,12 +457,12 @@ class RewardPool(RoleController):
         if work.done():
             return work.result()
         work.cancel()
-        # retrieved, so that asyncio does not log it
+        # Retrieved, so that asyncio does not log it.
         work.add_done_callback(lambda work: work.cancelled() or work.exception())
         raise self._lost(process, call, process.lost.result())
 
     def _lost(self, process: Process, call: _Call, reason: str) -> HelmsmanError:
-        self._check_started()  # as above
+        self._check_started()  # Raises the pool's own error if it is closing.
         return RewardLostError(worker_id=process.worker_id, call=str(call), reason=reason)
 
     def _answer(self, process: Process, call: _Call, answer: Any) -> Any:
@@ -486,13 +524,15 @@ class RewardPool(RoleController):
         run_sync(end())
 
     def close(self) -> None:
-        """End the workers; what waits or runs fails. Idempotent. Raises:
-        ShutdownIncompleteError.
+        """Stop the workers; waiting and running scores fail. Idempotent.
+
+        Raises:
+            ShutdownIncompleteError: If some workers do not stop in time.
         """
         try:
             super().close()
             if self._places is not None:
-                # a process whose start was under way is ended when that sees that its role is gone
+                # A restart in progress stops its process when it finds the role deleted.
                 run_sync(self._places.settle(self.scheduler.timeouts.shutdown_s))
         finally:
             if self._owned is not None:
@@ -500,11 +540,11 @@ class RewardPool(RoleController):
 
 
 class _NotBegunError(Exception):
-    """The worker was gone before it was sent anything."""
+    """The worker was lost before the score was sent."""
 
 
 class _Call:
-    """What is to be scored."""
+    """Arguments of one score."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], packed: Packed) -> None:
         self.packed = packed

@@ -1,6 +1,4 @@
-"""Which episodes are started, kept, handed over, thrown away and stopped: the rules of asynchronous
-batches as one object.
-"""
+"""Batch policies: which episodes are started, kept, batched, evicted and stopped."""
 
 from __future__ import annotations
 
@@ -16,95 +14,118 @@ _ROUNDING = 1e-9
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
-    """What a workflow made of an item."""
+    """A completed episode: an item and the value that the workflow returned for it."""
 
     item: Any
     value: Any
-    """What the workflow returned; never None."""
+    """Return value of the workflow; never None."""
     number: int
-    """In the order of the starts."""
+    """Sequence number, in the order of starts."""
     version: int
-    """Weight version when it was started: none of its tokens is older."""
+    """Weight version at its start; none of its tokens is older."""
 
 
 class ExecutorState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a WorkflowExecutor, as its batch policy sees it."""
+    """State of a WorkflowExecutor, as passed to its batch policy."""
 
     version: int
-    """Weight version that is served."""
+    """Weight version served now."""
     batch_size: int
     has_batch: bool
-    """Whether a batch was handed over since the weights are of this version."""
+    """Whether a batch was returned since the weights have this version."""
     running: Mapping[int, int]
-    """Number of each episode that runs, in the order of the starts -> version at its start. A view,
-    to be read at once.
+    """Number of each running episode, in the order of starts -> weight version at its start. This
+    is a live view: read it before returning.
     """
     num_waiting: int
-    """Ended, kept, and not handed over."""
+    """Episodes that completed and were kept, but are in no batch yet."""
     num_used: int
-    """Handed over so far."""
+    """Episodes in batches so far."""
 
 
 class BatchPolicy(Protocol):
-    """Decides what flows through a WorkflowExecutor, which asks it again whenever something has
-    changed.
+    """Decides which episodes a WorkflowExecutor starts, keeps, batches and stops.
+
+    The executor calls it again after every change of its state.
     """
 
     def admit(self, state: ExecutorState) -> int:
-        """How many more episodes may be started now."""
+        """Return the number of further episodes to start now."""
 
     def keep(self, episode: Episode) -> bool:
-        """Whether an episode that has ended is of use; another is started for one that is not."""
+        """Return whether to keep a completed episode; a rejected one is replaced."""
 
     def evict(self, waiting: Sequence[Episode], state: ExecutorState) -> Sequence[Episode]:
-        """Which of those that wait are of no use any more; others are started for them."""
+        """Return the waiting episodes to discard; they are replaced.
+
+        Args:
+            waiting: Completed episodes that are in no batch, in the order in which they ended.
+            state: State of the executor.
+
+        Returns:
+            A subset of ``waiting``.
+        """
 
     def stop(self, waiting: Sequence[Episode], state: ExecutorState) -> Sequence[int]:
-        """Numbers of those that run and are of no use any more: they are cancelled, and others are
-        started for them.
+        """Return the running episodes to cancel; they are replaced.
+
+        Args:
+            waiting: Completed episodes that are in no batch, in the order in which they ended.
+            state: State of the executor.
+
+        Returns:
+            Their numbers, from ``state.running``.
         """
 
     def select(self, waiting: Sequence[Episode], state: ExecutorState) -> Sequence[Episode]:
-        """The next batch, ``batch_size`` of those that wait (in the order in which they ended);
-        none when it has to wait for others.
+        """Return the next batch.
+
+        Args:
+            waiting: Completed episodes that are in no batch, in the order in which they ended.
+            state: State of the executor.
+
+        Returns:
+            ``state.batch_size`` of ``waiting``, or nothing to wait for further episodes.
         """
 
 
 class BoundedStaleness:
-    """Oldest first, and nothing that was begun more than ``max_staleness`` weight versions before
-    it is used.
+    """Bounds the age of the episodes in a batch to ``max_staleness`` weight versions.
 
-    At most ``(1 + max_staleness) * batch_size`` episodes run or wait until the batch of a version
-    is handed over, and ``max_staleness * batch_size`` from then on. With one batch for each version
-    this is AReaL's bound, ``(version + 1 + max_staleness) * batch_size`` begun in all
-    (arXiv:2505.24298). 0 is synchronous; with a fraction so much of the next batch begins early.
+    Until the batch of a version is returned, at most ``(1 + max_staleness) * batch_size`` episodes
+    run or wait; after it, ``max_staleness * batch_size``. With one batch per version, this is
+    AReaL's bound: ``(version + 1 + max_staleness) * batch_size`` starts in total
+    (arXiv:2505.24298). 0 is synchronous; a fraction starts that share of the next batch early.
 
-    **By the order of starts**, the default, has no bias by length. A batch waits for a slow episode
-    as soon as later batches could not take all that are as old as it is, and leaves it to them
-    before. So none is thrown away for being long, and the lengths that are trained on are the
-    policy's.
+    **In the order of starts**, the default, batches have no length bias. A slow episode is left to
+    a later batch while later batches have room for all episodes of its age; otherwise the batch
+    waits for it. No episode is discarded for being long, so batches keep the length distribution of
+    the policy under training.
 
-    **By the order of ends** (``takes_first``) is a batch of whatever has ended, and drops what
-    grows too old: it never waits for a straggler, and favours short episodes, the more so the more
-    are begun for a batch.
+    **In the order of ends** (``takes_first``), a batch takes the episodes that ended first, and
+    episodes that become too old are dropped. It never waits for a straggler. It favours short
+    episodes, the more so the more are started per batch.
 
-    **Over-sampling** begins ``(oversample - 1) * batch_size`` spare episodes. A batch is handed
-    over as soon as the rule is met, whatever else runs. By the order of starts a spare one takes
-    the place of one that was filtered or has failed, at once and without a fresh start, and is
-    never preferred for having ended early; so a batch waits for no replacement, and its lengths are
-    the policy's still. By the order of ends the first to end are the batch. What is left goes on,
-    and is used by later batches as far as the bound lets; what is too old is stopped.
+    **Over-sampling** starts ``(oversample - 1) * batch_size`` spare episodes. A batch is returned
+    as soon as its rule is met, regardless of the episodes still running. In the order of starts, a
+    spare replaces an episode that was rejected or failed, without a new start, and is never
+    preferred for ending early. So a batch does not wait for replacements and stays free of length
+    bias. In the order of ends, the first to end form the batch. Left-over episodes continue and
+    enter later batches as far as the bound allows; those that become too old are stopped.
 
     Args:
-        max_staleness: weight versions.
-        keep: whether an episode is of use, such as one of a group whose rewards differ (DAPO,
-            arXiv:2503.14476). What it asks for may well go with length, which is then a bias that
-            it brings; so do time-outs of episodes.
-        takes_first: by the order of ends.
-        oversample: how many times the episodes of a batch are begun for it; 1 or more.
-        stops_rest: once a batch is handed over, stop at once what is beyond the bound, instead of
-            letting it go on until it is too old. Chosen by the order of starts, with or without
-            ``takes_first``.
+        max_staleness: Maximum age of an episode, counted from its start, in weight versions; 0 or
+            more.
+        keep: Returns whether to keep an episode, for example a group whose rewards differ (DAPO,
+            arXiv:2503.14476); None keeps all. A filter that correlates with length introduces a
+            length bias; so do episode time-outs.
+        takes_first: Form batches in the order of ends instead of starts.
+        oversample: Episodes started for a batch, as a multiple of its size; 1 or more.
+        stops_rest: When a batch is returned, stop the episodes beyond the bound at once instead of
+            when they are too old. The last started are stopped, also with ``takes_first``.
+
+    Raises:
+        ValueError: If ``max_staleness`` or ``oversample`` is out of range.
     """
 
     def __init__(
@@ -122,7 +143,7 @@ class BoundedStaleness:
             )
         if not 1.0 <= oversample < math.inf:
             raise ValueError(
-                f"oversample is {oversample:g}; expected 1 or more, times the episodes of a batch"
+                f"oversample is {oversample:g}; expected 1 or more, as a multiple of the batch size"
             )
         self.max_staleness, self.oversample = max_staleness, oversample
         self._oldest = math.ceil(max_staleness)
@@ -162,9 +183,9 @@ class BoundedStaleness:
         ended = {each.number: each for each in waiting}
         num_counted, batch = 0, list[Episode]()
         for number, begun in _in_order(waiting, state):
-            # For all that are as old as this one, or older, there is room in this batch and in
-            # those that come before they are too old. What does not fit is spare: in no batch,
-            # unless one before it fails.
+            # Episodes of this age or older fit into this batch and the later ones that come before
+            # they are too old. An episode that does not fit is spare: it is used only if an
+            # earlier one fails.
             room_later = (begun + self._oldest - state.version) * state.batch_size
             if num_counted >= room_later + state.batch_size:
                 continue
@@ -176,21 +197,19 @@ class BoundedStaleness:
         return batch if len(batch) == state.batch_size else ()
 
     def _rest(self, waiting: Sequence[Episode], state: ExecutorState) -> frozenset[int]:
-        """What is beyond the bound once a batch is handed over, and is to be stopped then: the last
-        in the order of starts.
-        """
+        """Return the episodes that ``stops_rest`` stops: the last started, beyond the bound."""
         if not (self._stops_rest and state.has_batch):
             return frozenset()
         bound = math.floor(self.max_staleness * state.batch_size + _ROUNDING)
         num_kept, rest = 0, set[int]()
         for number, begun in _in_order(waiting, state):
             if num_kept < min(bound, (begun + self._oldest - state.version) * state.batch_size):
-                num_kept += 1  # a batch of a later version may have it
+                num_kept += 1  # A batch of a later version may use it.
             else:
                 rest.add(number)
         return frozenset(rest)
 
 
 def _in_order(waiting: Sequence[Episode], state: ExecutorState) -> list[tuple[int, int]]:
-    """(number, version at the start) of all that run or wait, in the order of the starts."""
+    """Return (number, version at start) of all running or waiting episodes, in order of starts."""
     return sorted([*state.running.items(), *((each.number, each.version) for each in waiting)])

@@ -191,8 +191,8 @@ async def test_submit_refused_or_cancelled_takes_no_room() -> None:
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        (None, "Choosy.choose gave .* for request 'bad'; expected one of the 1 instances"),
-        (Instance("elsewhere", 4), "Choosy.choose gave 'elsewhere' for request 'bad'"),
+        (None, "Choosy.choose returned .* for request 'bad'; expected one of the 1 instances"),
+        (Instance("elsewhere", 4), "Choosy.choose returned 'elsewhere' for request 'bad'"),
         (KeyError("no instance for this session"), "no instance for this session"),
     ],
     ids=["none", "another", "error"],

@@ -215,9 +215,9 @@ async def test_close_fails_unsent_requests() -> None:
     assert states([running, queued]) == [S.RUNNING, S.FAILED]
     assert "was not sent: the job is over" in str(queued.future.exception(timeout=0))
     await settle()
-    with pytest.raises(HelmsmanError, match="no request is taken: the job is over"):
+    with pytest.raises(HelmsmanError, match="request rejected: the job is over"):
         await submitting
-    with pytest.raises(HelmsmanError, match="no request is taken: the job is over"):
+    with pytest.raises(HelmsmanError, match="request rejected: the job is over"):
         scheduler.put([make_request("late")])
     await backend.end("running")
     assert running.state is S.DONE

@@ -46,7 +46,7 @@ async def test_add_takes_waiting_requests() -> None:
 @virtually
 async def test_add_refuses_invalid_instances() -> None:
     _, scheduler = make_scheduler([1])
-    with pytest.raises(ValueError, match="'i0' is here already"):
+    with pytest.raises(ValueError, match="'i0' is registered already"):
         scheduler.add("i0", 1)
     with pytest.raises(ValueError, match="capacity is 0"):
         scheduler.add("i1", 0)

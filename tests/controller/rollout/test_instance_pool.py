@@ -145,7 +145,7 @@ def test_drain_cancelled_or_undrained(scheduler: Scheduler) -> None:
             "somebody else still wants it to get nothing"
         )
         rollout.undrain(["rollout/1"])
-        with pytest.raises(HelmsmanError, match="rollout/1 got requests again, by undrain"):
+        with pytest.raises(HelmsmanError, match="Drain of rollout/1 did not complete"):
             other.result(30)
         assert not rollout.stats().instances["rollout/1"].is_draining
         futures += [rollout.submit([i + 1]) for i in range(8)]

@@ -364,7 +364,7 @@ def test_close_fails_waiting_requests(scheduler: FakeScheduler) -> None:
     ):
         waiting.result(LIMIT_S)
     with pytest.raises(
-        HelmsmanError, match="no request is taken: the controller of role 'rollout' was closed"
+        HelmsmanError, match="request rejected: the controller of role 'rollout' was closed"
     ):
         blocked.result(LIMIT_S)
     with pytest.raises(HelmsmanError, match="is closed; make a new one"):

@@ -140,7 +140,7 @@ async def test_prepare_batch_errors_of_episode_and_filter() -> None:
         4,
     ]
     assert runner.figures().num_failed == 2
-    with pytest.raises(HelmsmanError, match="cancelled by something that it awaited"):
+    with pytest.raises(HelmsmanError, match="operation that it awaited was cancelled"):
         await runner.rollout_batch([1])
 
 
@@ -321,7 +321,7 @@ def test_episode_runner_workflow_without_async() -> None:
 
     for workflow in (plain, generator, functools.partial(plain, 1), NotAsync(), 7):
         with pytest.raises(
-            TypeError, match=r"the workflow .* is no async function; .* Define it with `async def`"
+            TypeError, match=r"workflow .* is not an async function; .* Define it with `async def`"
         ):
             EpisodeRunner(workflow)  # type: ignore[arg-type]
 
