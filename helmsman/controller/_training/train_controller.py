@@ -351,7 +351,8 @@ class TrainController(RoleController):
                 one pushed.
             HelmsmanError: The export failed, or the trainer's version changed meanwhile. No
                 instance received weights.
-            GroupCallError: No instance serves the weights.
+            GroupCallError: An update failed on an instance; under supervision, on all instances. A
+                role with one instance raises its CallError.
         """
         return (await WeightSync(self, rollout, ViaExport()).async_push(timeout)).version
 
