@@ -366,7 +366,7 @@ def test_forward_refuses_too_few_results(scheduler: FakeScheduler) -> None:
         actor.initialize()
         with pytest.raises(
             HelmsmanError,
-            match="actor/0: forward returned 2 results for the 3 samples it was given",
+            match="actor/0: forward returned 2 results for 3 samples",
         ):
             actor.forward(SAMPLES)
 
