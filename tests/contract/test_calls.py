@@ -86,7 +86,7 @@ def test_call_engine_refused_on_own_loop(engine: Engine) -> None:
         engine.call("add")
 
     with pytest.raises(
-        RuntimeError, match="would wait for itself; use the form that does not block"
+        RuntimeError, match="would wait for itself; use the non-blocking form"
     ):
         submit(blocks()).result(timeout=LIMIT_S)
 
