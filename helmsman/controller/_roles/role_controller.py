@@ -37,19 +37,7 @@ class RoleController(Starting):
     """Starts the workers of a job with one engine in each, and deletes them on close.
 
     A controller starts once. Subclasses define the workers' environment and the engine methods that
-    complete the start.
-
-    Args:
-        scheduler: Starts and calls the workers.
-        engine: Import path 'package.module.Class', or a class.
-        job: Role, replicas and resources of each worker.
-        engine_args: Positional arguments of the engine's constructor, the same on every worker.
-        engine_kwargs: Keyword arguments of the engine's constructor, the same on every worker.
-        engine_name: Name of the engine in each worker; the worker's id when None.
-
-    Raises:
-        JobError: The job is invalid, or the engine is known to refuse an argument.
-        TypeError: The engine is neither a string nor a class.
+    complete the start. TrainController documents the arguments and their errors.
     """
 
     _ready_methods: Sequence[str] = ("initialize",)

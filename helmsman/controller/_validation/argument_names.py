@@ -36,11 +36,6 @@ def require_engine_arguments(
 ) -> None:
     """Check the keyword arguments of an engine's constructor.
 
-    Args:
-        role: Role of the engine, for the error.
-        engine: Import path 'package.module.Class', or a class.
-        arguments: The keyword arguments.
-
     Raises:
         InvalidSpecError: The constructor is known not to take an argument.
     """
@@ -57,11 +52,7 @@ def require_engine_arguments(
 
 
 def require_loss_settings(loss: LossFn | str, settings: Mapping[str, Any] | None) -> None:
-    """Check the settings of a loss.
-
-    Args:
-        loss: Short name, import path or function of the loss.
-        settings: Keyword arguments of the loss.
+    """Check the settings (keyword arguments) of a loss.
 
     Raises:
         ValueError: The loss is known not to take a setting.

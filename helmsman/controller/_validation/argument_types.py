@@ -51,15 +51,7 @@ def checked(function: F) -> F:
 
 
 def refusal(method: str, argument: str, value: object, expected: str, hint: str = "") -> TypeError:
-    """Return the error for an argument of the wrong type.
-
-    Args:
-        method: Name of the called method.
-        argument: Name of the argument.
-        value: The argument's value.
-        expected: The expected type.
-        hint: A further sentence, without its full stop.
-    """
+    """Return the error for an argument of the wrong type; ``hint`` lacks its final full stop."""
     observed = f"{reprlib.repr(value)} (of type {type(value).__qualname__})"
     step = f" {hint}." if hint else ""
     return TypeError(
@@ -78,17 +70,7 @@ def _hint(function: str, argument: str, value: object) -> str:
 
 
 def require_seconds(method: str, timeout: object, name: str = "timeout") -> None:
-    """Check a time limit, which is a number of seconds or None.
-
-    Args:
-        method: Name of the called method, for the error.
-        timeout: The value.
-        name: Name of the argument.
-
-    Raises:
-        TypeError: The value is neither a number nor None.
-        ValueError: The value is nan.
-    """
+    """Raise TypeError unless the limit ``name`` is a number or None, and ValueError for nan."""
     if timeout is None:
         return
     if not _is_number(timeout):

@@ -254,7 +254,9 @@ def test_initialize_adds_a_failed_clean_up_to_the_cause(
         patch.setattr(scheduler, "delete_workers", refuses)
         with pytest.raises(GroupCallError, match=r"config\.json") as caught:
             controller(scheduler, engine=FailsToInitialize).initialize()
-    assert caught.value.__notes__ == ["Deleting the workers of role 'actor' failed, too: pid 7 would not end"]
+    assert caught.value.__notes__ == [
+        "Deleting the workers of role 'actor' failed, too: pid 7 would not end"
+    ]
 
 
 def test_controller_refuses_invalid_jobs(scheduler: FakeScheduler) -> None:
