@@ -85,9 +85,7 @@ def test_call_engine_refused_on_own_loop(engine: Engine) -> None:
     async def blocks() -> None:
         engine.call("add")
 
-    with pytest.raises(
-        RuntimeError, match="would wait for itself; use the form that does not block"
-    ):
+    with pytest.raises(RuntimeError, match="would wait for itself; use the non-blocking form"):
         submit(blocks()).result(timeout=LIMIT_S)
 
     async def awaits() -> int:

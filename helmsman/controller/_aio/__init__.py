@@ -1,1 +1,1 @@
-"""The event loop of the driver, its threads and deadlines."""
+"""The driver's background event loop and deadlines."""

@@ -1,8 +1,7 @@
-"""The driver's background event loop: one daemon thread on which all schedulers and controllers run
-their coroutines.
+"""The driver's event loop: a daemon thread that runs the coroutines of schedulers and controllers.
 
-Behaviour is written once, as coroutines; ``run_sync`` and ``run_async`` are how a blocking caller
-and a caller on some other event loop reach it.
+Operations are written once, as coroutines. ``run_sync`` runs them for blocking callers, and
+``run_async`` for callers on another event loop.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ _loop_pid = 0
 
 
 def _after_fork() -> None:
-    """In the child: another thread of the parent may have held the lock, and is not here to give it
-    back.
-    """
+    """Replace the lock in a forked child; a thread of the parent may have held it."""
     global _lock
     _lock = threading.Lock()
     threads_awaited.clear()
@@ -45,12 +42,13 @@ if hasattr(os, "register_at_fork"):
 
 
 def background_loop() -> asyncio.AbstractEventLoop:
-    """The loop, started on first use; a forked child gets one of its own, since threads do not
-    survive a fork.
+    """Return the loop, and start it on first use.
+
+    A forked child starts its own, since threads do not survive a fork.
     """
     global _loop, _loop_pid
     if (loop := _loop) is not None and _loop_pid == os.getpid():
-        # without the lock, which a signal handler's thread may hold
+        # Without the lock: the thread that a signal handler has interrupted may hold it.
         return loop
     with _lock:
         if _loop is None or _loop_pid != os.getpid():
@@ -60,28 +58,24 @@ def background_loop() -> asyncio.AbstractEventLoop:
 
 
 class Mailbox:
-    """Functions to be run on a loop, given from other threads: however many come while it is busy,
-    it is woken once.
-    """
+    """Runs functions on a loop for other threads, with one wake-up for all that are pending."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        # a strong one would keep each loop that ever made a call in the table below
+        # Weak: a strong reference would keep every loop alive in _mailboxes.
         self._loop = weakref.ref(loop)
         self._waiting: collections.deque[Callable[[], None]] = collections.deque()
         self._is_woken = False
 
     def post(self, function: Callable[[], None]) -> None:
-        """Run ``function`` on the loop, after those that were posted before. Nothing happens when
-        the loop is closed.
-        """
+        """Run ``function`` on the loop, in the order of posts; does nothing if it is closed."""
         self._waiting.append(function)
-        # what is appended after this was read as True is seen by _run, which first sets it to False
+        # _run first resets the flag, so it sees every function that was appended before a True.
         if not self._is_woken:
             try:
                 self._is_woken = True
                 self._wake()
             except BaseException:
-                # an interrupt: without a wake nothing would be seen any more, of no thread
+                # After an interrupt the flag is set; without a wake-up no post would ever run.
                 self._wake()
                 raise
 
@@ -97,8 +91,8 @@ class Mailbox:
             function = self._waiting.popleft()
             try:
                 function()
-            except BaseException:  # its own loss: those after it have no other wake
-                log.exception("%r, which was posted to an event loop, has raised", function)
+            except BaseException:  # the functions after it get no other wake-up
+                log.exception("%r, posted to an event loop, raised an exception", function)
 
 
 _mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = (
@@ -107,6 +101,7 @@ _mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = (
 
 
 def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
+    """Return the mailbox of a loop."""
     mailbox = _mailboxes.get(loop)
     if mailbox is None:
         with _lock:
@@ -120,12 +115,17 @@ def run_on_loop(function: Callable[[], None]) -> None:
 
 
 def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    """Run a coroutine on the background loop and return its future."""
     return asyncio.run_coroutine_threadsafe(coroutine, background_loop())
 
 
 def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run ``coroutine`` on the loop and block for its result; an interrupt of the waiting thread
-    cancels it.
+    """Run a coroutine on the loop and block for its result.
+
+    An interrupt of the waiting thread cancels it.
+
+    Raises:
+        RuntimeError: A wait for the loop may never end here; see ``forbid_blocking``.
     """
     loop = background_loop()
     try:
@@ -142,29 +142,30 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 _caller = threading.local()
-"""``blocks``: whether this thread is within run_blocking."""
+"""``blocks``: whether the thread is inside run_blocking."""
 
 threads_awaited: set[int] = set()
-"""Threads for which the loop may have to wait; a signal handler that runs on one of them must not
-wait for the loop.
+"""Ids of threads for which the loop may wait; a signal handler on such a thread must not wait for
+the loop.
 """
 
 
 def forbid_blocking() -> None:
-    """Raise RuntimeError where a wait for the loop may never end: on the loop itself, and in some
-    signal handlers.
+    """Raise RuntimeError where a wait for the loop may never end.
+
+    This is the case on the loop itself, and in signal handlers that interrupt a blocking call.
     """
     if threads_awaited and threading.get_ident() in threads_awaited:
         raise RuntimeError(
-            "a blocking Helmsman call was made by a signal handler that has interrupted another "
-            "one; raise an exception in the "
+            "a signal handler made a blocking Helmsman call while it interrupted another one; "
+            "raise an exception in the "
             "handler instead, or make the call in a thread, without waiting for it"
         )
     if _running_loop() is background_loop():
         raise RuntimeError(
             "a blocking Helmsman call was made from a coroutine or callback on Helmsman's own "
             "event loop, which would wait for "
-            "itself; use the form that does not block there (async_call_engine, agenerate, "
+            "itself; use the non-blocking form there (async_call_engine, agenerate, "
             "submit, ...), or a thread: "
             "await asyncio.to_thread(scheduler.close)"
         )
@@ -198,11 +199,10 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def run_in_executor(function: Callable[..., T], *arguments: Any) -> T:
-    """Run a blocking function off the loop; on it, at the end of the interpreter, where no thread
-    can be had any more.
+    """Run a blocking function in a thread, or on the loop while the interpreter shuts down.
 
-    ``close`` runs there, by atexit, in a script that forgot it, and threads go on with their calls
-    when the main one has ended.
+    No thread can be started during shutdown, but ``close`` may still run in an atexit handler, and
+    other threads may still make calls.
     """
     try:
         running = asyncio.get_running_loop().run_in_executor(
@@ -214,7 +214,7 @@ async def run_in_executor(function: Callable[..., T], *arguments: Any) -> T:
 
 
 async def await_all(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all; when one fails the rest are cancelled and awaited before its error is raised."""
+    """Await all coroutines; if one fails, cancel and await the others, then raise its error."""
     tasks = [asyncio.ensure_future(each) for each in awaitables]
     try:
         return await asyncio.gather(*tasks)
@@ -233,7 +233,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 class Deadline:
-    """A point in time that all steps of an operation share."""
+    """A time limit, from now on, that all steps of an operation share."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -241,13 +241,15 @@ class Deadline:
 
     @property
     def elapsed_s(self) -> float:
+        """Seconds since the start."""
         return time.monotonic() - self._start
 
     @property
     def remaining_s(self) -> float:
-        """Seconds left, 0 when it has passed."""
+        """Seconds left; 0 once the limit has passed."""
         return max(0.0, self.limit_s - self.elapsed_s)
 
     @property
     def passed(self) -> bool:
+        """Whether no time is left."""
         return self.remaining_s == 0.0

@@ -1,1 +1,1 @@
-"""Devices that a trainer and a rollout share, one after the other."""
+"""Hand-over of devices between a trainer and a rollout that share them."""

@@ -1,15 +1,14 @@
-"""DeviceHandoff: a trainer and a rollout on the same devices, one after the other.
+"""DeviceHandoff: a trainer and a rollout that use the same devices in turns.
 
-    NOBODY --> TRAINER <--> NOBODY <--> ROLLOUT
+    NONE --> TRAINER <--> NONE <--> ROLLOUT
 
-    to_training   the rollout sleeps, the trainer wakes
-    to_rollout    the trainer sleeps, the rollout wakes for weights, gets them from the
-                  trainer's hosts, wakes for its cache
+    to_training   the rollout sleeps, then the trainer wakes
+    to_rollout    the trainer sleeps, the rollout wakes for weights, receives them from the
+                  trainer's hosts, then wakes for its cache
 
-A side wakes when the other sleeps, so no device ever has to hold both. The weights go from a
-trainer that sleeps, which brings one parameter at a time onto its devices. Whatever fails in
-between, the devices are nobody's then, and the next hand-over, in either direction, begins with
-putting the other side to sleep.
+A side wakes only after the other sleeps, so devices never hold both. The sleeping trainer sends the
+weights and moves one parameter at a time onto its devices. After a failed hand-over the owner is
+NONE; the next hand-over, in either direction, starts by putting the other side to sleep.
 """
 
 from __future__ import annotations
@@ -44,36 +43,40 @@ _PROBE = "helmsman.engines.memory.MemoryProbe"
 _PROBE_NAME = "helmsman-memory"
 _PROBE_LIMIT_S = 5.0
 _NO_ROOM = re.compile(r"out of memory", re.IGNORECASE)
-"""As CUDA and NPU runtimes say it, whatever the type of their error."""
+"""Text of CUDA and NPU runtime errors, whose types differ."""
 
 
 class Owner(Enum):
-    """Whose devices these are."""
+    """The side that holds the shared devices."""
 
     TRAINER = "trainer"
     ROLLOUT = "rollout"
-    NOBODY = "nobody"
-    """No turn was given yet, a hand-over is under way, or one has failed."""
+    NONE = "none"
+    """No turn has begun yet, a hand-over is in progress, or the last one failed."""
 
 
 class DeviceHandoff:
-    """Gives the devices that a trainer and a rollout share to one of them at a time.
+    """Gives shared devices to a trainer and a rollout, one at a time.
 
-    A call that needs them out of turn raises DevicesNotOwnedError; one that finds no room on them
-    raises DeviceMemoryError, with both sides' figures. Methods whose names begin with ``a`` are
-    awaited, from any event loop; the others block.
+    A call that needs the devices out of turn raises DevicesNotOwnedError. A call that runs out of
+    device memory raises DeviceMemoryError with the memory use of both sides. Each operation ``x``
+    blocks; ``async_x`` takes the same arguments and is awaited, from any event loop.
 
     Args:
-        trainer, rollout: initialized. Where they do not fit beside each other at the start, put the
-            trainer to sleep before the rollout is initialized.
-        sync: how weights get from one to the other; by memory when None.
-        level: at which the rollout sleeps: 2 drops weights that the next hand-over brings anyway, 1
-            keeps them on the hosts.
-        in_flight: what becomes of the rollout's requests when the trainer's turn comes; see
+        trainer: The trainer, initialized. If both sides do not fit on the devices at the start, put
+            the trainer to sleep before initializing the rollout.
+        rollout: The rollout, initialized.
+        sync: The weight sync from trainer to rollout; WeightSync with ViaMemory when None.
+        level: Sleep level of the rollout. 2 drops its weights, which the next hand-over sends
+            again; 1 keeps them in host memory.
+        in_flight: Handling of running requests when the trainer's turn begins; see
             RolloutController.sleep.
-        hold_requests: requests that come out of turn wait for the rollout's turn instead of being
-            refused: for a script that hands over in another task than the one that waits for them.
-        timeout: seconds for a hand-over; the scheduler's ``timeouts.call_s`` when None.
+        hold_requests: Whether requests out of turn wait for the rollout's turn instead of raising.
+            For scripts that wait for requests in one task and hand over in another.
+        timeout: Limit in seconds for a hand-over; the scheduler's ``timeouts.call_s`` when None.
+
+    Raises:
+        ValueError: ``level`` or ``in_flight`` has an invalid value.
     """
 
     def __init__(
@@ -91,8 +94,8 @@ class DeviceHandoff:
             raise ValueError(f"level is {level}; expected 1 or 2")
         if in_flight not in ("wait", "abort"):
             raise ValueError(f"in_flight is {in_flight!r}; expected 'wait' or 'abort'")
-        self.owner = Owner.NOBODY
-        self._why_nobody = "as no turn was given yet"
+        self.owner = Owner.NONE
+        self._why_none = "since no turn has begun yet"
         self._trainer, self._rollout = trainer, rollout
         self._sync = sync or WeightSync(trainer, rollout)
         self._level: int = level
@@ -104,25 +107,35 @@ class DeviceHandoff:
         trainer.device_owner = rollout.device_owner = self
 
     def close(self) -> None:
-        """Leave both sides to the script, as they are now. Idempotent."""
+        """Detach from both sides, which keep their current state. Idempotent."""
         self._trainer.device_owner = self._rollout.device_owner = None
 
     async def async_to_training(self) -> None:
-        """Give the devices to the trainer. Nothing happens when it has them.
+        """Give the devices to the trainer; does nothing if it has them.
 
-        Raises: RequestsInFlightError, after which they are still the rollout's; DeviceMemoryError;
-            as sleep and wake.
+        Raises:
+            RequestsInFlightError: Requests did not end in time. The rollout keeps the devices.
+            DeviceMemoryError: A device lacks memory.
+            CallError: A call to the only worker of a role failed.
+            GroupCallError: A call to a role with several workers failed.
         """
         await run_async(self._to_training())
 
     to_training = blocking(async_to_training)
 
     async def async_to_rollout(self) -> SyncReport | None:
-        """Give the devices to the rollout, with the trainer's weights. Nothing happens when it has
-        them.
+        """Give the devices to the rollout and push the trainer's weights.
 
-        Returns: what was brought; None when the rollout had the devices. Raises: DeviceMemoryError;
-            as sleep, wake and WeightSync.push.
+        Does nothing if the rollout has the devices.
+
+        Returns:
+            The report of the push; None if the rollout had the devices.
+
+        Raises:
+            DeviceMemoryError: A device lacks memory.
+            ValueError: The trainer's weight version is below the last one pushed.
+            CallError: A call to the only worker of a role failed.
+            GroupCallError: A call to a role with several workers failed.
         """
         return await run_async(self._to_rollout())
 
@@ -130,15 +143,16 @@ class DeviceHandoff:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """A block that is the trainer's turn; the devices stay the trainer's until somebody else's
-        turn begins.
+        """Give the devices to the trainer for a ``with`` block.
+
+        The trainer keeps them after the block, until the rollout's turn begins.
         """
         self.to_training()
         yield
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[SyncReport | None]:
-        """A block that is the rollout's turn."""
+        """Give the devices to the rollout for a ``with`` block, which receives the push report."""
         yield self.to_rollout()
 
     async def _to_training(self) -> None:
@@ -153,7 +167,7 @@ class DeviceHandoff:
         async with self._hand_over(Owner.ROLLOUT) as left_s:
             if self.owner is Owner.ROLLOUT:
                 return None
-            self.owner = Owner.NOBODY
+            self.owner = Owner.NONE
             await self._trainer.async_sleep(left_s())
             await self._rollout.async_wake(weights_only=True, timeout=left_s())
             report = await self._sync.async_push(left_s())
@@ -163,38 +177,44 @@ class DeviceHandoff:
 
     @contextlib.asynccontextmanager
     async def _hand_over(self, to: Owner) -> AsyncIterator[Callable[[], float]]:
-        """One at a time, with one deadline; gives the seconds that are left."""
+        """Serialize hand-overs under one deadline; yields a function of the remaining seconds."""
         deadline = time.monotonic() + self._limit_s
         async with self._one_hand_over:
-            self._why_nobody = f"while they are handed over to the {to.value}"
+            self._why_none = f"while they are handed over to the {to.value}"
             try:
                 yield lambda: deadline - time.monotonic()
             except BaseException as error:
                 failed = f"since the hand-over to the {to.value} failed"
-                self._why_nobody = f"{failed} ({type(error).__name__})"
+                self._why_none = f"{failed} ({type(error).__name__})"
                 try:
                     await self.explain(error)
                 except DeviceMemoryError:
-                    self._why_nobody = f"{failed} ({DeviceMemoryError.__name__})"
+                    self._why_none = f"{failed} ({DeviceMemoryError.__name__})"
                     raise
                 raise
 
     def require(self, role: str, method: str) -> None:
-        """Raise DevicesNotOwnedError unless it is this role's turn."""
+        """Check that a role has the devices.
+
+        Args:
+            role: The trainer's or the rollout's role.
+            method: Name of the method that needs the devices, for the error.
+
+        Raises:
+            DevicesNotOwnedError: It is not the role's turn.
+        """
         wanted = Owner.TRAINER if role == self._trainer.role else Owner.ROLLOUT
         if self.owner is wanted or (wanted is Owner.ROLLOUT and self._hold_requests):
             return
         verb = "to_training()" if wanted is Owner.TRAINER else "to_rollout()"
         block = "training()" if wanted is Owner.TRAINER else "rollout()"
-        next_step = (
-            f"Call {verb} of its DeviceHandoff first, or do it in a block 'with turns.{block}:'."
-        )
+        next_step = f"Call {verb} of its DeviceHandoff first, or use a block 'with turns.{block}:'."
         raise DevicesNotOwnedError(
             role=role, method=method, owner=self._whose(), next_step=next_step
         )
 
     async def explain(self, error: BaseException) -> None:
-        """Raise DeviceMemoryError from an error that comes from devices without room."""
+        """Raise DeviceMemoryError from an error that was caused by a lack of device memory."""
         cause = _no_room(error)
         if cause is None or isinstance(error, DeviceMemoryError):
             return
@@ -208,8 +228,10 @@ class DeviceHandoff:
         ) from error
 
     def make_room(self) -> None:
-        """Have the devices free for a trainer that is rebuilt, whose they are then. Raises: as
-        to_training.
+        """Put the rollout to sleep and give the devices to a trainer that is about to be rebuilt.
+
+        Raises:
+            RequestsInFlightError: Requests did not end in time. The owner does not change.
         """
         run_sync(self._make_room())
 
@@ -219,10 +241,8 @@ class DeviceHandoff:
             self.owner = Owner.TRAINER
 
     async def _have_rollout_sleep(self, limit_s: float) -> None:
-        """The devices are nobody's then; they are still whose they were when requests have not
-        ended, as it stays awake.
-        """
-        before, self.owner = self.owner, Owner.NOBODY
+        # If requests have not ended, the rollout stays awake and the owner does not change.
+        before, self.owner = self.owner, Owner.NONE
         try:
             await self._rollout.async_sleep(self._level, self._in_flight, limit_s)
         except RequestsInFlightError:
@@ -230,12 +250,12 @@ class DeviceHandoff:
             raise
 
     def _whose(self) -> str:
-        if self.owner is Owner.NOBODY:
-            return f"nobody's, {self._why_nobody}"
+        if self.owner is Owner.NONE:
+            return f"unassigned, {self._why_none}"
         return f"role {(self._trainer if self.owner is Owner.TRAINER else self._rollout).role!r}'s"
 
     async def async_memory(self) -> dict[str, MemoryStats | str]:
-        """The device memory of each worker of both sides, or why it is not known."""
+        """Return the device memory of both sides by worker id, or the reason why it is unknown."""
         return await run_async(self._memory())
 
     memory = blocking(async_memory)
@@ -244,7 +264,7 @@ class DeviceHandoff:
         ids = self._worker_ids()
         answers = await asyncio.gather(*map(self._ask_probe, ids), return_exceptions=True)
         return {
-            id_: answer if isinstance(answer, MemoryStats) else f"not known, {_first_line(answer)}"
+            id_: answer if isinstance(answer, MemoryStats) else f"unknown: {_first_line(answer)}"
             for id_, answer in zip(ids, answers, strict=True)
         }
 
@@ -255,14 +275,14 @@ class DeviceHandoff:
                 return await scheduler.async_call_engine(
                     worker_id, "figures", _PROBE_NAME, rpc_timeout=_PROBE_LIMIT_S
                 )
-            except EngineNotFoundError:  # its worker was restarted since
+            except EngineNotFoundError:  # the worker was restarted
                 await self._install_probe(worker_id)
                 return await scheduler.async_call_engine(
                     worker_id, "figures", _PROBE_NAME, rpc_timeout=_PROBE_LIMIT_S
                 )
 
     def _worker_ids(self) -> list[str]:
-        """Of both sides; of one that is closed, none."""
+        """Return the worker ids of both sides, without those of a closed side."""
         ids: list[str] = []
         for side in (self._trainer, self._rollout):
             with contextlib.suppress(HelmsmanError):
@@ -270,29 +290,29 @@ class DeviceHandoff:
         return ids
 
     async def _install_probes(self) -> None:
-        """Now, as an engine's thread that is busy would keep one waiting later on."""
+        # At construction: later, a busy engine thread would delay it.
         outcomes = await asyncio.gather(
             *map(self._install_probe, self._worker_ids()), return_exceptions=True
         )
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, CallError):
-                # a dead worker has no figures
+                # Dead workers are tolerated; their memory is reported as unknown.
                 raise outcome
 
     async def _install_probe(self, worker_id: str) -> None:
-        with contextlib.suppress(EngineExistsError):  # two roles in one worker
+        with contextlib.suppress(EngineExistsError):  # both roles share the worker
             await self._trainer.scheduler.create_engine(worker_id, _PROBE, _PROBE_NAME)
 
 
 def _first_line(error: Any) -> str:
     return (
         str(error).split("\n", 1)[0]
-        or f"as it gave no answer within {_PROBE_LIMIT_S:g} s ({type(error).__name__})"
+        or f"no answer within {_PROBE_LIMIT_S:g} s ({type(error).__name__})"
     )
 
 
 def _no_room(error: BaseException) -> EngineCallError | None:
-    """What says of a device that it is full, in an error or what it gathers."""
+    """Find the out-of-memory error in an error, its members or its causes."""
     if isinstance(error, GroupCallError):
         return next(
             (found for each in error.errors.values() if (found := _no_room(each)) is not None), None

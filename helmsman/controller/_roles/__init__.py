@@ -1,1 +1,1 @@
-"""Controllers of one role: calls on all its workers and environment of its ranks."""
+"""Base of the controllers of one role: calls to all its workers, environment of its ranks."""

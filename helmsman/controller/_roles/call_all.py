@@ -1,8 +1,7 @@
-"""The one fan-out: an operation on all ranks of a role under one deadline, with one error that
-names the root cause first.
+"""Fan-out of an operation to all ranks of a role, under one deadline and with one error.
 
-When one rank fails, its peers fail a moment later with broken connections, or hang in a collective:
-these are only counted.
+When a rank fails, its peers fail shortly after with broken connections, or hang in a collective.
+The error names the root cause first and only counts these consequences.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from helmsman.api.scheduler import Call, ResultHandle, Scheduler
 logger = logging.getLogger(__name__)
 
 DEFAULT_GRACE_S = 2.0
-"""How long the other ranks may still end by themselves after the first failure, in seconds."""
+"""Seconds in which the other ranks may still end by themselves after the first failure."""
 
 DEATH_GRACE_S = 0.25
-"""How long they get after a death, which what they say would not explain, in seconds."""
+"""The same after a worker's death, in seconds; errors of peers would not explain the death."""
 
 _COMMUNICATION_TYPES = frozenset(
     {"BrokenPipeError", "ConnectionAbortedError", "ConnectionRefusedError", "ConnectionResetError"}
@@ -45,10 +44,10 @@ _COMMUNICATION_TEXT = re.compile(
     r"nccl(RemoteError|SystemError)|watchdog (caught|got)|hccl.*time ?out",
     re.IGNORECASE,
 )
-"""How gloo, NCCL, HCCL and torch's store say that a peer is gone or late."""
+"""Messages of gloo, NCCL, HCCL and torch's store for a peer that has exited or is late."""
 
 _ON_ANOTHER_RANK = "failed on another rank, so this one did not go on"
-"""Message of ranks that have agreed on the failure of one of them (`failing_together` in
+"""Message of ranks that stop because another rank has failed (`failing_together` in
 engines/_models/distributed.py).
 """
 
@@ -63,23 +62,30 @@ async def call_all(
     timeout: float | None = None,
     grace_s: float | None = DEFAULT_GRACE_S,
 ) -> list[Any]:
-    """Call ``method`` on every worker of ``calls`` at once and return the results in the order of
-    ``calls``.
+    """Call a method on several workers at once.
 
     Args:
-        calls: worker id -> its arguments.
-        engine_name: name of the engine in each worker; the worker's id when None.
-        timeout: seconds for all calls together; the scheduler's ``timeouts.call_s`` when None.
-        grace_s: seconds that the other calls still get after the first failure, for ranks that wait
-            for each other; None waits for each of them, for workers that are independent.
-    Raises: the error itself when one worker is called, GroupCallError (root cause first) when
-        several are.
+        scheduler: Sends the calls.
+        role: Role of the workers.
+        method: Name of the engine method.
+        calls: Worker id -> its arguments.
+        engine_name: Name of the engine in each worker; the worker's id when None.
+        timeout: Limit in seconds for all calls; the scheduler's ``timeouts.call_s`` when None.
+        grace_s: Seconds for which the other calls are awaited after the first failure, for ranks
+            that wait for each other. None awaits all calls, for independent workers.
+
+    Returns:
+        The results in the order of ``calls``.
+
+    Raises:
+        GroupCallError: A call failed; the root cause comes first. A call to one worker raises its
+            CallError.
     """
     keeps = any((call.rpc_meta or {}).get("keep") for call in calls.values())
 
     def forget(result: Any) -> None:
         if isinstance(result, ResultHandle):
-            # it blocks
+            # In a thread, since it blocks.
             asyncio.get_running_loop().run_in_executor(None, release, scheduler, result)
 
     work = scheduler.call_many(calls, method, engine_name, timeout)
@@ -89,14 +95,15 @@ async def call_all(
 
 
 def release(scheduler: Scheduler, handle: ResultHandle) -> None:
-    """Release what nobody needs any more; where that fails, the memory comes back with the worker's
-    end. Blocks.
+    """Release a handle that is no longer needed. Blocks; a failure is only logged.
+
+    The memory of a handle that was not released is freed when its worker ends.
     """
     try:
         scheduler.release(handle)
     except HelmsmanError as error:
         logger.warning(
-            "%s keeps what nobody needs any more, %s: %s", handle.worker_id, handle.summary, error
+            "%s: result %s was not released: %s", handle.worker_id, handle.summary, error
         )
 
 
@@ -107,11 +114,14 @@ async def gather_all(
     *,
     grace_s: float | None = DEFAULT_GRACE_S,
 ) -> list[Any]:
-    """Await one operation per worker, all at once, and return their results in order; errors as for
-    call_all.
+    """Await one operation per worker, all at once, and return the results in order.
 
-    Calls that still run when the error is raised are left to their workers; how each ends is
-    logged. Cancelling cancels all of them.
+    Calls that are in flight when the error is raised continue at their workers, and their outcome
+    is logged. Cancelling cancels all calls.
+
+    Raises:
+        GroupCallError: A call failed; the root cause comes first. A call to one worker raises its
+            CallError.
     """
     fanout = Fanout()
     for worker_id, each in work.items():
@@ -128,9 +138,7 @@ async def _gather(
     grace_s: float | None,
     forget: Callable[[Any], None] | None,
 ) -> list[Any]:
-    """The results of a fan-out, in the order of ``worker_ids``; ``forget`` is given each that is
-    not returned.
-    """
+    """Return the results in the order of ``worker_ids``; pass discarded ones to ``forget``."""
     try:
         await work.wait(until_failure=True)
         if work.pending:
@@ -172,10 +180,10 @@ def _forget_all(work: Fanout, forget: Callable[[Any], None] | None) -> None:
 def group_error(
     role: str, operation: str, failures: Mapping[str, Exception], num_ranks: int
 ) -> Exception:
-    """The one exception for failures of a role's workers, given earliest first and at least one.
+    """Return one exception for at least one failure of a role's workers, given earliest first.
 
-    One worker's operation gets its error itself. An exception that is not ours is a defect of the
-    driver and comes first.
+    An operation on one worker gets the failure itself. An exception that is not a HelmsmanError is
+    a defect of the driver, and is returned alone.
     """
     ordered = dict(sorted(failures.items(), key=lambda item: _distance_from_cause(item[1])))
     first = next(iter(ordered.values()))
@@ -192,8 +200,10 @@ def group_error(
 
 
 def _distance_from_cause(error: Exception) -> int:
-    """0: failed by itself; 1: waited for a peer or lost it, or cannot be told; 2: says itself that
-    a peer is to blame.
+    """Rank an error by its distance from the root cause.
+
+    0: the rank itself failed. 1: it waited for a peer or lost it, or the cause is unclear. 2: the
+    error states that a peer failed. -1: a defect of the driver.
     """
     if not isinstance(error, HelmsmanError):
         return -1
@@ -209,16 +219,14 @@ def _distance_from_cause(error: Exception) -> int:
 
 
 def is_communication_error(error: EngineCallError) -> bool:
-    """Whether an engine's exception says that a peer is gone or late, rather than what went
-    wrong.
-    """
+    """Whether an engine's exception only reports that a peer has exited or is late."""
     return error.remote_type.rpartition(".")[2] in _COMMUNICATION_TYPES or bool(
         _COMMUNICATION_TEXT.search(error.remote_message)
     )
 
 
 def observe(awaitable: Awaitable[Any], what: str) -> None:
-    """Let an operation run on unawaited: it is kept alive, and how it ends is logged."""
+    """Keep an operation running without awaiting it, and log its outcome."""
     work = Fanout()
     work.expect_awaitable(what, awaitable)
     work.observe(what, what, None)

@@ -1,6 +1,4 @@
-"""The life of one role as both controllers have it: workers and engines start together or not at
-all, and end together.
-"""
+"""Base controller of one role: all its workers and engines start together, or none does."""
 
 from __future__ import annotations
 
@@ -23,28 +21,28 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceOwner(Protocol):
-    """Whose devices these are now."""
+    """Decides which of two roles may use the devices that they share."""
 
     def require(self, role: str, method: str) -> None:
-        """Raise DevicesNotOwnedError unless it is this role's turn."""
+        """Raise DevicesNotOwnedError unless ``role`` may use the devices now."""
 
     async def explain(self, error: BaseException) -> None:
-        """Raise DeviceMemoryError from an error that comes from devices without room."""
+        """Raise DeviceMemoryError from an error that was caused by a lack of device memory."""
 
     def make_room(self) -> None:
-        """Free the devices for a trainer that is rebuilt."""
+        """Free the devices for a trainer that is about to be rebuilt."""
 
 
 class RoleController(Starting):
-    """Creates the workers of ``job`` with one engine in each, and takes them down again.
+    """Starts the workers of a job with one engine in each, and deletes them on close.
 
-    Subclasses say what the workers' environment is and which engine methods make an engine ready. A
-    controller is started once.
+    A controller starts once. Subclasses define the workers' environment and the engine methods that
+    complete the start. TrainController documents the arguments and their errors.
     """
 
     _ready_methods: Sequence[str] = ("initialize",)
     _title: str = ""
-    """Name of the class that a script sees; this one's when ''."""
+    """Name of the public class, for messages; the name of this class when ''."""
 
     def __init__(
         self,
@@ -55,16 +53,6 @@ class RoleController(Starting):
         engine_kwargs: Mapping[str, Any] | None = None,
         engine_name: str | None = None,
     ) -> None:
-        """Describe the role; nothing starts yet.
-
-        Args:
-            engine: import path 'package.module.Class', or a class.
-            job: role, replicas and what each worker needs.
-            engine_args, engine_kwargs: for the engine's constructor, the same on every worker.
-            engine_name: its name in each worker; the worker's id when None.
-        Raises: JobError, also for an argument that the engine is known not to take; TypeError for
-            an engine of another type.
-        """
         job.validate()
         if not isinstance(engine, (str, type)):
             raise refusal(
@@ -85,6 +73,7 @@ class RoleController(Starting):
 
     @property
     def role(self) -> str:
+        """Name of the role."""
         return self.job.role
 
     @property
@@ -107,18 +96,19 @@ class RoleController(Starting):
 
     @property
     def is_started(self) -> bool:
+        """Whether ``initialize`` has completed."""
         return bool(self._workers)
 
     def initialize(self) -> None:
-        """Start the workers and build their engines. Idempotent.
+        """Start the workers and create their engines. Idempotent.
 
-        On an error nothing of the role remains.
+        After an error, nothing of the role remains. Blocks in the caller's thread, so that an
+        interrupt reaches the scheduler's start.
 
-        It blocks, and runs in the caller's thread, so that an interrupt reaches the scheduler's own
-        start.
-
-        Raises: JobError, StartError, or the root cause of what failed on the workers, as call_all
-            raises it.
+        Raises:
+            JobError: The job is invalid, or its role exists already.
+            StartError: The workers did not start.
+            GroupCallError: Some engines failed; a role with one worker raises its CallError.
         """
         if self._closed:
             raise HelmsmanError(
@@ -129,7 +119,7 @@ class RoleController(Starting):
         self.scheduler.create_workers(self.job)
         self.scheduler.advise(self.role, self._after_death())
         try:
-            # they have just answered
+            # Without a wait: create_workers returns when all are ready.
             workers = tuple(self.scheduler.get_workers(self.role, timeout=0))
             run_sync(self._make_ready(workers, range(len(workers))))
             if self._closed:
@@ -144,29 +134,31 @@ class RoleController(Starting):
         self._on_started()
 
     def close(self) -> None:
-        """Destroy the engines and end the workers. Idempotent; nothing happens when the scheduler
-        has been closed before. Raises: ShutdownIncompleteError.
+        """Destroy the engines and end the workers. Idempotent.
+
+        Does nothing if the scheduler is already closed.
+
+        Raises:
+            ShutdownIncompleteError: A worker did not end within the deadline.
         """
         was_running = bool(self._workers) and not self._closed
         if was_running:
-            forbid_blocking()  # before it counts as closed
+            forbid_blocking()  # raises before the controller is marked as closed
         self._closed = True
         if was_running:
             self._on_closing()
             self._delete_workers(None)
 
     def _environment(self, workers: Sequence[Worker]) -> Mapping[str, Mapping[str, str]]:
-        """Environment variables by worker id, set before the engines are created."""
+        """Return environment variables by worker id, which are set before engines are created."""
         return {}
 
     def _engine_of(self, rank: int, workers: Sequence[Worker]) -> str | type[Any] | EngineSpec:
-        """What is built on a rank."""
+        """Return the engine of a rank."""
         return self._engine
 
     def _after_death(self) -> str:
-        """What to do when a worker has died, as a sentence; '' where it is for the scheduler to
-        say.
-        """
+        """Return the next step after a worker's death, as a sentence; '' for the scheduler's."""
         return ""
 
     def _on_started(self) -> None:
@@ -202,8 +194,7 @@ class RoleController(Starting):
         )
         calls = {id_: Call() for id_ in chosen}
         for method in self._ready_methods:
-            # Building a model is what Timeouts.create_engine_s is for, also where the engine does
-            # it after its constructor.
+            # Timeouts.create_engine_s covers building the model, inside the constructor or after.
             await call_all(
                 scheduler,
                 role,
@@ -214,18 +205,16 @@ class RoleController(Starting):
             )
 
     def _delete_workers(self, cause: BaseException | None) -> None:
-        """Take the role down; while ``cause`` is on its way, a failure to do so is added to it
-        instead of replacing it.
-        """
+        """Delete the role's workers; a failure is noted on ``cause``, or raised if that is None."""
         self.scheduler.advise(self.role, "")
         try:
             self.scheduler.delete_workers(self.role)
         except (NotFoundError, SchedulerClosedError):
-            logger.debug("role %s was gone already", self.role)
+            logger.debug("role %s was already deleted", self.role)
         except HelmsmanError as error:
             if cause is None:
                 raise
-            cause.add_note(f"and taking role {self.role!r} down failed: {error}")
+            cause.add_note(f"Deleting the workers of role {self.role!r} failed, too: {error}")
 
     async def _call_workers(
         self, method: str, calls: Mapping[str, Call], timeout: float | None = None
@@ -236,12 +225,13 @@ class RoleController(Starting):
 
 
 def rank_environment(role: str, workers: Sequence[Worker]) -> dict[str, dict[str, str]]:
-    """The rendezvous variables of torch for each worker, by worker id.
+    """Return torch's rendezvous variables by worker id.
 
-    The master is rank 0's own node and the first port leased to it; local ranks count the workers
-    of one address.
+    The master address is rank 0's node and its first leased port. Local ranks count the workers of
+    one address.
 
-    Raises: InvalidSpecError when rank 0 has no leased port.
+    Raises:
+        InvalidSpecError: Rank 0 has no leased port.
     """
     master = workers[0]
     if not master.engine_ports:
@@ -276,10 +266,10 @@ T = TypeVar("T")
 def blocking(
     method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[S, P], T]:
-    """Make the blocking form ``x`` of a coroutine method ``async_x``.
+    """Return the blocking form ``x`` of a coroutine method ``async_x``.
 
-    It has the same arguments, checks and documentation. The method may await only run_async and
-    other such methods. An interrupt of the waiting thread cancels the operation.
+    It has the same arguments, checks and docstring. The method may await only run_async and other
+    such methods. An interrupt of the waiting thread cancels the operation.
     """
     core: Any = inspect.unwrap(method)
 

@@ -1,6 +1,4 @@
-"""The ranks of a training job: how a batch is cut over them, calls to all of them, and the weights
-that they hold.
-"""
+"""The ranks of a training job: batch split, calls to all ranks, and weights."""
 
 from __future__ import annotations
 
@@ -21,18 +19,26 @@ from helmsman.controller._validation.argument_names import require_loss_settings
 
 
 def split_by_tokens(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Cut samples into ``num_parts`` shares of about equally many tokens; returns the indices of
-    each share in ascending order.
+    """Split samples into shares with about equal numbers of tokens.
 
-    Longest first, each to the share with the fewest tokens (Graham 1969, "Bounds on multiprocessing
-    timing anomalies"): the largest share has at most 4/3 of the best possible, and no two shares
-    differ by more than the longest sample. Equal inputs give equal cuts. Shares are empty when
-    there are fewer samples.
+    Samples are assigned longest first, each to the share with the fewest tokens (Graham 1969,
+    "Bounds on multiprocessing timing anomalies"). The largest share has at most 4/3 of the optimum,
+    and no two shares differ by more than the longest sample. The split is deterministic.
+
+    Args:
+        lengths: Tokens of each sample.
+        num_parts: Number of shares.
+
+    Returns:
+        The sample indices of each share, ascending. Shares are empty if there are fewer samples.
+
+    Raises:
+        ValueError: ``num_parts`` is below 1.
     """
     if num_parts < 1:
         raise ValueError(f"num_parts is {num_parts}; expected 1 or more")
     shares: list[list[int]] = [[] for _ in range(num_parts)]
-    # The number of samples breaks ties of tokens, so that samples without tokens spread as well.
+    # The number of samples breaks ties, so that samples without tokens are distributed too.
     heap = [(0, 0, part) for part in range(num_parts)]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         num_tokens, num_samples, part = heap[0]
@@ -44,8 +50,10 @@ def split_by_tokens(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def split_samples(samples: Sequence[Mapping[str, Any]], num_parts: int) -> list[list[int]]:
-    """Cut a batch as split_by_tokens does, the two samples of a pair (helmsman.api.pairs) always
-    into the same share. Raises: as sample_lengths and sample_units.
+    """Split a batch by token count, keeping both samples of a pair (helmsman.api.pairs) together.
+
+    Raises:
+        ValueError: The batch or its pairs are malformed.
     """
     lengths = sample_lengths(samples)
     units = sample_units(samples)
@@ -54,10 +62,11 @@ def split_samples(samples: Sequence[Mapping[str, Any]], num_parts: int) -> list[
 
 
 def sample_lengths(samples: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Tokens of each sample of a batch, after checking that the batch makes sense. Raises:
-    ValueError naming the sample and the column, when the batch is empty, a sample has no or no flat
-    ``input_ids``, a per-token column has another length, or the samples do not all have the same
-    columns.
+    """Validate a batch and return the number of tokens of each sample.
+
+    Raises:
+        ValueError: The batch is empty, a sample lacks flat ``input_ids``, a per-token column has
+            another length, or samples have different columns. Names the sample and the column.
     """
     if not samples:
         raise ValueError("the batch has no samples; give at least one")
@@ -93,9 +102,8 @@ def sample_lengths(samples: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _num_entries(index: int, column: str, value: Any) -> int | None:
-    """Entries of a flat column; None for a scalar. Arrays and tensors are known by ``shape``,
-    without importing a library.
-    """
+    """Return the number of entries of a flat column; None for a scalar."""
+    # Detects arrays and tensors without importing their libraries.
     shape = getattr(value, "shape", None)
     if shape is not None:
         if len(shape) > 1:
@@ -113,25 +121,25 @@ def _num_entries(index: int, column: str, value: Any) -> int | None:
 
 
 _REPLICATED = {"broadcast": False}
-"""Every rank is given the arguments itself: they are small, and no rank waits for another to read
-them.
-"""
+"""Sends the arguments to every rank: they are small, and no rank waits for another."""
 _NEEDS_DEVICES = frozenset(
     {"train_batch", "eval_batch", "forward", "save", "save_in_background", "load"}
 )
-"""Methods that a rank refuses while it sleeps."""
+"""Methods that need the devices; a sleeping rank refuses them."""
 _FROM_HEAD = {"broadcast": True}
-"""The head of each model-parallel group is given the arguments, and the others get them from it."""
+"""Sends the arguments to the head of each model-parallel group, which broadcasts them."""
 
 
 class Ranks:
-    """The ranks of a job, as one engine and as its WeightSource. Errors are those of call_all.
+    """The ranks of a job, as one engine and as its WeightSource.
+
+    A failed call raises as ``call_all`` does.
 
     Args:
-        model_parallel_size: neighbours that share one share of a batch.
-        has_our_engine: whether all settings of a loss are known; another engine may read settings
-            itself.
-        turn: returns whose devices these are, where a rollout takes turns with the job.
+        controller: The controller of the job.
+        model_parallel_size: Consecutive ranks that receive the same share of a batch.
+        has_our_engine: Whether all settings of a loss are known. Other engines may read their own.
+        device_owner: Returns the DeviceHandoff of the job's devices; None if they are not shared.
     """
 
     def __init__(
@@ -152,7 +160,7 @@ class Ranks:
         self.role = controller.role
         self.group_id = ""
         self._highest: int | None = None
-        """The highest weight version that was told or set."""
+        """The highest weight version that was reported or set."""
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -161,7 +169,13 @@ class Ranks:
     async def call(
         self, method: str, calls: Mapping[str, Call], timeout: float | None = None
     ) -> list[Any]:
-        """Call ranks; see call_all. Raises also: DevicesNotOwnedError, DeviceMemoryError."""
+        """Call ranks with ``call_all``, within the turns of a DeviceHandoff if there is one.
+
+        Raises:
+            DevicesNotOwnedError: The method needs the devices, and the rollout has them.
+            DeviceMemoryError: A device that is shared with a rollout lacks memory.
+            GroupCallError: A rank failed; a call to one rank raises its CallError.
+        """
         if (device_owner := self._device_owner()) is not None and method in _NEEDS_DEVICES:
             device_owner.require(self.role, method)
         name = self._controller.engine_name
@@ -175,14 +189,14 @@ class Ranks:
             raise
 
     async def replicated(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call every rank with the same arguments; returns their results in rank order."""
+        """Call every rank with the same arguments and return the results in rank order."""
         meta = _REPLICATED if self._size > 1 else None
         return await self.call(
             method, {worker.id: Call(args, rpc_meta=meta) for worker in self.workers}, timeout
         )
 
     async def on_root(self, method: str, *args: Any, timeout: float | None, keep: bool) -> Any:
-        """Call every rank, and return what rank 0 made; with ``keep`` its handle."""
+        """Call every rank and return the result of rank 0, or its handle if ``keep`` is set."""
         meta: dict[str, Any] = _REPLICATED if self._size > 1 else {}
         calls = {worker.id: Call(args, rpc_meta=meta) for worker in self.workers}
         calls[self.workers[0].id] = Call(args, rpc_meta={**meta, "keep": keep})
@@ -196,9 +210,7 @@ class Ranks:
         loss_kwargs: Mapping[str, Any] | None,
         timeout: float | None,
     ) -> dict[str, float]:
-        """Give each rank its share of a batch for a loss; returns the statistics. See
-        TrainController.train_batch.
-        """
+        """Call a loss method with each rank's share; see TrainController.train_batch."""
         if isinstance(loss_fn, str) or self._has_our_engine:
             require_loss_settings(loss_fn, loss_kwargs)
         shares = self._split(samples)
@@ -215,9 +227,8 @@ class Ranks:
             if len(returned) != len(share):
                 raise HelmsmanError(
                     f"{self.workers[head * self._size].id}: forward returned {len(returned)} "
-                    f"results for the {len(share)} "
-                    "samples it was given; the engine's data-parallel layout is not the "
-                    "controller's "
+                    f"results for {len(share)} "
+                    "samples; the engine's data-parallel layout differs from the controller's "
                     f"({len(shares)} data-parallel ranks of {self._size}).",
                     role=self.role,
                 )
@@ -236,7 +247,7 @@ class Ranks:
         others: tuple[Any, ...],
         timeout: float | None,
     ) -> list[Any]:
-        """Call every rank, also those whose share is empty, since a step is a collective of all."""
+        """Call every rank, even with an empty share, since a step is a collective of all ranks."""
         calls = {}
         for rank, worker in enumerate(self.workers):
             head, coordinate = divmod(rank, self._size)
@@ -267,9 +278,7 @@ class Ranks:
         self._note(version)
 
     async def raise_version(self) -> int:
-        """Set a version above all that were told before, unless the weights have one; returns
-        it.
-        """
+        """Raise the version above all versions reported or set before, and return it."""
         before = self._highest
         version = await self.version()
         if before is not None and version <= before:
@@ -298,11 +307,11 @@ class Ranks:
             exported = await self.version(deadline.remaining_s)
             if exported != version:
                 raise HelmsmanError(
-                    f"role {self.role!r} went on to weight version {exported} while version "
-                    f"{version} was exported; which of "
-                    "them the export has is not known, and no instance was given it. Take no "
-                    "step, and load nothing, until "
-                    "update_rollout has returned; then call it again.",
+                    f"role {self.role!r} changed to weight version {exported} during the export of "
+                    f"version {version}; the export "
+                    "was discarded and sent to no instance. Take no step and load no checkpoint "
+                    "while update_rollout runs; "
+                    "call it again.",
                     role=self.role,
                     versions=(version, exported),
                 )

@@ -1,6 +1,4 @@
-"""The steps of a training job, some of them done again when a train worker is lost; ranks that do
-not answer are ended.
-"""
+"""Checkpoints, and recovery of a training job after the loss of a rank."""
 
 from __future__ import annotations
 
@@ -32,24 +30,30 @@ from helmsman.controller._training.train_controller import TrainController
 
 
 class RecoveryPolicy(ProbePolicy, frozen=True, kw_only=True):
-    """How a training job outlives its workers. A rank that is dead by ``dead_s`` or ``busy_s`` is
-    ended, so that the calls which wait for it end. Times in seconds.
+    """Checkpoint interval, recovery limit and health probes of a training job.
+
+    A rank that is dead by ``dead_s`` or ``busy_s`` is killed, which ends the calls that wait for
+    it. Times are in seconds.
+
+    Raises:
+        ValueError: A value is out of range.
     """
 
     checkpoints: str | os.PathLike[str]
-    """Folder of the checkpoints, which every node reaches."""
+    """Checkpoint folder, on storage that all nodes share."""
     save_every: int
-    """Steps between two of them; the last step is saved, too."""
+    """Steps between two checkpoints; the last step is always saved."""
     num_kept: int = 3
-    """Checkpoints that stay, the newest."""
+    """Number of checkpoints to keep, newest first."""
     save_in_background: bool = False
-    """Write checkpoints while the next steps are done. One counts at the end of the step in which
-    it is complete; a loss before that costs the steps since the one before it."""
+    """Write checkpoints while training continues. A checkpoint is published at the end of the step
+    in which it is complete; a loss before that restarts from the previous one."""
     max_recoveries: int = 3
-    """Within ``window_s``; one more loss ends the run."""
+    """Recoveries within ``window_s``; the next loss ends the run."""
     window_s: float = 3600.0
+    """Window over which recoveries are counted."""
     pause_s: float = 1.0
-    """Before the first recovery; doubled with each more within the window."""
+    """Pause before the first recovery; it doubles with each further one within the window."""
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -73,16 +77,17 @@ log = logging.getLogger(__name__)
 
 
 class RankMonitor:
-    """Ends the ranks of a job that its scheduler's monitor reports as silent; they may be rebuilt
-    meanwhile.
+    """Kills the ranks of a job that the scheduler's monitor reports as silent.
+
+    Ranks may be rebuilt while it runs.
     """
 
     def __init__(self, trainer: TrainController, policy: RecoveryPolicy) -> None:
         self._trainer, self._policy, self._scheduler = trainer, policy, trainer.scheduler
         self._worker_ids = [worker.id for worker in trainer.workers]
         self._builds = dict.fromkeys(self._worker_ids, trainer.num_recoveries)
-        """By worker id, ``num_recoveries`` at its last report: silence that began before a recovery
-        is another process's.
+        """Worker id -> ``num_recoveries`` at its last report. Silence that began before a recovery
+        belongs to the previous process.
         """
         self._watch: Watch | None = None
 
@@ -103,8 +108,9 @@ class RankMonitor:
             self._watch.close()
 
     def lost(self) -> list[WorkerFailedError]:
-        """Ask all ranks now; how those ended that have ended, or are ended for their silence. At
-        most about ``dead_s``.
+        """Probe all ranks now, kill silent ones, and return the errors of all dead ranks.
+
+        Takes at most about ``dead_s``.
         """
 
         async def ask(worker_id: str) -> WorkerFailedError | None:
@@ -132,7 +138,7 @@ class RankMonitor:
             observe(asyncio.ensure_future(self._end(report)), f"the end of {report.worker_id}")
 
     async def _end(self, report: Report) -> WorkerFailedError | None:
-        """End a rank that is silent; returns how it has ended."""
+        """Kill a silent rank, and return the error that describes its death."""
         cause = f"was ended because {report.reason}"
         log.warning("%s %s", report.worker_id, cause)
         try:
@@ -146,27 +152,25 @@ class RankMonitor:
 
 
 class RecoverableTraining:
-    """Runs numbered steps, saves checkpoints, and goes on from the last one when a train worker is
-    lost.
+    """Runs numbered steps with checkpoints, and resumes from the last one when a rank is lost.
 
-    A rank is lost when its process or node ends, or when it is silent for ``policy.dead_s``. Then
-    all ranks are rebuilt and the steps after the last checkpoint are done again; nothing else is
-    touched, so what rollout workers run goes on. Every other error of a step is the caller's. A
-    script that is restarted goes on from the last checkpoint, too.
+    A rank is lost when its process or node ends, or when it is silent for ``policy.dead_s``. All
+    ranks are then rebuilt, and the steps after the last checkpoint are repeated. Other roles are
+    not touched: rollout workers keep running. All other errors of a step reach the caller. A
+    restarted script also resumes from the last checkpoint.
 
     Args:
-        trainer: the job, which has been initialized. Its workers are its own, and no other role
-            uses them without a fork.
-        policy: where checkpoints are, how often, and what is done about a loss.
-        step: does the step of a number. What it draws should depend on that number, not on what was
-            drawn before.
-        on_begin: called with the number of the next step, before the first one and after every
-            recovery. There a script forgets what it noted of that step and later ones, brings the
-            restored weights to the rollout workers, and sets what is not part of a checkpoint
-            (set_lr).
-        add_files: puts more files into the folder of a checkpoint, before it counts as one.
+        trainer: The initialized job. No other role may share its workers without a fork.
+        policy: Checkpoint folder and interval, recovery limit, health probes.
+        step: Executes the step with the given number. Random draws should depend on that number
+            alone, so that a repeated step draws the same values.
+        on_begin: Called with the number of the next step, before the first step and after each
+            recovery. The script discards its records of that step and later ones, pushes the
+            restored weights to the rollout, and sets values that checkpoints lack (``set_lr``).
+        add_files: Adds files to a checkpoint folder before it is published.
 
-    Raises: InvalidSpecError for a trainer that is colocated with another role without a fork.
+    Raises:
+        InvalidSpecError: The trainer is colocated with another role without a fork.
     """
 
     def __init__(
@@ -195,15 +199,21 @@ class RecoverableTraining:
         self._is_saved = False
 
     def run(self, first_step: int, last_step: int) -> None:
-        """Do these steps, both included; those up to the last checkpoint count as done.
+        """Run the steps from ``first_step`` to ``last_step``, except those already in a checkpoint.
 
-        Before ``first_step`` the weights are saved as those of the step before it, unless that is
-        below 0: a recovery before the first checkpoint begins with the weights with which the
-        engines are built.
+        Without a checkpoint, the initial weights are saved as step ``first_step - 1``. This is
+        omitted when ``first_step`` is 0: a recovery before the first checkpoint then starts from
+        the weights with which the engines are built.
 
-        Raises: RecoveryExhaustedError; CheckpointError; ValueError when steps are missing between
-            the last checkpoint and ``first_step``; whatever ``step``, ``on_begin`` and
-            ``add_files`` raise.
+        Args:
+            first_step: Number of the first step.
+            last_step: Number of the last step, inclusive.
+
+        Raises:
+            RecoveryExhaustedError: A rank was lost after ``policy.max_recoveries`` recoveries.
+            CheckpointError: The ranks cannot load the last checkpoint.
+            ValueError: Steps are missing between the last checkpoint and ``first_step``.
+            Exception: Any error of ``step``, ``on_begin`` and ``add_files``.
         """
         begin = self._go_on
         self.trainer.scheduler.advise(
@@ -229,11 +239,12 @@ class RecoverableTraining:
                     return
 
     def _go_on(self, first_step: int) -> int:
-        """Begin, or go on from what an earlier script has saved; returns the next step."""
+        """Start, or resume from the checkpoint of an earlier script; return the next step."""
         found = self.checkpoints.latest()
         if found is None:
             if first_step > 0:
-                # a recovery before it counts would lose what was loaded
+                # Not in the background: a recovery before it is published would lose the weights
+                # that the script has loaded.
                 self._save(first_step - 1, in_background=False)
             return self._begin(first_step)
         step, folder = found
@@ -245,18 +256,18 @@ class RecoverableTraining:
             )
         self._is_saved = True
         self.trainer.load(str(folder))
-        self.trainer.raise_version()  # this script may have gone further before, and told of it
+        self.trainer.raise_version()  # an earlier script may have published later versions
         return self._begin(step + 1)
 
     def _recover(self, first_step: int) -> int:
-        """Rebuild the ranks and go on from the last checkpoint; returns the next step."""
-        self._finish_save()  # the last step may have been lost after it was complete
+        """Rebuild the ranks, load the last checkpoint and return the next step."""
+        self._finish_save()  # a background checkpoint may be complete but not yet published
         self.checkpoints.forget()
         found = self.checkpoints.latest()
         if found is None and self._is_saved:
-            # a file system that is away for a while is no reason to begin again
+            # The file system may be unavailable for a while; do not restart from the beginning.
             missing = FileNotFoundError(
-                f"{self.checkpoints.folder} has no checkpoint any more, and had one in this run"
+                f"{self.checkpoints.folder} has no checkpoint any more, but had one in this run"
             )
             raise _NotRecoveredError from missing
         step, folder = found or (first_step - 1, None)
@@ -266,7 +277,7 @@ class RecoverableTraining:
             raise error from self._last_loss
         except (StartError, RendezvousError, CallError, GroupCallError) as error:
             raise _NotRecoveredError from error
-        source = "the weights of the start" if folder is None else folder
+        source = "the initial weights" if folder is None else folder
         log.warning(
             "%s: rebuilt with %s as weight version %d; step %d is next",
             self.trainer.role,
@@ -305,9 +316,9 @@ class RecoverableTraining:
             self._finish_save()
             if self.checkpoints.is_writing:
                 raise FileNotFoundError(
-                    f"a checkpoint was written, and does not appear in {self.checkpoints.folder}; "
-                    "expected a folder that the "
-                    "script and all ranks reach"
+                    "the ranks have written a checkpoint that does not appear in "
+                    f"{self.checkpoints.folder}; expected a folder "
+                    "that the script and all ranks share"
                 )
 
     def _finish_save(self) -> None:
@@ -317,20 +328,19 @@ class RecoverableTraining:
     # --- losses -----------------------------------------------------------------------------------
 
     def _loss(self, error: Exception, monitor: RankMonitor) -> WorkerFailedError | None:
-        """The loss of a rank that an error comes from; None when it comes from something else."""
-        if isinstance(error, JobError):  # a recovery that is refused would be refused again
+        """Return the loss of a rank that caused an error; None if the error has another cause."""
+        if isinstance(error, JobError):  # not transient: another recovery would fail the same way
             return None
         for cause in _causes(error):
             if isinstance(cause, WorkerFailedError) and cause.role == self.trainer.role:
                 return cause
         if isinstance(error, _NotRecoveredError):
             return self._last_loss
-        # What a peer says of a lost connection may come before the loss itself is known, and so may
-        # a lost handle.
+        # A peer may report a broken connection, or a lost handle, before the death is detected.
         return next(iter(monitor.lost()), None)
 
     def _pause(self, loss: WorkerFailedError, error: Exception) -> None:
-        """Wait before a recovery; RecoveryExhaustedError when there have been too many."""
+        """Wait before a recovery; raise RecoveryExhaustedError when the limit is reached."""
         self._last_loss = loss
         last = error.__cause__ if isinstance(error, _NotRecoveredError) else error
         pause_s = self._budget.spend(now := time.monotonic())
@@ -354,15 +364,13 @@ class RecoverableTraining:
                 self.policy.window_s,
                 pause_s,
             ),
-            "" if last is error else f"; the one before failed: {last}",
+            "" if last is error else f"; the previous recovery failed: {last}",
         )
         time.sleep(pause_s)
 
 
 class _NotRecoveredError(Exception):
-    """The ranks could not be built again, for the reason that is its cause; another attempt may
-    succeed.
-    """
+    """A failed rebuild of the ranks, with the reason as ``__cause__``; a retry may succeed."""
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -383,32 +391,42 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 _PUBLISHED = re.compile(r"step-(\d{6,})")
 _UNFINISHED = re.compile(r"\.+step-\d{6,}.*")
-"""Ours, and what an engine writes beside it before it takes that name."""
+"""Our unfinished folders, and those that an engine writes beside them before it renames them."""
 
 
 class Checkpoints:
-    """The newest few checkpoints of a run: ``step-000120/``, ... and ``latest``, a link to the
-    newest. One run writes to it.
+    """The newest checkpoints of a run, in ``step-000120/``, ... with a link ``latest``.
+
+    A folder belongs to one run at a time.
 
     Args:
-        folder: where they are; it is made with the first one.
-        num_kept: how many stay.
+        folder: Parent folder; created with the first checkpoint.
+        num_kept: Number of checkpoints to keep, newest first.
+
+    Raises:
+        ValueError: ``num_kept`` is below 1.
     """
 
     def __init__(self, folder: str | os.PathLike[str], num_kept: int) -> None:
         if num_kept < 1:
             raise ValueError(f"num_kept is {num_kept}; expected 1 or more")
-        # it goes to workers, whose current folder may be another
+        # Absolute, since workers may have another current folder.
         self.folder = Path(folder).absolute()
         self.num_kept = num_kept
         self._begun: int | None = None
         """The step of a checkpoint that is being written in the background."""
 
     def save(self, step: int, write: Callable[[Path], object]) -> Path:
-        """Let ``write`` fill a folder for ``step``, publish it and drop the oldest ones. Returns
-        the folder.
+        """Write and publish the checkpoint of a step, and delete the oldest ones.
 
-        What an earlier attempt left, whose worker was killed while it wrote, is removed.
+        Unfinished folders of earlier attempts are removed first.
+
+        Args:
+            step: Number of the step.
+            write: Creates the given folder and writes the checkpoint into it.
+
+        Returns:
+            The published folder.
         """
         self._make_ready()
         write(self._unfinished(step))
@@ -420,12 +438,15 @@ class Checkpoints:
         begin: Callable[[Path], object],
         add_files: Callable[[Path], object] | None = None,
     ) -> None:
-        """Let ``begin`` have somebody fill a folder for ``step`` in the background, who gives it
-        its name when it is complete; ``finish`` publishes it.
+        """Start to write the checkpoint of a step in the background; ``finish`` publishes it.
+
+        Unfinished folders of earlier attempts are removed first.
 
         Args:
-            add_files: fills a folder whose contents are added to the checkpoint then: what it
-                writes is of now.
+            step: Number of the step.
+            begin: Starts the write. The given folder must appear only when it is complete.
+            add_files: Writes further files into a temporary folder, at once, so that they match
+                ``step``. ``finish`` moves them into the checkpoint.
         """
         self._make_ready()
         if add_files is not None:
@@ -436,8 +457,9 @@ class Checkpoints:
         self._begun = step
 
     def finish(self) -> Path | None:
-        """Publish what ``begin`` began, if it is complete by now; returns its folder then, and None
-        when it is not, or there is nothing to be published.
+        """Publish the background checkpoint if it is complete, and return its folder.
+
+        Returns None if there is none, or if it is still being written.
         """
         if self._begun is None or not self._unfinished(self._begun).is_dir():
             return None
@@ -450,12 +472,12 @@ class Checkpoints:
         return self._publish(step)
 
     def forget(self) -> None:
-        """Count nothing that ``begin`` began: those who wrote it have gone."""
+        """Drop the background checkpoint, when the processes that wrote it have exited."""
         self._begun = None
 
     @property
     def is_writing(self) -> bool:
-        """Whether ``finish`` has something to publish, now or later."""
+        """Whether a background checkpoint has not been published yet."""
         return self._begun is not None
 
     def _unfinished(self, step: int) -> Path:
@@ -484,16 +506,15 @@ class Checkpoints:
         return path
 
     def latest(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest checkpoint; ``latest`` is for people, as a copied folder
-        may have lost the link.
+        """Return the step and the folder of the newest checkpoint; None if there is none.
+
+        The link ``latest`` is not used: a copy of the folder may lack it.
         """
         steps = self._steps()
         return (steps[-1], (self.folder / f"step-{steps[-1]:06d}").resolve()) if steps else None
 
     def _remove(self, path: Path) -> None:
-        """Under another name: a script that is killed meanwhile leaves no half of a checkpoint
-        under this one.
-        """
+        # Renamed first: a script killed here leaves no partial checkpoint under this name.
         if path.exists():
             shutil.rmtree(path.rename(self.folder / f".{path.name}.old"))
 

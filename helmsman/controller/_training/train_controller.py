@@ -1,6 +1,4 @@
-"""TrainController: the ranks of a training job, driven from one script as if they were one
-engine.
-"""
+"""TrainController: operates all ranks of a training job as one engine."""
 
 from __future__ import annotations
 
@@ -39,13 +37,31 @@ logger = logging.getLogger(__name__)
 
 
 class TrainController(RoleController):
-    """One training job: every method is one call on all ranks, and batches are cut over the
-    data-parallel ranks by token count.
+    """One training job: each method calls all ranks and splits batches by token count.
 
-    Ranks are laid out as torch does, model-parallel innermost: ``model_parallel_size`` neighbours
-    share one data-parallel coordinate and one share of the batch, which their first rank, the head,
-    receives. Errors are those of call_all. Each operation ``x``
-    blocks; ``async_x`` is awaited, from any event loop, with the same arguments and result.
+    Ranks are laid out as in torch, model-parallel innermost. Each ``model_parallel_size``
+    consecutive ranks have one data-parallel coordinate and one share of the batch, which is sent to
+    the first of them, the head. Each operation ``x`` blocks; ``async_x`` takes the same arguments
+    and is awaited, from any event loop.
+
+    An operation that fails on any rank raises GroupCallError with the root cause first; for a job
+    with one rank, it raises the CallError itself. While the job shares its devices through a
+    DeviceHandoff, an operation that runs out of device memory raises DeviceMemoryError.
+
+    Args:
+        scheduler: Starts and calls the workers.
+        engine: Import path 'package.module.Class', or a class.
+        job: Role, replicas (the world size) and resources of each worker. Each spec gets at least
+            one port.
+        engine_args: Positional arguments of the engine's constructor, the same on every rank.
+        engine_kwargs: Keyword arguments of the engine's constructor, the same on every rank.
+        engine_name: Name of the engine in each worker; the worker's id when None.
+        model_parallel_size: Ranks that hold one copy of the model; must divide the world size.
+
+    Raises:
+        JobError: The job is invalid, or the engine is known to refuse an argument.
+        TypeError: The engine is neither a string nor a class.
+        ValueError: ``model_parallel_size`` does not divide the world size.
     """
 
     _ready_methods = ("create_process_group", "initialize")
@@ -61,11 +77,6 @@ class TrainController(RoleController):
         *,
         model_parallel_size: int = 1,
     ) -> None:
-        """As RoleController; ``job.replicas`` is the world size, and every spec gets a port at
-        least.
-
-        Raises: JobError; ValueError when ``model_parallel_size`` does not divide the world size.
-        """
         super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
         if model_parallel_size < 1 or job.replicas % model_parallel_size:
             valid = [size for size in range(1, job.replicas + 1) if job.replicas % size == 0]
@@ -81,9 +92,9 @@ class TrainController(RoleController):
         self.model_parallel_size = model_parallel_size
         self.data_parallel_size = job.replicas // model_parallel_size
         self.num_recoveries = 0
-        """How often a rebuild of all ranks has begun."""
+        """Number of rebuilds of all ranks that have begun."""
         self.device_owner: DeviceOwner | None = None
-        """Whose devices these are, where a rollout takes turns with it."""
+        """The DeviceHandoff that decides which side holds the devices, if a rollout shares them."""
         engine_path = engine if isinstance(engine, str) else engine.__module__
         self._ranks = Ranks(
             self,
@@ -101,17 +112,23 @@ class TrainController(RoleController):
         loss_kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> dict[str, float]:
-        """One optimizer step over the whole batch.
+        """Execute one optimizer step over the whole batch.
 
         Args:
-            samples: the batch, in any order; see helmsman.api.engines.Sample.
-            loss_fn: a name of docs/training.md, an import path 'package.module.function', or a
+            samples: The batch, in any order; see helmsman.api.engines.Sample.
+            loss_fn: A name from docs/training.md, an import path 'package.module.function', or a
                 function that can be pickled.
-            loss_kwargs: further arguments of the loss.
-            timeout: seconds for all ranks together; the scheduler's ``timeouts.call_s`` when None.
-        Returns: the engine's statistics over the global batch.
-        Raises: ValueError for a batch that makes no sense, or a setting that the loss is known not
-            to take, before anything is sent; else as call_all.
+            loss_kwargs: Further arguments of the loss.
+            timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
+
+        Returns:
+            The engine's statistics over the global batch.
+
+        Raises:
+            ValueError: The batch is malformed, or the loss does not take a setting. Nothing was
+                sent.
+            DevicesNotOwnedError: A DeviceHandoff has given the devices to the rollout.
+            GroupCallError: A rank failed; a job with one rank raises its CallError.
         """
         return await run_async(
             self._ranks.step("train_batch", samples, loss_fn, loss_kwargs, timeout)
@@ -127,7 +144,23 @@ class TrainController(RoleController):
         loss_kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> dict[str, float]:
-        """As train_batch, without gradients and without a step."""
+        """Compute the loss over the whole batch, without gradients and without a step.
+
+        Args:
+            samples: The batch, in any order; see helmsman.api.engines.Sample.
+            loss_fn: As in ``train_batch``.
+            loss_kwargs: Further arguments of the loss.
+            timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
+
+        Returns:
+            The engine's statistics over the global batch.
+
+        Raises:
+            ValueError: The batch is malformed, or the loss does not take a setting. Nothing was
+                sent.
+            DevicesNotOwnedError: A DeviceHandoff has given the devices to the rollout.
+            GroupCallError: A rank failed; a job with one rank raises its CallError.
+        """
         return await run_async(
             self._ranks.step("eval_batch", samples, loss_fn, loss_kwargs, timeout)
         )
@@ -138,8 +171,19 @@ class TrainController(RoleController):
     async def async_forward(
         self, samples: Sequence[Sample], timeout: float | None = None
     ) -> list[Any]:
-        """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of
-        ``samples``.
+        """Compute the log-probabilities of each sample's tokens.
+
+        Args:
+            samples: The batch, in any order; see helmsman.api.engines.Sample.
+            timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
+
+        Returns:
+            One (T,) float32 array per sample, on the host, in the order of ``samples``.
+
+        Raises:
+            ValueError: The batch is malformed. Nothing was sent.
+            DevicesNotOwnedError: A DeviceHandoff has given the devices to the rollout.
+            GroupCallError: A rank failed; a job with one rank raises its CallError.
         """
         return await run_async(self._ranks.forward(samples, timeout))
 
@@ -153,13 +197,17 @@ class TrainController(RoleController):
         *,
         background: bool = False,
     ) -> None:
-        """Write all that training goes on from below ``path``, which all ranks can reach; it is
-        there when it is complete.
+        """Write the complete training state to a folder, which appears only when it is complete.
 
         Args:
-            background: return once the state has been copied to the hosts; it is written while
-                training goes on. What goes wrong then is raised by wait_for_save, or by the next
-                call that comes first.
+            path: The folder, on storage that all ranks share.
+            timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
+            background: Return once the state has been copied to the hosts, and write it while
+                training continues. ``wait_for_save``, or an earlier call, raises its errors.
+
+        Raises:
+            DevicesNotOwnedError: A DeviceHandoff has given the devices to the rollout.
+            GroupCallError: A rank failed; a job with one rank raises its CallError.
         """
         await run_async(
             self._ranks.replicated(
@@ -171,7 +219,11 @@ class TrainController(RoleController):
 
     @checked
     async def async_wait_for_save(self, timeout: float | None = None) -> None:
-        """Wait until what a save in the background began is written. Raises what it met."""
+        """Wait until background saves are written, for at most ``timeout`` seconds.
+
+        Raises:
+            GroupCallError: The write failed on a rank; a job with one rank raises its CallError.
+        """
         await run_async(self._ranks.replicated("wait_for_save", timeout=timeout))
 
     wait_for_save = blocking(async_wait_for_save)
@@ -184,13 +236,16 @@ class TrainController(RoleController):
         max_shard_bytes: int = 5 << 30,
         timeout: float | None = None,
     ) -> None:
-        """Write weights, configuration and tokenizer as a Hugging Face folder, which gets its name
-        when it is complete.
+        """Write weights, configuration and tokenizer as a Hugging Face folder.
 
         Args:
-            dtype: floating-point type of what is written, such as 'bfloat16'; None leaves it as it
-                is.
-            max_shard_bytes: of one file.
+            path: The folder, which appears only when it is complete.
+            dtype: Floating-point type of the written weights, such as 'bfloat16'; None keeps it.
+            max_shard_bytes: Largest size of one file.
+            timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
+
+        Raises:
+            GroupCallError: A rank failed; a job with one rank raises its CallError.
         """
         await run_async(
             self._ranks.replicated(
@@ -202,9 +257,10 @@ class TrainController(RoleController):
 
     @checked
     async def async_sleep(self, timeout: float | None = None) -> None:
-        """Give the devices' memory back: the state of all ranks waits on their hosts. Idempotent.
-        Weights can still be brought to a rollout; training and checkpoints are refused until
-        wake.
+        """Move the state of all ranks to host memory, to free their devices. Idempotent.
+
+        Weights can still be pushed to a rollout. Training and checkpoints are refused until
+        ``wake``.
         """
         await run_async(self._ranks.replicated("sleep", timeout=timeout))
 
@@ -212,8 +268,11 @@ class TrainController(RoleController):
 
     @checked
     async def async_wake(self, timeout: float | None = None) -> None:
-        """Take the devices' memory again. Idempotent. Raises: DeviceMemoryError for a trainer that
-        is in a DeviceHandoff, when there is not enough; it sleeps on.
+        """Move the state of all ranks back to their devices. Idempotent.
+
+        Raises:
+            DeviceMemoryError: The trainer belongs to a DeviceHandoff, and a device lacks memory.
+                The trainer still sleeps.
         """
         await run_async(self._ranks.replicated("wake", timeout=timeout))
 
@@ -221,8 +280,16 @@ class TrainController(RoleController):
 
     @checked
     async def async_load(self, path: str | os.PathLike[str], timeout: float | None = None) -> None:
-        """Read what save wrote. Raises: CheckpointError when the engine cannot; else as
-        call_all.
+        """Load the training state that ``save`` wrote.
+
+        Args:
+            path: The folder that was given to ``save``.
+            timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
+
+        Raises:
+            CheckpointError: The engine cannot load the checkpoint.
+            DevicesNotOwnedError: A DeviceHandoff has given the devices to the rollout.
+            GroupCallError: A rank failed otherwise; a job with one rank raises its CallError.
         """
         try:
             await run_async(self._ranks.replicated("load", os.fspath(path), timeout=timeout))
@@ -237,7 +304,7 @@ class TrainController(RoleController):
     load = blocking(async_load)
 
     async def async_get_version(self) -> int:
-        """The weight version, on which all ranks agree."""
+        """Return the weight version; raises HelmsmanError if the ranks hold different versions."""
         return await run_async(self.weight_source.version())
 
     get_version = blocking(async_get_version)
@@ -251,15 +318,16 @@ class TrainController(RoleController):
 
     @checked
     async def async_set_lr(self, lr: float) -> None:
-        """Use another learning rate on all ranks from the next step on."""
+        """Set the learning rate on all ranks, from the next step on."""
         await run_async(self._ranks.replicated("set_lr", lr))
 
     set_lr = blocking(async_set_lr)
 
     @checked
     async def async_export_weights(self, timeout: float | None = None) -> ResultHandle:
-        """Gather the full parameters on rank 0 and return a handle; they stay there until
-        ``scheduler.release(handle)``.
+        """Gather the full parameters on rank 0 and return their handle.
+
+        They stay there until ``scheduler.release(handle)``.
         """
         return await run_async(self.weight_source.gather(timeout))
 
@@ -269,8 +337,22 @@ class TrainController(RoleController):
     async def async_update_rollout(
         self, rollout: ReceivesWeights, timeout: float | None = None
     ) -> int:
-        """Bring the current weights to every rollout worker, past the controller; returns the
-        version they serve.
+        """Push the current weights to every rollout instance, directly between workers.
+
+        Args:
+            rollout: The controller of the rollout role.
+            timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
+
+        Returns:
+            The weight version that the instances serve.
+
+        Raises:
+            ValueError: The two roles run on different schedulers, or the version is below the last
+                one pushed.
+            HelmsmanError: The export failed, or the trainer's version changed meanwhile. No
+                instance received weights.
+            GroupCallError: An update failed on an instance; under supervision, on all instances. A
+                role with one instance raises its CallError.
         """
         return (await WeightSync(self, rollout, ViaExport()).async_push(timeout)).version
 
@@ -280,21 +362,28 @@ class TrainController(RoleController):
     def recover(
         self, checkpoint: str | os.PathLike[str] | None = None, timeout: float | None = None
     ) -> int:
-        """Rebuild all ranks when some were lost, and load a checkpoint; returns the weight version.
+        """Rebuild all ranks after a loss, and load a checkpoint.
 
-        All processes of the role are ended before any is started, since the ranks that live wait in
-        collectives for the lost ones. They come back at their places or, where a node is gone or a
-        place cannot be had, wherever the job fits. Other roles are not touched. After an error it
-        may be tried again.
-
-        The version is above all that were told before (get_version, update_rollout), since what has
-        those versions was made by other weights.
+        All processes of the role end before any is started, since the surviving ranks wait in
+        collectives for the lost ones. They restart at their places. If a node has left or a place
+        is not available, they restart wherever the job fits. Other roles are not touched. A failed
+        recovery may be repeated.
 
         Args:
-            checkpoint: what save wrote; None for the weights with which the engines are built.
-            timeout: seconds for loading it; the scheduler's ``timeouts.call_s`` when None.
-        Raises: as initialize and load; InvalidSpecError where other roles stand on the workers, see
-            Scheduler.restart_workers.
+            checkpoint: Folder that ``save`` wrote; None for the weights with which the engines are
+                built.
+            timeout: Limit in seconds for loading; the scheduler's ``timeouts.call_s`` when None.
+
+        Returns:
+            The weight version. It is above all versions reported so far (``get_version``,
+            ``update_rollout``), since those belong to other weights.
+
+        Raises:
+            StartError: The workers cannot be started.
+            RendezvousError: The ranks cannot connect to rank 0.
+            CheckpointError: The engine cannot load the checkpoint.
+            InvalidSpecError: Other roles share the workers; see Scheduler.restart_workers.
+            GroupCallError: A rank failed otherwise; a job with one rank raises its CallError.
         """
         self._check_started()
         self.num_recoveries += 1
@@ -315,24 +404,26 @@ class TrainController(RoleController):
     async_recover = awaitable(recover)
 
     async def async_raise_version(self) -> int:
-        """Once weights were restored: set a version above all that were told before, unless they
-        have one; returns it.
+        """After weights were restored: raise their version above all versions reported so far.
+
+        Returns:
+            The weight version; unchanged if it was above them already.
         """
         return await run_async(self.weight_source.raise_version())
 
     raise_version = blocking(async_raise_version)
 
     def _restart(self) -> None:
-        """New processes for all ranks: at their places if these are there, else elsewhere."""
+        """Restart all ranks at their places if these are available, else elsewhere."""
         try:
             places = {worker.node_id for worker in self.scheduler.get_workers(self.role, timeout=0)}
-        except RoleNotFoundError:  # an earlier attempt has not found a place
+        except RoleNotFoundError:  # an earlier attempt found no place
             self.scheduler.create_workers(self.job)
             return
         gone = places - {node.node_id for node in self.scheduler.nodes()}
         if gone:
             logger.warning(
-                "role %s is placed again: %d of its nodes have gone (%s)",
+                "role %s is placed again: %d of its nodes have left (%s)",
                 self.role,
                 len(gone),
                 ", ".join(gone),
@@ -343,13 +434,13 @@ class TrainController(RoleController):
             self.scheduler.restart_workers(self.role)
         except StartError as error:
             logger.warning(
-                "role %s is placed again, since it could not be started at its places: %s",
+                "role %s is placed again: it could not be restarted at its places: %s",
                 self.role,
                 error,
             )
             try:
                 self.scheduler.restart_workers(self.role, elsewhere=True)
-            except InvalidSpecError:  # others stand on its workers there
+            except InvalidSpecError:  # other roles share its workers
                 raise error from None
 
     def _after_death(self) -> str:

@@ -1,1 +1,1 @@
-"""Checks of the arguments that users pass."""
+"""Checks of arguments that users pass."""

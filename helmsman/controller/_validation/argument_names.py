@@ -1,8 +1,7 @@
-"""Names of the arguments that engines and losses take, read from their source, since a driver
-imports no torch.
+"""Checks argument names of engines and losses against their source.
 
-Where the source does not show them, as with arguments that are passed on, nothing is refused here
-and the worker decides.
+The source is parsed, not imported, since the driver imports no torch. If the source does not show
+the names, as with forwarded arguments, nothing is refused here and the worker checks them.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from helmsman.api.suggestions import did_you_mean
 
 _LOSSES = "helmsman.engines.losses"
 _NUM_GIVEN = 2
-"""Arguments that our engines give a loss by position, the outputs and the batch, which are not
-suggested.
+"""Arguments that our engines pass to a loss by position (outputs, batch); they are not suggested.
 """
 _MAX_HOPS = 8
-"""Most imports that are followed to the definition of a name."""
+"""Maximum number of imports to follow to the definition of a name."""
 
 _Definition: TypeAlias = ast.ClassDef | ast.FunctionDef
 
@@ -36,8 +34,10 @@ _Definition: TypeAlias = ast.ClassDef | ast.FunctionDef
 def require_engine_arguments(
     role: str, engine: str | type[Any], arguments: Mapping[str, Any]
 ) -> None:
-    """Refuse named arguments that the constructor of an engine does not take. Raises:
-    InvalidSpecError for one that is known not to exist.
+    """Check the keyword arguments of an engine's constructor.
+
+    Raises:
+        InvalidSpecError: The constructor is known not to take an argument.
     """
     known = _engine_arguments(engine) if arguments else None
     for name, value in arguments.items():
@@ -52,8 +52,10 @@ def require_engine_arguments(
 
 
 def require_loss_settings(loss: LossFn | str, settings: Mapping[str, Any] | None) -> None:
-    """Refuse settings that a loss does not take. Raises: ValueError for one that is known not to
-    exist.
+    """Check the settings (keyword arguments) of a loss.
+
+    Raises:
+        ValueError: The loss is known not to take a setting.
     """
     known = _loss_settings(loss) if settings else None
     for name in settings or ():
@@ -75,7 +77,7 @@ def _engine_arguments(engine: str | type[Any]) -> list[str] | None:
 
 
 def _loss_settings(loss: LossFn | str) -> list[str] | None:
-    """Names of all arguments. How many of them an engine gives by position is its own choice."""
+    """Return the names of all arguments, positional ones included; None if they are unknown."""
     if not isinstance(loss, str):
         return _signature_names(loss)
     module, _, name = loss.rpartition(".")
@@ -92,10 +94,10 @@ def _loss_settings(loss: LossFn | str) -> list[str] | None:
 
 
 def _signature_names(function: Any) -> list[str] | None:
-    """Names of the parameters; None where any name is taken, or nothing is known.
+    """Return the parameter names; None if any name is accepted, or the signature is unknown.
 
-    Those of a decorator's own function count, since it may take more than the function that it
-    wraps.
+    For a decorated function these are the decorator's own parameters, since a wrapper may take more
+    arguments than the function that it wraps.
     """
     try:
         parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
@@ -111,8 +113,10 @@ def _signature_names(function: Any) -> list[str] | None:
 
 
 def _class_arguments(module: str, definition: ast.ClassDef) -> list[str] | None:
-    """Arguments of a class whose constructor names them, or is ``(self, config: Config | None =
-    None, **fields)`` and so takes the fields of that struct; None for other classes.
+    """Return the names of a constructor's arguments; None if they are unknown.
+
+    A constructor ``(self, config: Config | None = None, **fields)`` takes the fields of that
+    struct.
     """
     function = next(
         (
@@ -176,9 +180,7 @@ def _short_names() -> dict[str, str]:
 
 
 def _definition(module: str, name: str) -> tuple[str, _Definition] | None:
-    """(module, definition) of a class or function, found by way of the imports of modules that only
-    name it.
-    """
+    """Find a class or function through re-exports; return its module and definition."""
     for _ in range(_MAX_HOPS):
         tree = _source(module)
         hop: tuple[str, str] | None = None
@@ -201,7 +203,7 @@ def _definition(module: str, name: str) -> tuple[str, _Definition] | None:
 
 
 def _source(module: str) -> ast.Module | None:
-    """The parsed source of a module, which is not imported; None where it is not found."""
+    """Parse a module's source without importing it; None if it is not found."""
     try:
         path = _path_of(module)
         return _parsed(path, os.stat(path).st_mtime_ns) if path is not None else None
@@ -225,8 +227,10 @@ def _path_of(module: str) -> str | None:
 
 
 def _spec_of(module: str) -> ModuleSpec | None:
-    """Where a module is, found without an import of its packages; a finder of an editable install
-    knows only the outermost.
+    """Locate a module without importing its packages.
+
+    The finder of an editable install locates only the top-level package, so submodules are searched
+    with PathFinder.
     """
     package = module.rpartition(".")[0]
     if not package:

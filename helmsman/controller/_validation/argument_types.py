@@ -1,6 +1,4 @@
-"""Argument checks of public methods: wrong types are refused in the caller, before a message is
-numbered or sent.
-"""
+"""Checks argument types of public methods in the caller, before a message is numbered or sent."""
 
 from __future__ import annotations
 
@@ -21,17 +19,17 @@ Test = Callable[[Any], bool]
 
 
 def checked(function: F) -> F:
-    """Make a public function refuse arguments whose types are not those of its annotations.
+    """Return a public function that checks its arguments against its annotations.
 
-    A wrong type is a TypeError that names the function, the argument, the value and the annotation;
-    nan for a number is a ValueError. The items of built-in collections are checked where the
-    annotation gives them a class.
+    The function raises TypeError for a wrong type, naming the function, the argument, the value and
+    the annotation. It raises ValueError for nan. The items of built-in collections are checked if
+    the annotation gives their class.
     """
     signature: list[_Signature] = []
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not signature:
-            # annotations may name classes that are defined further down in the module
+            # On the first call: annotations may name classes defined further down in the module.
             signature.append(_Signature(function))
         signature[0].check(args, kwargs)
 
@@ -53,9 +51,7 @@ def checked(function: F) -> F:
 
 
 def refusal(method: str, argument: str, value: object, expected: str, hint: str = "") -> TypeError:
-    """The error of an argument of the wrong type; ``hint`` is a further sentence without its full
-    stop.
-    """
+    """Return the error for an argument of the wrong type; ``hint`` lacks its final full stop."""
     observed = f"{reprlib.repr(value)} (of type {type(value).__qualname__})"
     step = f" {hint}." if hint else ""
     return TypeError(
@@ -93,7 +89,7 @@ class _Signature:
         names = _Names(inspect.unwrap(function).__globals__)
         self._positional: list[str] = []
         self._tests: dict[str, tuple[str, Test]] = {}
-        """By the name of the argument: its annotation, and the test of that."""
+        """Argument name -> its annotation and test."""
         for name, parameter in inspect.signature(function).parameters.items():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
@@ -107,7 +103,7 @@ class _Signature:
                 self._tests[name] = annotation, test
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # too few or too many are Python's own error
+        # Not strict: Python itself raises for missing or surplus arguments.
         by_position = zip(self._positional, args, strict=False)
         for name, value in itertools.chain(by_position, kwargs.items()):
             annotation, test = self._tests.get(name, ("", None))
@@ -120,9 +116,7 @@ class _Signature:
 
 
 class _Names(dict[str, Any]):
-    """The names of a module; those that it imports for type checkers alone become forward
-    references.
-    """
+    """Names of a module; names imported only for type checkers become forward references."""
 
     def __init__(self, module: Mapping[str, Any]) -> None:
         super().__init__()
@@ -133,7 +127,7 @@ class _Names(dict[str, Any]):
 
 
 def _test_of(annotation: Any, depth: int = 1) -> Test | None:
-    """A test of values against an annotation; None for an annotation that allows no test."""
+    """Return a test of values against an annotation; None if it cannot be tested."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is Any or annotation is object or isinstance(annotation, TypeVar):
         return None
@@ -164,8 +158,9 @@ def _test_of(annotation: Any, depth: int = 1) -> Test | None:
 
 
 def _item_test(annotation: Any, depth: int) -> Test | None:
-    """The test of a container's items; None unless they are of plain classes: a prompt has many
-    items of its own.
+    """Return a test of a container's items; None unless the annotation names plain classes.
+
+    Nested containers are not tested: a prompt is a container of many items.
     """
     plain = get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     are_classes = all(isinstance(each, type) and get_origin(each) is None for each in plain)
@@ -181,11 +176,11 @@ def _is_number(value: Any) -> bool:
 
 
 _SCALARS: dict[Any, Test] = {int: _is_integer, float: _is_number}
-"""NumPy's numbers are numbers, too, and True is none."""
+"""Tests of numeric annotations: NumPy numbers pass, booleans do not."""
 
 
 _PLAIN_COLLECTIONS = (list, tuple, range, set, frozenset)
-"""Collections whose items are checked, as that costs little."""
+"""Collections whose items are checked; other types may be slow to iterate."""
 
 
 def _has_class_named(name: str, value: Any) -> bool:
@@ -193,9 +188,7 @@ def _has_class_named(name: str, value: Any) -> bool:
 
 
 def _is_collection(is_ordered: bool, may_be_text: bool, item_test: Test | None, value: Any) -> bool:
-    """Whether a value has a length, or, if it is to be ordered, items by number, as arrays and data
-    sets have.
-    """
+    """Whether a value has a length or, if ``is_ordered``, items by index, like arrays."""
     if isinstance(value, (str, bytes, bytearray)):
         return may_be_text and isinstance(value, str)
     if isinstance(value, Mapping) or not hasattr(

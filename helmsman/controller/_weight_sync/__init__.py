@@ -1,3 +1,1 @@
-"""Weight transfer from a trainer to a rollout, through the source and the sink of
-helmsman.api.weight_exchange.
-"""
+"""Weight transfer from a trainer to a rollout (helmsman.api.weight_exchange)."""

@@ -1,5 +1,6 @@
-"""WeightSync: brings a trainer's weights to the instances of a rollout, one call to each, in one of
-several ways.
+"""WeightSync: pushes a trainer's weights to the instances of a rollout over one of its transports.
+
+Each instance receives them in one call.
 """
 
 from __future__ import annotations
@@ -32,28 +33,38 @@ from helmsman.controller._validation.argument_types import checked
 
 
 class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a weight push."""
+
     version: int
+    """Weight version that the instances serve."""
     num_bytes: int
-    """That left the trainer, once, however many instances there are."""
+    """Bytes that left the trainer, counted once for all instances."""
     seconds: float
+    """Duration of the push."""
     updated: tuple[str, ...]
+    """Ids of the instances that serve the version."""
     failed: dict[str, str]
-    """Instance id -> why it does not."""
+    """Instance id -> reason why it does not serve the version."""
 
 
 class WeightSync:
-    """The way of one trainer's weights to one rollout's instances.
+    """Pushes the weights of one trainer to the instances of one rollout.
+
+    An instance whose update fails receives no requests until an update succeeds. Its requests
+    continue on other instances.
 
     Args:
-        way: ViaMemory (the default), ViaCollective or ViaDisk.
-        form: type, names, buckets and checksums of what is sent.
-        in_flight: what becomes of requests that are in flight: they ``continue`` by the new
-            weights, each token with the version that made it; ``finish`` by the old ones first,
-            while nothing new starts; or are taken back (``recall``) with the tokens they have, and
-            continued by the new weights on any instance.
+        trainer: The TrainController that sends the weights.
+        rollout: The RolloutController that receives them.
+        way: The transport: ViaMemory (the default), ViaCollective or ViaDisk.
+        form: Data type, parameter names, bucket size and checksums of the sent weights.
+        in_flight: Handling of requests in flight. "keep": they continue with the new weights, and
+            each token records its version. "wait": they finish with the old weights first, and no
+            new request starts. "abort": they are recalled with their tokens so far, and continue
+            with the new weights on any instance.
 
-    An instance whose sync fails gets no requests until one succeeds, and those it has go on
-    elsewhere.
+    Raises:
+        ValueError: The two roles run on different schedulers, or the transport cannot connect them.
     """
 
     def __init__(
@@ -68,8 +79,8 @@ class WeightSync:
         self._source, self._sink = source, sink = trainer.weight_source, rollout.weight_sink
         if source.scheduler is not sink.scheduler:
             raise ValueError(
-                f"role {source.role!r} and role {sink.role!r} run on two schedulers, and weights "
-                "go between workers of one"
+                f"role {source.role!r} and role {sink.role!r} run on two schedulers; expected "
+                "one, since weights are sent between its workers"
             )
         self._transport, self._form, self._in_flight = (
             way or ViaMemory(),
@@ -80,14 +91,22 @@ class WeightSync:
 
     @checked
     async def async_push(self, timeout: float | None = None) -> SyncReport:
-        """Have every living instance serve the trainer's weights.
+        """Push the trainer's weights to all live instances, which then serve them.
 
         Args:
-            timeout: seconds for all of it; the scheduler's ``timeouts.call_s`` when None.
-        Raises: what the trainer raised, before any instance has changed unless it was in the middle
-            of broadcasts; ValueError for a version below the last one's; RequestsInFlightError when
-            requests that had to end or come back have not; else as
-            RolloutController.update_weights.
+            timeout: Limit in seconds for the whole push; the scheduler's ``timeouts.call_s`` when
+                None.
+
+        Returns:
+            The version, the transferred bytes, and the instances that serve the version or failed.
+
+        Raises:
+            ValueError: The trainer's version is below the last one pushed.
+            RequestsInFlightError: Requests did not finish, or were not recalled, in time.
+            HelmsmanError: The trainer failed. No instance has changed, unless ViaCollective was in
+                the middle of its broadcasts.
+            GroupCallError: An update failed on an instance; under supervision, on all instances. A
+                role with one instance raises its CallError.
         """
         return await run_async(self._push(timeout))
 
@@ -117,7 +136,15 @@ class WeightTransport(abc.ABC):
     """Moves weights from a trainer to the instances of a rollout."""
 
     def check(self, source: WeightSource, sink: WeightSink) -> None:
-        """Raise ValueError if this transport cannot connect the two. By default it always can."""
+        """Check that this transport can connect the two roles. By default, it always can.
+
+        Args:
+            source: The trainer.
+            sink: The rollout.
+
+        Raises:
+            ValueError: The transport cannot connect them.
+        """
         return
 
     @abc.abstractmethod
@@ -134,12 +161,15 @@ class WeightTransport(abc.ABC):
         Args:
             source: The trainer.
             sink: The rollout.
-            form: Dtype, names and bucket size of the weights.
+            form: Data type, names and bucket size of the weights.
             version: Weight version that the trainer must have.
-            deadline: Time on the clock of ``time.monotonic`` until which the transfer may take.
+            deadline: End of the transfer, on the clock of ``time.monotonic``.
 
         Returns:
-            Bytes that left the trainer, and the error of each instance that did not receive them.
+            Bytes that left the trainer, and the errors by instance id.
+
+        Raises:
+            HelmsmanError: The trainer failed, or no instance serves the weights.
         """
 
 
@@ -150,7 +180,7 @@ async def _read_by_all(
     version: int,
     deadline: float,
 ) -> tuple[int, Mapping[str, Exception]]:
-    """Have each instance read weights that the trainer has stored; returns as ``transfer``."""
+    """Update each instance from weights that the trainer has stored; returns as ``transfer``."""
     try:
         weights = dict.fromkeys(sink.living_ids(), stored)
         failures = await sink.update(weights, version, deadline - time.monotonic(), kept=stored)
@@ -161,9 +191,10 @@ async def _read_by_all(
 
 
 class ViaMemory(WeightTransport):
-    """Worker to worker: once into shared memory of the trainer's node, or Ray's object store, from
-    which each instance reads them; instances of one other node read one copy of it. Rank 0 holds
-    all of them on its host.
+    """Sends weights through host memory, from worker to worker.
+
+    Rank 0 gathers all weights in host memory: the shared memory of its node, or Ray's object store.
+    Each instance reads them from there; the instances of another node share one copy.
     """
 
     async def transfer(
@@ -180,8 +211,9 @@ class ViaMemory(WeightTransport):
 
 
 class ViaExport(WeightTransport):
-    """As ViaMemory, for trainers without publish_weights: all parameters as they are, by
-    ``export_weights``.
+    """Like ViaMemory, for engines without ``publish_weights``: uses ``export_weights``.
+
+    Parameters are sent unconverted: ``form`` is ignored.
     """
 
     async def transfer(
@@ -197,13 +229,18 @@ class ViaExport(WeightTransport):
 
 
 class ViaDisk(WeightTransport):
-    """Files of safetensors in a folder that all workers reach. A version's folder appears when it
-    is complete, in the layout that Hugging Face reads, so that other programs can take weights from
-    it, too.
+    """Sends weights as safetensors files in a folder on storage that all workers share.
+
+    The folder of a version appears only when it is complete. It has the Hugging Face layout, so
+    other programs can read it.
 
     Args:
-        folder: the same on all nodes; a relative one is below the script's own current folder.
-        num_kept: versions that stay.
+        folder: Parent folder, at the same path on all nodes; a relative path is resolved against
+            the script's current folder.
+        num_kept: Number of versions to keep, newest first.
+
+    Raises:
+        ValueError: ``num_kept`` is below 1.
     """
 
     def __init__(self, folder: str, num_kept: int = 2) -> None:
@@ -225,16 +262,16 @@ class ViaDisk(WeightTransport):
 
 
 class ViaCollective(WeightTransport):
-    """Broadcasts of a process group (gloo on hosts, nccl, hccl) of the trainer's rank 0 and the
-    instances, device to device.
+    """Broadcasts weights from the trainer's rank 0 to the instances, device to device.
 
-    Nothing is decoded while they last. The group is made at the first sync, and again when its
-    members have changed, one of them has been in another since, or something went wrong. When a
-    member dies, is late or cannot take part, the weights are sent once more to those that can. An
-    instance that is rebuilt between two syncs serves after the next one.
+    Rank 0 and the instances form a process group (gloo on hosts, nccl, hccl). It is created at the
+    first push, and again when its members have changed, have joined another group, or an error
+    occurred. If a member dies, is late or cannot take part, the weights are sent a second time, to
+    the other members. No tokens are decoded during the broadcasts. An instance that is rebuilt
+    between two pushes serves after the next one.
 
     Args:
-        timeout: seconds that members wait for each other.
+        timeout: Limit in seconds for which members wait for each other.
     """
 
     def __init__(self, timeout: float = 120.0) -> None:
@@ -246,8 +283,8 @@ class ViaCollective(WeightTransport):
     def check(self, source: WeightSource, sink: WeightSink) -> None:
         if source.scheduler.shares_process:
             raise ValueError(
-                "ViaCollective needs workers in processes of their own, which "
-                f"{type(source.scheduler).__name__} has not; "
+                f"ViaCollective needs one process per worker, but {type(source.scheduler).__name__}"
+                " runs all workers in one; "
                 "use ViaMemory"
             )
         sender = source.workers[0]
@@ -259,8 +296,8 @@ class ViaCollective(WeightTransport):
         ]
         if shared:
             raise ValueError(
-                f"{shared[0]} has a device of {sender.id}, and a collective takes one member for "
-                "each device; use ViaMemory"
+                f"{shared[0]} shares a device with {sender.id}; a collective needs one device per "
+                "member. Use ViaMemory"
             )
 
     async def transfer(
@@ -296,8 +333,7 @@ class ViaCollective(WeightTransport):
             self._port = await source.open_store(deadline - time.monotonic())
             self._group_id = uuid.uuid4().hex
         source.group_id = sink.group_id = self._group_id
-        # after an error or an interrupt it is not known where in the group's broadcasts each of
-        # them is
+        # Reset until success: after an error or interrupt, members may be at different broadcasts.
         self._members = ()
         place = CollectiveTarget(
             version=version,
@@ -324,7 +360,7 @@ class ViaCollective(WeightTransport):
 
 
 class _Outcome:
-    """How a transfer by broadcasts ended, on both sides."""
+    """Results or errors of a broadcast transfer, on both sides."""
 
     def __init__(self, sent: Any, received: Any) -> None:
         for side in (sent, received):
@@ -335,12 +371,12 @@ class _Outcome:
             None if isinstance(received, Exception) else received
         )
         self.errors = [side for side in (sent, received) if isinstance(side, Exception)]
-        """Of the trainer first."""
+        """Errors of both sides, the trainer's first."""
         self.errors += (self.failures or {}).values()
         self.has_lost_trainer = any(
             isinstance(each, WorkerFailedError) for each in _members_of(sent)
         )
-        """Whether a rank of it has died, without which nothing can be sent."""
+        """Whether a trainer rank has died; a second attempt is then impossible."""
         by_instance = (
             received.errors if isinstance(received, GroupCallError) else self.failures or {}
         )
@@ -349,7 +385,7 @@ class _Outcome:
             for id_, each in by_instance.items()
             if isinstance(each, EngineCallError) and not _is_broken(each)
         }
-        """Instances that failed by themselves, and would again."""
+        """Instances whose own failure would recur in a second attempt."""
 
 
 def _members_of(error: Any) -> Collection[Any]:
@@ -357,7 +393,7 @@ def _members_of(error: Any) -> Collection[Any]:
 
 
 def _is_broken(error: Exception) -> bool:
-    """Whether a member of the group is gone or late, so that others may have gone without."""
+    """Whether a group member has died or is late, so that others may lack the weights."""
     return any(
         isinstance(each, WorkerFailedError)
         or (

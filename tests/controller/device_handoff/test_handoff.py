@@ -125,7 +125,7 @@ def shared(scheduler: Scheduler) -> Iterator[Pair]:
 def pair(shared: Pair) -> Iterator[Pair]:
     yield shared
     shared.trainer.device_owner = shared.rollout.device_owner = shared.turns
-    shared.turns.owner = Owner.NOBODY
+    shared.turns.owner = Owner.NONE
     shared.generate()
     shared.step()
 
@@ -302,14 +302,14 @@ def test_handoff_after_a_hand_over_that_fails(
     pair.call(pair.train_id if side == "train" else pair.rollout_id, "plan", method, "cuda")
     with pytest.raises(DeviceMemoryError, match=r"ran out of memory") as caught:
         steps[to]()
-    assert caught.value.owner.startswith("nobody's")
-    assert pair.turns.owner is Owner.NOBODY
+    assert caught.value.owner.startswith("unassigned")
+    assert pair.turns.owner is Owner.NONE
     with pytest.raises(
         DevicesNotOwnedError,
-        match=r"nobody's, since the hand-over to the .* failed \(DeviceMemoryError\)",
+        match=r"unassigned, since the hand-over to the .* failed \(DeviceMemoryError\)",
     ):
         pair.trainer.train_batch(SAMPLES, "sft")
-    with pytest.raises(DevicesNotOwnedError, match="nobody's, since the hand-over"):
+    with pytest.raises(DevicesNotOwnedError, match="unassigned, since the hand-over"):
         pair.rollout.generate(PROMPTS)
     steps[to if then == "again" else other]()
     version = pair.trainer.get_version()
@@ -354,7 +354,7 @@ def test_recover_of_a_trainer_that_dies_in_a_turn(pair: Pair, tmp_path: Any, met
     with pytest.raises(WorkerFailedError):
         meet()
     if method != "train_batch":
-        assert pair.turns.owner is Owner.NOBODY
+        assert pair.turns.owner is Owner.NONE
     version = pair.trainer.recover(str(tmp_path / "checkpoint"))
     assert pair.turns.owner is Owner.TRAINER
     assert pair.asleep() == (False, True)

@@ -254,7 +254,9 @@ def test_initialize_adds_a_failed_clean_up_to_the_cause(
         patch.setattr(scheduler, "delete_workers", refuses)
         with pytest.raises(GroupCallError, match=r"config\.json") as caught:
             controller(scheduler, engine=FailsToInitialize).initialize()
-    assert caught.value.__notes__ == ["and taking role 'actor' down failed: pid 7 would not end"]
+    assert caught.value.__notes__ == [
+        "Deleting the workers of role 'actor' failed, too: pid 7 would not end"
+    ]
 
 
 def test_controller_refuses_invalid_jobs(scheduler: FakeScheduler) -> None:
@@ -366,7 +368,7 @@ def test_forward_refuses_too_few_results(scheduler: FakeScheduler) -> None:
         actor.initialize()
         with pytest.raises(
             HelmsmanError,
-            match="actor/0: forward returned 2 results for the 3 samples it was given",
+            match="actor/0: forward returned 2 results for 3 samples",
         ):
             actor.forward(SAMPLES)
 

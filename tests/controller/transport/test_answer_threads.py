@@ -95,7 +95,7 @@ def signal_while_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("signal_while_writing")
 def test_call_engine_refuses_calls_in_signal_handlers(scheduler: Scheduler) -> None:
     signal.signal(signal.SIGUSR1, lambda *_: scheduler.status())
-    with pytest.raises(RuntimeError, match="by a signal handler that has interrupted another one"):
+    with pytest.raises(RuntimeError, match="a signal handler made a blocking Helmsman call"):
         scheduler.call_engine("giving/0", "add")
     assert scheduler.call_engine("giving/0", "add") == 2, (
         "the request that was interrupted is sent, once"
