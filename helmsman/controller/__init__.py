@@ -1,0 +1,1 @@
+"""Driver side of Helmsman: schedulers, controllers and the command line."""

@@ -45,11 +45,17 @@ class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
 class FaultInjector:
     """Injects a plan's faults at their steps.
 
-    A missing worker is recorded and never raises.
+    ``FaultPlan.begin`` creates it. A missing worker is recorded and never raises.
+
+    Args:
+        faults: The faults, by step.
+        scheduler: The scheduler of the workers.
+
+    Raises:
+        FaultsUnsupportedError: Workers share the script's process.
     """
 
     def __init__(self, faults: Sequence[Fault], scheduler: Scheduler) -> None:
-        """Create an injector; use ``FaultPlan.begin`` instead."""
         if faults and scheduler.shares_process:
             raise FaultsUnsupportedError(scheduler=type(scheduler).__name__)
         self._pending = list(faults)

@@ -288,7 +288,18 @@ class SimulatedBackend:
         self.instances = dict(instances)
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
-        """Generate on one instance; see ``SimulatedInstance.generate``."""
+        """Generate on one instance.
+
+        Args:
+            instance_id: The instance.
+            request: The request.
+
+        Returns:
+            The result, with as many tokens as the instance's ``lengths`` gives for the request.
+
+        Raises:
+            InstanceLostError: The instance was killed.
+        """
         return await self.instances[instance_id].generate(request)
 
     async def generate_samples(
@@ -311,7 +322,12 @@ class SimulatedBackend:
         )
 
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
-        """End these requests of an instance with the tokens that they have so far."""
+        """End requests with the tokens that they have so far.
+
+        Args:
+            instance_id: The instance.
+            request_ids: Ids of its requests; unknown ids are ignored.
+        """
         self.instances[instance_id].abort(request_ids)
 
 

@@ -95,7 +95,8 @@ def public_callables() -> Iterator[tuple[str, str, list[str], bool]]:
             if not inspect.isclass(value):
                 yield path, inspect.getdoc(value) or "", own_parameters(value), returns(value)
                 continue
-            if not issubclass(value, Exception) and "__init__" in vars(value):
+            is_contract = getattr(value, "_is_protocol", False)
+            if not is_contract and "__init__" in vars(value):
                 parameters = own_parameters(value.__init__)
                 yield path, inspect.getdoc(value) or "", parameters, False
             for method_name, _ in inspect.getmembers(value):
@@ -104,13 +105,21 @@ def public_callables() -> Iterator[tuple[str, str, list[str], bool]]:
                 if method_name.startswith("_") or not inspect.isfunction(function):
                     continue
                 if is_ours(function):
-                    doc = inspect.getdoc(getattr(value, method_name)) or ""
+                    doc = doc_of(value, method_name)
                     yield (
                         f"{path}.{method_name}",
                         doc,
                         own_parameters(function),
                         returns(function),
                     )
+
+
+def doc_of(owner: type, method: str) -> str:
+    """The docstring of a method, or that of the method which it overrides, with arguments."""
+    docs = [
+        inspect.getdoc(vars(base)[method]) or "" for base in owner.__mro__ if method in vars(base)
+    ]
+    return next((doc for doc in docs if "Args:" in doc), docs[0])
 
 
 def returns(function: Callable[..., Any]) -> bool:

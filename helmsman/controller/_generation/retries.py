@@ -23,7 +23,7 @@ class RetryPolicy(Protocol):
         """
 
 
-class RetryUnbegun:
+class RetryUnbegun(RetryPolicy):
     """Retry only requests that no instance has started.
 
     This is the default. It is safe for requests with side effects, such as tool calls.
@@ -33,7 +33,7 @@ class RetryUnbegun:
         return not error.may_have_begun
 
 
-class RetryGeneration:
+class RetryGeneration(RetryPolicy):
     """Retry every lost request, up to a limit on started attempts.
 
     This is safe for plain generation: it has no side effects, and each request delivers one result.

@@ -26,7 +26,7 @@ class RoutingPolicy(Protocol):
         """
 
 
-class LeastOutstandingTokens:
+class LeastOutstandingTokens(RoutingPolicy):
     """Choose the instance with the fewest outstanding tokens.
 
     Outstanding tokens are the held and expected tokens of all requests of an instance. Ties, which
@@ -37,7 +37,7 @@ class LeastOutstandingTokens:
         return min(able, key=lambda each: (each.outstanding_tokens, each.last_turn))
 
 
-class RoundRobin:
+class RoundRobin(RoutingPolicy):
     """Choose the instances in turn, by id, regardless of load."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class _Affinity:
         return home
 
 
-class PrefixAffinity:
+class PrefixAffinity(RoutingPolicy):
     """Choose the instance that last received the longest known prefix of the prompt.
 
     Its prefix cache may still hold that prefix.
@@ -129,7 +129,7 @@ class PrefixAffinity:
         return [*reversed(found)]
 
 
-class SessionAffinity:
+class SessionAffinity(RoutingPolicy):
     """Choose the instance that received the earlier requests of the session.
 
     Requests without a session go to the least loaded instance.

@@ -334,7 +334,12 @@ class GenerateScheduler:
                 instance.version = version - 1
 
     def have_weights(self, instance_id: str, version: int) -> None:
-        """Record that an instance has loaded the weights of ``version``."""
+        """Record that an instance has loaded weights.
+
+        Args:
+            instance_id: The instance.
+            version: Weight version that it serves from now on.
+        """
         self.instances[instance_id].version = version
         self._flow.pump()
 

@@ -89,7 +89,7 @@ class BatchPolicy(Protocol):
         """
 
 
-class BoundedStaleness:
+class BoundedStaleness(BatchPolicy):
     """Bounds the age of the episodes in a batch to ``max_staleness`` weight versions.
 
     Until the batch of a version is returned, at most ``(1 + max_staleness) * batch_size`` episodes

@@ -285,7 +285,7 @@ def test_weight_sync_refuses_invalid_arguments(pair: World) -> None:
     with make_scheduler("inline") as other, World(other, 1, 1) as alone:
         with pytest.raises(ValueError, match="run on two schedulers"):
             WeightSync(pair.trainer, alone.rollout)
-        with pytest.raises(ValueError, match="InlineScheduler runs all workers in one; use ViaMemory"):
+        with pytest.raises(ValueError, match="runs all workers in one; use ViaMemory"):
             alone.sync(ViaCollective())
         alone.step()
         assert alone.sync().push().updated == ("rollout/0",)
