@@ -18,8 +18,9 @@ T = TypeVar("T")
 
 
 class InstancePool:
-    """Adds, drains, removes and rebuilds instances. A new one is brought the weights before it
-    serves. See RolloutController.
+    """Adds, drains, removes and rebuilds instances.
+
+    A new instance receives the current weights before it serves.
     """
 
     def __init__(self, instances: Instances, weights: RolloutWeights) -> None:
@@ -32,9 +33,7 @@ class InstancePool:
         """One after another, so that as many serve in the end as the last one asks for."""
 
     async def rebuild(self, worker_id: str) -> bool:
-        """Restart a worker with its engine and the weights that are served; returns whether it has
-        these.
-        """
+        """Restart a worker with its engine; returns whether it has received the current weights."""
         await self._weights.wait_for_room()
         self._instances.num_builds[worker_id] += 1
         self._weights.group_id = ""
@@ -44,16 +43,12 @@ class InstancePool:
         return await self._weights.bring(worker_id)
 
     async def _look(self) -> None:
-        """See which workers there are now; one after another, so that the last look is the one that
-        counts.
-        """
+        """Update the list of workers. Updates are serialized, so that the latest one prevails."""
         async with self._looking:
             await self._instances.look()
 
     async def scale(self, replicas: int, migrate: bool) -> None:
-        """Resize to ``replicas`` instances; concurrent calls are serialized. See
-        RolloutController.scale.
-        """
+        """Resize to ``replicas`` instances; concurrent calls are serialized."""
         if replicas < 1:
             raise InvalidSpecError(
                 role=self._instances.role, field="replicas", value=replicas, expected="1 or more"
@@ -94,9 +89,7 @@ class InstancePool:
             await self._end(adding.result(), ())
 
     async def _bring_weights(self, worker_ids: Sequence[str]) -> list[bool]:
-        """Bring new workers the weights that are served when this returns; returns which of them
-        have them now.
-        """
+        """Send the current weights to new workers; returns which of them have received them."""
 
         async def bring(worker_id: str) -> bool:
             return await self._supervisor.with_liveness_check(

@@ -1,6 +1,4 @@
-"""Instances: the workers of a rollout role, what is known of each, and the calls to their
-engines.
-"""
+"""Instances: the workers of a rollout role, their states, and calls to their engines."""
 
 from __future__ import annotations
 
@@ -31,14 +29,28 @@ from helmsman.controller._roles.role_controller import DeviceOwner, RoleControll
 
 
 class Instances(RoleController):
-    """Starts and ends the workers of a role together, beside the queue of their requests, whose
-    backend it is, and their supervision. The parts of RolloutController are built on it.
+    """Starts and ends the workers of a role, with their request queue and their supervision.
+
+    It is the backend of the request queue, and the other parts of RolloutController use it.
 
     Args:
-        capacity, request_timeout, retries, supervision: as of RolloutController.
-        make_queue: GenerateScheduler with its options.
-        turn: returns whose devices these are, where a trainer takes turns with the role.
-        on_closed: called once nothing is served any more, before the workers end.
+        scheduler: Scheduler of the workers.
+        engine: The engine, as an import path or a class.
+        job: Role, replicas and resources of each worker.
+        engine_args: Positional arguments of the engine's constructor.
+        engine_kwargs: Keyword arguments of the engine's constructor.
+        engine_name: Name of the engine in each worker; the worker's id when None.
+        capacity: Maximum requests in flight per worker.
+        request_timeout: Seconds from sending a request to its result; ``timeouts.call_s`` of the
+            scheduler when None.
+        retries: Decides which requests of a dead worker continue on another.
+        supervision: Health probes and rebuilds; none when None.
+        make_queue: Creates the GenerateScheduler.
+        why_hopeless: Returns the error of queued requests that no instance will serve, or None.
+        device_owner: Returns the DeviceHandoff of a role that shares devices with a trainer, or
+            None.
+        rebuild: Rebuilds a worker; returns whether it has the current weights.
+        on_closed: Called after the last request has ended, before the workers end.
     """
 
     _title = "RolloutController"
@@ -148,8 +160,13 @@ class Instances(RoleController):
         return any(each.health.is_alive for each in self._requests.instances.values())
 
     def living_ids(self, *, with_suspects: bool = True) -> list[str]:
-        """Ids of instances that have not died; none while all are being rebuilt. Suspects are late
-        with the answer to a probe. Raises: the reason when none lives or will.
+        """Return the ids of live instances; none while all are being rebuilt.
+
+        Args:
+            with_suspects: Whether to include instances whose reply to a probe is late.
+
+        Raises:
+            Exception: No instance is alive or will be; states the reason.
         """
         living = [each for each in self.requests.instances.values() if each.health.is_alive]
         if not living and (reason := self.why_none_will_serve("any call")) is not None:
@@ -171,9 +188,7 @@ class Instances(RoleController):
         return [report.worker_id for report in reports if report.sign is Sign.ANSWERED]
 
     def why_none_will_serve(self, method: str = "generate") -> Exception | None:
-        """Why no instance serves or will, as the error of ``method``; None while one does, or is
-        being rebuilt.
-        """
+        """Return the error of ``method`` if no instance serves or is being rebuilt, else None."""
         instances = self._requests.instances
         if any(
             each.health.is_serving or self.supervisor.is_coming_back(id_)
@@ -186,9 +201,7 @@ class Instances(RoleController):
     async def ask(
         self, worker_id: str, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> Any:
-        """Call an engine. Every call to an instance goes through here, so that its death is noticed
-        whichever call meets it.
-        """
+        """Call an engine. All calls use this method, so that any of them detects a death."""
         build = self.num_builds[worker_id]
         try:
             return await self.scheduler.async_call_engine(
@@ -204,8 +217,9 @@ class Instances(RoleController):
     async def ask_while_it_lives(
         self, worker_id: str, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> Any:
-        """Call an engine; raises also when its instance is given up meanwhile, as one that hangs
-        may never answer.
+        """Call an engine; raises also if supervision declares its instance dead meanwhile.
+
+        An instance that hangs may never reply.
         """
         call = asyncio.ensure_future(self.ask(worker_id, method, *args, timeout=timeout, **kwargs))
         dead = asyncio.ensure_future(self.supervisor.until_dead(worker_id))
@@ -224,9 +238,7 @@ class Instances(RoleController):
             call.cancel()
 
     async def ask_all(self, method: str) -> dict[str, Any]:
-        """Call the engines of all living instances. Each call is awaited to its end, as instances
-        are independent.
-        """
+        """Call the engines of all live instances, and await every call."""
         living = self.living_ids()
         calls = {worker_id: self.ask(worker_id, method) for worker_id in living}
         return dict(
@@ -234,9 +246,7 @@ class Instances(RoleController):
         )
 
     async def explain(self, error: Exception) -> None:
-        """Raise DeviceMemoryError from an error of devices without room, where a trainer takes
-        turns with the role.
-        """
+        """Raise DeviceMemoryError from an out-of-memory error of devices shared with a trainer."""
         if (device_owner := self.device_owner()) is not None:
             await device_owner.explain(error)
 

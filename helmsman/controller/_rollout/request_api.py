@@ -1,6 +1,4 @@
-"""The prompts of a script as requests of a role, their results, together or as they end, and the
-hold over their flow.
-"""
+"""Requests of a rollout role: generate, submit, stream, pause and abort."""
 
 from __future__ import annotations
 
@@ -49,8 +47,11 @@ class RequestMaker:
         resume_from: GenerationResult | None = None,
         name: str = "the prompt",
     ) -> GenerationRequest:
-        """One request. Raises: ValueError for a prompt that makes no sense, called by this name, or
-        a ``resume_from`` that it cannot go on from.
+        """Make one request.
+
+        Raises:
+            ValueError: The prompt is invalid, with ``name`` in the message, or ``resume_from``
+                cannot be continued.
         """
         if isinstance(prompt, GenerationRequest):
             if sampling is not None:
@@ -77,8 +78,10 @@ class RequestMaker:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         num_samples: int = 1,
     ) -> list[GenerationRequest]:
-        """The requests of several prompts, those of a prompt in a row. Raises: ValueError for what
-        makes no sense.
+        """Make the requests of several prompts; the samples of a prompt are neighbours.
+
+        Raises:
+            ValueError: A prompt is invalid, or the sampling parameters do not match the prompts.
         """
         each = (
             [sampling] * len(prompts)
@@ -107,8 +110,10 @@ def _token_ids(prompt: object, name: str) -> list[int]:
 
 
 def samples_of(request: GenerationRequest, num_samples: int) -> list[GenerationRequest]:
-    """A request as its samples: itself when it is to have one, else requests with the ids ``id#0``,
-    ``id#1``... and seeds of their own. Raises: ValueError for a number below 1.
+    """Return the samples of a request: itself, or requests ``id#0``, ``id#1``... with other seeds.
+
+    Raises:
+        ValueError: ``num_samples`` is below 1.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; expected 1 or more")
@@ -127,9 +132,10 @@ def samples_of(request: GenerationRequest, num_samples: int) -> list[GenerationR
 
 
 def sample_seed(seed: int | None, sample: int) -> int | None:
-    """The seed of a prompt's sample: None for None, else a function of both, of 63 bits, however
-    many samples there are. The first sample has the seed itself, so it is what the prompt alone
-    would have.
+    """Return the seed of a prompt's sample, of 63 bits; None if the prompt has none.
+
+    It does not depend on the number of samples. The first sample has the prompt's own seed, so it
+    equals the result of the prompt alone.
     """
     if seed is None or sample == 0:
         return seed
@@ -212,8 +218,9 @@ async def gather(
 def stream(
     requests: GenerateScheduler, put: Put, on_error: OnError
 ) -> Iterator[tuple[int, GenerationResult | Exception]]:
-    """Put requests when the first item is asked for, and give each with its number as it ends, to a
-    caller that blocks.
+    """Queue requests when the first item is requested, and yield each result as it ends.
+
+    For callers that block.
     """
     tickets: list[Ticket] = []
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -247,8 +254,9 @@ async def async_stream(
 
 
 async def _put_into(tickets: list[Ticket], put: Put, tell: Callable[[int], None]) -> None:
-    """Put requests, and report the number of each as it ends. The caller knows them once they are
-    put, also when it is interrupted before this returns.
+    """Queue requests, and report the number of each as it ends.
+
+    ``tickets`` is filled at once, so that a caller that is interrupted can withdraw them.
     """
     tickets.extend(put())
     for number, ticket in enumerate(tickets):
@@ -265,8 +273,9 @@ def _outcome(ticket: Ticket, on_error: OnError) -> GenerationResult | Exception:
 
 
 def withdraw(requests: GenerateScheduler, tickets: Sequence[Ticket]) -> None:
-    """Take back what is queued and abort what is in flight, without waiting for it. On Helmsman's
-    event loop.
+    """Cancel queued requests and abort those in flight, without waiting.
+
+    Runs on Helmsman's event loop.
     """
     for ticket in tickets:
         ticket.future.cancel()
@@ -282,9 +291,10 @@ async def _abort_if_open(requests: GenerateScheduler, request_ids: Sequence[str]
 
 
 class RolloutRequests:
-    """Makes the requests of a role and gives them to its GenerateScheduler; see RolloutController.
-    Coroutines run on Helmsman's event loop. With ``samples_by_engine`` a prompt's samples go to one
-    instance by one call.
+    """Makes the requests of a role and passes them to its GenerateScheduler.
+
+    Coroutines run on Helmsman's event loop. With ``samples_by_engine``, one call sends all samples
+    of a prompt to one instance.
     """
 
     def __init__(self, instances: Instances, *, samples_by_engine: bool) -> None:
@@ -385,8 +395,10 @@ class RolloutRequests:
         )
 
     async def pause(self, in_flight: InFlight, timeout: float | None, by: str = "") -> None:
-        """See RolloutController.pause. ``by`` names a holder, whose pause only its own resume ends:
-        an update of the weights, which resumes in any case.
+        """Stop sending requests until ``resume``, as RolloutController.pause does.
+
+        ``by`` names the holder of the pause; only a resume with the same name ends it. A weight
+        update pauses under its own name.
         """
         _require_one_of("in_flight", in_flight, get_args(InFlight))
         requests = self._instances.requests
@@ -414,8 +426,16 @@ class RolloutRequests:
         *,
         resumes: bool = False,
     ) -> None:
-        """Await what becomes of requests, for an operation after whose error the flow goes on if it
-        ``resumes``. Raises: RequestsInFlightError after ``limit_s`` seconds.
+        """Await the ends of requests for an operation, within a limit.
+
+        Args:
+            wait: Waits for the ends.
+            operation: Name of the operation, for the error.
+            limit_s: Limit in seconds.
+            resumes: Whether requests are sent again after an error of the operation.
+
+        Raises:
+            RequestsInFlightError: Requests did not end within ``limit_s``.
         """
         limit = asyncio.timeout(limit_s)
         try:

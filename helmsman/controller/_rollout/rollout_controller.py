@@ -1,6 +1,4 @@
-"""RolloutController: prompts go to the least loaded of a role's workers and come back in the
-caller's order.
-"""
+"""RolloutController: sends prompts to the workers of a role and returns their results."""
 
 from __future__ import annotations
 
@@ -31,10 +29,38 @@ class RolloutController(Starting):
     """The rollout instances of one role.
 
     A request ends exactly once. When its worker dies, it fails with WorkerFailedError or, with
-    ``retries=RetryGeneration()``, goes on at another; the dead worker takes no more, and when none
-    is left every request fails. Instances come and go while requests run (``add``, ``drain``,
-    ``remove``, ``scale``). Each operation ``x`` blocks; ``async_x`` is awaited, from any event
-    loop, with the same arguments and result.
+    ``retries=RetryGeneration()``, continues on another worker. The dead worker receives no further
+    requests; when no worker is left, every request fails. Instances can be added and removed while
+    requests run (``add``, ``drain``, ``remove``, ``scale``). Each operation ``x`` blocks;
+    ``async_x`` is awaited, from any event loop, with the same arguments and result.
+
+    The constructor starts nothing; ``with`` or ``initialize`` starts the workers.
+
+    Args:
+        scheduler: Scheduler of the workers.
+        engine: The InferenceEngine, as an import path 'package.module.Class' or a class.
+        job: Role, replicas and resources of each worker.
+        engine_args: Positional arguments of the engine's constructor, the same on every worker.
+        engine_kwargs: Keyword arguments of the engine's constructor, the same on every worker.
+        engine_name: Name of the engine in each worker; the worker's id when None.
+        max_in_flight_per_worker: Maximum requests in flight per worker; further ones are queued.
+        max_queue: Maximum queued requests of ``submit``; ``submit`` blocks beyond it.
+        max_in_flight: Maximum requests in flight on all workers together; no limit when None.
+        request_timeout: Seconds from sending a request to its result; the scheduler's
+            ``timeouts.call_s`` when None.
+        policy: Chooses the worker of a request; LeastOutstandingTokens when None.
+        retries: Decides which requests of a dead worker continue on another; RetryUnbegun, which
+            retries only requests that the worker had not begun, when None.
+        supervision: Health probes and rebuilds. A dead worker is rebuilt and serves once it has the
+            weights of the last update, which are kept until the next one. Workers with a
+            preemption notice are evacuated: their requests continue elsewhere, and they are rebuilt
+            where there is room. When None, a death is noticed only by a call and is final.
+        samples_by_engine: Send all samples of a prompt to one worker in one call of its engine's
+            ``agenerate_samples``, which computes the prompt once, when it has room for all of them.
+            Otherwise each sample is a separate request.
+
+    Raises:
+        ValueError: A limit is below 1.
     """
 
     def __init__(
@@ -55,33 +81,9 @@ class RolloutController(Starting):
         supervision: SupervisionPolicy | None = None,
         samples_by_engine: bool = False,
     ) -> None:
-        """Describe the role; nothing starts yet.
-
-        Args:
-            engine: import path 'package.module.Class', or a class.
-            job: role, replicas and what each worker needs.
-            engine_args, engine_kwargs: for the engine's constructor, the same on every worker.
-            engine_name: its name in each worker; the worker's id when None.
-            max_in_flight_per_worker: requests that a worker has at most; the rest waits here.
-            max_queue: requests given to submit that wait here at most; submit blocks beyond it.
-            max_in_flight: requests that all workers together have at most.
-            policy: which worker takes a request; LeastOutstandingTokens when None.
-            retries: which requests go on at another worker when theirs dies; RetryUnbegun, those
-                that it had not begun, when None.
-            supervision: probe the workers, and rebuild dead ones, which serve again once they have
-                the weights of the last update (kept for that until the next one). Workers that are
-                about to go (Scheduler.preemption_notices) are left in time: what they have is
-                continued elsewhere, and they are rebuilt where there is room. With None a worker's
-                death is noticed by its calls, and final.
-            samples_by_engine: give a prompt's samples to one worker by one call of its engine's
-                ``agenerate_samples``, which computes the prompt once, when it has room for all of
-                them. Otherwise each is a request of its own and goes where there is room.
-            request_timeout: seconds from sending a request to its result; the scheduler's
-                ``timeouts.call_s`` when None.
-        """
         self.scheduler, self.job, self.engine_name = scheduler, job, engine_name
         self.device_owner: DeviceOwner | None = (
-            None  # whose devices these are, where a trainer takes turns with it
+            None  # set by a DeviceHandoff, which shares the devices with a trainer
         )
         self._instances = Instances(
             *(scheduler, engine, job, engine_args, engine_kwargs, engine_name),
@@ -100,7 +102,7 @@ class RolloutController(Starting):
         )
         self._requests = RolloutRequests(self._instances, samples_by_engine=samples_by_engine)
         self.weight_sink = RolloutWeights(self._instances, self._requests)
-        """Its end of a weight sync."""
+        """Receiver of a weight sync."""
         self._pool = InstancePool(self._instances, self.weight_sink)
 
     @property
@@ -115,6 +117,7 @@ class RolloutController(Starting):
 
     @property
     def is_started(self) -> bool:
+        """Whether the workers have started and ``close`` was not called."""
         return self._instances.is_started
 
     def initialize(self) -> None:
@@ -131,15 +134,15 @@ class RolloutController(Starting):
         self._instances.initialize()
 
     def close(self) -> None:
-        """Destroy the engines and end the workers. Idempotent; nothing happens when the scheduler
-        has been closed before.
+        """Destroy the engines and end the workers. Idempotent; no effect on a closed scheduler.
 
-        Raises: ShutdownIncompleteError.
+        Raises:
+            ShutdownIncompleteError: Processes of workers are still alive.
         """
         self._instances.close()
 
     async def async_stats(self) -> RolloutStats:
-        """Queued requests, requests in flight, and the state of each worker."""
+        """Return queued requests, requests in flight, and the state of each worker."""
         return await run_async(self._instances.stats())
 
     stats = blocking(async_stats)
@@ -164,7 +167,7 @@ class RolloutController(Starting):
         Args:
             prompts: Token ids of each prompt, or GenerationRequests.
             sampling: For all prompts, or one for each; the defaults when None.
-            options: Priority, session and such of all requests.
+            options: Priority, session and other options of all requests.
             num_samples: Samples of each prompt. The k-th sample of the request ``id`` is the
                 request ``id#k``. Its seed follows from the prompt's; it has none when that has
                 none.
@@ -198,11 +201,14 @@ class RolloutController(Starting):
         Args:
             prompt: Token ids, or a GenerationRequest.
             sampling: The defaults when None.
-            options: Priority, session and such of the request.
+            options: Priority, session and other options of the request.
             resume_from: A result of this prompt with stop_reason 'abort'. The request continues
                 after its tokens, on any worker. The result has all tokens, each with its
                 log-probability and version, and ``max_new_tokens`` counts all of them. With the
                 same seed and weights the result equals, up to rounding, that without the abort.
+
+        Returns:
+            The result.
 
         Raises:
             ValueError: The prompt is invalid, or ``resume_from`` cannot be continued.
@@ -228,7 +234,10 @@ class RolloutController(Starting):
             prompt: Token ids, or a GenerationRequest.
             num_samples: How many results to return.
             sampling: The defaults when None.
-            options: Priority, session and such of the requests.
+            options: Priority, session and other options of the requests.
+
+        Returns:
+            ``num_samples`` results.
 
         Raises:
             ValueError: The prompt or ``num_samples`` is invalid; nothing was sent.
@@ -272,17 +281,26 @@ class RolloutController(Starting):
         num_samples: int = 1,
         on_error: OnError = "raise",
     ) -> Iterator[tuple[int, GenerationResult | Exception]]:
-        """Continue all prompts and give ``(index, result)`` of each as it ends; ``index`` is its
-        place in what generate would return, so ``index // num_samples`` is the prompt's.
+        """Continue all prompts and yield each result as it ends.
 
-        Requests are sent when the first item is asked for. Leaving the loop early, also by an
-        error, aborts the remaining requests. With ``samples_by_engine`` the samples that one call
-        draws come together.
+        Requests are sent when the first item is requested. Leaving the loop early, also by an
+        error, aborts the remaining requests. With ``samples_by_engine``, samples of one call arrive
+        together.
 
         Args:
-            on_error: ``raise`` the first failure, which ends the stream, or ``yield`` each as
-                ``(index, error)``.
-        Raises: ValueError for prompts that make no sense, at once.
+            prompts: Token ids of each prompt, or GenerationRequests.
+            sampling: For all prompts, or one for each; the defaults when None.
+            options: Priority, session and other options of all requests.
+            num_samples: Samples of each prompt.
+            on_error: ``raise`` the first failure, which ends the stream, or ``yield`` each failure
+                as ``(index, error)``.
+
+        Returns:
+            Iterator of ``(index, result)``. ``index`` is the position in the results of
+            ``generate``, so ``index // num_samples`` is that of the prompt.
+
+        Raises:
+            ValueError: A prompt is invalid. Raised by the call itself, before the first item.
         """
         requests = self._requests.maker.make_all(prompts, sampling, num_samples)
         return self._requests.stream(requests, options, num_samples, on_error)
@@ -319,8 +337,25 @@ class RolloutController(Starting):
         num_samples: int = 1,
         on_error: OnError = "raise",
     ) -> AsyncIterator[tuple[int, GenerationResult | Exception]]:
-        """As stream, for ``async for``. A ``break`` aborts the rest when the loop drops the
-        iterator; ``contextlib.aclosing`` does so at a certain place.
+        """Continue all prompts and yield each result as it ends, for ``async for``.
+
+        A ``break`` aborts the remaining requests once the iterator is garbage-collected;
+        ``contextlib.aclosing`` aborts them at the end of its block.
+
+        Args:
+            prompts: Token ids of each prompt, or GenerationRequests.
+            sampling: For all prompts, or one for each; the defaults when None.
+            options: Priority, session and other options of all requests.
+            num_samples: Samples of each prompt.
+            on_error: ``raise`` the first failure, which ends the stream, or ``yield`` each failure
+                as ``(index, error)``.
+
+        Returns:
+            Iterator of ``(index, result)``. ``index`` is the position in the results of
+            ``generate``, so ``index // num_samples`` is that of the prompt.
+
+        Raises:
+            ValueError: A prompt is invalid. Raised by the call itself, before the first item.
         """
         requests = self._requests.maker.make_all(prompts, sampling, num_samples)
         return self._requests.async_stream(requests, options, num_samples, on_error)
@@ -334,14 +369,21 @@ class RolloutController(Starting):
         *,
         resume_from: GenerationResult | None = None,
     ) -> Future[GenerationResult]:
-        """Queue one prompt and return its future; blocks while ``max_queue`` submitted requests
-        wait.
-
-        The future can be cancelled while the request waits; abort ends one that is in flight. Its
-        callbacks run on Helmsman's event loop.
+        """Queue one prompt and return its future; waits while ``max_queue`` requests are queued.
 
         Args:
-            resume_from: as in generate_one.
+            prompt: Token ids, or a GenerationRequest.
+            sampling: The defaults when None.
+            options: Priority, session and other options of the request.
+            resume_from: A result of this prompt with stop_reason 'abort', to continue after its
+                tokens.
+
+        Returns:
+            The future of the result. Cancelling it withdraws a queued request; ``abort`` ends one
+            that is in flight. Its callbacks run on Helmsman's event loop.
+
+        Raises:
+            ValueError: The prompt is invalid, or ``resume_from`` cannot be continued.
         """
         return await run_async(self._requests.submit(prompt, sampling, options, resume_from))
 
@@ -351,14 +393,20 @@ class RolloutController(Starting):
 
     @checked
     async def async_abort(self, request_ids: Collection[str] | None = None) -> int:
-        """End these requests (None: all that are here now) early; each returns what it has with
-        stop_reason 'abort'.
+        """End requests early; each returns the tokens that it has, with stop_reason 'abort'.
 
-        What waits has ended when this returns; what is in flight ends as soon as its worker has
-        given it back, see wait_idle. Requests that come meanwhile are not meant: to be rid of all,
-        pause first.
+        Queued requests have ended when this returns. Requests in flight end once their worker
+        returns them; ``wait_idle`` waits for that. Later requests are not affected: call ``pause``
+        first to end every request.
 
-        Returns: how many. Raises: ValueError for one id that is not in a sequence.
+        Args:
+            request_ids: Ids of the requests; all current requests when None.
+
+        Returns:
+            Number of requests that were ended.
+
+        Raises:
+            ValueError: ``request_ids`` is a single id instead of a collection.
         """
         return await run_async(self._requests.abort(request_ids))
 
@@ -366,20 +414,20 @@ class RolloutController(Starting):
 
     @checked
     async def async_pause(self, in_flight: InFlight = "keep", timeout: float | None = None) -> None:
-        """Give no request to a worker from now on until resume; submission stays open.
+        """Stop sending requests to workers until ``resume``; new requests are still queued.
 
         Args:
-            in_flight: what becomes of the requests that workers have. They ``continue``, and this
-                returns at once; or they ``finish``, and it returns when they have; or it
-                ``recall``s them, and returns when their workers have given them back with the
-                tokens that they have, with which they wait and go on anywhere after resume. One
-                that comes to its end on the way is done. The keys of recalled tokens are computed
-                again, by the weights at that time.
-            timeout: seconds to wait for that; None waits as long as the workers' calls may take
-                (``request_timeout``).
-        Raises: RequestsInFlightError after the time-out, which names the workers that still have
-            requests. It is paused then, too, and what was recalled still comes back when its worker
-            answers; when that dies, its requests go by ``retries``.
+            in_flight: Effect on requests in flight. ``keep`` lets them run, and returns at once.
+                ``wait`` returns when they have ended. ``abort`` takes them back with the tokens
+                that they have, and returns when their workers have returned them. Aborted requests
+                are queued and continue on any worker after ``resume``; their cached keys are
+                computed again with the weights of that time. A request that ends meanwhile is done.
+            timeout: Seconds to wait for that; ``request_timeout`` when None.
+
+        Raises:
+            RequestsInFlightError: Requests were still in flight after ``timeout``; names their
+                workers. The flow is paused nevertheless, and aborted requests still return when
+                their worker replies.
         """
         await run_async(self._requests.pause(in_flight, timeout))
 
@@ -393,13 +441,16 @@ class RolloutController(Starting):
 
     @checked
     async def async_wait_idle(self, timeout: float | None = None) -> None:
-        """Wait until no worker has a request and, unless paused, none waits: what comes meanwhile
-        is waited for, too. While others submit, it holds for a moment only; after pause it holds
-        until resume.
+        """Wait until no request is in flight and, unless paused, none is queued.
+
+        Requests that arrive meanwhile are awaited as well. After ``pause`` the state lasts until
+        ``resume``.
 
         Args:
-            timeout: seconds; None for no limit.
-        Raises: RequestsInFlightError after the time-out.
+            timeout: Seconds; no limit when None.
+
+        Raises:
+            RequestsInFlightError: Requests are left after ``timeout``.
         """
         await run_async(self._requests.wait_idle(timeout))
 
@@ -409,14 +460,22 @@ class RolloutController(Starting):
 
     @checked
     async def async_add(self, count: int = 1) -> list[str]:
-        """Serve by so many workers more, and return their ids.
+        """Add workers. On an error or an interrupt none of them is added.
 
-        They serve, all of them from one moment on, once they have the weights of the last update:
-        at once under supervision, else after the next update. On an error or an interrupt none of
-        them comes.
+        All of them start to serve together, once they have the weights of the last update: at once
+        under supervision, otherwise after the next update.
 
-        Raises: as Scheduler.add_workers, or what building the engines raised; under supervision
-            also InstanceLostError, when one of them hangs meanwhile.
+        Args:
+            count: Number of workers.
+
+        Returns:
+            Their ids.
+
+        Raises:
+            InvalidSpecError: ``count`` is below 1, or the role cannot grow.
+            StartError: The workers could not start.
+            InstanceLostError: Under supervision, one of them stopped responding.
+            Exception: An engine could not be built.
         """
         return await run_async(self._pool.add(count))
 
@@ -426,13 +485,19 @@ class RolloutController(Starting):
     async def async_drain(
         self, worker_ids: Collection[str | Worker], *, migrate: bool = False
     ) -> None:
-        """Give these workers nothing more until undrain, and wait until they have nothing.
+        """Send these workers no more requests until ``undrain``, and wait until they have none.
+
+        An interrupt cancels the drain.
 
         Args:
-            migrate: continue what they have elsewhere, with the tokens so far, instead of waiting
-                for its end.
-        Raises: WorkerNotFoundError; ValueError for one id that is not in a sequence; HelmsmanError
-            when undrain takes it back. An interrupt takes it back, too.
+            worker_ids: Ids of the workers, or Workers.
+            migrate: True continues their requests elsewhere, with the tokens so far, instead of
+                waiting for their end.
+
+        Raises:
+            WorkerNotFoundError: A worker does not exist.
+            ValueError: ``worker_ids`` is a single id instead of a collection.
+            HelmsmanError: ``undrain`` ended the drain while requests were running.
         """
         await run_async(self._pool.drain(ids_of(worker_ids), migrate))
 
@@ -440,7 +505,14 @@ class RolloutController(Starting):
 
     @checked
     async def async_undrain(self, worker_ids: Collection[str | Worker]) -> None:
-        """Give these workers requests again. Raises: WorkerNotFoundError."""
+        """Send requests to these workers again.
+
+        Args:
+            worker_ids: Ids of the workers, or Workers.
+
+        Raises:
+            WorkerNotFoundError: A worker does not exist.
+        """
         await run_async(self._pool.undrain(ids_of(worker_ids)))
 
     undrain = blocking(async_undrain)
@@ -449,14 +521,20 @@ class RolloutController(Starting):
     async def async_remove(
         self, worker_ids: Collection[str | Worker], *, migrate: bool = False
     ) -> None:
-        """Drain these workers, end them and free what they held; the others keep their ids, and
-        these are not given again.
+        """Drain these workers, end them and free their resources.
 
-        An error or an interrupt before their end begins leaves them serving; once it has begun, it
-        is finished.
+        The other workers keep their ids, and removed ids are not used again. An error or an
+        interrupt during the drain leaves the workers serving; afterwards the removal completes.
 
-        Raises: as drain; InvalidSpecError for all workers that there are, and for those that are
-            being removed already; as Scheduler.remove_workers.
+        Args:
+            worker_ids: Ids of the workers, or Workers.
+            migrate: True continues their requests elsewhere, with the tokens so far, instead of
+                waiting for their end.
+
+        Raises:
+            WorkerNotFoundError: A worker does not exist.
+            InvalidSpecError: No worker would be left, or a worker is being removed already.
+            ShutdownIncompleteError: Processes of the workers are still alive.
         """
         await run_async(self._pool.remove(ids_of(worker_ids), migrate))
 
@@ -464,10 +542,19 @@ class RolloutController(Starting):
 
     @checked
     async def async_scale(self, replicas: int, *, migrate: bool = False) -> None:
-        """Serve by so many workers from now on: ``add`` as many as are missing, or ``remove`` the
-        last ones. Who scales while another does waits for that, drains included.
+        """Resize to ``replicas`` workers by ``add``, or by ``remove`` of the last ones.
 
-        Raises: InvalidSpecError; as these.
+        Concurrent calls are serialized, drains included.
+
+        Args:
+            replicas: Number of workers.
+            migrate: True continues requests of removed workers elsewhere, with the tokens so far,
+                instead of waiting for their end.
+
+        Raises:
+            InvalidSpecError: ``replicas`` is below 1, or the role cannot be resized.
+            StartError: Added workers could not start.
+            ShutdownIncompleteError: Processes of removed workers are still alive.
         """
         await run_async(self._pool.scale(replicas, migrate))
 
@@ -479,19 +566,24 @@ class RolloutController(Starting):
     async def async_update_weights(
         self, weights: ResultHandle | Weights, version: int, timeout: float | None = None
     ) -> int:
-        """Serve ``weights`` as ``version`` on every worker, by one call each; requests in flight go
-        on with them.
+        """Load weights on every worker; requests in flight continue with them.
 
-        A worker whose update fails takes no more requests until one succeeds.
+        A worker whose update fails receives no requests until an update succeeds.
 
         Args:
-            weights: what TrainController.export_weights returned, or the parameters themselves, by
-                Hugging Face name.
-            timeout: seconds for all workers together; the scheduler's ``timeouts.call_s`` when
+            weights: The handle returned by ``TrainController.export_weights``, or the parameters by
+                their Hugging Face names.
+            version: Weight version of these weights.
+            timeout: Seconds for all workers together; the scheduler's ``timeouts.call_s`` when
                 None.
-        Returns: the version, which every living worker serves now.
-        Raises: as call_all, when all workers have answered; under supervision only when no worker
-            serves the weights, since the others are left to it.
+
+        Returns:
+            The version that every live worker serves now.
+
+        Raises:
+            WorkerFailedError: The only worker that failed has died. Errors are raised once all
+                workers have replied; under supervision only if no worker serves the weights.
+            GroupCallError: Several workers failed; the root cause comes first.
         """
         return await run_async(self.weight_sink.update_all(weights, version, timeout))
 
@@ -501,18 +593,21 @@ class RolloutController(Starting):
     async def async_sleep(
         self, level: int = 1, in_flight: InFlight = "wait", timeout: float | None = None
     ) -> None:
-        """Give the devices' memory back: the instances accept nothing until wake, and requests are
-        held here. Idempotent.
+        """Free the devices' memory until ``wake``; requests are queued meanwhile. Idempotent.
 
         Args:
-            level: 1 keeps the weights on the hosts; 2 drops them, and an instance serves only after
-                an update.
-            in_flight: what becomes of requests that instances have: they ``finish`` first, or it
-                ``recall``s them with the tokens that they have; they go on after wake.
-            timeout: seconds for all of it; the scheduler's ``timeouts.call_s`` when None.
-        Raises: RequestsInFlightError when they have not ended or come back, and then no instance
-            sleeps; ValueError; as call_all. What fails otherwise may have left some asleep: sleep
-            or wake again.
+            level: 1 keeps the weights in host memory; 2 drops them, so that an instance serves
+                only after an update.
+            in_flight: ``wait`` lets requests in flight end first; ``abort`` takes them back with
+                the tokens that they have, and they continue after ``wake``.
+            timeout: Seconds for the whole operation; the scheduler's ``timeouts.call_s`` when None.
+
+        Raises:
+            ValueError: An argument is invalid.
+            RequestsInFlightError: Requests did not end or return in time; no instance sleeps.
+            WorkerFailedError: The only worker that failed has died. Other instances may be asleep:
+                call ``sleep`` or ``wake`` again.
+            GroupCallError: Several workers failed; the root cause comes first.
         """
         await run_async(self.weight_sink.sleep(level, in_flight, timeout))
 
@@ -520,21 +615,26 @@ class RolloutController(Starting):
 
     @checked
     async def async_wake(self, *, weights_only: bool = False, timeout: float | None = None) -> None:
-        """Take the devices' memory again, and send the requests that were held, once there are
-        weights. Idempotent.
+        """Allocate the devices' memory again, and send queued requests once there are weights.
+
+        Idempotent.
 
         Args:
-            weights_only: only what weights need: update them now, and wake again for the rest.
-            timeout: seconds; the scheduler's ``timeouts.call_s`` when None.
-        Raises: as call_all; DeviceMemoryError for a rollout in a DeviceHandoff, when there is not
-            enough.
+            weights_only: True allocates memory for weights alone: update them, then call ``wake``
+                again for the rest.
+            timeout: Seconds; the scheduler's ``timeouts.call_s`` when None.
+
+        Raises:
+            DeviceMemoryError: In a DeviceHandoff, the devices do not have enough free memory.
+            WorkerFailedError: The only worker that failed has died.
+            GroupCallError: Several workers failed; the root cause comes first.
         """
         await run_async(self.weight_sink.wake(weights_only, timeout))
 
     wake = blocking(async_wake)
 
     async def async_versions(self) -> dict[str, int]:
-        """The weight version that each living worker serves, by worker id."""
+        """Return the weight version that each live worker serves, by worker id."""
         return await run_async(self._instances.ask_all("get_version"))
 
     versions = blocking(async_versions)

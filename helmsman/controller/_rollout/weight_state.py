@@ -1,6 +1,4 @@
-"""RolloutWeights: the weights that the instances of a rollout role serve, and their sleep, in which
-they may have none.
-"""
+"""RolloutWeights: weight versions, updates and sleep of rollout instances."""
 
 from __future__ import annotations
 
@@ -66,8 +64,10 @@ class RolloutWeights:
         return self._instances.workers
 
     def why_hopeless(self) -> Exception | None:
-        """Why requests that wait will never be served; None while a live instance may still become
-        ready, by the update that is under way, or by the next one after sleep.
+        """Return the reason why queued requests will never be served, else None.
+
+        None while a live instance may still become ready, by the current update or, after sleep, by
+        the next one.
         """
         if (self._is_updating or not self.state.is_serving) and self._instances.some_live():
             return None
@@ -159,8 +159,9 @@ class RolloutWeights:
             )
 
     def _weights_have_come(self) -> None:
-        """Weights have come to an instance at least. Where all memory was given back meanwhile, it
-        will sleep as well.
+        """Record that an instance has received weights.
+
+        If all instances have freed their memory meanwhile, it will sleep as well.
         """
         if self.state.has_weight_memory:
             self._on(WeightEvent.UPDATED)
@@ -253,9 +254,7 @@ class RolloutWeights:
     async def _update_one(
         self, worker_id: str, weights: ResultHandle | Weights, version: int, timeout: float | None
     ) -> None:
-        """Have an instance serve weights, and report how that ends, unless it is another process or
-        none by then.
-        """
+        """Update an instance and record the outcome, unless it was rebuilt or removed meanwhile."""
         requests, builds = self._instances.requests, self._instances.num_builds
         build = builds[worker_id]
 
@@ -298,8 +297,9 @@ class RolloutWeights:
 
     @contextlib.asynccontextmanager
     async def _in_turn(self, timeout: float | None) -> AsyncIterator[Callable[[], float]]:
-        """Wait until no other update is under way: what instances serve is what the last one that
-        began has brought. Gives the seconds that are left of the time-out.
+        """Wait until no other update runs; yields a function that returns the seconds left.
+
+        Updates are serialized, so that instances serve the weights of the latest one.
         """
         limit_s = self._limit_s(timeout)
         deadline = time.monotonic() + limit_s
@@ -322,8 +322,10 @@ class RolloutWeights:
 
     @contextlib.asynccontextmanager
     async def hold(self, in_flight: InFlight, timeout: float | None) -> AsyncIterator[None]:
-        """See WeightSink. While weights are brought, an instance without them may get them yet;
-        afterwards what it has goes on elsewhere.
+        """Hold requests during a weight update.
+
+        An instance without the weights may still receive them during the update. Afterwards its
+        requests continue elsewhere.
         """
         by = f"hold {next(_holds)}"  # of its own: neither the script nor another hold ends it
         requests = self._instances.requests
@@ -357,8 +359,9 @@ class RolloutWeights:
     # --- one that was rebuilt ---------------------------------------------------------------------
 
     async def bring(self, worker_id: str) -> bool:
-        """Bring a worker that was just built the weights that are served; returns whether it has
-        them now. Where the others sleep, it sleeps as well, and waits for the next update.
+        """Send the current weights to a new worker; returns whether it has received them.
+
+        While the other instances sleep, the worker sleeps as well and waits for the next update.
         """
         while True:
             if self.state.has_weight_memory:
@@ -372,9 +375,7 @@ class RolloutWeights:
                     return False
 
     async def _bring_served(self, worker_id: str) -> bool:
-        """Bring a worker the weights of the last update; returns whether it has what is served
-        now.
-        """
+        """Send the weights of the last update to a worker; returns whether they are current."""
         if self.version is None:
             # there was no update: it serves what all serve, the weights that it was built with
             return True
@@ -426,8 +427,9 @@ class RolloutWeights:
 async def _all_that_answer(
     updates: Mapping[str, asyncio.Task[None]], sending: asyncio.Future[Any] | None
 ) -> dict[str, Exception]:
-    """Wait for all updates or, once what they wait for has failed, for those that end soon; the
-    failures, earliest first.
+    """Wait for all updates; returns the failures, earliest first.
+
+    Once the transfer that they wait for has failed, only those that end soon are awaited.
     """
     failures: dict[str, Exception] = {}
 
