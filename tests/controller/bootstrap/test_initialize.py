@@ -145,7 +145,7 @@ except Exception as error:
     for fact in (
         address,
         "its nodes belong to run-1",
-        "started on run run-2",
+        "expected run run-2",
         RUN_VARIABLE,
         "start it again",
     ):

@@ -311,7 +311,7 @@ def test_pause_with_hanging_requests(scheduler: FakeScheduler) -> None:
     with started(scheduler, 1, Deaf, max_in_flight_per_worker=1) as rollout:
         futures = submit_all(rollout, [[1, 2]] * 2, max_new_tokens=3)
         with pytest.raises(
-            RequestsInFlightError, match="rollout/0 has 1. It is paused, and 1 wait"
+            RequestsInFlightError, match="rollout/0 has 1. It is paused, and 1 are queued"
         ) as caught:
             rollout.pause("abort", 0.05)
         assert (caught.value.in_flight, caught.value.num_queued) == ({"rollout/0": 1}, 1)
