@@ -91,15 +91,13 @@ class Instances(RoleController):
             self._requests, supervision, scheduler.monitor, rebuild, engine_name
         )
         self.num_builds: Counter[str] = Counter()
-        """How often each worker was rebuilt: news of an earlier process says nothing about the
-        present one.
-        """
+        """Number of rebuilds per worker; a result of an earlier process is ignored."""
 
     async def look(self) -> None:
         self._workers = tuple(await run_in_new_thread(self.scheduler.get_workers, self.role, 0))
 
     async def build(self, worker_ids: Sequence[str]) -> None:
-        """Build the engines of workers that have just come, and make them ready."""
+        """Build the engines of new workers, and make them ready."""
         chosen = [worker for worker in self._workers if worker.id in worker_ids]
         await self._make_ready(chosen, range(len(chosen)))
 
@@ -135,7 +133,11 @@ class Instances(RoleController):
 
     @property
     def requests(self) -> GenerateScheduler:
-        """The requests of the role. Raises: HelmsmanError unless the controller is started."""
+        """The request queue of the role.
+
+        Raises:
+            HelmsmanError: The controller is not started.
+        """
         self._check_started()
         return self._requests
 
@@ -156,7 +158,7 @@ class Instances(RoleController):
         )
 
     def some_live(self) -> bool:
-        """Whether an instance has not died, as far as is known."""
+        """Return whether any instance is not known to be dead."""
         return any(each.health.is_alive for each in self._requests.instances.values())
 
     def living_ids(self, *, with_suspects: bool = True) -> list[str]:
@@ -208,8 +210,8 @@ class Instances(RoleController):
                 worker_id, method, self.engine_name, *args, rpc_timeout=timeout, **kwargs
             )
         except (WorkerFailedError, EngineCallError) as error:
-            # Not compared with error.worker_id: with colocation the process that died may go by
-            # another role's name.
+            # error.worker_id is not compared: with colocation, the process that died may have an id
+            # of another role.
             if is_death(error) and self.num_builds[worker_id] == build:
                 self.supervisor.note(worker_id, Event.LOST, error)
             raise
@@ -225,12 +227,12 @@ class Instances(RoleController):
         dead = asyncio.ensure_future(self.supervisor.until_dead(worker_id))
         try:
             await asyncio.wait([call, dead], return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():  # where it has ended, the call says so soon, and why
+            if not call.done():  # If the process has exited, the call soon fails with the cause.
                 await asyncio.wait([call], timeout=DEFAULT_GRACE_S)
             if not call.done():
                 instance = self.requests.instances.get(worker_id)
                 raise (instance and instance.error) or HelmsmanError(
-                    f"{worker_id} was given up.", worker_id=worker_id
+                    f"{worker_id} was declared dead by supervision.", worker_id=worker_id
                 )
             return call.result()
         finally:
@@ -270,7 +272,7 @@ class Instances(RoleController):
     async def _serve(
         self, instance_id: str, method: str, argument: Any, timeout: float | None = None
     ) -> Any:
-        """Call an engine for the queue, which takes a death as an InstanceLostError."""
+        """Call an engine for the request queue; raises InstanceLostError for a death."""
         try:
             return await self.ask(instance_id, method, argument, timeout=timeout)
         except WorkerFailedError as error:
@@ -283,7 +285,7 @@ class Instances(RoleController):
 
 
 def is_death(error: Exception) -> bool:
-    """Whether an instance has died: its worker, or processes of its engine."""
+    """Return whether an error means that the worker, or a process of its engine, has died."""
     return isinstance(error, WorkerFailedError) or isinstance(error.__cause__, EngineDeadError)
 
 
@@ -292,10 +294,10 @@ def _lost(instance_id: str, reason: str) -> InstanceLostError:
 
 
 def _lacks_weights(instance: Instance) -> HelmsmanError:
-    """Why an instance does not serve although nothing has gone wrong with it."""
+    """Return the error of an instance that does not serve, although no call to it has failed."""
     return HelmsmanError(
-        f"{instance.instance_id} is {instance.health.value}: it has not got the weights of the "
-        "last update, and serves after "
+        f"{instance.instance_id} is {instance.health.value}: it does not have the weights of the "
+        "last update. It serves again after "
         "the next one.",
         worker_id=instance.instance_id,
     )

@@ -30,11 +30,11 @@ from helmsman.controller._roles.call_all import DEFAULT_GRACE_S, group_error, ob
 from helmsman.controller._rollout.instances import Instances
 
 Prompt: TypeAlias = Sequence[int] | GenerationRequest
-"""Token ids, or a request that the caller made, with an id and sampling parameters of its own."""
+"""Token ids, or a GenerationRequest with its own id and sampling parameters."""
 
 
 class RequestMaker:
-    """Makes the requests of one role, with which their ids begin."""
+    """Makes the requests of one role; their ids begin with its name."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -56,8 +56,8 @@ class RequestMaker:
         if isinstance(prompt, GenerationRequest):
             if sampling is not None:
                 raise ValueError(
-                    f"{name} is a GenerationRequest with sampling parameters of its own; leave "
-                    "`sampling` out"
+                    f"{name} is a GenerationRequest with sampling parameters of its own; omit "
+                    "`sampling`"
                 )
             request = prompt
         else:
@@ -90,8 +90,8 @@ class RequestMaker:
         )
         if len(each) != len(prompts):
             raise ValueError(
-                f"{len(each)} sampling parameters for {len(prompts)} prompts; give one for all, "
-                "or one for each"
+                f"{len(each)} sampling parameters for {len(prompts)} prompts; pass one for all, "
+                "or one per prompt"
             )
         requests = [
             self.make(p, s, name=f"prompt {i}")
@@ -143,7 +143,11 @@ def sample_seed(seed: int | None, sample: int) -> int | None:
 
 
 def require_resumable(request: GenerationRequest, partial: GenerationResult) -> None:
-    """Raises: ValueError when a request cannot go on from a result, or has nothing to go on to."""
+    """Check that a request can be continued from a partial result.
+
+    Raises:
+        ValueError: It cannot, or the result is complete.
+    """
     name, num_tokens, sampling = (
         f"resume_from, the result of {partial.request_id!r},",
         len(partial.token_ids),
@@ -151,8 +155,8 @@ def require_resumable(request: GenerationRequest, partial: GenerationResult) -> 
     )
     if partial.stop_reason != "abort":
         raise ValueError(
-            f"{name} has come to its end (stop_reason {partial.stop_reason!r}); only an aborted "
-            "one goes on"
+            f"{name} has stop_reason {partial.stop_reason!r}, expected 'abort'; only an aborted "
+            "result can be continued"
         )
     if not num_tokens == len(partial.logprobs) == len(partial.versions):
         raise ValueError(
@@ -164,16 +168,14 @@ def require_resumable(request: GenerationRequest, partial: GenerationResult) -> 
         raise ValueError(
             f"{name} has {num_tokens} tokens already, and max_new_tokens, which counts them, is "
             f"{sampling.max_new_tokens}; "
-            "raise it, or use the result as it is"
+            "increase it, or use the result unchanged"
         )
     if num_tokens and partial.token_ids[-1] in sampling.stop_token_ids:
-        raise ValueError(
-            f"{name} ends with the stop token {partial.token_ids[-1]}; use it as it is"
-        )
+        raise ValueError(f"{name} ends with the stop token {partial.token_ids[-1]} and is complete")
 
 
 OnError: TypeAlias = Literal["raise", "yield"]
-"""What a stream does with a request that failed."""
+"""How a stream reports a failed request."""
 Put: TypeAlias = Callable[[], list[Ticket]]
 """Queues the requests of a call, on Helmsman's event loop."""
 
@@ -181,10 +183,10 @@ Put: TypeAlias = Callable[[], list[Ticket]]
 async def gather(
     requests: GenerateScheduler, tickets: Sequence[Ticket], role: str, num_workers: int
 ) -> list[GenerationResult]:
-    """The results of all tickets in their order, on Helmsman's event loop.
+    """Return the results of all tickets in their order; runs on Helmsman's event loop.
 
-    When one fails, the others are withdrawn and get a short grace to end in; then the error is
-    raised as call_all raises it.
+    When one fails, the others are withdrawn and awaited for a short grace. Then a GroupCallError is
+    raised or, for a role with one worker, the error itself.
     """
     futures = [asyncio.wrap_future(ticket.future) for ticket in tickets]
     if not futures:
@@ -199,7 +201,7 @@ async def gather(
         raise
     finally:
         for future in futures:
-            future.cancel()  # the results of those that have not ended are not needed any more
+            future.cancel()  # Unfinished results are not needed.
     failures: dict[str, Exception] = {}
     for future, ticket in sorted(
         zip(futures, tickets, strict=True), key=lambda pair: pair[0] not in first
@@ -208,8 +210,8 @@ async def gather(
         if isinstance(error, Exception):
             failures.setdefault(ticket.sent_to, error)
     if failures:
-        # Requests that were never sent fail because of a worker whose own error, if it is here,
-        # says more.
+        # A request that was never sent fails because of a worker's error. If that error is among
+        # the failures, it is more specific.
         sent = {worker_id: error for worker_id, error in failures.items() if worker_id}
         raise group_error(role, "generate", sent, num_workers) if sent else failures[""]
     return [future.result() for future in futures]
@@ -236,12 +238,12 @@ def stream(
 async def async_stream(
     requests: GenerateScheduler, put: Put, on_error: OnError
 ) -> AsyncIterator[tuple[int, GenerationResult | Exception]]:
-    """As stream, awaited from any event loop."""
+    """Queue requests on first iteration, and yield each result as it ends; for any event loop."""
     tickets: list[Ticket] = []
     loop, ended = asyncio.get_running_loop(), asyncio.Queue[int]()
 
     def tell(number: int) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so no coroutine waits there
+        with contextlib.suppress(RuntimeError):  # The loop is closed; no coroutine waits on it.
             loop.call_soon_threadsafe(ended.put_nowait, number)
 
     try:
@@ -281,12 +283,12 @@ def withdraw(requests: GenerateScheduler, tickets: Sequence[Ticket]) -> None:
         ticket.future.cancel()
     running = [ticket.request_id for ticket in tickets if ticket.future.running()]
     if running:
-        what = f"abort of {len(running)} requests that no caller waits for, {running[0]!r} first"
+        what = f"abort of {len(running)} withdrawn requests, the first of them {running[0]!r}"
         observe(asyncio.create_task(_abort_if_open(requests, running)), what)
 
 
 async def _abort_if_open(requests: GenerateScheduler, request_ids: Sequence[str]) -> None:
-    with contextlib.suppress(SchedulerClosedError):  # the requests have ended with their workers
+    with contextlib.suppress(SchedulerClosedError):  # Closing has ended the requests.
         await requests.abort(request_ids)
 
 
@@ -339,7 +341,7 @@ class RolloutRequests:
         num_samples: int,
         options: RequestOptions | None = None,
     ) -> list[GenerationResult]:
-        """The results of requests in their order; see RolloutController.generate."""
+        """Return the results of requests in their order; see RolloutController.generate."""
         tickets = self._put(requests, options, num_samples)
         instances = self._instances
         return await gather(instances.requests, tickets, instances.role, len(instances.workers))
@@ -441,7 +443,7 @@ class RolloutRequests:
         try:
             async with limit:
                 await wait
-        except TimeoutError as error:  # which a call's own is, too
+        except TimeoutError as error:  # It may be a time-out of the call itself.
             if not limit.expired() or limit_s is None:
                 raise
             requests = self._instances.requests
@@ -460,7 +462,11 @@ class RolloutRequests:
 
 
 def require_ids(name: str, ids: Collection[str] | None) -> None:
-    """Raises: ValueError for one id in place of several, whose letters would be taken for ids."""
+    """Check that ``ids`` is a collection of ids.
+
+    Raises:
+        ValueError: It is a single id, whose letters would be taken for ids.
+    """
     if isinstance(ids, str):
         raise ValueError(f"{name} is {ids!r}; expected a sequence of ids, such as [{ids!r}]")
 

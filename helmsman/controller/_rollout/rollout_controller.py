@@ -169,16 +169,15 @@ class RolloutController(Starting):
             sampling: For all prompts, or one for each; the defaults when None.
             options: Priority, session and other options of all requests.
             num_samples: Samples of each prompt. The k-th sample of the request ``id`` is the
-                request ``id#k``. Its seed follows from the prompt's; it has none when that has
-                none.
+                request ``id#k``. Its seed is derived from the prompt's; None if that is None.
 
         Returns:
             ``len(prompts) * num_samples`` results.
 
         Raises:
             ValueError: A prompt is invalid; nothing was sent.
-            WorkerFailedError: The only failed request lost its worker.
-            GroupCallError: Requests failed at several workers; the root cause comes first.
+            GroupCallError: A request failed; the root cause comes first. A role with one worker
+                raises that error itself.
         """
         requests = self._requests.maker.make_all(prompts, sampling, num_samples)
         return await run_async(self._requests.generate(requests, num_samples, options))
@@ -241,8 +240,8 @@ class RolloutController(Starting):
 
         Raises:
             ValueError: The prompt or ``num_samples`` is invalid; nothing was sent.
-            WorkerFailedError: The only failed request lost its worker.
-            GroupCallError: Requests failed at several workers; the root cause comes first.
+            GroupCallError: A request failed; the root cause comes first. A role with one worker
+                raises that error itself.
         """
         requests = samples_of(self._requests.maker.make(prompt, sampling), num_samples)
         return await run_async(self._requests.generate(requests, num_samples, options))
@@ -422,19 +421,21 @@ class RolloutController(Starting):
                 that they have, and returns when their workers have returned them. Aborted requests
                 are queued and continue on any worker after ``resume``; their cached keys are
                 computed again with the weights of that time. A request that ends meanwhile is done.
-            timeout: Seconds to wait for that; ``request_timeout`` when None.
+            timeout: Seconds to wait for that. When None, there is no limit other than the
+                ``request_timeout`` of the requests.
 
         Raises:
+            ValueError: ``in_flight`` is none of these.
             RequestsInFlightError: Requests were still in flight after ``timeout``; names their
                 workers. The flow is paused nevertheless, and aborted requests still return when
-                their worker replies.
+                their worker replies. If it dies, ``retries`` applies to them.
         """
         await run_async(self._requests.pause(in_flight, timeout))
 
     pause = blocking(async_pause)
 
     async def async_resume(self) -> None:
-        """Send queued requests again, as soon as no update of the weights holds them either."""
+        """Send queued requests again, once no weight update or sleep holds them."""
         await run_async(self._requests.resume())
 
     resume = blocking(async_resume)
@@ -443,8 +444,8 @@ class RolloutController(Starting):
     async def async_wait_idle(self, timeout: float | None = None) -> None:
         """Wait until no request is in flight and, unless paused, none is queued.
 
-        Requests that arrive meanwhile are awaited as well. After ``pause`` the state lasts until
-        ``resume``.
+        Requests that arrive meanwhile are awaited as well. The state lasts only after ``pause``,
+        and until ``resume``.
 
         Args:
             timeout: Seconds; no limit when None.
@@ -512,6 +513,7 @@ class RolloutController(Starting):
 
         Raises:
             WorkerNotFoundError: A worker does not exist.
+            ValueError: ``worker_ids`` is a single id instead of a collection.
         """
         await run_async(self._pool.undrain(ids_of(worker_ids)))
 
@@ -533,6 +535,8 @@ class RolloutController(Starting):
 
         Raises:
             WorkerNotFoundError: A worker does not exist.
+            ValueError: ``worker_ids`` is a single id instead of a collection.
+            HelmsmanError: ``undrain`` ended the drain while requests were running.
             InvalidSpecError: No worker would be left, or a worker is being removed already.
             ShutdownIncompleteError: Processes of the workers are still alive.
         """
@@ -581,9 +585,11 @@ class RolloutController(Starting):
             The version that every live worker serves now.
 
         Raises:
-            WorkerFailedError: The only worker that failed has died. Errors are raised once all
-                workers have replied; under supervision only if no worker serves the weights.
-            GroupCallError: Several workers failed; the root cause comes first.
+            ValueError: ``version`` is lower than that of the previous update.
+            HelmsmanError: The role is asleep, or another update did not end within ``timeout``.
+            GroupCallError: A worker failed; the root cause comes first. A call to one worker raises
+                that error itself. Raised once all workers have replied; under supervision only if
+                no worker serves or is being rebuilt.
         """
         return await run_async(self.weight_sink.update_all(weights, version, timeout))
 
@@ -605,9 +611,9 @@ class RolloutController(Starting):
         Raises:
             ValueError: An argument is invalid.
             RequestsInFlightError: Requests did not end or return in time; no instance sleeps.
-            WorkerFailedError: The only worker that failed has died. Other instances may be asleep:
-                call ``sleep`` or ``wake`` again.
-            GroupCallError: Several workers failed; the root cause comes first.
+            HelmsmanError: Another update did not end within ``timeout``.
+            GroupCallError: A worker failed; a call to one worker raises its error. Other workers
+                may be asleep: call ``sleep`` or ``wake`` again. A death is only logged.
         """
         await run_async(self.weight_sink.sleep(level, in_flight, timeout))
 
@@ -626,8 +632,9 @@ class RolloutController(Starting):
 
         Raises:
             DeviceMemoryError: In a DeviceHandoff, the devices do not have enough free memory.
-            WorkerFailedError: The only worker that failed has died.
-            GroupCallError: Several workers failed; the root cause comes first.
+            HelmsmanError: Another update did not end within ``timeout``.
+            GroupCallError: A worker failed; a call to one worker raises its error. A death is only
+                logged.
         """
         await run_async(self.weight_sink.wake(weights_only, timeout))
 

@@ -31,28 +31,27 @@ log = logging.getLogger(__name__)
 
 _holds = itertools.count()
 _ASLEEP = "sleep"
-"""Who holds the requests of instances that sleep."""
+"""Name of the suspension of requests during sleep."""
 
 
 class RolloutWeights:
-    """What the instances of a role serve. It is their WeightSink.
+    """Weights and sleep of the instances of a role; implements WeightSink.
 
-    One update is under way at a time, and the last that began says what is served. An instance that
-    has not got that is STALE, and takes no request until it has. The flow of the requests stops for
-    updates and sleep.
+    Updates are serialized; the one that began last determines the current weights. An instance
+    without them is STALE and receives no requests. Updates and sleep suspend the request queue.
     """
 
     def __init__(self, instances: Instances, requests: RolloutRequests) -> None:
         self._instances, self._requests = instances, requests
         self.scheduler, self.role = instances.scheduler, instances.role
         self._served: tuple[ResultHandle | Weights, int] | None = None
-        """Weights of the last update, where there is supervision, and their version."""
+        """Weights of the last update and their version; kept only under supervision."""
         self.version: int | None = None
         self.state = WeightState.AWAKE
-        """Of most instances; one that was rebuilt or has missed an update may be behind."""
+        """State of the role; an instance that was rebuilt or missed an update may lag behind."""
         self._has_room = asyncio.Event()
-        """Set by the state: an instance that is rebuilt while all memory is given back would take
-        what others need.
+        """Set while the role has memory for weights. A rebuild waits for it: during sleep it would
+        occupy memory that other roles need.
         """
         self._has_room.set()
         self._is_updating = False
@@ -91,13 +90,13 @@ class RolloutWeights:
     async def sleep(self, level: int, in_flight: InFlight, timeout: float | None) -> None:
         if level not in (1, 2):
             raise ValueError(
-                f"level is {level}; expected 1, which keeps the weights on the hosts, or 2, which "
-                "drops them"
+                f"level is {level}; expected 1, which keeps the weights in host memory, or 2, "
+                "which drops them"
             )
         if in_flight not in ("wait", "abort"):
             raise ValueError(
-                f"in_flight is {in_flight!r}; expected 'wait' or 'abort', as nothing goes on "
-                "without a device"
+                f"in_flight is {in_flight!r}; expected 'wait' or 'abort', since no request can "
+                "run during sleep"
             )
         requests = self._instances.requests
         async with self._in_turn(timeout) as left_s:
@@ -141,7 +140,7 @@ class RolloutWeights:
     async def _ask_living(
         self, method: str, ids: Sequence[str], timeout: float, *args: Any, **kwargs: Any
     ) -> None:
-        """Call instances; one that dies by it, or has died, holds nothing of a device any more."""
+        """Call instances. A death is only logged: a dead instance occupies no device memory."""
         calls = (
             self._instances.ask_while_it_lives(worker_id, method, *args, timeout=timeout, **kwargs)
             for worker_id in ids
@@ -154,9 +153,7 @@ class RolloutWeights:
             await self._instances.explain(error)
             raise error
         for worker_id, failure in failures.items():
-            log.warning(
-                "%s died while it was to %s: %s", worker_id, method, str(failure).split("\n", 1)[0]
-            )
+            log.warning("%s died during %s: %s", worker_id, method, str(failure).split("\n", 1)[0])
 
     def _weights_have_come(self) -> None:
         """Record that an instance has received weights.
@@ -193,19 +190,19 @@ class RolloutWeights:
     ) -> Mapping[str, Exception]:
         if not self.state.has_weight_memory:
             raise HelmsmanError(
-                f"role {self.role!r} is asleep, and has no room for weights; call "
+                f"role {self.role!r} is asleep and has no memory for weights; call "
                 "wake(weights_only=True) first.",
                 role=self.role,
             )
         if self.version is not None and version < self.version:
             raise ValueError(
                 f"weight version {version} after {self.version}: versions only grow, since each "
-                "says which weights made a "
-                "sample; give a trainer that went back to a checkpoint a higher one (set_version)"
+                "identifies the weights that generated a sample. "
+                "After restoring a checkpoint, call set_version with a higher version."
             )
         old = self._served
-        # From here on this is what serves: a worker that is being rebuilt must not come to serve
-        # with what was before.
+        # Set before the first call: a worker that is being rebuilt must not start to serve with the
+        # previous weights.
         self.version, self._served = (
             version,
             (kept, version) if self._instances.is_supervised and kept is not None else None,
@@ -269,19 +266,19 @@ class RolloutWeights:
             if served != version:
                 raise HelmsmanError(
                     f"{worker_id} serves weight version {served} after an update to {version}; it "
-                    "takes no requests until an "
+                    "receives no requests until an "
                     "update succeeds.",
                     worker_id=worker_id,
                 )
         except asyncio.CancelledError as cancelled:
             error = HelmsmanError(
-                f"{worker_id}: update_weights was not waited for; its outcome is not known."
+                f"{worker_id}: update_weights was cancelled; its outcome is unknown."
             )
             note(Event.UPDATE_FAILED, error)
             raise error from cancelled
         except Exception as error:
             if worker_id not in requests.instances:
-                return  # it was removed meanwhile
+                return  # It was removed meanwhile.
             note(Event.UPDATE_FAILED, error)
             raise
         if builds[worker_id] == build and worker_id in requests.instances:
@@ -308,10 +305,10 @@ class RolloutWeights:
                 await self._one_at_a_time.acquire()
         except TimeoutError as error:
             raise HelmsmanError(
-                f"{self.role}: for {limit_s:g} s another update of the weights has been under "
-                "way; this one was not begun and "
-                "no instance has changed. Begin it again when that one has ended, or give it more "
-                "time.",
+                f"{self.role}: another weight update, sleep or wake was still running after "
+                f"{limit_s:g} s. This operation was not started, and "
+                "no instance has changed. Repeat it after the other has ended, or pass a longer "
+                "timeout.",
                 role=self.role,
                 limit_s=limit_s,
             ) from error
@@ -327,12 +324,12 @@ class RolloutWeights:
         An instance without the weights may still receive them during the update. Afterwards its
         requests continue elsewhere.
         """
-        by = f"hold {next(_holds)}"  # of its own: neither the script nor another hold ends it
+        by = f"hold {next(_holds)}"  # A unique name, so that only this hold ends its suspension.
         requests = self._instances.requests
         async with self._in_turn(timeout) as left_s:
             self._is_updating = True
             try:
-                if in_flight == "wait":  # what has no whole weights finishes nothing
+                if in_flight == "wait":  # A STALE instance would never finish its requests.
                     requests.suspend(by)
                     self._take_back_stale()
                 if in_flight != "keep":
@@ -345,7 +342,7 @@ class RolloutWeights:
                     self._take_back_stale()
 
     def _take_back_stale(self) -> None:
-        """Have what instances without the weights have go on elsewhere, as soon as each answers."""
+        """Take requests back from STALE instances as each replies; they continue elsewhere."""
         requests = self._instances.requests
 
         async def take_back(worker_id: str) -> None:
@@ -354,9 +351,9 @@ class RolloutWeights:
 
         for worker_id, instance in requests.instances.items():
             if instance.health is Health.STALE:
-                observe(take_back(worker_id), f"{worker_id}: taking back what it has")
+                observe(take_back(worker_id), f"{worker_id}: taking back its requests")
 
-    # --- one that was rebuilt ---------------------------------------------------------------------
+    # --- rebuilt instances ------------------------------------------------------------------------
 
     async def bring(self, worker_id: str) -> bool:
         """Send the current weights to a new worker; returns whether it has received them.
@@ -369,7 +366,7 @@ class RolloutWeights:
                 if self.state.has_weight_memory:
                     return has_weights
             async with self._in_turn(None):
-                # or the others might wake meanwhile, and leave it asleep
+                # Checked again under the lock: the others may have woken up meanwhile.
                 if not self.state.has_weight_memory:
                     await self._instances.ask(worker_id, "sleep", 1 if self.state.is_whole else 2)
                     return False
@@ -377,7 +374,7 @@ class RolloutWeights:
     async def _bring_served(self, worker_id: str) -> bool:
         """Send the weights of the last update to a worker; returns whether they are current."""
         if self.version is None:
-            # there was no update: it serves what all serve, the weights that it was built with
+            # No update yet: all instances serve the weights that they were built with.
             return True
         while self._served is not None:
             weights, version = self._served
@@ -385,11 +382,11 @@ class RolloutWeights:
                 served = await self._instances.ask(worker_id, "update_weights", weights, version)
             except (HandleLostError, EngineCallError) as error:
                 if self.version != version:
-                    continue  # they were replaced meanwhile
-                # Their trainer or their folder has gone, or it cannot read them: another process of
-                # it could not, either.
+                    continue  # The weights were replaced meanwhile.
+                # The trainer or the folder no longer exists, or the weights are unreadable. Another
+                # rebuild would not help.
                 log.warning(
-                    "%s has to wait for the next update of the weights: %s", worker_id, error
+                    "%s serves no requests until the next weight update: %s", worker_id, error
                 )
                 return False
             if self.version == version:
@@ -451,6 +448,6 @@ async def _all_that_answer(
     except asyncio.CancelledError:
         for task in updates.values():
             task.cancel()
-        await everything  # soon, and then it is known of each instance that it has not the weights
+        await everything  # Brief; records for each instance that it lacks the weights.
         raise
     return failures

@@ -163,9 +163,11 @@ def test_remove_refuses_the_last_and_a_second_time(scheduler: Scheduler) -> None
             lambda: sum(each.is_draining for each in rollout.stats().instances.values()) == 2,
             "both are drained",
         )
-        with pytest.raises(InvalidSpecError, match="not being removed already, as rollout/1 are"):
+        with pytest.raises(
+            InvalidSpecError, match="not being removed already; being removed: rollout/1"
+        ):
             rollout.remove(["rollout/1"])
-        with pytest.raises(InvalidSpecError, match="one worker at least to stay"):
+        with pytest.raises(InvalidSpecError, match="at least one remaining worker"):
             rollout.remove(["rollout/2"])
         with pytest.raises(WorkerNotFoundError, match="rollout/9"):
             rollout.remove(["rollout/2", "rollout/9"])
@@ -174,7 +176,7 @@ def test_remove_refuses_the_last_and_a_second_time(scheduler: Scheduler) -> None
         assert _finish(scheduler, rollout, futures) == [[i + 2] for i in range(12)]
         assert first.result(30) is second.result(30) is None
         assert _ids(scheduler, rollout) == ["rollout/2"]
-        with pytest.raises(InvalidSpecError, match="one worker at least to stay"):
+        with pytest.raises(InvalidSpecError, match="at least one remaining worker"):
             rollout.remove(["rollout/2"])
         assert not rollout.stats().instances["rollout/2"].is_draining
         with pytest.raises(WorkerNotFoundError, match="rollout/1"):
@@ -362,7 +364,8 @@ def test_add_without_supervision_waits_for_update(scheduler: Scheduler) -> None:
         assert rollout.add() == ["rollout/3"]
         rollout.remove(["rollout/1", "rollout/2"])
         with pytest.raises(
-            HelmsmanError, match="rollout/3 is stale: it has not got the weights of the last update"
+            HelmsmanError,
+            match="rollout/3 is stale: it does not have the weights of the last update",
         ):
             rollout.generate([[1]])
         assert rollout.update_weights({"weight": [1.0]}, 3) == 3

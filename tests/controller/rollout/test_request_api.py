@@ -392,7 +392,7 @@ def test_submit_resume_from(scheduler: FakeScheduler) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stop_reason": "length"}, "has come to its end \\(stop_reason 'length'\\)"),
+        ({"stop_reason": "length"}, "has stop_reason 'length', expected 'abort'"),
         ({"logprobs": [0.0]}, "has 3 tokens, 1 log-probabilities and 3 versions"),
         (
             {"token_ids": [7] * 8, "logprobs": [0.0] * 8, "versions": [0] * 8},
