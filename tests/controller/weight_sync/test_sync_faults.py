@@ -232,7 +232,7 @@ def test_push_reports_requests_that_do_not_end(world: World) -> None:
             sync = world.sync(in_flight=in_flight)  # type: ignore[arg-type]
             told = (
                 rf"an update of the weights with in_flight='{in_flight}' has waited 0\.\d+ s .*: "
-                rf"{last} has \d. \d wait"
+                rf"{last} has \d. \d are queued"
             )
             with pytest.raises(RequestsInFlightError, match=told):
                 sync.push(timeout=0.5)
