@@ -64,7 +64,7 @@ def test_grpo_model_folder_empty(refused: Refused, data: Path, tmp_path: Path) -
         "--out",
         tmp_path / "out",
     )
-    assert f"'{tmp_path / 'model'}' has no tokenizer" in said
+    assert f"'{tmp_path / 'model'}' has no readable tokenizer" in said
 
 
 def test_grpo_model_of_replaced_run(refused: Refused, data: Path, tmp_path: Path) -> None:
