@@ -1,4 +1,4 @@
-"""InstancePool: the instances of a rollout role come, go and come back while requests run."""
+"""InstancePool: adds, removes and rebuilds rollout instances while requests run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class InstancePool:
         self._instances, self._weights = instances, weights
         self._supervisor = instances.supervisor
         self._leaving: set[str] = set()
-        """Those that are being removed."""
+        """Ids of the workers that are being removed."""
         self._looking = asyncio.Lock()
         self._scaling = asyncio.Lock()
-        """One after another, so that as many serve in the end as the last one asks for."""
+        """Serializes scale(), so that the last call determines the number of instances."""
 
     async def rebuild(self, worker_id: str) -> bool:
         """Restart a worker with its engine; returns whether it has received the current weights."""
@@ -55,7 +55,7 @@ class InstancePool:
             )
         async with self._scaling:
             serving = self._instances.requests.instances.keys() - self._leaving
-            # in rank order, however they came
+            # In rank order, regardless of the order in which they were added.
             staying = [each.id for each in self._instances.workers if each.id in serving]
             if replicas > len(staying):
                 await self.add(replicas - len(staying))
@@ -75,16 +75,16 @@ class InstancePool:
         except BaseException:
             await _to_its_end(self._undo_add(adding))
             raise
-        # No await from here on: an instance that serves cannot be undone so easily.
+        # No await from here on: _undo_add cannot undo instances that serve.
         for worker_id, has_weights in zip(new, have_weights, strict=True):
             health = Health.HEALTHY if has_weights else Health.STALE
-            # first: what serves by it asks whether it comes back
+            # First: the request queue checks whether the instance will be rebuilt.
             self._supervisor.watch(worker_id, health)
             requests.add(worker_id, self._instances.capacity, health)
         return new
 
     async def _undo_add(self, adding: asyncio.Future[list[str]]) -> None:
-        await asyncio.wait([adding])  # what it still starts would have no owner
+        await asyncio.wait([adding])  # workers that it still starts would have no owner
         if adding.exception() is None:
             await self._end(adding.result(), ())
 
@@ -128,7 +128,7 @@ class InstancePool:
         self._leaving.update(chosen)
         try:
             await self.drain(chosen, migrate)
-            # in the same turn of the loop: in the next, undrain could give them requests again
+            # No await in between, or undrain could send them requests again.
             gone = self._forget(chosen)
             await _to_its_end(self._end(chosen, gone))
         finally:
@@ -142,7 +142,7 @@ class InstancePool:
         return list(dict.fromkeys(worker_ids))
 
     def _forget(self, worker_ids: Sequence[str]) -> list[Instance]:
-        """Serve without these workers, which have nothing; returns the instances that they were."""
+        """Remove these workers, which have no requests, from the queue; returns their instances."""
         requests = self._instances.requests
         gone = [
             requests.instances[worker_id]
@@ -159,7 +159,7 @@ class InstancePool:
             await run_in_new_thread(
                 self._instances.scheduler.remove_workers, self._instances.role, worker_ids
             )
-        except JobError:  # it ends none of them
+        except JobError:  # no worker was ended
             for instance in gone:
                 self._supervisor.watch(instance.instance_id, instance.health)
                 added = self._instances.requests.add(
@@ -172,7 +172,7 @@ class InstancePool:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await what must not be left half done: a cancellation is raised once it has ended."""
+    """Await work that must not be interrupted; a cancellation is raised once it has ended."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

@@ -91,15 +91,13 @@ class Instances(RoleController):
             self._requests, supervision, scheduler.monitor, rebuild, engine_name
         )
         self.num_builds: Counter[str] = Counter()
-        """How often each worker was rebuilt: news of an earlier process says nothing about the
-        present one.
-        """
+        """Number of rebuilds of each worker. Outcomes of calls to earlier processes are ignored."""
 
     async def look(self) -> None:
         self._workers = tuple(await run_in_new_thread(self.scheduler.get_workers, self.role, 0))
 
     async def build(self, worker_ids: Sequence[str]) -> None:
-        """Build the engines of workers that have just come, and make them ready."""
+        """Build the engines of new workers and make them ready."""
         chosen = [worker for worker in self._workers if worker.id in worker_ids]
         await self._make_ready(chosen, range(len(chosen)))
 
@@ -135,7 +133,7 @@ class Instances(RoleController):
 
     @property
     def requests(self) -> GenerateScheduler:
-        """The requests of the role. Raises: HelmsmanError unless the controller is started."""
+        """Request queue of the role; raises HelmsmanError unless the controller is started."""
         self._check_started()
         return self._requests
 
@@ -156,7 +154,7 @@ class Instances(RoleController):
         )
 
     def some_live(self) -> bool:
-        """Whether an instance has not died, as far as is known."""
+        """Return whether an instance is alive, as far as is known."""
         return any(each.health.is_alive for each in self._requests.instances.values())
 
     def living_ids(self, *, with_suspects: bool = True) -> list[str]:
@@ -208,8 +206,8 @@ class Instances(RoleController):
                 worker_id, method, self.engine_name, *args, rpc_timeout=timeout, **kwargs
             )
         except (WorkerFailedError, EngineCallError) as error:
-            # Not compared with error.worker_id: with colocation the process that died may go by
-            # another role's name.
+            # error.worker_id is not compared: with colocation, it may be the id of the process in
+            # another role.
             if is_death(error) and self.num_builds[worker_id] == build:
                 self.supervisor.note(worker_id, Event.LOST, error)
             raise
@@ -225,7 +223,7 @@ class Instances(RoleController):
         dead = asyncio.ensure_future(self.supervisor.until_dead(worker_id))
         try:
             await asyncio.wait([call, dead], return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():  # where it has ended, the call says so soon, and why
+            if not call.done():  # a dead process soon fails the call, with its cause
                 await asyncio.wait([call], timeout=DEFAULT_GRACE_S)
             if not call.done():
                 instance = self.requests.instances.get(worker_id)
@@ -270,7 +268,7 @@ class Instances(RoleController):
     async def _serve(
         self, instance_id: str, method: str, argument: Any, timeout: float | None = None
     ) -> Any:
-        """Call an engine for the queue, which takes a death as an InstanceLostError."""
+        """Call an engine for the queue; a death is raised as InstanceLostError."""
         try:
             return await self.ask(instance_id, method, argument, timeout=timeout)
         except WorkerFailedError as error:
@@ -283,7 +281,7 @@ class Instances(RoleController):
 
 
 def is_death(error: Exception) -> bool:
-    """Whether an instance has died: its worker, or processes of its engine."""
+    """Return whether an error means that the worker or processes of its engine have died."""
     return isinstance(error, WorkerFailedError) or isinstance(error.__cause__, EngineDeadError)
 
 
@@ -292,7 +290,7 @@ def _lost(instance_id: str, reason: str) -> InstanceLostError:
 
 
 def _lacks_weights(instance: Instance) -> HelmsmanError:
-    """Why an instance does not serve although nothing has gone wrong with it."""
+    """Return the error of an instance that does not serve because it lacks the weights."""
     return HelmsmanError(
         f"{instance.instance_id} is {instance.health.value}: it has not got the weights of the "
         "last update, and serves after "

@@ -34,7 +34,7 @@ Prompt: TypeAlias = Sequence[int] | GenerationRequest
 
 
 class RequestMaker:
-    """Makes the requests of one role, with which their ids begin."""
+    """Makes the requests of one role; their ids begin with its name."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -143,7 +143,11 @@ def sample_seed(seed: int | None, sample: int) -> int | None:
 
 
 def require_resumable(request: GenerationRequest, partial: GenerationResult) -> None:
-    """Raises: ValueError when a request cannot go on from a result, or has nothing to go on to."""
+    """Check that a request can continue after a result.
+
+    Raises:
+        ValueError: The result is not aborted, is inconsistent, or is already complete.
+    """
     name, num_tokens, sampling = (
         f"resume_from, the result of {partial.request_id!r},",
         len(partial.token_ids),
@@ -173,7 +177,7 @@ def require_resumable(request: GenerationRequest, partial: GenerationResult) -> 
 
 
 OnError: TypeAlias = Literal["raise", "yield"]
-"""What a stream does with a request that failed."""
+"""How a stream handles a failed request."""
 Put: TypeAlias = Callable[[], list[Ticket]]
 """Queues the requests of a call, on Helmsman's event loop."""
 
@@ -181,10 +185,13 @@ Put: TypeAlias = Callable[[], list[Ticket]]
 async def gather(
     requests: GenerateScheduler, tickets: Sequence[Ticket], role: str, num_workers: int
 ) -> list[GenerationResult]:
-    """The results of all tickets in their order, on Helmsman's event loop.
+    """Return the results of all tickets in their order. Runs on Helmsman's event loop.
 
-    When one fails, the others are withdrawn and get a short grace to end in; then the error is
-    raised as call_all raises it.
+    When one fails, the others are withdrawn and their ends are awaited for a short grace.
+
+    Raises:
+        GroupCallError: A request failed at a worker; the root cause comes first. A role with one
+            worker raises the error itself, and so does a request that was never sent.
     """
     futures = [asyncio.wrap_future(ticket.future) for ticket in tickets]
     if not futures:
@@ -199,7 +206,7 @@ async def gather(
         raise
     finally:
         for future in futures:
-            future.cancel()  # the results of those that have not ended are not needed any more
+            future.cancel()  # unfinished results are not needed any more
     failures: dict[str, Exception] = {}
     for future, ticket in sorted(
         zip(futures, tickets, strict=True), key=lambda pair: pair[0] not in first
@@ -208,8 +215,8 @@ async def gather(
         if isinstance(error, Exception):
             failures.setdefault(ticket.sent_to, error)
     if failures:
-        # Requests that were never sent fail because of a worker whose own error, if it is here,
-        # says more.
+        # Requests that were never sent fail because of a worker. Its own error, if it is here, is
+        # more specific.
         sent = {worker_id: error for worker_id, error in failures.items() if worker_id}
         raise group_error(role, "generate", sent, num_workers) if sent else failures[""]
     return [future.result() for future in futures]
@@ -236,7 +243,7 @@ def stream(
 async def async_stream(
     requests: GenerateScheduler, put: Put, on_error: OnError
 ) -> AsyncIterator[tuple[int, GenerationResult | Exception]]:
-    """As stream, awaited from any event loop."""
+    """Queue requests and yield each result as it ends, on any event loop."""
     tickets: list[Ticket] = []
     loop, ended = asyncio.get_running_loop(), asyncio.Queue[int]()
 
@@ -339,7 +346,7 @@ class RolloutRequests:
         num_samples: int,
         options: RequestOptions | None = None,
     ) -> list[GenerationResult]:
-        """The results of requests in their order; see RolloutController.generate."""
+        """Return the results of requests in their order; see RolloutController.generate."""
         tickets = self._put(requests, options, num_samples)
         instances = self._instances
         return await gather(instances.requests, tickets, instances.role, len(instances.workers))
@@ -351,7 +358,7 @@ class RolloutRequests:
         num_samples: int,
         on_error: OnError,
     ) -> Iterator[tuple[int, GenerationResult | Exception]]:
-        """Results as they end, for a caller that blocks; see RolloutController.stream."""
+        """Yield results as they end, for a caller that blocks; see RolloutController.stream."""
         _require_one_of("on_error", on_error, get_args(OnError))
         return stream(
             self._instances.requests, lambda: self._put(requests, options, num_samples), on_error
@@ -364,7 +371,7 @@ class RolloutRequests:
         num_samples: int,
         on_error: OnError,
     ) -> AsyncIterator[tuple[int, GenerationResult | Exception]]:
-        """Results as they end, for any event loop; see RolloutController.async_stream."""
+        """Yield results as they end, on any event loop; see RolloutController.async_stream."""
         _require_one_of("on_error", on_error, get_args(OnError))
         return async_stream(
             self._instances.requests, lambda: self._put(requests, options, num_samples), on_error
@@ -441,7 +448,7 @@ class RolloutRequests:
         try:
             async with limit:
                 await wait
-        except TimeoutError as error:  # which a call's own is, too
+        except TimeoutError as error:  # A call's own time-out has this type, too.
             if not limit.expired() or limit_s is None:
                 raise
             requests = self._instances.requests
@@ -460,7 +467,11 @@ class RolloutRequests:
 
 
 def require_ids(name: str, ids: Collection[str] | None) -> None:
-    """Raises: ValueError for one id in place of several, whose letters would be taken for ids."""
+    """Check that ``ids`` is not a single id, whose letters would be taken for ids.
+
+    Raises:
+        ValueError: ``ids`` is a string.
+    """
     if isinstance(ids, str):
         raise ValueError(f"{name} is {ids!r}; expected a sequence of ids, such as [{ids!r}]")
 

@@ -44,7 +44,8 @@ class RolloutController(Starting):
         engine_kwargs: Keyword arguments of the engine's constructor, the same on every worker.
         engine_name: Name of the engine in each worker; the worker's id when None.
         max_in_flight_per_worker: Maximum requests in flight per worker; further ones are queued.
-        max_queue: Maximum queued requests of ``submit``; ``submit`` blocks beyond it.
+        max_queue: Maximum queued requests of ``submit``, which blocks beyond it. The other methods
+            ignore it.
         max_in_flight: Maximum requests in flight on all workers together; no limit when None.
         request_timeout: Seconds from sending a request to its result; the scheduler's
             ``timeouts.call_s`` when None.
@@ -129,7 +130,8 @@ class RolloutController(Starting):
         Raises:
             JobError: The job is invalid.
             StartError: The workers could not start.
-            Exception: The root cause of a failure on the workers, as from ``generate``.
+            GroupCallError: An engine could not be built; the root cause comes first. A role with
+                one worker raises the error itself.
         """
         self._instances.initialize()
 
@@ -176,9 +178,11 @@ class RolloutController(Starting):
             ``len(prompts) * num_samples`` results.
 
         Raises:
-            ValueError: A prompt is invalid; nothing was sent.
-            WorkerFailedError: The only failed request lost its worker.
-            GroupCallError: Requests failed at several workers; the root cause comes first.
+            ValueError: A prompt is invalid, or an id is in use already; nothing was sent.
+            DevicesNotOwnedError: A DeviceHandoff has not given the devices to the rollout, and its
+                ``hold_requests`` is False.
+            GroupCallError: A request failed at a worker; the root cause comes first. A role with
+                one worker raises the error itself, such as WorkerFailedError.
         """
         requests = self._requests.maker.make_all(prompts, sampling, num_samples)
         return await run_async(self._requests.generate(requests, num_samples, options))
@@ -211,8 +215,16 @@ class RolloutController(Starting):
             The result.
 
         Raises:
-            ValueError: The prompt is invalid, or ``resume_from`` cannot be continued.
+            ValueError: The prompt is invalid, its id is in use already, or ``resume_from`` cannot
+                be continued.
+            DevicesNotOwnedError: A DeviceHandoff has not given the devices to the rollout, and its
+                ``hold_requests`` is False.
             WorkerFailedError: The worker died, and ``retries`` did not allow another attempt.
+            InstanceLostError: Under supervision, the worker stopped responding, and ``retries`` did
+                not allow another attempt.
+            EngineCallError: The engine raised an error, or its processes have died.
+            CallTimeoutError: The worker did not reply within ``request_timeout``.
+            RequestDeadlineError: The request exceeded ``RequestOptions.deadline_s``.
         """
         return await run_async(self._requests.generate_one(prompt, sampling, options, resume_from))
 
@@ -240,9 +252,12 @@ class RolloutController(Starting):
             ``num_samples`` results.
 
         Raises:
-            ValueError: The prompt or ``num_samples`` is invalid; nothing was sent.
-            WorkerFailedError: The only failed request lost its worker.
-            GroupCallError: Requests failed at several workers; the root cause comes first.
+            ValueError: The prompt or ``num_samples`` is invalid, or an id is in use already;
+                nothing was sent.
+            DevicesNotOwnedError: A DeviceHandoff has not given the devices to the rollout, and its
+                ``hold_requests`` is False.
+            GroupCallError: A request failed at a worker; the root cause comes first. A role with
+                one worker raises the error itself, such as WorkerFailedError.
         """
         requests = samples_of(self._requests.maker.make(prompt, sampling), num_samples)
         return await run_async(self._requests.generate(requests, num_samples, options))
@@ -300,7 +315,10 @@ class RolloutController(Starting):
             ``generate``, so ``index // num_samples`` is that of the prompt.
 
         Raises:
-            ValueError: A prompt is invalid. Raised by the call itself, before the first item.
+            ValueError: A prompt or ``on_error`` is invalid. Raised by the call itself, before the
+                first item.
+            Exception: With ``on_error='raise'``, the error of the first request that failed.
+                Raised by the iterator.
         """
         requests = self._requests.maker.make_all(prompts, sampling, num_samples)
         return self._requests.stream(requests, options, num_samples, on_error)
@@ -355,7 +373,10 @@ class RolloutController(Starting):
             ``generate``, so ``index // num_samples`` is that of the prompt.
 
         Raises:
-            ValueError: A prompt is invalid. Raised by the call itself, before the first item.
+            ValueError: A prompt or ``on_error`` is invalid. Raised by the call itself, before the
+                first item.
+            Exception: With ``on_error='raise'``, the error of the first request that failed.
+                Raised by the iterator.
         """
         requests = self._requests.maker.make_all(prompts, sampling, num_samples)
         return self._requests.async_stream(requests, options, num_samples, on_error)
@@ -369,7 +390,7 @@ class RolloutController(Starting):
         *,
         resume_from: GenerationResult | None = None,
     ) -> Future[GenerationResult]:
-        """Queue one prompt and return its future; waits while ``max_queue`` requests are queued.
+        """Queue one prompt and return its future; waits while ``max_queue`` of these are queued.
 
         Args:
             prompt: Token ids, or a GenerationRequest.
@@ -383,7 +404,12 @@ class RolloutController(Starting):
             that is in flight. Its callbacks run on Helmsman's event loop.
 
         Raises:
-            ValueError: The prompt is invalid, or ``resume_from`` cannot be continued.
+            ValueError: The prompt is invalid, its id is in use already, or ``resume_from`` cannot
+                be continued.
+            DevicesNotOwnedError: A DeviceHandoff has not given the devices to the rollout, and its
+                ``hold_requests`` is False.
+            HelmsmanError: No worker will serve requests any more. Errors of the request itself are
+                raised by the future.
         """
         return await run_async(self._requests.submit(prompt, sampling, options, resume_from))
 
@@ -422,12 +448,14 @@ class RolloutController(Starting):
                 that they have, and returns when their workers have returned them. Aborted requests
                 are queued and continue on any worker after ``resume``; their cached keys are
                 computed again with the weights of that time. A request that ends meanwhile is done.
-            timeout: Seconds to wait for that; ``request_timeout`` when None.
+            timeout: Seconds to wait for that. None waits until the workers' calls end, each at most
+                ``request_timeout`` after it was sent.
 
         Raises:
+            ValueError: ``in_flight`` is invalid.
             RequestsInFlightError: Requests were still in flight after ``timeout``; names their
                 workers. The flow is paused nevertheless, and aborted requests still return when
-                their worker replies.
+                their worker replies. If the worker dies, ``retries`` decides about them.
         """
         await run_async(self._requests.pause(in_flight, timeout))
 
@@ -443,8 +471,8 @@ class RolloutController(Starting):
     async def async_wait_idle(self, timeout: float | None = None) -> None:
         """Wait until no request is in flight and, unless paused, none is queued.
 
-        Requests that arrive meanwhile are awaited as well. After ``pause`` the state lasts until
-        ``resume``.
+        Requests that arrive meanwhile are awaited as well. While other callers submit requests, the
+        state lasts only for a moment; after ``pause`` it lasts until ``resume``.
 
         Args:
             timeout: Seconds; no limit when None.
@@ -475,7 +503,8 @@ class RolloutController(Starting):
             InvalidSpecError: ``count`` is below 1, or the role cannot grow.
             StartError: The workers could not start.
             InstanceLostError: Under supervision, one of them stopped responding.
-            Exception: An engine could not be built.
+            GroupCallError: An engine could not be built. A single new worker raises the error
+                itself.
         """
         return await run_async(self._pool.add(count))
 
@@ -505,13 +534,14 @@ class RolloutController(Starting):
 
     @checked
     async def async_undrain(self, worker_ids: Collection[str | Worker]) -> None:
-        """Send requests to these workers again.
+        """Send requests to these workers again; ends all their drains.
 
         Args:
             worker_ids: Ids of the workers, or Workers.
 
         Raises:
             WorkerNotFoundError: A worker does not exist.
+            ValueError: ``worker_ids`` is a single id instead of a collection.
         """
         await run_async(self._pool.undrain(ids_of(worker_ids)))
 
@@ -533,7 +563,10 @@ class RolloutController(Starting):
 
         Raises:
             WorkerNotFoundError: A worker does not exist.
-            InvalidSpecError: No worker would be left, or a worker is being removed already.
+            ValueError: ``worker_ids`` is a single id instead of a collection.
+            InvalidSpecError: No worker would be left, a worker is being removed already, or another
+                role uses one.
+            HelmsmanError: ``undrain`` ended the drain while requests were running.
             ShutdownIncompleteError: Processes of the workers are still alive.
         """
         await run_async(self._pool.remove(ids_of(worker_ids), migrate))
@@ -554,6 +587,10 @@ class RolloutController(Starting):
         Raises:
             InvalidSpecError: ``replicas`` is below 1, or the role cannot be resized.
             StartError: Added workers could not start.
+            InstanceLostError: Under supervision, an added worker stopped responding.
+            GroupCallError: An engine could not be built. A single new worker raises the error
+                itself.
+            HelmsmanError: ``undrain`` ended the drain of a removed worker while it had requests.
             ShutdownIncompleteError: Processes of removed workers are still alive.
         """
         await run_async(self._pool.scale(replicas, migrate))
@@ -578,12 +615,16 @@ class RolloutController(Starting):
                 None.
 
         Returns:
-            The version that every live worker serves now.
+            The version. Every live worker serves it now; under supervision, workers whose update
+                failed do not serve until a later one.
 
         Raises:
-            WorkerFailedError: The only worker that failed has died. Errors are raised once all
-                workers have replied; under supervision only if no worker serves the weights.
-            GroupCallError: Several workers failed; the root cause comes first.
+            ValueError: ``version`` is below that of the last update.
+            HelmsmanError: The role is asleep without memory for weights, or another update was
+                running for all of ``timeout``. No worker has changed.
+            GroupCallError: An update failed; the root cause comes first. A role with one worker
+                raises the error itself. It is raised once all workers have replied; under
+                supervision only if no worker serves the weights or will.
         """
         return await run_async(self.weight_sink.update_all(weights, version, timeout))
 
@@ -603,11 +644,12 @@ class RolloutController(Starting):
             timeout: Seconds for the whole operation; the scheduler's ``timeouts.call_s`` when None.
 
         Raises:
-            ValueError: An argument is invalid.
+            ValueError: ``level`` is not 1 or 2, or ``in_flight`` is not 'wait' or 'abort'.
             RequestsInFlightError: Requests did not end or return in time; no instance sleeps.
-            WorkerFailedError: The only worker that failed has died. Other instances may be asleep:
-                call ``sleep`` or ``wake`` again.
-            GroupCallError: Several workers failed; the root cause comes first.
+            HelmsmanError: An update of the weights was running for all of ``timeout``.
+            GroupCallError: The call failed at a live worker; the root cause comes first. A role
+                with one worker raises the error itself. Other workers may be asleep: call ``sleep``
+                or ``wake`` again. The death of a worker is only logged while others are left.
         """
         await run_async(self.weight_sink.sleep(level, in_flight, timeout))
 
@@ -626,15 +668,22 @@ class RolloutController(Starting):
 
         Raises:
             DeviceMemoryError: In a DeviceHandoff, the devices do not have enough free memory.
-            WorkerFailedError: The only worker that failed has died.
-            GroupCallError: Several workers failed; the root cause comes first.
+            HelmsmanError: An update of the weights was running for all of ``timeout``.
+            GroupCallError: The call failed at a live worker; the root cause comes first. A role
+                with one worker raises the error itself. The death of a worker is only logged while
+                others are left.
         """
         await run_async(self.weight_sink.wake(weights_only, timeout))
 
     wake = blocking(async_wake)
 
     async def async_versions(self) -> dict[str, int]:
-        """Return the weight version that each live worker serves, by worker id."""
+        """Return the weight version that each live worker serves, by worker id.
+
+        Raises:
+            GroupCallError: The call failed at a worker; the root cause comes first. If one worker
+                is alive, the error itself is raised.
+        """
         return await run_async(self._instances.ask_all("get_version"))
 
     versions = blocking(async_versions)

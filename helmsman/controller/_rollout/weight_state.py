@@ -31,28 +31,28 @@ log = logging.getLogger(__name__)
 
 _holds = itertools.count()
 _ASLEEP = "sleep"
-"""Who holds the requests of instances that sleep."""
+"""Owner of the suspension of requests during sleep."""
 
 
 class RolloutWeights:
-    """What the instances of a role serve. It is their WeightSink.
+    """WeightSink of a role: weight versions, updates and sleep of its instances.
 
-    One update is under way at a time, and the last that began says what is served. An instance that
-    has not got that is STALE, and takes no request until it has. The flow of the requests stops for
-    updates and sleep.
+    Updates are serialized, and the last one that began determines the served version. An instance
+    without these weights is STALE and receives no requests until an update succeeds. Requests are
+    not sent during sleep, nor during updates with in_flight 'wait' or 'abort'.
     """
 
     def __init__(self, instances: Instances, requests: RolloutRequests) -> None:
         self._instances, self._requests = instances, requests
         self.scheduler, self.role = instances.scheduler, instances.role
         self._served: tuple[ResultHandle | Weights, int] | None = None
-        """Weights of the last update, where there is supervision, and their version."""
+        """Weights of the last update and their version; None without supervision."""
         self.version: int | None = None
         self.state = WeightState.AWAKE
-        """Of most instances; one that was rebuilt or has missed an update may be behind."""
+        """State of most instances; a rebuilt one, or one that missed an update, may be behind."""
         self._has_room = asyncio.Event()
-        """Set by the state: an instance that is rebuilt while all memory is given back would take
-        what others need.
+        """Set while instances hold memory for weights. A rebuild waits for it, since it would take
+        memory that the owner of the devices needs.
         """
         self._has_room.set()
         self._is_updating = False
@@ -141,7 +141,7 @@ class RolloutWeights:
     async def _ask_living(
         self, method: str, ids: Sequence[str], timeout: float, *args: Any, **kwargs: Any
     ) -> None:
-        """Call instances; one that dies by it, or has died, holds nothing of a device any more."""
+        """Call instances. A death is only logged, since a dead instance holds no device memory."""
         calls = (
             self._instances.ask_while_it_lives(worker_id, method, *args, timeout=timeout, **kwargs)
             for worker_id in ids
@@ -204,8 +204,8 @@ class RolloutWeights:
                 "sample; give a trainer that went back to a checkpoint a higher one (set_version)"
             )
         old = self._served
-        # From here on this is what serves: a worker that is being rebuilt must not come to serve
-        # with what was before.
+        # Set before the update: a worker that is rebuilt meanwhile must not serve with the previous
+        # weights.
         self.version, self._served = (
             version,
             (kept, version) if self._instances.is_supervised and kept is not None else None,
@@ -327,12 +327,12 @@ class RolloutWeights:
         An instance without the weights may still receive them during the update. Afterwards its
         requests continue elsewhere.
         """
-        by = f"hold {next(_holds)}"  # of its own: neither the script nor another hold ends it
+        by = f"hold {next(_holds)}"  # Unique: only this hold ends its suspension.
         requests = self._instances.requests
         async with self._in_turn(timeout) as left_s:
             self._is_updating = True
             try:
-                if in_flight == "wait":  # what has no whole weights finishes nothing
+                if in_flight == "wait":  # stale instances cannot finish their requests
                     requests.suspend(by)
                     self._take_back_stale()
                 if in_flight != "keep":
@@ -345,7 +345,7 @@ class RolloutWeights:
                     self._take_back_stale()
 
     def _take_back_stale(self) -> None:
-        """Have what instances without the weights have go on elsewhere, as soon as each answers."""
+        """Recall the requests of stale instances, to continue on other instances."""
         requests = self._instances.requests
 
         async def take_back(worker_id: str) -> None:
@@ -356,7 +356,7 @@ class RolloutWeights:
             if instance.health is Health.STALE:
                 observe(take_back(worker_id), f"{worker_id}: taking back what it has")
 
-    # --- one that was rebuilt ---------------------------------------------------------------------
+    # --- rebuilt instances ------------------------------------------------------------------------
 
     async def bring(self, worker_id: str) -> bool:
         """Send the current weights to a new worker; returns whether it has received them.
@@ -369,7 +369,7 @@ class RolloutWeights:
                 if self.state.has_weight_memory:
                     return has_weights
             async with self._in_turn(None):
-                # or the others might wake meanwhile, and leave it asleep
+                # Under the lock: otherwise a concurrent wake could leave this instance asleep.
                 if not self.state.has_weight_memory:
                     await self._instances.ask(worker_id, "sleep", 1 if self.state.is_whole else 2)
                     return False
@@ -377,7 +377,7 @@ class RolloutWeights:
     async def _bring_served(self, worker_id: str) -> bool:
         """Send the weights of the last update to a worker; returns whether they are current."""
         if self.version is None:
-            # there was no update: it serves what all serve, the weights that it was built with
+            # Without an update, all instances serve the weights that they were built with.
             return True
         while self._served is not None:
             weights, version = self._served
@@ -386,8 +386,8 @@ class RolloutWeights:
             except (HandleLostError, EngineCallError) as error:
                 if self.version != version:
                     continue  # they were replaced meanwhile
-                # Their trainer or their folder has gone, or it cannot read them: another process of
-                # it could not, either.
+                # The trainer or the folder no longer exists, or the engine cannot read the weights.
+                # Another restart would not help.
                 log.warning(
                     "%s has to wait for the next update of the weights: %s", worker_id, error
                 )
@@ -451,6 +451,6 @@ async def _all_that_answer(
     except asyncio.CancelledError:
         for task in updates.values():
             task.cancel()
-        await everything  # soon, and then it is known of each instance that it has not the weights
+        await everything  # each update records that its instance lacks the weights
         raise
     return failures
