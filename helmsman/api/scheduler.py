@@ -339,10 +339,12 @@ class Scheduler(Closing):
 
         Raises:
             RoleNotFoundError: The role does not exist.
-            InvalidSpecError: The role's workers belong to another role, its replicas have
-                individual specs, or another role uses its last workers.
+            InvalidSpecError: ``replicas`` is below 1, the role's workers belong to another role,
+                the role only holds devices, its replicas have individual specs, or another role
+                uses its last workers.
             JobError: The job is invalid. The role is unchanged.
             StartError: New workers could not start. The role is unchanged.
+            ShutdownIncompleteError: A worker could not be ended within the deadline.
         """
 
     @abc.abstractmethod

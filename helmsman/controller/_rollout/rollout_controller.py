@@ -44,7 +44,8 @@ class RolloutController(Starting):
         engine_kwargs: Keyword arguments of the engine's constructor, the same on every worker.
         engine_name: Name of the engine in each worker; the worker's id when None.
         max_in_flight_per_worker: Maximum requests in flight per worker; further ones are queued.
-        max_queue: Maximum queued requests of ``submit``; ``submit`` blocks beyond it.
+        max_queue: Maximum queued requests of ``submit``, which blocks beyond it. The other methods
+            ignore it.
         max_in_flight: Maximum requests in flight on all workers together; no limit when None.
         request_timeout: Seconds from sending a request to its result; the scheduler's
             ``timeouts.call_s`` when None.
@@ -129,7 +130,8 @@ class RolloutController(Starting):
         Raises:
             JobError: The job is invalid.
             StartError: The workers could not start.
-            Exception: The root cause of a failure on the workers, as from ``generate``.
+            GroupCallError: An engine could not be built; the root cause comes first. A role with
+                one worker raises the error itself.
         """
         self._instances.initialize()
 
@@ -169,15 +171,18 @@ class RolloutController(Starting):
             sampling: For all prompts, or one for each; the defaults when None.
             options: Priority, session and other options of all requests.
             num_samples: Samples of each prompt. The k-th sample of the request ``id`` is the
-                request ``id#k``. Its seed is derived from the prompt's; None if that is None.
+                request ``id#k``. Its seed follows from the prompt's; it has none when that has
+                none.
 
         Returns:
             ``len(prompts) * num_samples`` results.
 
         Raises:
-            ValueError: A prompt is invalid; nothing was sent.
-            GroupCallError: A request failed; the root cause comes first. A role with one worker
-                raises that error itself.
+            ValueError: A prompt is invalid, or an id is in use already; nothing was sent.
+            DevicesNotOwnedError: A DeviceHandoff has not given the devices to the rollout, and its
+                ``hold_requests`` is False.
+            GroupCallError: A request failed at a worker; the root cause comes first. A role with
+                one worker raises the error itself, such as WorkerFailedError.
         """
         requests = self._requests.maker.make_all(prompts, sampling, num_samples)
         return await run_async(self._requests.generate(requests, num_samples, options))
@@ -210,8 +215,16 @@ class RolloutController(Starting):
             The result.
 
         Raises:
-            ValueError: The prompt is invalid, or ``resume_from`` cannot be continued.
+            ValueError: The prompt is invalid, its id is in use already, or ``resume_from`` cannot
+                be continued.
+            DevicesNotOwnedError: A DeviceHandoff has not given the devices to the rollout, and its
+                ``hold_requests`` is False.
             WorkerFailedError: The worker died, and ``retries`` did not allow another attempt.
+            InstanceLostError: Under supervision, the worker stopped responding, and ``retries`` did
+                not allow another attempt.
+            EngineCallError: The engine raised an error, or its processes have died.
+            CallTimeoutError: The worker did not reply within ``request_timeout``.
+            RequestDeadlineError: The request exceeded ``RequestOptions.deadline_s``.
         """
         return await run_async(self._requests.generate_one(prompt, sampling, options, resume_from))
 
@@ -239,9 +252,12 @@ class RolloutController(Starting):
             ``num_samples`` results.
 
         Raises:
-            ValueError: The prompt or ``num_samples`` is invalid; nothing was sent.
-            GroupCallError: A request failed; the root cause comes first. A role with one worker
-                raises that error itself.
+            ValueError: The prompt or ``num_samples`` is invalid, or an id is in use already;
+                nothing was sent.
+            DevicesNotOwnedError: A DeviceHandoff has not given the devices to the rollout, and its
+                ``hold_requests`` is False.
+            GroupCallError: A request failed at a worker; the root cause comes first. A role with
+                one worker raises the error itself, such as WorkerFailedError.
         """
         requests = samples_of(self._requests.maker.make(prompt, sampling), num_samples)
         return await run_async(self._requests.generate(requests, num_samples, options))
@@ -299,7 +315,10 @@ class RolloutController(Starting):
             ``generate``, so ``index // num_samples`` is that of the prompt.
 
         Raises:
-            ValueError: A prompt is invalid. Raised by the call itself, before the first item.
+            ValueError: A prompt or ``on_error`` is invalid. Raised by the call itself, before the
+                first item.
+            Exception: With ``on_error='raise'``, the error of the first request that failed.
+                Raised by the iterator.
         """
         requests = self._requests.maker.make_all(prompts, sampling, num_samples)
         return self._requests.stream(requests, options, num_samples, on_error)
@@ -354,7 +373,10 @@ class RolloutController(Starting):
             ``generate``, so ``index // num_samples`` is that of the prompt.
 
         Raises:
-            ValueError: A prompt is invalid. Raised by the call itself, before the first item.
+            ValueError: A prompt or ``on_error`` is invalid. Raised by the call itself, before the
+                first item.
+            Exception: With ``on_error='raise'``, the error of the first request that failed.
+                Raised by the iterator.
         """
         requests = self._requests.maker.make_all(prompts, sampling, num_samples)
         return self._requests.async_stream(requests, options, num_samples, on_error)
@@ -368,7 +390,7 @@ class RolloutController(Starting):
         *,
         resume_from: GenerationResult | None = None,
     ) -> Future[GenerationResult]:
-        """Queue one prompt and return its future; waits while ``max_queue`` requests are queued.
+        """Queue one prompt and return its future; waits while ``max_queue`` of these are queued.
 
         Args:
             prompt: Token ids, or a GenerationRequest.
@@ -382,7 +404,12 @@ class RolloutController(Starting):
             that is in flight. Its callbacks run on Helmsman's event loop.
 
         Raises:
-            ValueError: The prompt is invalid, or ``resume_from`` cannot be continued.
+            ValueError: The prompt is invalid, its id is in use already, or ``resume_from`` cannot
+                be continued.
+            DevicesNotOwnedError: A DeviceHandoff has not given the devices to the rollout, and its
+                ``hold_requests`` is False.
+            HelmsmanError: No worker will serve requests any more. Errors of the request itself are
+                raised by the future.
         """
         return await run_async(self._requests.submit(prompt, sampling, options, resume_from))
 
@@ -421,21 +448,21 @@ class RolloutController(Starting):
                 that they have, and returns when their workers have returned them. Aborted requests
                 are queued and continue on any worker after ``resume``; their cached keys are
                 computed again with the weights of that time. A request that ends meanwhile is done.
-            timeout: Seconds to wait for that. When None, there is no limit other than the
-                ``request_timeout`` of the requests.
+            timeout: Seconds to wait for that. None waits until the workers' calls end, each at most
+                ``request_timeout`` after it was sent.
 
         Raises:
-            ValueError: ``in_flight`` is none of these.
+            ValueError: ``in_flight`` is invalid.
             RequestsInFlightError: Requests were still in flight after ``timeout``; names their
                 workers. The flow is paused nevertheless, and aborted requests still return when
-                their worker replies. If it dies, ``retries`` applies to them.
+                their worker replies. If the worker dies, ``retries`` decides about them.
         """
         await run_async(self._requests.pause(in_flight, timeout))
 
     pause = blocking(async_pause)
 
     async def async_resume(self) -> None:
-        """Send queued requests again, once no weight update or sleep holds them."""
+        """Send queued requests again, as soon as no update of the weights holds them either."""
         await run_async(self._requests.resume())
 
     resume = blocking(async_resume)
@@ -444,8 +471,8 @@ class RolloutController(Starting):
     async def async_wait_idle(self, timeout: float | None = None) -> None:
         """Wait until no request is in flight and, unless paused, none is queued.
 
-        Requests that arrive meanwhile are awaited as well. The state lasts only after ``pause``,
-        and until ``resume``.
+        Requests that arrive meanwhile are awaited as well. While other callers submit requests, the
+        state lasts only for a moment; after ``pause`` it lasts until ``resume``.
 
         Args:
             timeout: Seconds; no limit when None.
@@ -476,7 +503,8 @@ class RolloutController(Starting):
             InvalidSpecError: ``count`` is below 1, or the role cannot grow.
             StartError: The workers could not start.
             InstanceLostError: Under supervision, one of them stopped responding.
-            Exception: An engine could not be built.
+            GroupCallError: An engine could not be built. A single new worker raises the error
+                itself.
         """
         return await run_async(self._pool.add(count))
 
@@ -506,7 +534,7 @@ class RolloutController(Starting):
 
     @checked
     async def async_undrain(self, worker_ids: Collection[str | Worker]) -> None:
-        """Send requests to these workers again.
+        """Send requests to these workers again; ends all their drains.
 
         Args:
             worker_ids: Ids of the workers, or Workers.
@@ -536,8 +564,9 @@ class RolloutController(Starting):
         Raises:
             WorkerNotFoundError: A worker does not exist.
             ValueError: ``worker_ids`` is a single id instead of a collection.
+            InvalidSpecError: No worker would be left, a worker is being removed already, or another
+                role uses one.
             HelmsmanError: ``undrain`` ended the drain while requests were running.
-            InvalidSpecError: No worker would be left, or a worker is being removed already.
             ShutdownIncompleteError: Processes of the workers are still alive.
         """
         await run_async(self._pool.remove(ids_of(worker_ids), migrate))
@@ -558,6 +587,10 @@ class RolloutController(Starting):
         Raises:
             InvalidSpecError: ``replicas`` is below 1, or the role cannot be resized.
             StartError: Added workers could not start.
+            InstanceLostError: Under supervision, an added worker stopped responding.
+            GroupCallError: An engine could not be built. A single new worker raises the error
+                itself.
+            HelmsmanError: ``undrain`` ended the drain of a removed worker while it had requests.
             ShutdownIncompleteError: Processes of removed workers are still alive.
         """
         await run_async(self._pool.scale(replicas, migrate))
@@ -582,14 +615,16 @@ class RolloutController(Starting):
                 None.
 
         Returns:
-            The version that every live worker serves now.
+            The version. Every live worker serves it now; under supervision, workers whose update
+                failed do not serve until a later one.
 
         Raises:
-            ValueError: ``version`` is lower than that of the previous update.
-            HelmsmanError: The role is asleep, or another update did not end within ``timeout``.
-            GroupCallError: A worker failed; the root cause comes first. A call to one worker raises
-                that error itself. Raised once all workers have replied; under supervision only if
-                no worker serves or is being rebuilt.
+            ValueError: ``version`` is below that of the last update.
+            HelmsmanError: The role is asleep without memory for weights, or another update was
+                running for all of ``timeout``. No worker has changed.
+            GroupCallError: An update failed; the root cause comes first. A role with one worker
+                raises the error itself. It is raised once all workers have replied; under
+                supervision only if no worker serves the weights or will.
         """
         return await run_async(self.weight_sink.update_all(weights, version, timeout))
 
@@ -609,11 +644,12 @@ class RolloutController(Starting):
             timeout: Seconds for the whole operation; the scheduler's ``timeouts.call_s`` when None.
 
         Raises:
-            ValueError: An argument is invalid.
+            ValueError: ``level`` is not 1 or 2, or ``in_flight`` is not 'wait' or 'abort'.
             RequestsInFlightError: Requests did not end or return in time; no instance sleeps.
-            HelmsmanError: Another update did not end within ``timeout``.
-            GroupCallError: A worker failed; a call to one worker raises its error. Other workers
-                may be asleep: call ``sleep`` or ``wake`` again. A death is only logged.
+            HelmsmanError: An update of the weights was running for all of ``timeout``.
+            GroupCallError: The call failed at a live worker; the root cause comes first. A role
+                with one worker raises the error itself. Other workers may be asleep: call ``sleep``
+                or ``wake`` again. The death of a worker is only logged while others are left.
         """
         await run_async(self.weight_sink.sleep(level, in_flight, timeout))
 
@@ -632,16 +668,22 @@ class RolloutController(Starting):
 
         Raises:
             DeviceMemoryError: In a DeviceHandoff, the devices do not have enough free memory.
-            HelmsmanError: Another update did not end within ``timeout``.
-            GroupCallError: A worker failed; a call to one worker raises its error. A death is only
-                logged.
+            HelmsmanError: An update of the weights was running for all of ``timeout``.
+            GroupCallError: The call failed at a live worker; the root cause comes first. A role
+                with one worker raises the error itself. The death of a worker is only logged while
+                others are left.
         """
         await run_async(self.weight_sink.wake(weights_only, timeout))
 
     wake = blocking(async_wake)
 
     async def async_versions(self) -> dict[str, int]:
-        """Return the weight version that each live worker serves, by worker id."""
+        """Return the weight version that each live worker serves, by worker id.
+
+        Raises:
+            GroupCallError: The call failed at a worker; the root cause comes first. If one worker
+                is alive, the error itself is raised.
+        """
         return await run_async(self._instances.ask_all("get_version"))
 
     versions = blocking(async_versions)
