@@ -232,6 +232,8 @@ class DeviceHandoff:
 
         Raises:
             RequestsInFlightError: Requests did not end in time. The owner does not change.
+            CallError: A call to the only worker of the rollout failed.
+            GroupCallError: A call to a rollout with several workers failed.
         """
         run_sync(self._make_room())
 

@@ -172,7 +172,7 @@ class Ranks:
         """Call ranks with ``call_all``, within the turns of a DeviceHandoff if there is one.
 
         Raises:
-            DevicesNotOwnedError: The method needs the devices, and the rollout has them.
+            DevicesNotOwnedError: The method needs the devices, and it is not the trainer's turn.
             DeviceMemoryError: A device that is shared with a rollout lacks memory.
             GroupCallError: A rank failed; a call to one rank raises its CallError.
         """

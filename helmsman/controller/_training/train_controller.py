@@ -127,7 +127,7 @@ class TrainController(RoleController):
         Raises:
             ValueError: The batch is malformed, or the loss does not take a setting. Nothing was
                 sent.
-            DevicesNotOwnedError: A DeviceHandoff has given the devices to the rollout.
+            DevicesNotOwnedError: A DeviceHandoff has not given the devices to the trainer.
             GroupCallError: A rank failed; a job with one rank raises its CallError.
         """
         return await run_async(
@@ -158,7 +158,7 @@ class TrainController(RoleController):
         Raises:
             ValueError: The batch is malformed, or the loss does not take a setting. Nothing was
                 sent.
-            DevicesNotOwnedError: A DeviceHandoff has given the devices to the rollout.
+            DevicesNotOwnedError: A DeviceHandoff has not given the devices to the trainer.
             GroupCallError: A rank failed; a job with one rank raises its CallError.
         """
         return await run_async(
@@ -182,7 +182,7 @@ class TrainController(RoleController):
 
         Raises:
             ValueError: The batch is malformed. Nothing was sent.
-            DevicesNotOwnedError: A DeviceHandoff has given the devices to the rollout.
+            DevicesNotOwnedError: A DeviceHandoff has not given the devices to the trainer.
             GroupCallError: A rank failed; a job with one rank raises its CallError.
         """
         return await run_async(self._ranks.forward(samples, timeout))
@@ -206,7 +206,7 @@ class TrainController(RoleController):
                 training continues. ``wait_for_save``, or an earlier call, raises its errors.
 
         Raises:
-            DevicesNotOwnedError: A DeviceHandoff has given the devices to the rollout.
+            DevicesNotOwnedError: A DeviceHandoff has not given the devices to the trainer.
             GroupCallError: A rank failed; a job with one rank raises its CallError.
         """
         await run_async(
@@ -288,7 +288,7 @@ class TrainController(RoleController):
 
         Raises:
             CheckpointError: The engine cannot load the checkpoint.
-            DevicesNotOwnedError: A DeviceHandoff has given the devices to the rollout.
+            DevicesNotOwnedError: A DeviceHandoff has not given the devices to the trainer.
             GroupCallError: A rank failed otherwise; a job with one rank raises its CallError.
         """
         try:
@@ -383,6 +383,7 @@ class TrainController(RoleController):
             RendezvousError: The ranks cannot connect to rank 0.
             CheckpointError: The engine cannot load the checkpoint.
             InvalidSpecError: Other roles share the workers; see Scheduler.restart_workers.
+            RequestsInFlightError: In a DeviceHandoff, the rollout's requests did not end in time.
             GroupCallError: A rank failed otherwise; a job with one rank raises its CallError.
         """
         self._check_started()
