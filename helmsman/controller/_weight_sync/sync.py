@@ -103,8 +103,9 @@ class WeightSync:
         Raises:
             ValueError: The trainer's version is below the last one pushed.
             RequestsInFlightError: Requests did not finish, or were not recalled, in time.
-            HelmsmanError: The trainer failed. No instance has changed, unless ViaCollective was in
-                the middle of its broadcasts.
+            HelmsmanError: The trainer failed, the rollout is asleep without memory for weights, or
+                another update was running for all of ``timeout``. No instance has changed, unless
+                ViaCollective was in the middle of its broadcasts.
             GroupCallError: An update failed on an instance; under supervision, on all instances. A
                 role with one instance raises its CallError.
         """
