@@ -159,7 +159,7 @@ def test_injector_refuses_inline_workers() -> None:
         scheduler.create_workers(Job(role="a"))
         with pytest.raises(
             FaultsUnsupportedError,
-            match="InlineScheduler has its workers in the script's own process",
+            match="InlineScheduler runs its workers in the script's process",
         ):
             FaultPlan([Kill("a/0", at_step=1)]).begin(scheduler)
         with pytest.raises(FaultsUnsupportedError):
