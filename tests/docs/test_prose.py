@@ -95,9 +95,9 @@ def public_callables() -> Iterator[tuple[str, str, list[str], bool]]:
             if not inspect.isclass(value):
                 yield path, inspect.getdoc(value) or "", own_parameters(value), returns(value)
                 continue
-            is_contract = getattr(value, "_is_protocol", False)
-            if not is_contract and "__init__" in vars(value):
-                parameters = own_parameters(value.__init__)
+            constructor = vars(value).get("__init__")
+            if inspect.isfunction(constructor) and is_ours(constructor):
+                parameters = own_parameters(constructor)
                 yield path, inspect.getdoc(value) or "", parameters, False
             for method_name, _ in inspect.getmembers(value):
                 method = inspect.getattr_static(value, method_name)
