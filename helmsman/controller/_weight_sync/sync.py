@@ -11,7 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -25,11 +25,15 @@ from helmsman.api.weights import (
     MemoryTarget,
     WeightFormat,
     WeightsOnDisk,
+    WeightTarget,
 )
 from helmsman.controller._aio.event_loop import run_async
 from helmsman.controller._roles.call_all import is_communication_error, release
 from helmsman.controller._roles.role_controller import blocking
 from helmsman.controller._validation.argument_types import checked
+
+Transferred: TypeAlias = tuple[int, Mapping[str, Exception]]
+"""Bytes that left the trainer, and the errors by instance id."""
 
 
 class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +125,7 @@ class WeightSync:
         async with self._sink.hold(self._in_flight, deadline - time.monotonic()):
             version = await self._source.version(deadline - time.monotonic())
             num_bytes, failures = await self._transport.transfer(
-                self._source, self._sink, self._form, version, deadline
+                Push(self._source, self._sink, self._form, version, deadline)
             )
             updated, failed = self._sink.served_by(failures)
         return SyncReport(
@@ -131,6 +135,40 @@ class WeightSync:
             updated=updated,
             failed=failed,
         )
+
+
+class Push(NamedTuple):
+    """One transfer of weights."""
+
+    source: WeightSource
+    """The trainer."""
+    sink: WeightSink
+    """The rollout."""
+    form: WeightFormat
+    """Data type, names and bucket size of the weights."""
+    version: int
+    """Weight version that the trainer must have."""
+    deadline: float
+    """End of the transfer, on the clock of ``time.monotonic``."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline; negative after it."""
+        return self.deadline - time.monotonic()
+
+    async def store(self, target: WeightTarget) -> Transferred:
+        """Have the trainer store its weights, and each instance read them there."""
+        return await self.read_by_all(await self.source.publish(target, self.form, self.left_s))
+
+    async def read_by_all(self, stored: ResultHandle | WeightsOnDisk) -> Transferred:
+        """Have each instance read weights that the trainer has stored."""
+        try:
+            weights = dict.fromkeys(self.sink.living_ids(), stored)
+            failures = await self.sink.update(weights, self.version, self.left_s, kept=stored)
+        finally:
+            if isinstance(stored, ResultHandle) and not self.sink.keeps(stored):
+                await asyncio.to_thread(release, self.source.scheduler, stored)
+        return stored.nbytes if isinstance(stored, ResultHandle) else stored.num_bytes, failures
 
 
 class WeightTransport(abc.ABC):
@@ -149,22 +187,8 @@ class WeightTransport(abc.ABC):
         return
 
     @abc.abstractmethod
-    async def transfer(
-        self,
-        source: WeightSource,
-        sink: WeightSink,
-        form: WeightFormat,
-        version: int,
-        deadline: float,
-    ) -> tuple[int, Mapping[str, Exception]]:
+    async def transfer(self, push: Push) -> Transferred:
         """Transfer the weights of one version.
-
-        Args:
-            source: The trainer.
-            sink: The rollout.
-            form: Data type, names and bucket size of the weights.
-            version: Weight version that the trainer must have.
-            deadline: End of the transfer, on the clock of ``time.monotonic``.
 
         Returns:
             Bytes that left the trainer, and the errors by instance id.
@@ -174,23 +198,6 @@ class WeightTransport(abc.ABC):
         """
 
 
-async def _read_by_all(
-    stored: ResultHandle | WeightsOnDisk,
-    source: WeightSource,
-    sink: WeightSink,
-    version: int,
-    deadline: float,
-) -> tuple[int, Mapping[str, Exception]]:
-    """Update each instance from weights that the trainer has stored; returns as ``transfer``."""
-    try:
-        weights = dict.fromkeys(sink.living_ids(), stored)
-        failures = await sink.update(weights, version, deadline - time.monotonic(), kept=stored)
-    finally:
-        if isinstance(stored, ResultHandle) and not sink.keeps(stored):
-            await asyncio.to_thread(release, source.scheduler, stored)
-    return stored.nbytes if isinstance(stored, ResultHandle) else stored.num_bytes, failures
-
-
 class ViaMemory(WeightTransport):
     """Sends weights through host memory, from worker to worker.
 
@@ -198,17 +205,8 @@ class ViaMemory(WeightTransport):
     Each instance reads them from there; the instances of another node share one copy.
     """
 
-    async def transfer(
-        self,
-        source: WeightSource,
-        sink: WeightSink,
-        form: WeightFormat,
-        version: int,
-        deadline: float,
-    ) -> tuple[int, Mapping[str, Exception]]:
-        target = MemoryTarget(version=version)
-        stored = await source.publish(target, form, deadline - time.monotonic())
-        return await _read_by_all(stored, source, sink, version, deadline)
+    async def transfer(self, push: Push) -> Transferred:
+        return await push.store(MemoryTarget(version=push.version))
 
 
 class ViaExport(WeightTransport):
@@ -217,16 +215,8 @@ class ViaExport(WeightTransport):
     Parameters are sent unconverted: ``form`` is ignored.
     """
 
-    async def transfer(
-        self,
-        source: WeightSource,
-        sink: WeightSink,
-        form: WeightFormat,
-        version: int,
-        deadline: float,
-    ) -> tuple[int, Mapping[str, Exception]]:
-        stored = await source.export(version, deadline - time.monotonic())
-        return await _read_by_all(stored, source, sink, version, deadline)
+    async def transfer(self, push: Push) -> Transferred:
+        return await push.read_by_all(await push.source.export(push.version, push.left_s))
 
 
 class ViaDisk(WeightTransport):
@@ -249,17 +239,10 @@ class ViaDisk(WeightTransport):
             raise ValueError(f"num_kept is {num_kept}; expected 1 or more")
         self._folder, self._num_kept = os.path.abspath(folder), num_kept
 
-    async def transfer(
-        self,
-        source: WeightSource,
-        sink: WeightSink,
-        form: WeightFormat,
-        version: int,
-        deadline: float,
-    ) -> tuple[int, Mapping[str, Exception]]:
-        target = DiskTarget(version=version, folder=self._folder, num_kept=self._num_kept)
-        stored = await source.publish(target, form, deadline - time.monotonic())
-        return await _read_by_all(stored, source, sink, version, deadline)
+    async def transfer(self, push: Push) -> Transferred:
+        return await push.store(
+            DiskTarget(version=push.version, folder=self._folder, num_kept=self._num_kept)
+        )
 
 
 class ViaCollective(WeightTransport):
@@ -301,57 +284,43 @@ class ViaCollective(WeightTransport):
                 "member. Use ViaMemory"
             )
 
-    async def transfer(
-        self,
-        source: WeightSource,
-        sink: WeightSink,
-        form: WeightFormat,
-        version: int,
-        deadline: float,
-    ) -> tuple[int, Mapping[str, Exception]]:
-        reachable = sink.living_ids(with_suspects=False)
+    async def transfer(self, push: Push) -> Transferred:
+        reachable = push.sink.living_ids(with_suspects=False)
         if not reachable:
-            return 0, await sink.update({}, version, deadline - time.monotonic(), kept=None)
-        outcome = await self._broadcast(source, sink, reachable, form, version, deadline)
+            return 0, await push.sink.update({}, push.version, push.left_s, kept=None)
+        outcome = await self._broadcast(push, reachable)
         if any(map(_is_broken, outcome.errors)) and not outcome.has_lost_trainer:
-            left = [id_ for id_ in await sink.answering_ids() if id_ not in outcome.unable]
+            left = [id_ for id_ in await push.sink.answering_ids() if id_ not in outcome.unable]
             if left:
-                outcome = await self._broadcast(source, sink, left, form, version, deadline)
+                outcome = await self._broadcast(push, left)
         if outcome.errors and (outcome.num_bytes is None or outcome.failures is None):
             raise outcome.errors[0]
         return outcome.num_bytes or 0, outcome.failures or {}
 
-    async def _broadcast(
-        self,
-        source: WeightSource,
-        sink: WeightSink,
-        ids: Sequence[str],
-        form: WeightFormat,
-        version: int,
-        deadline: float,
-    ) -> _Outcome:
+    async def _broadcast(self, push: Push, ids: Sequence[str]) -> _Outcome:
+        source, sink = push.source, push.sink
         if tuple(ids) != self._members or not (source.group_id == sink.group_id == self._group_id):
-            self._port = await source.open_store(deadline - time.monotonic())
+            self._port = await source.open_store(push.left_s)
             self._group_id = uuid.uuid4().hex
         source.group_id = sink.group_id = self._group_id
         # Reset until success: after an error or interrupt, members may be at different broadcasts.
         self._members = ()
         place = CollectiveTarget(
-            version=version,
+            version=push.version,
             group_id=self._group_id,
             address=source.workers[0].ip,
             port=self._port,
             rank=0,
             world_size=1 + len(ids),
-            timeout_s=max(0.1, min(self._timeout_s, deadline - time.monotonic())),
+            timeout_s=max(0.1, min(self._timeout_s, push.left_s)),
         )
         weights = {
             id_: msgspec.structs.replace(place, rank=rank) for rank, id_ in enumerate(ids, 1)
         }
-        sending = asyncio.ensure_future(source.publish(place, form, deadline - time.monotonic()))
+        sending = asyncio.ensure_future(source.publish(place, push.form, push.left_s))
         sides: tuple[Any, Any] = await asyncio.gather(
             sending,
-            sink.update(weights, version, deadline - time.monotonic(), kept=None, sending=sending),
+            sink.update(weights, push.version, push.left_s, kept=None, sending=sending),
             return_exceptions=True,
         )
         outcome = _Outcome(*sides)
