@@ -39,10 +39,12 @@ class CallTimeoutError(CallError, _LoggedError, TimeoutError):
 
     @property
     def alive(self) -> str:
+        """Whether the worker still answers, as text of the message."""
         return "alive" if self.worker_alive else "not answering"
 
     @property
     def at(self) -> str:
+        """Stack of the engine thread, as text of the message; empty if unknown."""
         return stack_section("is", self.stack)
 
 
@@ -64,6 +66,7 @@ class WorkerFailedError(CallError, _LoggedError):
 
     @property
     def role(self) -> str:
+        """Role of the worker."""
         return self.worker_id.rpartition("/")[0]
 
     @property
@@ -155,6 +158,7 @@ class EngineCallError(_RemoteError):
 
     @property
     def without_cause(self) -> str:
+        """Reason why ``__cause__`` is not set, as text of the message."""
         return (
             f" (with an exception that {self.unsent}, so __cause__ is not set)"
             if self.unsent
@@ -352,6 +356,7 @@ class UnevenBatchError(HelmsmanError, ValueError):
 
     @property
     def nearest(self) -> list[int]:
+        """Numbers of rows next to this one that the divisor divides."""
         below = self.num_rows // self.divisor * self.divisor
         return [size for size in (below, below + self.divisor) if size]
 

@@ -28,6 +28,7 @@ class InstanceLostError(GenerationError, ConnectionError):
 
     @property
     def begun(self) -> str:
+        """Whether the instance had begun, as text of the message."""
         return "may have begun" if self.may_have_begun else "had not begun"
 
 
@@ -203,6 +204,7 @@ class RewardTimeoutError(HelmsmanError, TimeoutError):
 
     @property
     def at(self) -> str:
+        """Stack of the scoring thread, as text of the message; empty if unknown."""
         return stack_section("was", self.stack)
 
 
@@ -297,14 +299,17 @@ class RecoveryExhaustedError(HelmsmanError):
 
     @property
     def role(self) -> str:
+        """Role of the ranks."""
         return self.loss.role
 
     @property
     def rank(self) -> int:
+        """Rank that was lost."""
         return self.loss.index
 
     @property
     def log_path(self) -> str:
+        """Log of the rank that was lost."""
         return self.loss.log_path
 
     def describe(self) -> str:

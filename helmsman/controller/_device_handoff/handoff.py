@@ -208,7 +208,9 @@ class DeviceHandoff:
             return
         verb = "to_training()" if wanted is Owner.TRAINER else "to_rollout()"
         block = "training()" if wanted is Owner.TRAINER else "rollout()"
-        next_step = f"Call {verb} of its DeviceHandoff first, or use a block 'with turns.{block}:'."
+        next_step = (
+            f"Call {verb} of its DeviceHandoff first, or use a block 'with handoff.{block}:'."
+        )
         raise DevicesNotOwnedError(
             role=role, method=method, owner=self._whose(), next_step=next_step
         )

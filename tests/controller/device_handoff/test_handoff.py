@@ -203,7 +203,7 @@ def test_handoff_refuse_calls_out_of_turn(pair: Pair, tmp_path: Any) -> None:
         lambda: pair.trainer.save(str(tmp_path / "checkpoint")),
     )
     for refused_call in refused:
-        with pytest.raises(DevicesNotOwnedError, match=r"with turns.training\(\)"):
+        with pytest.raises(DevicesNotOwnedError, match=r"with handoff.training\(\)"):
             refused_call()
     pair.trainer.export_hf(str(tmp_path / "model"))
     assert (tmp_path / "model" / "model.safetensors").is_file()
