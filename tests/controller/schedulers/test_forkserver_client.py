@@ -22,7 +22,7 @@ from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._server.forkserver import Spawn, Spawned
 from helmsman.rpc_server._wire.messages import WorkerIdentity
 from tests.contract.engines import Counter
-from tests.contract.helpers import stop, wait_until
+from tests.contract.helpers import stop, wait_gone, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +69,8 @@ def test_forkserver_lost_ends_families_together(
         pids = [int(status.pid or 0) for status in scheduler.status()]
         monkeypatch.setattr(guardian, "end_family", end)
         os.kill(_parent_of(pids[0]), signal.SIGKILL)
+        # The kernel ends them when the forkserver has been scheduled, later than kill() returns.
+        wait_gone(dict(zip(workers, pids, strict=True)))
         for worker in workers:
             with pytest.raises(errors.WorkerFailedError, match="was ended by SIGKILL"):
                 asyncio.run(scheduler.create_engine(worker, Counter))
