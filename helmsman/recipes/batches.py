@@ -12,7 +12,7 @@ from helmsman import GenerationResult
 from helmsman.api.advantages import group_advantages, sequence_weights
 from helmsman.api.reward_shaping import soft_overlong_punishment
 from helmsman.recipes.prompts import Draw
-from helmsman.recipes.rewards import Scored
+from helmsman.recipes.scorer import Scored
 from helmsman.recipes.settings import Algorithm, GRPOSettings
 
 

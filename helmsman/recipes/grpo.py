@@ -13,9 +13,10 @@ from helmsman.recipes.loop import Loop
 from helmsman.recipes.prompts import ChatTokenizer, Dataset, load_dataset
 from helmsman.recipes.recipe import Recipe
 from helmsman.recipes.reference import Reference
-from helmsman.recipes.rewards import Scorer, make_caller
+from helmsman.recipes.rewards import make_caller
 from helmsman.recipes.roles import make_jobs, make_rollout, make_trainer
 from helmsman.recipes.run import Run
+from helmsman.recipes.scorer import Scorer
 from helmsman.recipes.settings import GRPOSettings, Reward, RunSettings
 from helmsman.recipes.trackers import Trackers
 

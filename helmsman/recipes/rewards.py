@@ -1,4 +1,4 @@
-"""Built-in and user-defined rewards, each computed in its own processes under a time limit.
+"""Built-in and user-defined reward functions.
 
 A user-defined function receives those of these arguments that it has parameters for:
 
@@ -12,21 +12,19 @@ A user-defined function receives those of these arguments that it has parameters
     token_ids                   tokens of the answer
     chat                        the prompt as it is in the row: a text, a chat or token ids
 
-A function with a parameter ``completions`` is called like TRL's reward functions, with lists:
-``prompts``, ``completions``, ``completion_ids`` and every other key of the row; it returns a list.
+A function with a parameter ``completions`` is called like TRL's reward functions, once for all
+answers to a prompt, with lists: ``prompts``, ``completions``, ``completion_ids`` and every other
+key of the row; it returns a list. Other functions are called once per answer.
 A function written for verl can use the names in parentheses.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import importlib.util
 import inspect
 import logging
-import math
-import numbers
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -35,13 +33,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
-from helmsman import Job, RewardPool, Scheduler, SchedulingSpec
-from helmsman.api.errors import BackendNotInstalledError, RewardLostError, RewardTimeoutError
+from helmsman.api.errors import BackendNotInstalledError
 from helmsman.api.extras import install_command
-from helmsman.recipes.prompts import Row
-from helmsman.recipes.settings import Reward, name_of
+from helmsman.recipes.settings import Reward
 
 GIVEN = (
     "completion",
@@ -55,22 +49,7 @@ GIVEN = (
     "chat",
 )
 _ALIASES = {"solution_str": "completion", "ground_truth": "answer", "data_source": "source"}
-_MAX_RESTARTS = 10_000
-"""Restarts of a pool's processes allowed within an hour. Each timeout costs one restart, and a run
-with many timeouts must continue.
-"""
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-
-
-class Scored(msgspec.Struct, frozen=True):
-    """The rewards of an answer."""
-
-    values: dict[str, float]
-    """Unweighted rewards by name."""
-    total: float
-    """Weighted sum of the rewards."""
-    failed: int = 0
-    """Number of rewards that timed out or lost their process, and count as 0."""
 
 
 # --- rewards by name ------------------------------------------------------------------------------
@@ -260,16 +239,30 @@ class Caller:
             self._names = _names_of(self._function)
         return self._function
 
-    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that the function has parameters for."""
-        function = self.find()
-        if takes_batches(function):
-            chosen = batch_arguments(function, given)
-        else:
-            everything = {**given, **{alias: given[name] for alias, name in _ALIASES.items()}}
-            everything["extra_info"] = _extra_info(given["row"])
-            chosen = {name: value for name, value in everything.items() if name in self._names}
-        return {**chosen, **({} if self._use in _BY_NAME else self._args)}
+    @property
+    def takes_batches(self) -> bool:
+        """Whether the function follows TRL's signature, with a parameter ``completions``."""
+        return "completions" in inspect.signature(self.find()).parameters
+
+    def calls(self, answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the arguments of each call that scores the answers.
+
+        Args:
+            answers: What rewards receive about each answer, by the names in ``GIVEN``.
+
+        Returns:
+            Keyword arguments that the function has parameters for: of one call if it takes
+            batches, otherwise of one call per answer.
+        """
+        if self.takes_batches:
+            return [{**batch_arguments(self.find(), answers), **self._args}]
+        extra = {} if self._use in _BY_NAME else self._args
+        return [{**self._one(given), **extra} for given in answers]
+
+    def _one(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        everything = {**given, **{alias: given[name] for alias, name in _ALIASES.items()}}
+        everything["extra_info"] = _extra_info(given["row"])
+        return {name: value for name, value in everything.items() if name in self._names}
 
     def require_parameters(self) -> None:
         """Check that the function requires only arguments that rewards receive.
@@ -279,10 +272,11 @@ class Caller:
         Raises:
             ValueError: The function requires other arguments.
         """
-        if takes_batches(self.find()):
+        if self.takes_batches:
             return
+        (arguments,) = self.calls([dict.fromkeys(GIVEN)])
         try:
-            inspect.signature(self.find()).bind(**self.arguments(dict.fromkeys(GIVEN)))
+            inspect.signature(self.find()).bind(**arguments)
         except TypeError as error:
             raise ValueError(
                 f"the reward {self._use!r} cannot be called: {error}. A reward may have the "
@@ -293,42 +287,51 @@ class Caller:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._use, self._args, self._given)
 
-    def value(self, returned: Any) -> Any:
-        """Return the reward of one answer from the function's result."""
-        return one_of_batch(self._use, returned) if takes_batches(self.find()) else returned
+    def values(self, returned: Sequence[Any], num_answers: int) -> list[Any]:
+        """Return the reward of each answer from the results of ``calls``."""
+        if self.takes_batches:
+            return values_of_batch(self._use, returned[0], num_answers)
+        return list(returned)
 
-    def __call__(self, given: Mapping[str, Any]) -> Any:
-        """Call the function, and return the reward of one answer."""
-        return self.value(self.find()(**self.arguments(given)))
+    def __call__(self, answers: Sequence[Mapping[str, Any]]) -> Any:
+        """Call the function, and return the reward of each answer."""
+        function = self.find()
+        return self.values([function(**each) for each in self.calls(answers)], len(answers))
 
 
 class AsyncCaller(Caller):
     """A Caller of an ``async def`` function."""
 
-    async def __call__(self, given: Mapping[str, Any]) -> Any:
-        """Call the function, and return the reward of one answer."""
-        return self.value(await self.find()(**self.arguments(given)))
+    async def __call__(self, answers: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Call the function, and return the reward of each answer."""
+        function = self.find()
+        calls = (function(**each) for each in self.calls(answers))
+        return self.values(await asyncio.gather(*calls), len(answers))
 
 
-def takes_batches(function: Callable[..., Any]) -> bool:
-    """Whether a function follows TRL's signature, with a parameter ``completions``."""
-    return "completions" in inspect.signature(function).parameters
+def batch_arguments(
+    function: Callable[..., Any], answers: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the arguments of a function written for TRL.
 
+    Args:
+        function: The function.
+        answers: What rewards receive about each answer, by the names in ``GIVEN``; the answers
+            have the same row.
 
-def batch_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a function written for TRL, for a batch of one answer.
-
-    Each is a list: ``prompts``, ``completions`` (texts, or chats where the prompt is a chat),
-    ``completion_ids``, and every other key of the row.
+    Returns:
+        Lists with one entry per answer: ``prompts``, ``completions`` (texts, or chats where the
+        prompt is a chat), ``completion_ids``, and every other key of the row.
     """
-    row, completion = given["row"] or {}, given["completion"]
-    prompt = given["chat"]
-    is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
+    row, prompt = answers[0]["row"] or {}, answers[0]["chat"]
+    completions: list[Any] = [each["completion"] for each in answers]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
+        completions = [[{"role": "assistant", "content": text}] for text in completions]
     everything: dict[str, Any] = {
-        **{name: [value] for name, value in row.items() if name != "prompt"},
-        "prompts": [prompt],
-        "completions": [[{"role": "assistant", "content": completion}] if is_chat else completion],
-        "completion_ids": [given["token_ids"]],
+        **{name: [value] * len(answers) for name, value in row.items() if name != "prompt"},
+        "prompts": [prompt] * len(answers),
+        "completions": completions,
+        "completion_ids": [each["token_ids"] for each in answers],
     }
     parameters = inspect.signature(function).parameters.values()
     names = {each.name for each in parameters}
@@ -338,22 +341,32 @@ def batch_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> d
     return {name: value for name, value in everything.items() if name in names}
 
 
-def one_of_batch(use: str, returned: Any) -> Any:
-    """Return the reward of a batch of one answer.
+def values_of_batch(use: str, returned: Any, num_answers: int) -> list[Any]:
+    """Return the rewards that a function written for TRL computed.
 
     None counts as 0: TRL leaves such a reward out of the sum.
 
+    Args:
+        use: ``Reward.use``.
+        returned: Result of the function.
+        num_answers: Number of answers that it was called for.
+
+    Returns:
+        One reward per answer.
+
     Raises:
-        ValueError: ``returned`` is not a list of one value.
+        ValueError: ``returned`` is not a list of ``num_answers`` values.
     """
     try:
-        (value,) = returned
-    except (TypeError, ValueError):
+        values = list(returned)
+    except TypeError:
+        values = []
+    if len(values) != num_answers or isinstance(returned, str | Mapping):
         raise ValueError(
-            f"the reward {use!r} returned {returned!r} for one completion; expected a list of one "
-            f"number"
-        ) from None
-    return 0.0 if value is None else value
+            f"the reward {use!r} returned {returned!r} for {num_answers} completions; expected a "
+            f"list of {num_answers} numbers, one per completion"
+        )
+    return [0.0 if value is None else value for value in values]
 
 
 def _extra_info(row: Any) -> Any:
@@ -398,114 +411,3 @@ def make_caller(
     caller = (AsyncCaller if is_async else Caller)(use, reward.args, given)
     caller.require_parameters()
     return caller
-
-
-# --- all rewards of a run -------------------------------------------------------------------------
-
-
-class Scorer(contextlib.AbstractContextManager["Scorer"]):
-    """All rewards of a run, each with a pool of processes.
-
-    Args:
-        rewards: The settings; rewards with ``on_cluster`` run on the scheduler's workers.
-        scheduler: The scheduler of the run.
-        functions: Functions that the script passed, by ``Reward.use``.
-
-    Raises:
-        ValueError: There is no such reward, or it cannot be called.
-        HelmsmanError: A package is missing, or workers cannot be started.
-    """
-
-    def __init__(
-        self,
-        rewards: Sequence[Reward],
-        scheduler: Scheduler,
-        functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
-    ) -> None:
-        self._rewards = tuple(rewards)
-        self._held = contextlib.ExitStack()
-        self._pools: list[RewardPool] = []
-        with contextlib.ExitStack() as starting:
-            for reward in self._rewards:
-                caller = make_caller(reward, functions)
-                if reward.on_cluster:
-                    job = Job(
-                        role=f"reward-{name_of(reward)}",
-                        replicas=reward.processes,
-                        tasks=[SchedulingSpec(cpu=1)],
-                    )
-                    pool = RewardPool(
-                        scheduler, caller, job, reward.timeout_s, max_restarts=_MAX_RESTARTS
-                    )
-                    starting.enter_context(pool).initialize()
-                else:
-                    pool = RewardPool.on_this_machine(
-                        caller, reward.processes, reward.timeout_s, max_restarts=_MAX_RESTARTS
-                    )
-                    starting.enter_context(pool)
-                self._pools.append(pool)
-            self._held = starting.pop_all()
-
-    async def score(
-        self,
-        row: Row,
-        completion: str,
-        *,
-        num_tokens: int,
-        is_truncated: bool,
-        token_ids: Sequence[int] = (),
-    ) -> Scored:
-        """Compute all rewards of an answer.
-
-        Args:
-            row: The row of the prompt.
-            completion: Text of the answer, without special tokens.
-            num_tokens: Length of the answer in tokens.
-            is_truncated: Whether the answer reached its maximum length.
-            token_ids: Tokens of the answer.
-
-        Returns:
-            The rewards; one that timed out or lost its process counts as 0.
-
-        Raises:
-            EngineCallError: A reward raised; it carries the traceback.
-            ValueError: A reward is not a finite number.
-        """
-        values: tuple[Any, ...] = (
-            completion,
-            row.answer,
-            row.prompt,
-            row.source,
-            row.entry,
-            num_tokens,
-            is_truncated,
-        )
-        given = dict(zip(GIVEN, (*values, list(token_ids), row.asked), strict=True))
-        found = await asyncio.gather(*(self._one(pool, given) for pool in self._pools))
-        names = [name_of(reward) for reward in self._rewards]
-        by_name = {
-            name: _as_number(name, value) for name, (value, _) in zip(names, found, strict=True)
-        }
-        total = sum(reward.weight * by_name[name_of(reward)] for reward in self._rewards)
-        return Scored(by_name, total, sum(is_lost for _, is_lost in found))
-
-    async def _one(self, pool: RewardPool, given: Mapping[str, Any]) -> tuple[Any, bool]:
-        """Return the reward, and whether it timed out or lost its process."""
-        try:
-            return await pool(given), False
-        except (RewardTimeoutError, RewardLostError):
-            return 0.0, True
-
-    def __exit__(self, *_: object) -> None:
-        self._held.close()
-
-
-def _as_number(name: str, value: Any) -> float:
-    if isinstance(value, Mapping) and "score" in value:
-        value = value["score"]
-    if isinstance(value, numbers.Real) and math.isfinite(value):
-        return float(value)
-    raise ValueError(
-        f"the reward {name!r} returned {value!r}; expected a finite number, or a mapping with "
-        "'score'"
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ from helmsman.recipes.files import append_line, write_json
 from helmsman.recipes.loop import Loop, is_due
 from helmsman.recipes.prompts import ChatTokenizer, Dataset, Draw, Draws, Row
 from helmsman.recipes.reference import Reference
-from helmsman.recipes.rewards import Scored, Scorer
 from helmsman.recipes.roles import learning_rate, make_sync
 from helmsman.recipes.samples import SampleRow
+from helmsman.recipes.scorer import Completion, Scored, Scorer
 from helmsman.recipes.settings import GRPOSettings, name_of
 from helmsman.recipes.trackers import Trackers
 from helmsman.recipes.weight_check import Differences, WeightCheck
@@ -283,30 +284,32 @@ class Run(Loop):
         return groups
 
     async def episode(self, draw: Draw) -> Group:
-        """Generate all answers to a prompt, and score each as soon as it is complete."""
+        """Generate and score all answers to a prompt."""
+        samplings = [msgspec.structs.replace(self.sampling, seed=seed) for seed in draw.seeds]
 
-        async def answer(seed: int) -> Answer:
-            sampling = msgspec.structs.replace(self.sampling, seed=seed)
-            result = await self.rollout.async_generate_one(draw.row.prompt_ids, sampling)
-            scored = await self.score(draw.row, result)
+        def answer(result: GenerationResult, scored: Scored) -> Answer:
             cost = overlong_cost(
                 len(result.token_ids), self.settings.algorithm, self.sampling.max_new_tokens
             )
             return Answer(result, scored, scored.total - cost)
 
-        return Group(draw, await asyncio.gather(*map(answer, draw.seeds)))
+        return Group(draw, [answer(*each) for each in await self.answers(draw.row, samplings)])
 
-    async def score(self, row: Row, result: GenerationResult) -> Scored:
-        """Compute the rewards of an answer."""
-        text = self.tokenizer.decode(result.token_ids)
-        cut = result.stop_reason == "length"
-        return await self.scorer.score(
-            row,
-            text,
-            num_tokens=len(result.token_ids),
-            is_truncated=cut,
-            token_ids=result.token_ids,
-        )
+    async def answers(
+        self, row: Row, samplings: Sequence[SamplingParams]
+    ) -> list[tuple[GenerationResult, Scored]]:
+        """Generate an answer per sampling, and compute the rewards of all."""
+
+        async def complete(sampling: SamplingParams) -> Completion:
+            result = await self.rollout.async_generate_one(row.prompt_ids, sampling)
+            return Completion(self.tokenizer.decode(result.token_ids), result)
+
+        completions = [asyncio.ensure_future(complete(sampling)) for sampling in samplings]
+        scored = await self.scorer.score(row, completions)
+        return [
+            (completion.result().result, each)
+            for completion, each in zip(completions, scored, strict=True)
+        ]
 
     def _keep(self, episode: Any) -> bool:
         """Whether a group is kept for training; called in the episodes' thread."""
@@ -351,9 +354,8 @@ class Run(Loop):
 
         async def judge(row: Row, sampling: SamplingParams) -> bool:
             nonlocal failed
-            result = await self.rollout.async_generate_one(row.prompt_ids, sampling)
             try:
-                scored = await self.score(row, result)
+                ((_, scored),) = await self.answers(row, [sampling])
             except (
                 EngineCallError,
                 ValueError,

@@ -181,7 +181,9 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     your own function.
     """
     timeout_s: float = 30.0
-    """Time limit for one answer in seconds; on a timeout the reward is 0, and is counted."""
+    """Time limit in seconds for one answer, or for all answers to a prompt if the function takes
+    batches; on a timeout the reward is 0, and is counted.
+    """
     processes: int = 4
     """Number of processes that compute the reward."""
     on_cluster: bool = False

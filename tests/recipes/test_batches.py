@@ -18,7 +18,7 @@ from helmsman.recipes.batches import (
     with_weights,
 )
 from helmsman.recipes.prompts import Draw, Row
-from helmsman.recipes.rewards import Scored
+from helmsman.recipes.scorer import Scored
 from tests.recipes.data import settings
 
 

@@ -29,8 +29,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digits(completions: list[str], level: list[int], **columns: Any) -> list[float]:
-    """As TRL has it."""
-    assert len(columns["prompts"]) == 1
+    """As TRL has it: it is called with all answers to a prompt."""
+    assert len(columns["prompts"]) == 2
     shares = zip(completions, level, strict=True)
     return [sum(map(str.isdigit, text)) / max(1, len(text)) + 0 * each for text, each in shares]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +14,34 @@ import pytest
 from helmsman import InlineScheduler
 from helmsman.api.errors import BackendNotInstalledError, EngineCallError
 from helmsman.recipes.prompts import Row
-from helmsman.recipes.rewards import GIVEN, Scored, Scorer, make_caller
+from helmsman.recipes.rewards import GIVEN, make_caller
+from helmsman.recipes.scorer import Scored, Scorer
 from helmsman.recipes.settings import Reward
+from tests.recipes.data import completed
 
 ROW = Row([1], "1+1=", "2", "sums", {"prompt": "1+1=", "answer": "2", "level": 3})
 
 
-def score(*rewards: Reward, completion: str = "2", num_tokens: int = 1) -> Scored:
+def score_all(scorer: Scorer, *texts: str) -> list[Scored]:
+    """The rewards of answers of one token each to one prompt."""
+
+    async def score() -> list[Scored]:
+        return await scorer.score(ROW, [completed(text) for text in texts])
+
+    return asyncio.run(score())
+
+
+def score(*rewards: Reward, completion: str = "2") -> Scored:
     with InlineScheduler() as scheduler, Scorer(rewards, scheduler) as scorer:
-        return asyncio.run(scorer.score(ROW, completion, num_tokens=num_tokens, is_truncated=False))
+        (scored,) = score_all(scorer, completion)
+        return scored
 
 
 def alone(use: str, completion: str, answer: Any = None, **args: Any) -> float:
     caller = make_caller(Reward(use=use, args=args))
-    value: float = caller(
-        {
-            "completion": completion,
-            "answer": answer,
-            "prompt": "",
-            "source": "",
-            "row": {},
-            "token_ids": [],
-            "chat": "",
-        }
-    )
-    return value
+    given = {"completion": completion, "answer": answer, "prompt": "", "source": "", "row": {}}
+    (value,) = caller([given])
+    return float(value)
 
 
 @pytest.fixture
@@ -126,7 +130,7 @@ def test_make_caller_signature_mismatch(mine: Path) -> None:
         make_caller(Reward(use=f"{mine}:of_a_list"))
     assert make_caller(Reward(use=f"{mine}:of_a_list", args={"answers": []}))
     with_more = make_caller(Reward(use=f"{mine}:with_more"))
-    assert with_more(dict.fromkeys(GIVEN)) == 1.0 + len(GIVEN), (
+    assert with_more([dict.fromkeys(GIVEN)]) == [1.0 + len(GIVEN)], (
         "and one that takes any is given all by their first names"
     )
     with pytest.raises(
@@ -175,38 +179,50 @@ def test_scorer_on_cluster(mine: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "completion"),
+    ("prompt", "expected"),
     [
-        ("1+1=", "'2'"),
-        ([{"role": "user", "content": "1+1="}], "{'role': 'assistant', 'content': '2'}"),
+        ("1+1=", ["2", "3"]),
+        (
+            [{"role": "user", "content": "1+1="}],
+            [[{"role": "assistant", "content": text}] for text in ("2", "3")],
+        ),
     ],
 )
-def test_reward_written_for_trl(prompt: Any, completion: str) -> None:
-    """It is called with lists of one, and every other key of the row."""
+def test_reward_written_for_trl(prompt: Any, expected: list[Any]) -> None:
+    """It is called once for all answers to a prompt, with every other key of the row."""
 
-    def lengths(
+    def ranks(
         prompts: list[Any], completions: list[Any], level: list[int], **columns: Any
     ) -> list[float]:
-        assert prompts == [prompt]
-        assert completion in repr(completions)
-        assert columns == {"completion_ids": [[7]], "answer": ["2"]}
-        return [float(each) for each in level]
+        assert prompts == [prompt, prompt]
+        assert completions == expected
+        assert level == [3, 3]
+        assert columns == {"completion_ids": [[7], [8]], "answer": ["2", "2"]}
+        return [float(index) for index in range(len(completions))]
 
-    given = dict.fromkeys(GIVEN) | {"completion": "2", "token_ids": [7], "chat": prompt}
-    given["row"] = {"prompt": prompt, "answer": "2", "level": 3}
-    caller = make_caller(Reward(use="m:lengths"), {"m:lengths": lengths})
-    assert caller(given) == 3.0
+    row = {"prompt": prompt, "answer": "2", "level": 3}
+    answers = [
+        dict.fromkeys(GIVEN)
+        | {"completion": text, "token_ids": [token], "chat": prompt, "row": row}
+        for text, token in (("2", 7), ("3", 8))
+    ]
+    caller = make_caller(Reward(use="m:ranks"), {"m:ranks": ranks})
+    assert caller(answers) == [0.0, 1.0]
 
 
-def test_reward_written_for_trl_values() -> None:
-    row = dict.fromkeys(GIVEN) | {"row": {}, "token_ids": []}
+@pytest.mark.parametrize("returned", [1.0, [1.0], [1.0, 2.0, 3.0], "12", {"score": 1.0, "b": 2.0}])
+def test_reward_written_for_trl_values(returned: Any) -> None:
+    answers = [dict.fromkeys(GIVEN) | {"row": {}, "token_ids": []}] * 2
     reward = Reward(use="m:f")
-    none = make_caller(reward, {"m:f": lambda completions: [None]})
-    assert none(row) == 0.0, "TRL leaves None out of the sum"
-    wrong = make_caller(reward, {"m:f": lambda completions: 1.0})
-    message = "the reward 'm:f' returned 1.0 for one completion; expected a list of one number"
-    with pytest.raises(ValueError, match=message):
-        wrong(row)
+    none = make_caller(reward, {"m:f": lambda completions: [None, 1.0]})
+    assert none(answers) == [0.0, 1.0], "TRL leaves None out of the sum"
+    wrong = make_caller(reward, {"m:f": lambda completions: returned})
+    message = (
+        f"the reward 'm:f' returned {returned!r} for 2 completions; expected a list of 2 numbers, "
+        "one per completion"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        wrong(answers)
 
 
 def test_reward_written_for_verl() -> None:
@@ -221,7 +237,7 @@ def test_reward_written_for_verl() -> None:
     caller = make_caller(Reward(use="m:compute_score"), {"m:compute_score": compute_score})
     row = {"extra_info": {"index": 4}, "reward_model": {"ground_truth": "2"}}
     given = dict.fromkeys(GIVEN) | {"completion": "2", "answer": "2", "source": "s", "row": row}
-    assert caller(given) == {"score": 5.0, "of": "s"}
+    assert caller([given]) == [{"score": 5.0, "of": "s"}]
 
 
 @pytest.mark.slow
@@ -236,5 +252,33 @@ def test_scorer_function_of_a_script() -> None:
         InlineScheduler() as scheduler,
         Scorer([Reward(use="s:own", processes=1)], scheduler, {"s:own": own}) as scorer,
     ):
-        scored = asyncio.run(scorer.score(ROW, "2", num_tokens=1, is_truncated=False))
+        (scored,) = score_all(scorer, "2")
     assert scored.values == {"own": 42.0}
+
+
+@pytest.mark.slow
+def test_scorer_batch_beside_single(tmp_path: Path) -> None:
+    """A reward that takes batches compares all answers to a prompt, and fails for all at once."""
+    path = tmp_path / "batches.py"
+    path.write_text(
+        "import time\n"
+        "async def shortest(completions):\n"
+        "    return [float(len(text) == min(map(len, completions))) for text in completions]\n"
+        "def stuck(completions):\n"
+        "    time.sleep(1000)\n"
+    )
+    rewards = (
+        Reward(use=f"{path}:shortest", processes=1),
+        Reward(use="exact", weight=10.0, processes=1),
+    )
+    with InlineScheduler() as scheduler, Scorer(rewards, scheduler) as scorer:
+        scored = score_all(scorer, "22", "2", "234")
+    assert [each.values for each in scored] == [
+        {"shortest": 0.0, "exact": 0.0},
+        {"shortest": 1.0, "exact": 1.0},
+        {"shortest": 0.0, "exact": 0.0},
+    ]
+    assert [each.total for each in scored] == [0.0, 11.0, 0.0]
+    stuck = Reward(use=f"{path}:stuck", processes=1, timeout_s=0.5)
+    with InlineScheduler() as scheduler, Scorer([stuck], scheduler) as scorer:
+        assert score_all(scorer, "2", "3") == [Scored({"stuck": 0.0}, 0.0, failed=1)] * 2

@@ -11,10 +11,10 @@ import pytest
 
 from helmsman import InlineScheduler
 from helmsman.recipes.prompts import Row
-from helmsman.recipes.rewards import Scored, Scorer
+from helmsman.recipes.scorer import Scored, Scorer
 from helmsman.recipes.settings import Reward
 from helmsman.recipes.trackers import MetricsFile, open_trackers
-from tests.recipes.data import settings
+from tests.recipes.data import completed, settings
 
 pytestmark = pytest.mark.slow
 
@@ -23,10 +23,13 @@ def score_all(pairs: Sequence[tuple[str, str]], timeout_s: float = 60.0) -> list
     """Answers and texts, by math-verify in processes."""
 
     async def score(scorer: Scorer) -> list[Scored]:
-        rows = [(Row([1], "", answer, "", {}), text) for answer, text in pairs]
-        return await asyncio.gather(
-            *(scorer.score(row, text, num_tokens=1, is_truncated=False) for row, text in rows)
+        scored = await asyncio.gather(
+            *(
+                scorer.score(Row([1], "", answer, "", {}), [completed(text)])
+                for answer, text in pairs
+            )
         )
+        return [each for (each,) in scored]
 
     rewards = [Reward(use="math", processes=2, timeout_s=timeout_s)]
     with InlineScheduler() as scheduler, Scorer(rewards, scheduler) as scorer:
