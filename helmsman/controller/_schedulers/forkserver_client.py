@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from helmsman.controller._aio.event_loop import Deadline, run_in_executor
 from helmsman.controller._transport.base import tail_of
@@ -109,8 +109,7 @@ class ForkServer(asyncio.Protocol):
         return server
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no instance of it
 
     def data_received(self, data: bytes) -> None:
         for frame in self._reader.feed(data):
@@ -193,6 +192,8 @@ class ForkServer(asyncio.Protocol):
 
     def _send(self, order: Spawn | Kill) -> None:
         assert self._transport is not None
+        if self._transport.is_closing():
+            return  # connection_lost() follows; uvloop raises here, where asyncio ignores a write
         message = encode_message(order)
         self._transport.write(pack_length(len(message)) + message)
 
@@ -200,7 +201,8 @@ class ForkServer(asyncio.Protocol):
         """Close the connection, upon which the forkserver ends everything; wait for its exit."""
         if self._transport is not None:
             # close() alone is not enough: forked children may hold a copy of the socket.
-            self._transport.write_eof()
+            if not self._transport.is_closing():
+                self._transport.write_eof()
             self._transport.close()
         deadline = Deadline(limit_s)
         while self._process.poll() is None:
