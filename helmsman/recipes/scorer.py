@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import numbers
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -105,7 +105,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
                 self._pools.append((pool, caller.takes_batches))
             self._held = starting.pop_all()
 
-    async def score(self, row: Row, answers: Sequence[Awaitable[Completion]]) -> list[Scored]:
+    async def score(self, row: Row, answers: Sequence[asyncio.Future[Completion]]) -> list[Scored]:
         """Compute all rewards of the answers to a prompt.
 
         A reward that takes batches is computed when all answers are complete; any other, for each
@@ -113,7 +113,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
         Args:
             row: The row of the prompt.
-            answers: Futures or tasks; each is awaited several times.
+            answers: The answers, complete or still being generated.
 
         Returns:
             The rewards of each answer; one that timed out or lost its process counts as 0.
@@ -133,9 +133,9 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         pool: RewardPool,
         takes_batches: bool,
         row: Row,
-        answers: Sequence[Awaitable[Completion]],
+        answers: Sequence[asyncio.Future[Completion]],
     ) -> list[_Value]:
-        async def one(answer: Awaitable[Completion]) -> _Value:
+        async def one(answer: asyncio.Future[Completion]) -> _Value:
             (value,) = await self._call(pool, row, [await answer])
             return value
 
