@@ -337,8 +337,12 @@ def batch_arguments(
     names = {each.name for each in parameters}
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         names |= everything.keys()
-    everything["trainer_state"] = None
+    everything |= {"trainer_state": None, "log_extra": _drop, "log_metric": _drop}
     return {name: value for name, value in everything.items() if name in names}
+
+
+def _drop(*_: Any) -> None:
+    """Take what TRL would log; no tracker of this run is reachable from a reward's process."""
 
 
 def values_of_batch(use: str, returned: Any, num_answers: int) -> list[Any]:

@@ -225,6 +225,16 @@ def test_reward_written_for_trl_values(returned: Any) -> None:
         wrong(answers)
 
 
+def test_reward_written_for_trl_logs() -> None:
+    def logs(completions: list[str], log_extra: Any, log_metric: Any) -> list[float]:
+        log_extra("text", completions)
+        log_metric("mean", 1.0)
+        return [1.0] * len(completions)
+
+    given = dict.fromkeys(GIVEN) | {"row": {}}
+    assert make_caller(Reward(use="m:logs"), {"m:logs": logs})([given]) == [1.0]
+
+
 def test_reward_written_for_verl() -> None:
     def compute_score(
         data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,10 @@ from pathlib import Path
 import pytest
 
 _SCRIPT = """
-import asyncio, os, signal
+import asyncio, signal
 import psutil, uvloop
 uvloop.install()
-from helmsman import Job, LocalScheduler, errors
+from helmsman import Job, LocalScheduler
 from tests.contract.engines import Counter
 
 async def loop_module():
@@ -40,7 +41,7 @@ def test_local_scheduler_under_uvloop(tmp_path: Path) -> None:
     script.write_text(_SCRIPT)
     done = subprocess.run(
         [sys.executable, str(script)],
-        env={"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": "/usr/bin:/bin"},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         capture_output=True,
         text=True,
         timeout=60.0,
