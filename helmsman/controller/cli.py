@@ -18,9 +18,10 @@ from helmsman.api.plan import Plan, Shortfall, aligned
 from helmsman.api.scheduler import Job
 from helmsman.api.version import __version__
 from helmsman.controller._bootstrap.up import add_command as add_up
-from helmsman.controller._node.checks import HEAD_PORTS, Observed, diagnose, observe, skew_s
+from helmsman.controller._node.checks import diagnose
 from helmsman.controller._node.cleanup import age, describe, leftovers, remove
 from helmsman.controller._node.environment import forwarding_report
+from helmsman.controller._node.observation import HEAD_PORTS, Observed, observe, skew_s
 from helmsman.controller._node.run_registry import read_runs, refused_places
 from helmsman.controller._placement.admission import advise
 from helmsman.controller._placement.job_files import load_cluster, load_jobs

@@ -10,8 +10,9 @@ import yaml
 
 import helmsman
 import helmsman.testing
+from docs._site.causes import CAUSES
 from docs._site.hooks import MARK, MODULE, public_names, source_of
-from docs._site.pages import CAUSES, COMMAND, error_classes, generated
+from docs._site.pages import COMMAND, error_classes, generated
 from helmsman.api import errors
 from tests.docs.snippets import PAGES, ROOT
 

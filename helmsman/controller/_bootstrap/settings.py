@@ -13,7 +13,7 @@ import msgspec
 
 from helmsman.api.environment import masked
 from helmsman.api.errors import PreflightError
-from helmsman.controller._node.checks import (
+from helmsman.controller._node.observation import (
     MEMORY_BESIDE_STORE,
     OBJECT_STORE_SHARE,
     STORE_LEAST,

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from helmsman.api.errors import BootstrapExit
-from helmsman.controller._node.checks import HEAD_PORTS
 from helmsman.controller._node.launchers import identify_node
+from helmsman.controller._node.observation import HEAD_PORTS
 from helmsman.controller.cli import _parser
 
 PAGE = (Path(__file__).parents[3] / "docs" / "launchers.md").read_text()

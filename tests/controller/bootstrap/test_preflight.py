@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from helmsman.api.errors import PreflightError
-from helmsman.controller._bootstrap.up import node_address, require_port, versions
-from helmsman.controller._node.checks import address_towards
+from helmsman.controller._bootstrap.preflight import node_address, require_port, versions
 from helmsman.controller._node.launchers import NodeIdentity
+from helmsman.controller._node.observation import address_towards
 from tests.contract.helpers import ROOT
 
 ALONE = NodeIdentity(launcher="flags", rank=0, count=1)

@@ -25,7 +25,7 @@ from helmsman.controller._bootstrap.settings import (  # type: ignore[attr-defin
     shown,
     variables,
 )
-from helmsman.controller._node.checks import (
+from helmsman.controller._node.observation import (
     MEMORY_BESIDE_STORE,
     MemoryGroup,
     cpus_allowed,

@@ -20,8 +20,8 @@ import pytest
 
 from helmsman.controller._bootstrap.settings import MANY_NODES, NODE_DEFAULTS, cluster_defaults
 from helmsman.controller._bootstrap.up import keep_logs, make_plan, run_folder
-from helmsman.controller._node.checks import address_towards
 from helmsman.controller._node.launchers import ALONE, NodeIdentity
+from helmsman.controller._node.observation import address_towards
 from helmsman.controller._node.run_registry import default_log_dir, read_runs, user_dir
 from helmsman.controller.cli import _parser
 from tests.contract.helpers import ROOT, wait_until

@@ -11,15 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from helmsman.controller._node.checks import (
-    Check,
-    Observed,
-    address_towards,
-    diagnose,
-    judge,
-    observe,
-    skew_s,
-)
+from helmsman.controller._node.checks import Check, diagnose, judge
+from helmsman.controller._node.observation import Observed, address_towards, observe, skew_s
 from helmsman.controller.cli import NO, OK, main
 
 WELL = Observed(

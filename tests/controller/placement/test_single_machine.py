@@ -9,7 +9,7 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
-from helmsman.controller._node.checks import memory_allowed
+from helmsman.controller._node.observation import memory_allowed
 from helmsman.controller._schedulers.inline import InlineScheduler
 from helmsman.controller._schedulers.local import LocalScheduler
 

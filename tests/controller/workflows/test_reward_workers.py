@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helmsman.api.errors import RewardWorkersSpentError
-from helmsman.controller._workflows.reward_pool import RewardWorkers
+from helmsman.controller._workflows.reward_workers import RewardWorkers
 from tests.controller.generation.backends import virtually
 
 
