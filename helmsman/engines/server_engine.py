@@ -30,7 +30,12 @@ from helmsman.engines._server import http
 from helmsman.engines._server.dialects import DIALECTS
 from helmsman.engines._server.process import ServerProcess, get
 from helmsman.engines._server.protocol import Call, ServerConfig, problem_in
-from helmsman.engines._server.weights import as_folder, forms_of, make_exchange
+from helmsman.engines._server.weights import (
+    as_folder,
+    forms_of,
+    make_exchange,
+    warn_without_room,
+)
 from helmsman.engines._serving.generation import check_level, check_samples_of_one
 from helmsman.engines._serving.requests import Attempt, Requests
 from helmsman.engines._weights.fit import Expected, vocab_size_of
@@ -116,6 +121,7 @@ class ServerEngine(InferenceEngine):
                 "ServerConfig.exchange_folder to one that has room for all weights"
             )
         self._forms = forms_of(self.config.model)
+        warn_without_room(self.config.model, self.config.exchange_folder)
         # Hexadecimal, because a key that starts with a hyphen would be parsed as an option.
         key = secrets.token_hex(24)
         address = f"{'127.0.0.1' if self._host == '0.0.0.0' else self._host}:{self._port}"
@@ -279,6 +285,7 @@ class ServerEngine(InferenceEngine):
                 body=call.body,
                 params=call.params,
                 limit_s=self.config.control_timeout_s,
+                busy_status=call.busy_status,
             )
             if (problem := problem_in(answer)) is not None:
                 await client.refuse(call.route, 200, problem, "success")

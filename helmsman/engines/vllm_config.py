@@ -47,9 +47,8 @@ class VLLMConfig(
     pipeline_parallel_size: int = 1
     """Ranks over which the layers are divided."""
     distributed_executor_backend: str | None = None
-    """How vLLM starts its ranks: ``mp`` (processes of this node), ``ray``, or None for vLLM's
-    choice. In a Ray worker of a ``deferred`` instance, ``ray`` uses the bundles of its placement
-    group, which may span nodes; this combination has not been run yet.
+    """How vLLM starts its ranks: ``mp`` (processes of this node) or ``ray``. None: ``mp`` for
+    several ranks. With ``ray``, each bundle of the worker's placement group must have one device.
     """
     gpu_memory_utilization: float = 0.9
     """Fraction of a device's memory that vLLM uses for weights and cache; use less when colocated
@@ -110,6 +109,12 @@ class VLLMConfig(
                 raise ValueError(f"{name} is {getattr(self, name)}; expected {value} or more")
         if not self.close_timeout_s > 0:
             raise ValueError(f"close_timeout_s is {self.close_timeout_s}; expected more than 0")
+        if int(self.engine_args.get("data_parallel_size", 1)) > 1:
+            raise ValueError(
+                f"engine_args has data_parallel_size {self.engine_args['data_parallel_size']}; "
+                "expected 1, because vLLM reports the outcome of a weight update from one of its "
+                "engines only. Use more instances: Job(replicas=...)"
+            )
         for name, instead in _BY_FIELD.items():
             if name in self.engine_args:
                 raise ValueError(

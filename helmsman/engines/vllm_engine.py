@@ -80,7 +80,8 @@ class VLLMEngine(InferenceEngine):
                 "folder"
             )
         internals.prepare_environment()
-        arguments, vocab_size = _arguments(self.config), vocab_size_of(self.config.model)
+        arguments = async_engine_arguments(self.config)
+        vocab_size = vocab_size_of(self.config.model)
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_run, args=(loop,), name="helmsman-vllm", daemon=True)
         thread.start()
@@ -302,7 +303,8 @@ class VLLMEngine(InferenceEngine):
         await self._to_its_end(use)
 
 
-def _arguments(config: VLLMConfig) -> dict[str, Any]:
+def async_engine_arguments(config: VLLMConfig) -> dict[str, Any]:
+    """Return the fields of vLLM's AsyncEngineArgs for a configuration."""
     from helmsman.engines._models.model import resolve_dtype
 
     arguments: dict[str, Any] = {
@@ -326,6 +328,9 @@ def _arguments(config: VLLMConfig) -> dict[str, Any]:
     }
     if config.distributed_executor_backend is not None:
         arguments["distributed_executor_backend"] = config.distributed_executor_backend
+    elif config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        # In a Ray placement group vLLM would choose "ray", which needs bundles of one device each.
+        arguments["distributed_executor_backend"] = "mp"
     if config.max_lora_rank:
         arguments |= {
             "enable_lora": True,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from helmsman.api.environment import MASK, MASK_VARIABLE, EnvironmentVariable
+from helmsman.api.interfaces import ipv4_interfaces
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine
@@ -70,6 +71,19 @@ def test_environment_forwarded_by_list(
     assert found.get("LOCAL_RANK") is None
     assert found.get("CONTRACT_UNLISTED") is None
     assert found["PATH"].value, "a program can be found in it"
+
+
+@pytest.mark.not_on("inline", "its workers have the script's own environment")
+def test_environment_interface_of_gloo(scheduler: Scheduler, role: str) -> None:
+    """By itself, gloo uses the address of the host name, which may be loopback."""
+    chosen = {"GLOO_SOCKET_IFNAME": "mine"}
+    job = Job(role=role, replicas=2, tasks=[SchedulingSpec(), SchedulingSpec(env_vars=chosen)])
+    own, given = scheduler.create_workers(job)
+    found = described(scheduler, own)["GLOO_SOCKET_IFNAME"]
+    assert ipv4_interfaces()[found.value] == scheduler.get_workers(role)[0].ip
+    assert found.source == "helmsman"
+    assert described(scheduler, given)["GLOO_SOCKET_IFNAME"].value == "mine"
+    assert described(scheduler, given)["TP_SOCKET_IFNAME"].value == found.value
 
 
 def test_environment_sources(

@@ -61,6 +61,8 @@ class Server:
         self.weight = weight_in(options.model)
         self.num_starting = options.busy
         self.num_refusing = 0
+        self.num_unfinished = 3
+        """Requests to flush the cache until the last batch is post-processed."""
         self.is_paused = False
         self.is_held = options.held
         self.running: dict[str, asyncio.Event] = {}
@@ -125,7 +127,8 @@ class Server:
             "/pause_generation": self.pause,
             "/continue_generation": self.resume,
             "/update_weights_from_disk": self.update_weights_from_disk,
-            "/release_memory_occupation": self.succeed,
+            "/flush_cache": self.flush_cache,
+            "/release_memory_occupation": self.release,
             "/resume_memory_occupation": self.succeed,
         }
 
@@ -169,6 +172,15 @@ class Server:
 
     async def succeed(self, request: Any, body: Any) -> Any:
         return web.json_response({"success": True})
+
+    async def flush_cache(self, request: Any, body: Any) -> Any:
+        self.num_unfinished = max(0, self.num_unfinished - 1)
+        return web.Response(status=400 if self.num_unfinished else 200)
+
+    async def release(self, request: Any, body: Any) -> Any:
+        if self.num_unfinished:
+            os._exit(1)  # as SGLang's scheduler, which asserts that it is idle
+        return await self.succeed(request, body)
 
     async def collective_rpc(self, request: Any, body: Any) -> Any:
         assert body["method"] == "helmsman_load_files"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import importlib.metadata
 import os
 import platform
 import socket
-import struct
 
 from helmsman.api.errors import PreflightError
+from helmsman.api.interfaces import ipv4_interfaces
 from helmsman.api.version import __version__
 from helmsman.controller._node.launchers import NodeIdentity
 from helmsman.controller._node.observation import (
@@ -19,7 +18,6 @@ from helmsman.controller._node.observation import (
     bind_error,
 )
 
-_SIOCGIFADDR = 0x8915
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 _ANSWER_S = 1.0
 _SOCKETS = ("/proc/net/tcp", "/proc/net/tcp6")
@@ -45,7 +43,7 @@ def node_address(identity: NodeIdentity, interface: str) -> tuple[str, str]:
     Raises:
         PreflightError: There is no such address, or only this host could use it.
     """
-    interfaces = _interfaces()
+    interfaces = ipv4_interfaces()
     described = (
         ", ".join(f"{name} {address or 'without address'}" for name, address in interfaces.items())
         or "none"
@@ -92,20 +90,6 @@ def _why_unreachable(address: str, identity: NodeIdentity) -> str:
         )
         return f"this node's address would be {address}, which no other host can reach{why}"
     return ""
-
-
-def _interfaces() -> dict[str, str]:
-    """Return the IPv4 addresses by interface; '' for an interface without one."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            found[name] = ""
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(
-                    probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15])
-                )
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
 
 
 def require_port(port: int, what: str, flag: str, *, listens: bool) -> None:

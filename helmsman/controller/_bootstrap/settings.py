@@ -147,17 +147,18 @@ def cluster_defaults(num_nodes: int, start_s: float = 60.0) -> tuple[Setting, ..
 
 
 NODE_DEFAULTS = (
-    Setting(
-        "NCCL_CUMEM_ENABLE",
-        "0",
-        "vLLM switches it off, and trainers that share a communicator with it must agree",
-    ),
     Setting("NCCL_DEBUG", "WARN", "NCCL logs the cause of its failures"),
     Setting(
         "HCCL_CONNECT_TIMEOUT",
         "600",
         "ranks that load a large model late are waited for (seconds; 120 by default)",
     ),
+    Setting(
+        "HCCL_HOST_SOCKET_PORT_RANGE",
+        "auto",
+        "several processes share an NPU (a trainer and its rollout), each with ports of its own",
+    ),
+    Setting("HCCL_NPU_SOCKET_PORT_RANGE", "auto", "the same for the ports of the NPU"),
     Setting("PYTHONUNBUFFERED", "1", "output of workers appears in their logs at once"),
 )
 """Variables of every node, for its workers and programs."""

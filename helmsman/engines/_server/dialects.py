@@ -211,6 +211,8 @@ class SGLangDialect:
                 else ()
             ),
             *("--skip-tokenizer-init", "--enable-metrics", "--log-level-http", "warning"),
+            # Otherwise each event repeats the log-probabilities of all earlier tokens.
+            *("--incremental-streaming-output", "--stream-interval", "8"),
             *(("--enable-memory-saver", "--enable-weights-cpu-backup") if config.sleep else ()),
             *config.args,
         ]
@@ -244,8 +246,6 @@ class SGLangDialect:
         return Call("/generate", body)
 
     def chunks(self, event: bytes, num_tokens: Sequence[int]) -> list[Chunk]:
-        # An event has all tokens so far, or only the new ones with the server's
-        # --incremental-streaming-output.
         decoded = msgspec.json.decode(event, type=_Event)
         if decoded.error is not None:
             raise ValueError(str(decoded.error))
@@ -258,9 +258,7 @@ class SGLangDialect:
                 f"it ended for the reason {finish.type!r} ({finish.status_code}): {finish.message}"
             )
         entries = meta.output_token_logprobs
-        if len(entries) == meta.completion_tokens:
-            entries = entries[before:]
-        elif before + len(entries) != meta.completion_tokens:
+        if before + len(entries) != meta.completion_tokens:
             raise ValueError(
                 f"it has {len(entries)} log-probabilities after {before} tokens, but reports "
                 f"{meta.completion_tokens} tokens"
@@ -282,7 +280,12 @@ class SGLangDialect:
         return [Call("/update_weights_from_disk", {"model_path": path, "flush_cache": True})]
 
     def sleep(self, level: int) -> list[Call]:
-        return [Call("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})]
+        # The server ends itself if it releases memory while it is still post-processing its last
+        # batch. Until then it refuses to flush the cache.
+        return [
+            Call("/flush_cache", busy_status=400),
+            Call("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),
+        ]
 
     def wake(self, *, weights: bool, cache: bool) -> list[Call]:
         tags = [tag for tag, wanted in (("weights", weights), ("kv_cache", cache)) if wanted]

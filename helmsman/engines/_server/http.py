@@ -27,6 +27,7 @@ request could race with the server closing the connection.
 """
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.02, 1.0
 _HEALTH_S = 5.0
+_BUSY = 503
 _NEWS_S = 2.0
 """Seconds that a broken connection waits for the exit of the server's process to be detected."""
 
@@ -65,6 +66,7 @@ class ServerClient:
         body: Any = None,
         params: Mapping[str, str] | None = None,
         limit_s: float,
+        busy_status: int = _BUSY,
     ) -> bytes:
         """Send a request and return the answer's body.
 
@@ -77,7 +79,7 @@ class ServerClient:
             async with (
                 asyncio.timeout(limit_s),
                 self._broken_is_lost(route),
-                await self._send(method, route, body, params) as response,
+                await self._send(method, route, body, params, busy_status) as response,
             ):
                 answer: bytes = await response.read()
                 return answer
@@ -163,7 +165,12 @@ class ServerClient:
             await session.close()
 
     async def _send(
-        self, method: str, route: str, body: Any, params: Mapping[str, str] | None
+        self,
+        method: str,
+        route: str,
+        body: Any,
+        params: Mapping[str, str] | None,
+        busy_status: int = _BUSY,
     ) -> aiohttp.ClientResponse:
         """Send a request, with retries; return the response with its body unread."""
         deadline = time.monotonic() + self._retry_s
@@ -182,7 +189,7 @@ class ServerClient:
                 if response.status == 200:
                     return response
                 answer = (await response.read()).decode(errors="replace")
-                if response.status != 503 or is_late or self._has_ended():
+                if response.status != busy_status or is_late or self._has_ended():
                     await self.refuse(route, response.status, answer, "200")
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(_MOST_PAUSE_S, 2 * pause_s)

@@ -86,6 +86,8 @@ class Call(NamedTuple):
     route: str
     body: Any = None
     params: Mapping[str, str] | None = None
+    busy_status: int = 503
+    """Answer of a server that is busy; the request is then sent again for ``retry_s`` seconds."""
 
 
 class Chunk(NamedTuple):

@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -32,6 +33,25 @@ def forms_of(folder: str) -> list[Expected]:
     except ValueError as error:
         log.warning("weights for %s are loaded without checking that they fit: %s", folder, error)
         return []
+
+
+def warn_without_room(folder: str, exchange_folder: str) -> None:
+    """Log a warning if the weights of a model's folder would not fit into the exchange folder.
+
+    It is no error, since weights that arrive as files are not copied.
+    """
+    num_bytes = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    free = shutil.disk_usage(exchange_folder).free
+    if num_bytes > free:
+        log.warning(
+            "%s has %d bytes free, and the weights of %s take %d: weights that do not arrive as "
+            "files will not fit. Enlarge it (docker --shm-size, an emptyDir with medium Memory), "
+            "or set ServerConfig.exchange_folder to a folder with room for them",
+            exchange_folder,
+            free,
+            folder,
+            num_bytes,
+        )
 
 
 _FOLDER = "helmsman-weights."

@@ -13,6 +13,7 @@ square of their sum.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -193,6 +194,11 @@ def _has_flash(query: torch.Tensor) -> bool:
         or query.shape[-1] > 256
     ):
         return False
+    return _has_varlen()
+
+
+@functools.cache
+def _has_varlen() -> bool:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -216,7 +216,7 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float | None
     shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     total = torch.zeros((), dtype=torch.float64)
     if shards:
-        norms = torch.stack(torch._foreach_norm(shards)).double().cpu()
+        norms = torch.stack(torch._foreach_norm(shards)).cpu().double()
         weights = torch.tensor([1.0 / _num_copies(grad) for grad in grads], dtype=torch.float64)
         total = (norms.square() * weights).sum()
     dist.all_reduce(total)

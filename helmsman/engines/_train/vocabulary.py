@@ -51,6 +51,15 @@ def distribution_entropies(
     return entropies.view(logits.shape[:-1])
 
 
+def _entr(probabilities: torch.Tensor) -> torch.Tensor:
+    """Compute -p log p, which is 0 at p = 0, so that a logit of -inf contributes nothing.
+
+    torch.special.entr has no kernel for NPUs.
+    """
+    least = torch.finfo(probabilities.dtype).tiny
+    return probabilities.clamp_min(least).log_().mul_(probabilities).neg_()
+
+
 def _normalizer(logits: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([chunk.float().logsumexp(-1) for chunk in logits.split(rows)])
 
@@ -110,12 +119,8 @@ class _Entropies(torch.autograd.Function):
         if group is not None:
             normalizer = _gather(normalizer, group).logsumexp(0)
         pieces = zip(logits.split(rows), normalizer.split(rows), strict=True)
-        # entr(p) = -p log p is 0 at p = 0, so a logit of -inf contributes nothing.
         entropies = torch.cat(
-            [
-                torch.special.entr((chunk.float() - norm[:, None]).exp()).sum(-1)
-                for chunk, norm in pieces
-            ]
+            [_entr((chunk.float() - norm[:, None]).exp_()).sum(-1) for chunk, norm in pieces]
         )
         if group is not None:
             dist.all_reduce(entropies, group=group)
@@ -133,6 +138,6 @@ class _Entropies(torch.autograd.Function):
         ):
             # dH / dz = -p (log p + H)
             probabilities = (chunk.float() - norm[:, None]).exp_()
-            slope = torch.special.entr(probabilities).sub_(probabilities.mul_(entropy[:, None]))
+            slope = _entr(probabilities).sub_(probabilities.mul_(entropy[:, None]))
             out.copy_(slope.mul_(grad_chunk[:, None]))
         return grad_logits, None, None

@@ -25,6 +25,8 @@ ENVIRONMENT = {
     # vLLM renames its processes with setproctitle, which would overwrite the environment that marks
     # them as children of their worker.
     "SPT_NOENV": "1",
+    # NPUs: in its default layout of weights (FRACTAL_NZ), vllm-ascend refuses to wake from sleep.
+    "VLLM_ASCEND_ENABLE_NZ": "0",
 }
 """Variables for vLLM and its children, unless the user has set them."""
 

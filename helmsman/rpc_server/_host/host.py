@@ -297,6 +297,7 @@ class EngineHost:
         if config.grant is not None:
             current_platform.expect(config.grant)
         if self._seeding:
+            self._environment.set_interface(self.identity.node)
             digest = hashlib.sha256(f"{config.seed}/{config.role}/{config.rank}".encode()).digest()
             self._seed = int.from_bytes(digest[:4], "little")
             current_platform.seed(self._seed)

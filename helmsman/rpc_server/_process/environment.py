@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from helmsman.api.environment import EnvironmentVariable, masked
+from helmsman.api.interfaces import ipv4_interfaces
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE
 
 
@@ -31,6 +32,19 @@ class Environment:
         for variable in variables:
             os.environ[variable.name] = variable.value
             self._known[variable.name] = variable
+
+    def set_interface(self, address: str) -> None:
+        """Make gloo use the interface of this address, unless one has been chosen.
+
+        By default gloo uses the address of the host name, which is loopback on Debian and Ubuntu.
+        """
+        for interface, own in ipv4_interfaces().items():
+            if own == address:
+                self.set(
+                    EnvironmentVariable(name, interface, "helmsman")
+                    for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+                    if name not in os.environ
+                )
 
     def describe(self) -> list[EnvironmentVariable]:
         """Return every current variable, sorted by name, with its source.

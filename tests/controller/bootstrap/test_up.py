@@ -320,7 +320,7 @@ def test_up_show_settings(up: Up) -> None:
         "RAY_worker_niceness=5": "your environment",
         "NCCL_DEBUG=INFO": "--env",
         "MINE=1": "--env",
-        "NCCL_CUMEM_ENABLE=0": "default",
+        "HCCL_NPU_SOCKET_PORT_RANGE=auto": "default",
         "RAY_gcs_server_port_wait_time_s=240": "default",
         "RAY_agent_register_timeout_ms=240000": "default",
         "RAY_gcs_rpc_server_connect_timeout_s=240": "default",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 from helmsman.api.errors import ServerStartError
 from helmsman.engines._server.process import ServerProcess
 from helmsman.engines._server.protocol import ServerConfig
-from helmsman.engines._server.weights import make_exchange
+from helmsman.engines._server.weights import make_exchange, warn_without_room
 from helmsman.engines.server_engine import ServerEngine
 from helmsman.rpc_server.ports import PortLeases
 from tests.engines.little_servers import PROGRAM, engine_of, write_model
@@ -256,6 +257,22 @@ def test_make_exchange_concurrently(tmp_path: Path) -> None:
     assert sorted(path for path, _ in made) == sorted(str(path) for path in tmp_path.iterdir())
     for _, lock in made:
         os.close(lock)
+
+
+def test_initialize_exchange_folder_small(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "model", 0.0)
+    num_bytes = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
+    for free in (num_bytes, num_bytes - 1):
+        usage = shutil._ntuple_diskusage(num_bytes, 0, free)  # type: ignore[attr-defined]
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+        assert not caplog.messages
+        warn_without_room(model, "/dev/shm")
+    (message,) = caplog.messages
+    assert f"/dev/shm has {num_bytes - 1} bytes free" in message
+    assert f"take {num_bytes}: " in message
+    assert "set ServerConfig.exchange_folder" in message
 
 
 def test_initialize_exchange_folder_missing(model: str) -> None:

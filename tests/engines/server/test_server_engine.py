@@ -151,12 +151,6 @@ async def test_agenerate_many_requests_few_connections(engine: ServerEngine) -> 
     assert seen(engine)["connections"] <= 12
 
 
-@pytest.mark.slow
-async def test_agenerate_incremental_stream(tmp_path: Path) -> None:
-    async with running("sglang", tmp_path, "--incremental-streaming-output") as engine:
-        require(await engine.agenerate(asked("a", [1, 2], 30)), [1, 2])
-
-
 async def test_agenerate_stop_token(engine: ServerEngine) -> None:
     tokens, _ = continuation([1, 2, 3], 5, 0.0)
     result = await engine.agenerate(asked("a", [1, 2, 3], stop_token_ids=(tokens[2],)))

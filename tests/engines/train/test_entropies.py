@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helmsman.engines._models.distributed import join_process_group, leave_process_group
-from helmsman.engines._train.vocabulary import distribution_entropies
+from helmsman.engines._train.vocabulary import distribution_entropies, target_logprobs
 from tests.engines.ranks import run_ranks
 
 
@@ -79,3 +81,23 @@ def test_distribution_entropies_vocabulary_parallel() -> None:
     torch.testing.assert_close(
         torch.cat([part for _, part in parts], dim=-1), grad, atol=1e-5, rtol=1e-5
     )
+
+
+def test_loss_operators_without_npu_kernels() -> None:
+    """special.entr has no kernel in torch_npu."""
+    used: set[str] = set()
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            used.add(func.name())
+            return func(*args, **(kwargs or {}))
+
+    logits = torch.randn(2, 3, 11, requires_grad=True)
+    with Recorded():
+        entropies = distribution_entropies(logits)
+        picked = target_logprobs(logits, torch.zeros(2, 3, dtype=torch.int64))
+        (entropies.sum() + picked.sum()).backward()
+    assert "aten::logsumexp" in used
+    assert "aten::special_entr" not in used

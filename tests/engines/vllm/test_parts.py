@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from helmsman.api.errors import BackendNotInstalledError
-from helmsman.engines._vllm.internals import UnsupportedVLLMError
+from helmsman.engines._vllm.internals import UnsupportedVLLMError, prepare_environment
 from helmsman.engines._vllm.transfer import read_shared, shared, split
 from helmsman.engines._weights.fit import expected_of, require_fit
 from helmsman.engines.vllm_config import VLLMConfig
-from helmsman.engines.vllm_engine import VLLMEngine
+from helmsman.engines.vllm_engine import VLLMEngine, async_engine_arguments
 from tests.engines.small_models import LLAMA, QWEN2
 
 TENSORS = {
@@ -31,6 +31,31 @@ TENSORS = {
     "scalar": torch.tensor(2.5, dtype=torch.float64),
     "turned": torch.arange(6.0).reshape(2, 3).t(),
 }
+
+
+@pytest.mark.parametrize(
+    ("fields", "backend"),
+    [
+        ({}, None),
+        ({"tensor_parallel_size": 2}, "mp"),
+        ({"pipeline_parallel_size": 2}, "mp"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "ray"),
+        (
+            {"tensor_parallel_size": 2, "engine_args": {"distributed_executor_backend": "uni"}},
+            "uni",
+        ),
+    ],
+)
+def test_vllm_engine_executor_backend(fields: dict[str, Any], backend: str | None) -> None:
+    """In a Ray placement group, vLLM's own choice would be ``ray``, which refuses our bundles."""
+    arguments = async_engine_arguments(VLLMConfig(model="anywhere", **fields))
+    assert arguments.get("distributed_executor_backend") == backend
+
+
+def test_vllm_environment_lets_npus_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_ASCEND_ENABLE_NZ", raising=False)
+    prepare_environment()
+    assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0"
 
 
 def test_vllm_engine_names_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +97,10 @@ def test_vllm_engine_version_of_vllm(
             "engine_args has 'worker_extension_cls', .* leave it out",
         ),
         ({"adapters": {"a": "there"}}, "max_lora_rank is 0"),
+        (
+            {"engine_args": {"data_parallel_size": 2}},
+            r"data_parallel_size 2; expected 1, .* Use more instances: Job\(replicas=",
+        ),
         (
             {"max_lora_rank": 8, "adapters": {"a": "there"}, "adapter": "b"},
             "adapter is 'b'; expected one of adapters: a",
