@@ -1,19 +1,15 @@
-"""Weight-sync group: rank 0 of a training job and rollout instances; rank 0 broadcasts weights.
-
-torch's default group is the training job's, and ``new_group`` accepts only its members. So the
-backend's group is created here, directly on a store of its own.
-"""
+"""Weight-sync group: rank 0 of a training job and rollout instances; rank 0 broadcasts weights."""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import CollectiveTarget
+from helmsman.engines._weights.broadcast_group import BroadcastGroup
 
 
 class WeightGroup:
@@ -25,9 +21,10 @@ class WeightGroup:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._store: dist.TCPStore | None = None
-        self._group: Any = None
+        self._group: BroadcastGroup | None = None
+        self._limit_s = 0.0
+        """Limit of a broadcast, of the last join."""
         self._group_id = ""
-        self._limit = timedelta()
 
     def open_store(self, address: str) -> int:
         """Become rank 0: listen on a port that the system chooses; return the port."""
@@ -41,7 +38,8 @@ class WeightGroup:
         Raises:
             ConnectionError: Not all members joined in time.
         """
-        self._limit = limit = timedelta(seconds=place.timeout_s)
+        self._limit_s = place.timeout_s
+        limit = timedelta(seconds=place.timeout_s)
         if self._group_id == place.group_id:
             return
         self.leave()
@@ -59,10 +57,18 @@ class WeightGroup:
                 store = self._store
             prefixed = dist.PrefixStore(place.group_id, store)
             prefixed.set_timeout(limit)
-            self._group = _make_group(prefixed, place.rank, place.world_size, limit)
+            self._group = BroadcastGroup(
+                current_platform.communication_backend,
+                prefixed,
+                place.rank,
+                place.world_size,
+                place.timeout_s,
+            )
             # Backends connect on first use. Connect here, where a failure means that a member is
             # missing.
-            self._broadcast(torch.zeros(1, dtype=torch.int64, device=self.device))
+            self._group.broadcast(
+                torch.zeros(1, dtype=torch.int64, device=self.device), place.timeout_s
+            )
         except (RuntimeError, ValueError) as error:
             self.leave()
             raise ConnectionError(
@@ -80,8 +86,11 @@ class WeightGroup:
             ConnectionError: A member is missing or late. This process leaves the group, so that the
                 others do not wait for it.
         """
+        group = self._group
+        if group is None:
+            raise ConnectionError("this process has left the weight-sync group")
         try:
-            self._broadcast(tensor)
+            group.broadcast(tensor, self._limit_s)
         except RuntimeError as error:
             self.leave()
             raise ConnectionError(
@@ -100,37 +109,11 @@ class WeightGroup:
         return bytes(buffer.cpu().numpy())
 
     def leave(self) -> None:
-        """Leave the group, which makes the others' broadcasts fail. Idempotent."""
+        """Leave the group, which makes the others' broadcasts fail. Idempotent; any thread."""
         group, self._group, self._group_id = self._group, None, ""
         if group is not None:
-            abort = getattr(group, "abort", None)
-            if abort is not None:
-                abort()
+            group.abort()
 
     def close(self) -> None:
         self.leave()
         self._store = None
-
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        options.timeout = self._limit
-        self._group.broadcast([tensor], options).wait()
-        current_platform.synchronize()
-
-
-def _make_group(store: dist.Store, rank: int, world_size: int, limit: timedelta) -> Any:
-    backend = current_platform.communication_backend
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout=limit)
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, world_size, options)
-    if backend == "hccl":
-        from torch_npu._C._distributed_c10d import ProcessGroupHCCL
-
-        options = ProcessGroupHCCL.Options()
-        options._timeout = limit
-        return ProcessGroupHCCL(store, rank, world_size, options)
-    raise ValueError(f"weights cannot be sent by {backend!r}; expected gloo, nccl or hccl")
