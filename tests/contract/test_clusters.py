@@ -657,8 +657,8 @@ def test_restart_concurrently(make_cluster: Callable[..., Members]) -> None:
     assert not set(first) & set(second)
     for pid in second[:2]:
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(errors.HelmsmanError, match="failed on 2 of 3 ranks(.|\n)*SIGKILL"):
-        # and not how the old ones ended
+    # Not how the old processes ended. Another rank's end may be reported after the error is raised.
+    with pytest.raises(errors.HelmsmanError, match=r"failed on [12] of 3 ranks(.|\n)*SIGKILL"):
         group.echo(1)
     for rank in (0, 1):
         group.restart(rank)
