@@ -15,12 +15,52 @@ from torch.distributed.tensor import DTensor
 from helmsman.api.platforms import current_platform
 
 
+class HostBlocks:
+    """Host memory that is allocated once and used again; pinned for the tensors of a device.
+
+    torch rounds every pinned allocation up to a power of two and never returns it to the system.
+    So the memory consists of blocks whose sizes are powers of two, which together exceed the
+    requested bytes by less than 8 MiB.
+    """
+
+    _LARGEST, _SMALLEST = 1 << 30, 8 << 20
+
+    def __init__(self) -> None:
+        self.blocks: list[torch.Tensor] = []
+        self._num_used = 0
+
+    def take(self, num_bytes: int) -> list[torch.Tensor]:
+        """Return uint8 tensors of ``num_bytes`` in all; ``reserve`` has made room for them."""
+        pieces, start = [], 0
+        first, end = self._num_used, self._num_used + num_bytes
+        for block in self.blocks:
+            if start < end and first < start + len(block):
+                pieces.append(block[max(first - start, 0) : end - start])
+            start += len(block)
+        self._num_used = end
+        return pieces
+
+    def reserve(self, num_bytes: int, *, pinned: bool) -> None:
+        """Allocate what is missing for ``num_bytes`` beside the bytes in use."""
+        missing = self._num_used + num_bytes - sum(map(len, self.blocks))
+        while missing > 0:
+            size = min(self._LARGEST, 1 << (missing.bit_length() - 1))
+            size = max(size, self._SMALLEST)
+            self.blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+            missing -= size
+
+    def release(self) -> None:
+        """Let later calls of ``take`` use all of the memory again."""
+        self._num_used = 0
+
+
 class HostSwap:
     """Host copies of tensors; in pinned memory for tensors of a device."""
 
     def __init__(self) -> None:
         self._swapped: dict[int, _Swapped] = {}
         """By the storage's address in this process."""
+        self._memory = HostBlocks()
 
     def offload(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy tensors to the host and release their memory.
@@ -28,16 +68,16 @@ class HostSwap:
         Tensors that are already here are skipped, as is memory that cannot be released, such as a
         mapped file's.
         """
-        new: dict[int, _Swapped] = {}
-        for storage in map(storage_of, tensors):
-            key = storage._cdata
-            if (
-                key not in self._swapped
-                and key not in new
-                and storage.nbytes()
-                and storage.resizable()
-            ):
-                new[key] = _Swapped(storage)
+        storages = {
+            storage._cdata: storage
+            for storage in map(storage_of, tensors)
+            if storage._cdata not in self._swapped and storage.nbytes() and storage.resizable()
+        }
+        self._memory.reserve(
+            sum(storage.nbytes() for storage in storages.values()),
+            pinned=any(storage.device.type != "cpu" for storage in storages.values()),
+        )
+        new = {key: _Swapped(storage, self._memory) for key, storage in storages.items()}
         current_platform.synchronize()
         for each in new.values():
             each.storage.resize_(0)
@@ -50,9 +90,9 @@ class HostSwap:
         """
         for storage in map(storage_of, tensors):
             if (swapped := self._swapped.get(storage._cdata)) is not None:
-                swapped.host = None
+                swapped.host = []
             elif storage.nbytes() and storage.resizable():
-                self._swapped[storage._cdata] = _Swapped(storage, keep=False)
+                self._swapped[storage._cdata] = _Swapped(storage)
                 storage.resize_(0)
 
     def restore(self) -> None:
@@ -69,7 +109,7 @@ class HostSwap:
             for each in self._swapped.values():
                 each.storage.resize_(0)
             raise
-        self._swapped = {}
+        self.clear()
 
     @contextlib.contextmanager
     def present(self, tensor: torch.Tensor) -> Iterator[None]:
@@ -87,22 +127,29 @@ class HostSwap:
 
     def clear(self) -> None:
         self._swapped = {}
+        self._memory.release()
 
 
 class _Swapped:
-    def __init__(self, storage: torch.UntypedStorage, *, keep: bool = True) -> None:
+    def __init__(self, storage: torch.UntypedStorage, memory: HostBlocks | None = None) -> None:
         self.storage, self.num_bytes = storage, storage.nbytes()
-        self.host: torch.Tensor | None = None
-        if keep:
-            self.host = torch.empty(
-                self.num_bytes, dtype=torch.uint8, pin_memory=storage.device.type != "cpu"
-            )
-            self.host.copy_(_bytes(storage), non_blocking=True)
+        self.host: list[torch.Tensor] = []
+        """The contents, in pieces; empty if they are not kept."""
+        if memory is not None:
+            self.host = memory.take(self.num_bytes)
+            for piece, own in self._pieces():
+                piece.copy_(own, non_blocking=True)
 
     def bring(self) -> None:
         self.storage.resize_(self.num_bytes)
-        if self.host is not None:
-            _bytes(self.storage).copy_(self.host, non_blocking=True)
+        for piece, own in self._pieces():
+            own.copy_(piece, non_blocking=True)
+
+    def _pieces(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        if not self.host:
+            return ()
+        sizes = [len(piece) for piece in self.host]
+        return zip(self.host, _bytes(self.storage).split(sizes), strict=True)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:

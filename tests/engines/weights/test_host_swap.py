@@ -12,7 +12,7 @@ from torch import nn
 
 from helmsman.api.weights import MemoryTarget, WeightFormat, WeightsInMemory
 from helmsman.engines._models.distributed import join_process_group, leave_process_group
-from helmsman.engines._weights.host_swap import HostSwap, storage_of
+from helmsman.engines._weights.host_swap import HostBlocks, HostSwap, storage_of
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.conftest import Make
 from tests.engines.ranks import run_ranks
@@ -42,6 +42,40 @@ def test_host_swap_offload_and_restore() -> None:
     assert torch.equal(view, expected[1:, :2])
     swap.restore()
     assert torch.equal(layer.weight, expected)
+
+
+def test_host_blocks_exact_and_used_again() -> None:
+    """Torch rounds a pinned allocation up to a power of two, and keeps it."""
+    blocks = HostBlocks()
+    num_bytes = (600 << 20) + 12345
+    for _ in range(3):
+        blocks.reserve(num_bytes, pinned=False)
+        taken = [blocks.take(size) for size in (100 << 20, 0, num_bytes - (100 << 20))]
+        assert [sum(map(len, pieces)) for pieces in taken] == [
+            100 << 20,
+            0,
+            num_bytes - (100 << 20),
+        ]
+        addresses = [piece.data_ptr() for pieces in taken for piece in pieces]
+        assert len(set(addresses)) == len(addresses)
+        blocks.release()
+    sizes = [len(block) for block in blocks.blocks]
+    assert all(size.bit_count() == 1 for size in sizes)
+    assert num_bytes <= sum(sizes) < num_bytes + (8 << 20)
+
+
+def test_host_swap_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostBlocks, "_LARGEST", 64)
+    monkeypatch.setattr(HostBlocks, "_SMALLEST", 8)
+    tensors = [torch.arange(size, dtype=torch.float32) for size in (5, 40, 1, 100)]
+    swap = HostSwap()
+    for _ in range(2):
+        swap.offload(tensors[:2])
+        swap.offload(tensors)
+        assert memory_of(tensors) == 0
+        swap.restore()
+        for tensor in tensors:
+            assert torch.equal(tensor, torch.arange(len(tensor), dtype=torch.float32))
 
 
 def test_host_swap_drop() -> None:
