@@ -198,6 +198,8 @@ class FSDPTrainEngine(TrainEngine):
             betas=self.config.betas,
             eps=self.config.eps,
             weight_decay=self.config.weight_decay,
+            # For DTensor parameters torch would otherwise step one parameter at a time.
+            fused=True,
         )
 
     def _built_model(self, *, may_sleep: bool = False) -> nn.Module:
