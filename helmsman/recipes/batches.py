@@ -142,20 +142,19 @@ def rollout_metrics(
 
 
 def logprob_differences(
-    groups: Sequence[Group], logprobs: Sequence[Any], version: int
+    answers: Sequence[tuple[Group, Answer]], logprobs: Sequence[Any], version: int
 ) -> dict[str, float]:
     """Compare log-probabilities of rollout and trainer for tokens of the trainer's version.
 
     Args:
-        groups: The answers by prompt.
-        logprobs: The trainer's log-probabilities of each sample's tokens, (T,) float32.
+        answers: Answers with their groups.
+        logprobs: The trainer's log-probabilities of prompt and answer, (T,) float32 each.
         version: Version of the trainer's weights.
 
     Returns:
         ``logprob_diff/max`` and ``logprob_diff/mean``; empty if no token has this version.
     """
     apart: list[float] = []
-    answers = ((group, answer) for group in groups for answer in group.answers)
     for (group, answer), row in zip(answers, logprobs, strict=True):
         result, begin = answer.result, len(group.draw.row.prompt_ids)
         apart += [

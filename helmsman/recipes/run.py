@@ -48,6 +48,9 @@ from helmsman.recipes.weight_check import Differences, WeightCheck
 
 log = logging.getLogger(__name__)
 
+_MOST_COMPARED = 16
+"""Answers per step whose log-probabilities are compared with the trainer's."""
+
 
 class NothingToLearnError(HelmsmanError):
     """Dynamic sampling discarded too many prompts in a row."""
@@ -192,8 +195,10 @@ class Run(Loop):
         old = settings.algorithm.old_logprobs
         if settings.tracking.logprob_diff or old != "rollout":
             with self.clock.phase("logprobs"):
-                own = self.trainer.forward(tokens)
-            metrics = logprob_differences(groups, own, version)
+                every = 1 if old != "rollout" else -(-len(tokens) // _MOST_COMPARED)
+                own = self.trainer.forward(tokens[::every])
+            answers = [(group, answer) for group in groups for answer in group.answers]
+            metrics = logprob_differences(answers[::every], own, version)
             if old != "rollout":
                 for sample, logprobs in zip(samples, own, strict=True):
                     sample["logprobs" if old == "trainer" else "prox_logprobs"] = logprobs

@@ -324,8 +324,8 @@ class Tracking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Name of the run; the name of the folder ``out`` when null."""
     logprob_diff: bool = True
     """Report the difference between the rollout's and the trainer's log-probabilities of the
-    generated tokens. This costs a forward pass, which ``algorithm.old_logprobs: trainer`` needs
-    anyway."""
+    generated tokens of up to 16 answers per step; of all, if ``algorithm.old_logprobs`` is not
+    ``rollout``, since the forward pass over them is needed then."""
 
 
 class Checkpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

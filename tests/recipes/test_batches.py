@@ -101,9 +101,10 @@ def test_logprob_differences_of_same_version() -> None:
     own = [torch.zeros(2 + len(each.result.token_ids)) for one in GROUPS for each in one.answers]
     own[0][2:] = torch.tensor([-0.5, -0.75])
     own[2][2:], own[3][2:] = -0.5, -0.5
-    found = logprob_differences(GROUPS, own, 3)
+    answers = [(group, answer) for group in GROUPS for answer in group.answers]
+    found = logprob_differences(answers, own, 3)
     assert found == {"logprob_diff/max": 0.25, "logprob_diff/mean": pytest.approx(0.05)}
-    assert logprob_differences(GROUPS, own, 9) == {}
+    assert logprob_differences(answers, own, 9) == {}
 
 
 def test_train_metrics_mean_by_tokens() -> None:
