@@ -344,6 +344,10 @@ def draw_uniforms(seed: int, num: int) -> torch.Tensor:
     )
 
 
+_JUST_BELOW_ONE = 1 - 2**-24
+"""Largest float32 below 1. The product with it is the next smaller float32; NPUs lack nextafter."""
+
+
 def sample_tokens(
     logits: torch.Tensor, uniforms: torch.Tensor, rows: SamplingRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -376,7 +380,7 @@ def sample_tokens(
         # The total is 1 only up to rounding. A target below it always selects a token with a
         # probability above 0.
         total = cumulative[:, -1]
-        target = torch.minimum(uniforms * total, total.nextafter(torch.zeros_like(total)))
+        target = torch.minimum(uniforms * total, total * _JUST_BELOW_ONE)
         drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
         tokens = torch.where(greedy, tokens, drawn)
     logprobs = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from helmsman.api.generation import SamplingParams
-from helmsman.engines._hf.decode_batch import SamplingRows, draw_uniforms, sample_tokens
+from helmsman.engines._hf.decode_batch import (
+    _JUST_BELOW_ONE,
+    SamplingRows,
+    draw_uniforms,
+    sample_tokens,
+)
 
 LOGITS = torch.tensor([0.5, 0.1, 0.25, 0.15]).log()
 
@@ -93,3 +98,10 @@ def test_draw_uniforms_by_seed_and_position() -> None:
     # Six standard deviations of the mean of as many uniform numbers; the seed is fixed, so this
     # does not flake.
     assert abs(numbers.mean() - 0.5) < 6 * (1 / 12 / 100_000) ** 0.5
+
+
+def test_sample_tokens_operators_without_npu_kernels() -> None:
+    """The largest number below a total is computed without nextafter, which NPUs lack."""
+    totals = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) + 0.5
+    totals = torch.cat([totals, torch.tensor([1.0, 0.5, 2.0, 1.0 - 2**-24, 1.0 + 2**-23])])
+    assert torch.equal(totals * _JUST_BELOW_ONE, totals.nextafter(torch.zeros_like(totals)))
