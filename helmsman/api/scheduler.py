@@ -44,10 +44,6 @@ NodePacking = Literal["pack", "spread", "strict_spread"]
 StrategyType = Literal["separation", "colocation"]
 
 
-COMMAND = "command"
-"""Name of the engine that runs the ``cmd`` of a worker's spec."""
-
-
 class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """The resources and environment of one worker."""
 
@@ -428,14 +424,7 @@ class Scheduler(Closing):
         """
 
     @abc.abstractmethod
-    def fork_workers(
-        self,
-        role: str,
-        target_role: str,
-        command: str | None = None,
-        *,
-        command_ready: float | str | None = None,
-    ) -> list[str]:
+    def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
         """Start a sibling process for each worker of a role, on the same node and devices.
 
         Args:
@@ -443,7 +432,6 @@ class Scheduler(Closing):
             target_role: The role whose workers get siblings.
             command: Module and arguments that each sibling runs, as in ``SchedulingSpec.cmd``. Its
                 engine is named 'command', so the default name is free.
-            command_ready: When the command has started, as in ``SchedulingSpec.cmd_ready``.
 
         Returns:
             Ids of the new workers.

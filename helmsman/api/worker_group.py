@@ -127,25 +127,13 @@ class GroupFuture(Generic[T_co]):
         self._parts: list[GroupFuture[Any]] | None = None
 
     def __iter__(self) -> Iterator[GroupFuture[Any]]:
-        return iter(self._made_parts())
-
-    def __len__(self) -> int:
-        return len(self._made_parts())
-
-    def __getitem__(self, index: int) -> GroupFuture[Any]:
-        return self._made_parts()[index]
-
-    def __bool__(self) -> bool:
-        return True
-
-    def _made_parts(self) -> list[GroupFuture[Any]]:
         with self._lock:
             if self._parts is None:
                 self._parts = [
                     GroupFuture(part, lambda result: result, self._forbid_blocking)
                     for part in self._make_parts()
                 ]
-            return self._parts
+        return iter(self._parts)
 
     def done(self) -> bool:
         """Whether all ranks have answered, or the call has failed."""

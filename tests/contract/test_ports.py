@@ -174,7 +174,7 @@ def test_command_binds_ports(scheduler: Scheduler, role: str) -> None:
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        ("no.such.module {port}", "ended with exit code 1 before it had started"),
+        ("no.such.module {port}", "ended with exit code 1 and has not started"),
         (
             "http.server {port3}",
             (
@@ -201,7 +201,7 @@ def test_command_starts_slowly(scheduler: Scheduler, role: str) -> None:
     spec = SchedulingSpec(cmd="tests.contract.slow_server {port} fail")
     with pytest.raises(
         errors.EngineCreationError,
-        match=r"exit code 3 before it had started, which is when port \d+ accepts connections",
+        match=r"exit code 3 and has not started, which is when port \d+ accepts connections",
     ):
         scheduler.create_workers(Job(role=role, tasks=[spec]))
     spec = SchedulingSpec(cmd="tests.contract.slow_server {port} serve")
@@ -247,7 +247,7 @@ def test_command_never_ready(make_own: Callable[..., Scheduler], role: str) -> N
         pytest.raises(errors.EngineCreationError) as caught,
     ):
         scheduler.create_workers(Job(role=role, tasks=[spec]))
-    assert "has not started within 2.7 s, which is when" in str(caught.value)
+    assert "runs for 2.7 s and has not started, which is when" in str(caught.value)
     assert "Set SchedulingSpec.cmd_ready, or raise Timeouts.create_engine_s" in str(caught.value)
 
 

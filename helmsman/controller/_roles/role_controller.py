@@ -224,14 +224,9 @@ class RoleController(Starting):
         timeout: float | None = None,
         follow: Callable[[Fanout], None] | None = None,
     ) -> list[Any]:
+        name, scheduler = self.engine_name, self.scheduler
         return await call_all(
-            self.scheduler,
-            self.role,
-            method,
-            calls,
-            engine_name=self.engine_name,
-            timeout=timeout,
-            follow=follow,
+            scheduler, self.role, method, calls, engine_name=name, timeout=timeout, follow=follow
         )
 
 

@@ -143,21 +143,14 @@ class BackendScheduler(Scheduler):
         return self._lifecycle.create(_valid(job))
 
     @checked
-    def fork_workers(
-        self,
-        role: str,
-        target_role: str,
-        command: str | None = None,
-        *,
-        command_ready: float | str | None = None,
-    ) -> list[str]:
+    def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
         target = self._roles.open_role(target_role, "fork_workers")
         job = Job(
             role=role,
             replicas=len(target.clients),
             tasks=[
                 msgspec.structs.replace(
-                    target.job.spec(rank_of(worker_id)), cmd=command, cmd_ready=command_ready, gpu=0
+                    target.job.spec(rank_of(worker_id)), cmd=command, cmd_ready=None, gpu=0
                 )
                 for worker_id in target.worker_ids
             ],

@@ -17,7 +17,7 @@ import msgspec
 
 from helmsman.api import errors
 from helmsman.api.plan import Reservation
-from helmsman.api.scheduler import COMMAND, Job, SchedulingSpec
+from helmsman.api.scheduler import Job, SchedulingSpec
 from helmsman.controller._aio.event_loop import Deadline, await_all, forbid_blocking, run_sync
 from helmsman.controller._node.driver_log import listed, story
 from helmsman.controller._node.environment import worker_environment
@@ -36,8 +36,6 @@ from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._wire.messages import Verb, WorkerConfig
 
 _COMMAND_ENGINE = "helmsman.rpc_server._process.command.CommandEngine"
-_COMMAND_SHARE = 0.9
-"""Share of Timeouts.create_engine_s for a command's start; after it the engine reports why."""
 
 
 class RoleLifecycle:
@@ -206,12 +204,12 @@ class RoleLifecycle:
     async def _run_commands(self, roles: Sequence[Role], worker_ids: Sequence[str]) -> None:
         """Run the command of each worker whose spec has one, as a child of the worker."""
         jobs = {role.name: role.job for role in roles}
-        limit_s = _COMMAND_SHARE * self._run.timeouts.create_engine_s
+        limit_s = 0.9 * self._run.timeouts.create_engine_s  # the rest is for the engine's error
 
         async def run(worker_id: str, spec: SchedulingSpec) -> None:
             client = self._roles.client(worker_id)
             args = (spec.cmd, client.engine_ports, spec.cmd_ready, client.node, limit_s)
-            await self._calls.create_engine(worker_id, _COMMAND_ENGINE, COMMAND, args, {})
+            await self._calls.create_engine(worker_id, _COMMAND_ENGINE, "command", args, {})
 
         specs = {each: jobs[each.rpartition("/")[0]].spec(rank_of(each)) for each in worker_ids}
         await await_all(run(worker_id, spec) for worker_id, spec in specs.items() if spec.cmd)
