@@ -39,6 +39,13 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # adopted by init.
 os.environ[SESSION_ENV_VAR] = SESSION
 
+# The event loops of the controllers are then those of uvloop, as in scripts whose libraries install
+# it; `.ci/run` runs tests/contract so, too.
+if os.environ.get("HELMSMAN_TEST_UVLOOP"):
+    import uvloop
+
+    uvloop.install()
+
 # Records and logs of the tests lie below TMPDIR, and not among those of the user's own runs.
 for _name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
     os.environ.pop(_name, None)

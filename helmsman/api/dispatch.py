@@ -59,7 +59,10 @@ class Collect(Enum):
     """How the results of split rows are combined."""
 
     JOIN = "join"
-    """One batch, tensor, array, Ragged or list of all rows; None if all results are None."""
+    """One batch, tensor, array, Ragged or list of all rows. Results without rows, such as numbers,
+    texts and dicts, are returned as LIST does, which type checkers require to be declared. None if
+    all results are None.
+    """
     LIST = "list"
     """A list with one entry per part, in order; suits metrics."""
 

@@ -68,6 +68,8 @@ class Fanout:
         """Operations that have begun; the caller that begins one adds it here. ``succeeded`` or
         ``failed`` removes it.
         """
+        self.on_end: Callable[[str], None] | None = None
+        """Called with the worker id of each operation that has ended, unless it is observed."""
         self.started = time.monotonic()
         self._observed: dict[str, tuple[str, Callable[[Any], None] | None]] = {}
         """Worker id -> description for the log, and the callback for the result."""
@@ -108,6 +110,8 @@ class Fanout:
                 self._release()
                 return
         self.results[worker_id] = value
+        if self.on_end is not None:
+            self.on_end(worker_id)
         if not self.pending:
             self._wake()
 
@@ -125,6 +129,8 @@ class Fanout:
             self._release()
             return
         self.failures[worker_id] = error
+        if self.on_end is not None:
+            self.on_end(worker_id)
         if self._until_failure or not self.pending:
             self._wake()
 

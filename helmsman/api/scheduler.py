@@ -63,7 +63,15 @@ class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
     cmd: str | None = None
     """Module and arguments to run (``python -m``) as a child process, which ends with the worker.
     None: the worker runs engines only. Quoted as for a shell. ``{port0}``, ``{port1}``, ... are the
-    worker's leased ports, ``{port}`` is the first; HELMSMAN_PORTS holds all.
+    worker's leased ports, ``{port}`` is the first; HELMSMAN_PORTS holds all. The engine named
+    'command' has its ``pid()`` and ``poll()``; ``check_health`` reports its end in
+    ``failed_engines``.
+    """
+    cmd_ready: float | str | None = None
+    """When the ``cmd`` has started, for which ``create_workers`` waits. Seconds: it has run for
+    that time. Import path of a function: that, called in the worker with the list of its ports,
+    returns True. None: the first port named in ``cmd`` accepts connections; a ``cmd`` that names
+    none has run for 1 s.
     """
     ray_placement_strategy: PlacementStrategy = "shared"
     """shared: one placement group with a bundle per worker; separate: one group per worker;
@@ -134,6 +142,8 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
             for field, amount in amounts.items():
                 if not (0 <= amount < math.inf):
                     raise self._wrong(field, amount, "0 or more")
+            if isinstance(spec.cmd_ready, float | int) and not 0 <= spec.cmd_ready < math.inf:
+                raise self._wrong("cmd_ready", spec.cmd_ready, "0 or more seconds")
             if spec.gpu != int(spec.gpu):
                 raise self._wrong(
                     "gpu", spec.gpu, "a whole number; colocate roles to share a device"
@@ -420,7 +430,8 @@ class Scheduler(Closing):
         Args:
             role: Name of the new role.
             target_role: The role whose workers get siblings.
-            command: Module and arguments that each sibling runs, as in ``SchedulingSpec.cmd``.
+            command: Module and arguments that each sibling runs, as in ``SchedulingSpec.cmd``. Its
+                engine is named 'command', so the default name is free.
 
         Returns:
             Ids of the new workers.

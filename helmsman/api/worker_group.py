@@ -6,7 +6,7 @@ import abc
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVar, overload
 
 import msgspec
@@ -33,7 +33,7 @@ class ClusterConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=T
 
     device_mapping: str | Sequence[int] | None = None
     """Device numbers of the ResourceManager, as a list or '0-7,16'; assigned to ranks in this
-    order. None: workers without devices, spread over the nodes.
+    order. None: workers without devices, whose ranks take turns on the nodes.
     """
     num_gpus_per_worker: int = 1
     """Devices per worker, if there is a device_mapping."""
@@ -97,7 +97,9 @@ class ClusterConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=T
 class GroupFuture(Generic[T_co]):
     """The pending result of a group call.
 
-    ``result()`` blocks; ``await`` works on any event loop.
+    ``result()`` blocks; ``await`` works on any event loop. Iterating over it yields a future for
+    each rank whose result the call returns, in their order, which is done as soon as that rank is
+    and raises that rank's own error: ``await asyncio.gather(*group.execute_all_async("step"))``.
 
     The call continues even if no caller waits for it. The first request for the result combines the
     ranks' results, once.
@@ -106,19 +108,32 @@ class GroupFuture(Generic[T_co]):
         results: The ranks' results, in rank order.
         collect: Combines the ranks' results.
         forbid_blocking: Raises in a thread that must not wait for the results.
+        make_parts: Makes the futures of the single ranks.
     """
 
     def __init__(
         self,
-        results: concurrent.futures.Future[list[Any]],
-        collect: Callable[[list[Any]], Any],
+        results: concurrent.futures.Future[Any],
+        collect: Callable[[Any], Any],
         forbid_blocking: Callable[[], None] = lambda: None,
+        make_parts: Callable[[], Sequence[concurrent.futures.Future[Any]]] = tuple,
     ) -> None:
         self._results = results
         self._collect = collect
         self._forbid_blocking = forbid_blocking
         self._lock = threading.Lock()
         self._outcome: tuple[Any, Exception | None] | None = None
+        self._make_parts = make_parts
+        self._parts: list[GroupFuture[Any]] | None = None
+
+    def __iter__(self) -> Iterator[GroupFuture[Any]]:
+        with self._lock:
+            if self._parts is None:
+                self._parts = [
+                    GroupFuture(part, lambda result: result, self._forbid_blocking)
+                    for part in self._make_parts()
+                ]
+        return iter(self._parts)
 
     def done(self) -> bool:
         """Whether all ranks have answered, or the call has failed."""
@@ -171,7 +186,7 @@ class GroupFuture(Generic[T_co]):
         results = yield from asyncio.shield(asyncio.wrap_future(self._results)).__await__()
         return self._collected(results)
 
-    def _collected(self, results: list[Any]) -> T_co:
+    def _collected(self, results: Any) -> T_co:
         with self._lock:
             if self._outcome is None:
                 try:

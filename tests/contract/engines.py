@@ -47,6 +47,14 @@ def release_interpreter(started: str) -> None:
         file.write(b"1")
 
 
+_held: list[bytearray] = []
+
+
+def hold_memory(num_bytes: int) -> None:
+    """Keep that many resident bytes until the process ends."""
+    _held.append(bytearray(b"1") * num_bytes)
+
+
 class Counter(CountingEngine):
     """Counts the calls that ran, and does much besides."""
 

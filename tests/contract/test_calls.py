@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import select
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller._aio.event_loop import submit
-from tests.contract.engines import Counter, Forking
+from tests.contract.engines import Counter, Forking, hold_memory
 from tests.contract.helpers import LIMIT_S, Driver, Engine, Gate, is_running, wait_until
 
 
@@ -149,6 +150,31 @@ def test_delete_workers_destroys_engines(scheduler: Scheduler, role: str, tmp_pa
         )
     scheduler.delete_workers(role, reverse_order=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+@pytest.mark.not_on("inline", "its workers share the script's process")
+def test_delete_workers_rank_zero_last(scheduler: Scheduler, role: str) -> None:
+    ids = scheduler.create_workers(Job(role=role, replicas=3))
+    engines = [Engine.create(scheduler, worker, Counter) for worker in ids]
+    pidfds = {engine.worker_id: os.pidfd_open(engine.call("pid")) for engine in engines}
+    for engine in engines[1:]:
+        engine.call("apply", hold_memory, 200_000_000)  # which takes a while to free
+
+    def left() -> list[str]:
+        ended = select.select(list(pidfds.values()), [], [], 0)[0]
+        return [worker for worker, pidfd in pidfds.items() if pidfd not in ended]
+
+    def left_by_rank_zero() -> list[str]:
+        select.select([pidfds[ids[0]]], [], [], LIMIT_S)
+        return left()
+
+    with ThreadPoolExecutor() as pool:
+        watching = pool.submit(left_by_rank_zero)
+        scheduler.delete_workers(role, reverse_order=True)
+        assert left() == [], "all processes have exited when it returns"
+        assert watching.result() == [], "the others exited before rank 0"
+    for pidfd in pidfds.values():
+        os.close(pidfd)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

@@ -196,6 +196,39 @@ def test_submit(members: Members) -> None:
         failing.result()
 
 
+def test_futures_of_ranks(members: Members, tmp_path: Path) -> None:
+    release = tmp_path / "release"
+    call = members.method(Member.wait_on).submit([1], str(release))
+    futures = list(call)
+    assert len(futures) == len(list(call)) == 8
+    assert [futures[rank].result(LIMIT_S) for rank in (0, 2)] == [0, 2]
+    assert not futures[1].done() and not call.done(), "rank 1 still runs"
+    release.touch()
+    assert futures[1].result(LIMIT_S) == call.result(LIMIT_S)[1] == 1
+
+    async def gathered() -> list[Any]:
+        return await asyncio.gather(*members.execute_all_async("echo", 3))
+
+    assert asyncio.run(gathered()) == [3] * 8
+    joined = members.add.submit(rows(4), 0)
+    assert [part.result(LIMIT_S)["rank"] for part in joined] == [[4, 4], [6, 6]]
+
+
+def test_futures_of_failing_ranks(members: Members) -> None:
+    call = members.fail_on.submit([2], "no")
+    failed = list(call)[2].exception(LIMIT_S)
+    assert isinstance(failed, errors.EngineCallError) and "no" in str(failed)
+    assert isinstance(call.exception(LIMIT_S), errors.GroupCallError)
+    for future in call:
+        error = future.exception(LIMIT_S)
+        assert error is None or isinstance(error, errors.CallError | errors.GroupCallError)
+    cancelled = members.echo.submit(1)
+    futures = list(cancelled)
+    futures[0].cancel()
+    assert [future.result(LIMIT_S) for future in futures[1:]] == [1] * 7
+    assert cancelled.result(LIMIT_S) == [1] * 8
+
+
 async def _awaited(future: Any) -> Any:
     return await future
 

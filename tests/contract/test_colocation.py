@@ -100,11 +100,16 @@ def test_fork_workers_command(scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=role, replicas=2))
     ids = scheduler.fork_workers(f"{role}-server", role, command="http.server --bind 127.0.0.1 0")
     assert ids == [f"{role}-server/0", f"{role}-server/1"]
-    pids = {worker: scheduler.call_engine(worker, "pid") for worker in ids}
+    pids = {worker: scheduler.call_engine(worker, "pid", "command") for worker in ids}
     assert all(is_running(pid) for pid in pids.values())
-    assert {scheduler.call_engine(worker, "poll") for worker in ids} == {None}
+    assert {scheduler.call_engine(worker, "poll", "command") for worker in ids} == {None}
+    assert Engine.create(scheduler, ids[0], Counter).call("add") == 1, "the default name is free"
     os.kill(pids[ids[0]], signal.SIGKILL)
-    wait_until(lambda: scheduler.call_engine(ids[0], "poll") == -signal.SIGKILL, "its end is seen")
+    wait_until(lambda: scheduler.call_engine(ids[0], "poll", "command") == -9, "its end is seen")
+    failed = [asyncio.run(scheduler.check_health(worker)).failed_engines for worker in ids]
+    assert "http.server" in failed[0]["command"]
+    assert failed[0]["command"].endswith("has ended with signal 9")
+    assert failed[1] == {}
     scheduler.delete_workers(f"{role}-server")
     wait_gone(pids)
     assert len(scheduler.get_workers(role)) == 2
@@ -114,11 +119,11 @@ def test_fork_workers_command(scheduler: Scheduler, role: str) -> None:
 def test_spec_command(scheduler: Scheduler, role: str) -> None:
     spec = SchedulingSpec(cmd="http.server --bind 127.0.0.1 0")
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
-    pid = scheduler.call_engine(worker, "pid")
+    pid = scheduler.call_engine(worker, "pid", "command")
     assert is_running(pid)
     (fork,) = scheduler.fork_workers(f"{role}-fork", role)
     with pytest.raises(errors.EngineNotFoundError):  # the target's command is its own
-        scheduler.call_engine(fork, "pid")
+        scheduler.call_engine(fork, "pid", "command")
     scheduler.delete_workers(role)
     wait_gone({worker: pid})
 

@@ -11,13 +11,13 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
 from helmsman.api.workers import worker_context
 from helmsman.rpc_server.ports import RANGE_VARIABLE
 from tests.contract.engines import Counter
@@ -163,8 +163,9 @@ def test_command_binds_ports(scheduler: Scheduler, role: str) -> None:
     one = SchedulingSpec(cmd="http.server --bind '127.0.0.1' {port}")
     worker, _ = scheduler.create_workers(Job(role=role, replicas=2, tasks=[two, one]))
     ports, (port,) = leased(scheduler, role)
-    wait_until(lambda: answers(ports[1]) and answers(port), "the servers listen on their ports")
-    with open(f"/proc/{scheduler.call_engine(worker, 'pid')}/environ") as file:
+    assert answers(ports[1])
+    assert answers(port)
+    with open(f"/proc/{scheduler.call_engine(worker, 'pid', 'command')}/environ") as file:
         environment = dict(entry.split("=", 1) for entry in file.read().split("\0") if "=" in entry)
     assert environment["HELMSMAN_PORTS"] == f"{ports[0]},{ports[1]}"
     assert environment["CONTRACT_CMD"] == "a b,c=d"
@@ -173,7 +174,7 @@ def test_command_binds_ports(scheduler: Scheduler, role: str) -> None:
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        ("no.such.module {port}", "ended at once with exit code 1"),
+        ("no.such.module {port}", "ended with exit code 1 and has not started"),
         (
             "http.server {port3}",
             (
@@ -194,6 +195,65 @@ def test_command_fails_start(
         assert "No module named" in str(caught.value), "what the child wrote"
     with pytest.raises(errors.RoleNotFoundError):
         scheduler.get_workers(role)
+
+
+def test_command_starts_slowly(scheduler: Scheduler, role: str) -> None:
+    spec = SchedulingSpec(cmd="tests.contract.slow_server {port} fail")
+    with pytest.raises(
+        errors.EngineCreationError,
+        match=r"exit code 3 and has not started, which is when port \d+ accepts connections",
+    ):
+        scheduler.create_workers(Job(role=role, tasks=[spec]))
+    spec = SchedulingSpec(cmd="tests.contract.slow_server {port} serve")
+    scheduler.create_workers(Job(role=role, tasks=[spec]))
+    ((port,),) = leased(scheduler, role)
+    assert answers(port)
+
+
+_num_checks = 0
+
+
+def third_check(ports: list[int]) -> bool:
+    """Readiness check that passes when called for the third time in a process."""
+    global _num_checks
+    _num_checks += 1
+    assert len(ports) == 2, "both ports of the worker"
+    return _num_checks == 3
+
+
+def test_command_ready_check(scheduler: Scheduler, role: str) -> None:
+    spec = SchedulingSpec(
+        cmd="http.server 0", port_count=2, cmd_ready=f"{__name__}.{third_check.__name__}"
+    )
+    (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
+    assert scheduler.call_engine(worker, "poll", "command") is None
+
+
+def test_command_ready_time(scheduler: Scheduler, role: str) -> None:
+    spec = SchedulingSpec(cmd="tests.contract.slow_server {port} serve", cmd_ready=0.01)
+    scheduler.create_workers(Job(role=role, tasks=[spec]))
+    ((port,),) = leased(scheduler, role)
+    wait_until(lambda: answers(port), "the server listens later")
+    with pytest.raises(errors.InvalidSpecError, match="cmd_ready is -1.0"):
+        scheduler.create_workers(
+            Job(role=f"{role}-2", tasks=[SchedulingSpec(cmd="http.server", cmd_ready=-1.0)])
+        )
+
+
+def test_command_never_ready(make_own: Callable[..., Scheduler], role: str) -> None:
+    spec = SchedulingSpec(cmd="http.server 0 --bind 127.0.0.1", cmd_ready=f"{__name__}.never")
+    with (
+        make_own(timeouts=Timeouts(create_engine_s=3.0)) as scheduler,
+        pytest.raises(errors.EngineCreationError) as caught,
+    ):
+        scheduler.create_workers(Job(role=role, tasks=[spec]))
+    assert "runs for 2.7 s and has not started, which is when" in str(caught.value)
+    assert "Set SchedulingSpec.cmd_ready, or raise Timeouts.create_engine_s" in str(caught.value)
+
+
+def never(ports: list[int]) -> bool:
+    """Readiness check that does not pass."""
+    return False
 
 
 def test_worker_context_has_ports(scheduler: Scheduler, role: str) -> None:

@@ -160,7 +160,7 @@ def test_fork_two_for_one_target(run: RayScheduler) -> None:
 def test_fork_workers_command(run: RayScheduler, strategy: str, kind: str) -> None:
     run.create_workers(_target(kind, strategy, replicas=2, gpu=2))
     ids = run.fork_workers("server", "target", command="http.server --bind 127.0.0.1 {port}")
-    pids = {worker_id: run.call_engine(worker_id, "pid") for worker_id in ids}
+    pids = {worker_id: run.call_engine(worker_id, "pid", "command") for worker_id in ids}
     ports = [worker.engine_ports[0] for worker in run.get_workers("server")]
     assert len(set(ports)) == 2
     for pid, worker in zip(pids.values(), run.get_workers("target"), strict=True):

@@ -108,12 +108,14 @@ def test_cluster_of_cpus_spreads(run: RayScheduler) -> None:
         ResourceManager(0, 3, scheduler=run, name="cpus") as cpus,
     ):
         with Cluster("reward", Member, manager, ClusterConfig(world_size=4)) as reward:  # type: ignore[var-annotated]
-            assert sorted(reward.rank_to_node.values()) == [0, 0, 1, 1]
+            assert reward.rank_to_node == {0: 0, 1: 1, 2: 0, 3: 1}
             assert [worker.node_id for worker in reward.workers] == [
                 manager.nodes[reward.rank_to_node[rank]].node_id for rank in range(4)
             ]
         with Cluster("tools", Member, cpus, ClusterConfig(world_size=3)) as tools:  # type: ignore[var-annotated]
-            assert sorted(tools.rank_to_node.values()) == [0, 1, 2]
+            assert tools.rank_to_node == {0: 0, 1: 1, 2: 2}
+        with Cluster("odd", Member, manager, ClusterConfig(world_size=3)) as odd:  # type: ignore[var-annotated]
+            assert odd.rank_to_node == {0: 0, 1: 1, 2: 0}
 
 
 def test_resource_manager_of_some_devices(run: RayScheduler) -> None:

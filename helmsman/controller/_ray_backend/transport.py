@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import secrets
+import select
 import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -365,20 +366,25 @@ class RayWorker:
         self._killed = True
 
     def _end_here(self) -> None:
-        """Kill the process if it is stopped; others are left to Ray.
+        """Wait for the process to end, and kill it if it is stopped; others are left to Ray.
 
         Ray (2.52 to 2.56 at least) reports the death of a stopped process seconds before it kills
         it. It would report our kill of any other process as a failure.
         """
-
-        def state() -> list[bytes]:
-            return stat_fields(self._pid)[:1]
-
-        # A page with this tag shows that the pid has not been reused.
-        if state() == [b"T"] and find_page(self._pid, self._tag) is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-            wait_until(lambda: state() in ([], [b"Z"], [b"X"]), _DEATH_S)
+        try:
+            pidfd = os.pidfd_open(self._pid)
+        except OSError:
+            return  # it has ended
+        try:
+            # A page with this tag shows that the pid has not been reused.
+            if stat_fields(self._pid)[:1] == [b"T"] and find_page(self._pid, self._tag) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            ended = select.poll()
+            ended.register(pidfd, select.POLLIN)
+            ended.poll(_DEATH_S * 1000)
+        finally:
+            os.close(pidfd)
 
 
 def _reason_text(error: BaseException) -> str:

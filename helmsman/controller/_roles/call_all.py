@@ -61,6 +61,7 @@ async def call_all(
     engine_name: str | None = None,
     timeout: float | None = None,
     grace_s: float | None = DEFAULT_GRACE_S,
+    follow: Callable[[Fanout], None] | None = None,
 ) -> list[Any]:
     """Call a method on several workers at once.
 
@@ -73,6 +74,7 @@ async def call_all(
         timeout: Limit in seconds for all calls; the scheduler's ``timeouts.call_s`` when None.
         grace_s: Seconds for which the other calls are awaited after the first failure, for ranks
             that wait for each other. None awaits all calls, for independent workers.
+        follow: Called with the calls once they have begun.
 
     Returns:
         The results in the order of ``calls``.
@@ -89,6 +91,8 @@ async def call_all(
             asyncio.get_running_loop().run_in_executor(None, release, scheduler, result)
 
     work = scheduler.call_many(calls, method, engine_name, timeout)
+    if follow is not None:
+        follow(work)
     return await _gather(
         role, method, list(calls), work, grace_s=grace_s, forget=forget if keeps else None
     )

@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from helmsman.api.closing import Starting
 from helmsman.api.errors import HelmsmanError, InvalidSpecError, NotFoundError, SchedulerClosedError
+from helmsman.api.fan_out import Fanout
 from helmsman.api.scheduler import Call, EngineSpec, Job, Scheduler, Worker
 from helmsman.controller._aio.event_loop import forbid_blocking, run_blocking, run_sync
 from helmsman.controller._roles.call_all import call_all, gather_all
@@ -217,10 +218,15 @@ class RoleController(Starting):
             cause.add_note(f"Deleting the workers of role {self.role!r} failed, too: {error}")
 
     async def _call_workers(
-        self, method: str, calls: Mapping[str, Call], timeout: float | None = None
+        self,
+        method: str,
+        calls: Mapping[str, Call],
+        timeout: float | None = None,
+        follow: Callable[[Fanout], None] | None = None,
     ) -> list[Any]:
+        name, scheduler = self.engine_name, self.scheduler
         return await call_all(
-            self.scheduler, self.role, method, calls, engine_name=self.engine_name, timeout=timeout
+            scheduler, self.role, method, calls, engine_name=name, timeout=timeout, follow=follow
         )
 
 

@@ -149,7 +149,9 @@ class BackendScheduler(Scheduler):
             role=role,
             replicas=len(target.clients),
             tasks=[
-                msgspec.structs.replace(target.job.spec(rank_of(worker_id)), cmd=command, gpu=0)
+                msgspec.structs.replace(
+                    target.job.spec(rank_of(worker_id)), cmd=command, cmd_ready=None, gpu=0
+                )
                 for worker_id in target.worker_ids
             ],
             scheduling_strategy=SchedulingStrategy(

@@ -17,7 +17,7 @@ import msgspec
 
 from helmsman.api import errors
 from helmsman.api.plan import Reservation
-from helmsman.api.scheduler import Job
+from helmsman.api.scheduler import Job, SchedulingSpec
 from helmsman.controller._aio.event_loop import Deadline, await_all, forbid_blocking, run_sync
 from helmsman.controller._node.driver_log import listed, story
 from helmsman.controller._node.environment import worker_environment
@@ -204,17 +204,15 @@ class RoleLifecycle:
     async def _run_commands(self, roles: Sequence[Role], worker_ids: Sequence[str]) -> None:
         """Run the command of each worker whose spec has one, as a child of the worker."""
         jobs = {role.name: role.job for role in roles}
+        limit_s = 0.9 * self._run.timeouts.create_engine_s  # the rest is for the engine's error
 
-        async def run(worker_id: str, command: str) -> None:
-            ports = self._roles.client(worker_id).engine_ports
-            await self._calls.create_engine(worker_id, _COMMAND_ENGINE, None, (command, ports), {})
+        async def run(worker_id: str, spec: SchedulingSpec) -> None:
+            client = self._roles.client(worker_id)
+            args = (spec.cmd, client.engine_ports, spec.cmd_ready, client.node, limit_s)
+            await self._calls.create_engine(worker_id, _COMMAND_ENGINE, "command", args, {})
 
-        commands = {
-            each: jobs[each.rpartition("/")[0]].spec(rank_of(each)).cmd for each in worker_ids
-        }
-        await await_all(
-            run(worker_id, command) for worker_id, command in commands.items() if command
-        )
+        specs = {each: jobs[each.rpartition("/")[0]].spec(rank_of(each)) for each in worker_ids}
+        await await_all(run(worker_id, spec) for worker_id, spec in specs.items() if spec.cmd)
 
     # --- restarts ---------------------------------------------------------------------------------
 

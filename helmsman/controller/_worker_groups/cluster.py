@@ -43,6 +43,7 @@ from helmsman.controller._worker_groups.call_order import (
     compare_coordinates,
 )
 from helmsman.controller._worker_groups.dispatch import Dispatched
+from helmsman.controller._worker_groups.rank_futures import RankFutures
 from helmsman.controller._worker_groups.resource_manager import (
     Allocation,
     Device,
@@ -361,9 +362,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         dispatched = dispatch.dispatch_ad_hoc(
             self.topology, f"{self.name}.{name}", args, kwargs, ranks
         )
-        return GroupFuture(
-            self._send(name, dispatched, ranks, Options(timeout)), collect, forbid_blocking
-        )
+        return self._send(name, dispatched, ranks, Options(timeout), collect)
 
     # --- declared calls ---------------------------------------------------------------------------
 
@@ -397,10 +396,9 @@ class Cluster(RoleController, WorkerGroup[W_co]):
                         self.scheduler.release(handle)
                 raise
 
-        sent = self._send(
-            spec.name, dispatched, answering, options, is_cut=spec.sharding is not None
+        return self._send(
+            spec.name, dispatched, answering, options, collect, is_cut=spec.sharding is not None
         )
-        return GroupFuture(sent, collect, forbid_blocking)
 
     def _send(
         self,
@@ -408,10 +406,11 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         dispatched: Dispatched,
         answering: Sequence[int],
         options: Options,
+        collect: Callable[[list[Any]], Any],
         *,
         is_cut: bool = False,
-    ) -> Any:
-        """Start a call without blocking; returns a future of the results, in ``answering`` order.
+    ) -> GroupFuture[Any]:
+        """Start a call without blocking; ``collect`` gets the results in ``answering`` order.
 
         Arguments are packed here, in the caller's thread. If ``is_cut``, the workers' coordinates
         are checked before the call, on Helmsman's event loop.
@@ -429,18 +428,20 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             for rank, worker_id in ids.items()
         }
 
+        futures = RankFutures([ids[rank] for rank in answering])
+
         async def run() -> list[Any]:
             try:
                 limit_s = await self._order.enter(method, options.timeout, deadline, is_cut=is_cut)
                 async with self._order.slot(limit_s, deadline) as left_s:
-                    results = dict(
-                        zip(ids, await self._call_workers(method, calls, left_s), strict=True)
-                    )
+                    found = await self._call_workers(method, calls, left_s, futures.follow)
+                    results = dict(zip(ids, found, strict=True))
             finally:
                 packed.release()
             return [results[rank] for rank in answering]
 
-        return submit(run())
+        sent = submit(run())
+        return GroupFuture(sent, collect, forbid_blocking, lambda: futures.make(sent))
 
     def _after_death(self) -> str:
         return "Cluster.restart(rank) gives a rank a new process and a new instance of the class."

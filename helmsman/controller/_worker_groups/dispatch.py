@@ -219,6 +219,8 @@ def collect(
         return results
     if not isinstance(spec.collect, Collect) and spec.collect is not None:
         return spec.collect(results)
+    if not any(map(_has_rows, results)) and any(result is not None for result in results):
+        return results
     if cut is not None and any(cut.padding):
         results = [
             _unpadded(spec.full_name, *each)
@@ -276,6 +278,16 @@ def _is_remote_batch(result: Any) -> bool:
 def is_joinable(value: Any) -> bool:
     """Whether the value is of a kind that can be split and joined by rows."""
     return isinstance(value, Batch) or bool(kind_of(value))
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether a result is a sequence of rows, joinable or not."""
+    if isinstance(value, (str, bytes, Mapping)) and not is_joinable(value):
+        return False
+    try:
+        return len(value) >= 0
+    except TypeError:  # a number, None, a tensor without axes
+        return False
 
 
 # --- splitting and joining rows -------------------------------------------------------------------

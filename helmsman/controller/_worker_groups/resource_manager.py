@@ -202,8 +202,8 @@ class ResourceManager(Closing):
         Args:
             world_size: Number of workers.
             device_mapping: Device indices, as a list or '0-7,16'. Each worker gets an equal,
-                consecutive share, on one node. None: workers without devices, spread over the
-                nodes.
+                consecutive share, on one node. None: workers without devices, whose
+                ranks take turns on the nodes.
             holder: Name of the holder, which has one allocation at a time.
             num_cpus: CPUs that each worker without devices will request.
 
@@ -288,14 +288,19 @@ class ResourceManager(Closing):
         node_ids = [held.node_id for held in self.nodes]
         spec = SchedulingSpec(cpu=num_cpus, nodelist=node_ids, node_packing="spread")
         plan = self.scheduler.plan(Job(role=holder, replicas=world_size, tasks=[spec]))
+        turns: list[tuple[int, int]] = []
+        """Turn and node of each worker; consecutive ranks take turns on the nodes."""
+        for worker in plan.roles[0].workers:
+            node_rank = node_ids.index(worker.node_id)
+            turns.append((sum(other == node_rank for _, other in turns), node_rank))
         return [
             WorkerPlacement(
                 rank=rank,
-                node_rank=node_ids.index(worker.node_id),
-                node_id=worker.node_id,
-                node=worker.node,
+                node_rank=node_rank,
+                node_id=self.nodes[node_rank].node_id,
+                node=self.nodes[node_rank].node,
             )
-            for rank, worker in enumerate(plan.roles[0].workers)
+            for rank, (_, node_rank) in enumerate(sorted(turns))
         ]
 
     @checked

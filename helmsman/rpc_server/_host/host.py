@@ -42,6 +42,7 @@ from helmsman.rpc_server._host.threads import (
     task_stack,
     thread_stack,
 )
+from helmsman.rpc_server._process.command import CommandEngine
 from helmsman.rpc_server._process.environment import Environment, follow_thread_count
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
@@ -281,7 +282,7 @@ class EngineHost:
     def _failed_engines(self) -> dict[str, str]:
         failures = {}
         for name, engine in list(self._engines.items()):
-            if not isinstance(engine, InferenceEngine):
+            if not isinstance(engine, (InferenceEngine, CommandEngine)):
                 continue
             try:
                 reason = engine.failure()

@@ -5,43 +5,76 @@ It implements ``fork_workers(..., command=...)``.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import pkgutil
 import re
 import shlex
+import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from helmsman.rpc_server.ports import PORTS_VARIABLE
 
-_FIRST_MOMENTS_S = 1.0
-"""A child that fails within this time fails the start, which covers most errors, such as a missing
-module.
-"""
+_RUNS_S = 1.0
+"""Seconds after which a child that names no port counts as started."""
+_POLL_S = 0.05
+_CONNECT_S = 1.0
 _TAIL_BYTES = 4096
+_PORT = re.compile(r"\{port(\d*)\}")
 
 
 class CommandEngine:
     """Runs ``python -m MODULE ARGUMENTS`` with the worker's environment, devices and log.
 
     The child ends with the worker. It may bind the worker's leased ports, which it finds in
-    HELMSMAN_PORTS as 'port,port'.
+    HELMSMAN_PORTS as 'port,port'. The constructor returns when the child has started.
 
     Args:
         command: Module name and arguments, quoted as for a shell. ``{port0}``, ``{port1}``, ...
             are replaced by the leased ports, ``{port}`` by the first one.
         ports: The ports leased to the worker.
+        ready: When the child has started; see ``SchedulingSpec.cmd_ready``.
+        node: Address of the worker's node.
+        limit_s: Longest wait for a port or a check, in seconds.
 
     Raises:
         ValueError: The command is empty, or uses more ports than the worker has.
-        RuntimeError: The child failed at once.
+        RuntimeError: The child ended before it had started, or did not start in time.
     """
 
-    def __init__(self, command: str, ports: Sequence[str]) -> None:
+    def __init__(
+        self,
+        command: str,
+        ports: Sequence[str],
+        ready: float | str | None,
+        node: str,
+        limit_s: float,
+    ) -> None:
         arguments = [_with_ports(part, command, ports) for part in shlex.split(command)]
         if not arguments:
             raise ValueError("the command is empty; expected a module's name and its arguments")
+        self._shown = f"'python -m {shlex.join(arguments)}'"
+        started = time.monotonic()
+        named = _PORT.search(command)
+        self._may_finish = False
+        has_started: Callable[[], bool]
+        if isinstance(ready, str):
+            check, numbers = pkgutil.resolve_name(ready), [int(port) for port in ports]
+            expected, has_started = f"{ready}({numbers}) returns True", lambda: bool(check(numbers))
+        elif ready is None and named is not None:
+            port = int(ports[int(named[1] or 0)])
+            expected = f"port {port} accepts connections"
+            has_started = functools.partial(_accepts, port, node)
+        else:
+            runs_s = _RUNS_S if ready is None else ready
+            self._may_finish = True
+            expected = f"it has run for {runs_s:g} s"
+            has_started = lambda: time.monotonic() - started >= runs_s  # noqa: E731
         written = _log_size()
         self._process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
@@ -49,15 +82,27 @@ class CommandEngine:
             env={**os.environ, PORTS_VARIABLE: ",".join(ports)},
         )
         try:
-            code = self._process.wait(_FIRST_MOMENTS_S)
-        except subprocess.TimeoutExpired:
-            return
-        if code != 0:
-            how = f"exit code {code}" if code > 0 else f"signal {-code}"
-            raise RuntimeError(
-                f"'python -m {shlex.join(arguments)}' ended at once with {how}; it "
-                f"wrote:\n{_log_since(written)}"
-            )
+            is_late = False
+            while (problem := self.failure()) is None and not has_started() and not is_late:
+                time.sleep(_POLL_S)
+                is_late = time.monotonic() - started > limit_s
+            if problem is not None or is_late:
+                raise RuntimeError(
+                    f"{problem or f'{self._shown} runs for {limit_s:g} s'} and has not started, "
+                    f"which is when {expected}. Set SchedulingSpec.cmd_ready, or raise "
+                    f"Timeouts.create_engine_s; it wrote:\n{_log_since(written)}"
+                )
+        except BaseException:
+            self.destroy()
+            raise
+
+    def failure(self) -> str | None:
+        """Return why the child no longer runs, for the worker's health; None if all is well."""
+        code = self.poll()
+        if code is None or (code == 0 and self._may_finish):
+            return None
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        return f"{self._shown} has ended with {how}"
 
     def pid(self) -> int:
         return self._process.pid
@@ -86,7 +131,14 @@ def _with_ports(part: str, command: str, ports: Sequence[str]) -> str:
             )
         return ports[index]
 
-    return re.sub(r"\{port(\d*)\}", port, part)
+    return _PORT.sub(port, part)
+
+
+def _accepts(port: int, node: str) -> bool:
+    for host in ("localhost", node):
+        with contextlib.suppress(OSError), socket.create_connection((host, port), _CONNECT_S):
+            return True
+    return False
 
 
 def _log_size() -> int:

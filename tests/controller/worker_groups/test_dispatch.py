@@ -30,6 +30,7 @@ from helmsman.api.errors import DispatchError, UnevenBatchError
 from helmsman.api.register import register
 from helmsman.api.topology import AXES, Axis, RankInfo, Topology
 from helmsman.controller._worker_groups.dispatch import (
+    Cut,
     answering_ranks,
     collect,
     collecting_ranks,
@@ -400,12 +401,23 @@ def test_padding_of_the_caller_stays() -> None:
 
 
 @pytest.mark.parametrize(
+    "results",
+    [[1.5, 2], [{"loss": 1.0}, {"loss": 2.0}], ["a", "b"], [torch.tensor(1.0)] * 2, [None, 3]],
+)
+@pytest.mark.parametrize("cut", [None, Cut([2, 2], [0, 1])])
+def test_collect_results_without_rows(results: list[Any], cut: Cut | None) -> None:
+    spec = declared(Dispatch.DP_MP_COMPUTE)
+    assert collect(Topology(dp=2), spec, cut, results) == results
+
+
+@pytest.mark.parametrize(
     ("results", "said"),
     [
         (
-            [{"loss": 1.0}, {"loss": 2.0}],
-            r"its parts returned dict, which cannot be joined. .*collect=Collect.LIST",
+            [({"loss": 1.0}, 2), ({"loss": 2.0}, 2)],
+            r"its parts returned tuple, which cannot be joined. .*collect=Collect.LIST",
         ),
+        ([[1], 2.0], r"its parts returned list and float"),
         ([[1], None], r"its parts returned list and NoneType"),
         ([torch.zeros(1), [1]], r"its parts returned tensor and list"),
         ([torch.zeros(1, 2), torch.zeros(1, 3)], r"the results of its parts cannot be joined"),
