@@ -100,6 +100,7 @@ NEXT_STEPS = {
     "EngineImportError": "a class can be passed instead",
     "EngineCreationError": "traceback in the worker",
     "EngineCallError": "traceback in the worker",
+    "EngineCreationTimeoutError": "Raise the limit if the call is only slow",
     "MethodNotFoundError": "Did you mean: ",
     "ArgumentNotSerializableError": "build it inside the engine",
     "ArgumentNotLoadableError": "importable in the worker",
