@@ -59,6 +59,8 @@ HIDDEN = {
         "EngineImportError.method",
         "EngineImportError.engine_name",
         "EngineCreationError.method",
+        *(f"EngineCreationTimeoutError.remote_{each}" for each in ("type", "message", "traceback")),
+        *(f"MethodNotFoundError.remote_{each}" for each in ("type", "message", "traceback")),
     ),
     *(
         "HandleLostError.engine_name",

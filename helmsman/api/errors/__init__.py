@@ -32,7 +32,7 @@ HelmsmanError
 │   ├── EngineExistsError
 │   ├── EngineImportError (ImportError)
 │   ├── EngineCreationError
-│   │   └── EngineCreationTimeoutError (TimeoutError)  also a CallTimeoutError
+│   │   └── EngineCreationTimeoutError    also a CallTimeoutError
 │   ├── EngineCallError
 │   │   └── MethodNotFoundError (AttributeError)
 │   ├── ArgumentNotSerializableError (TypeError)

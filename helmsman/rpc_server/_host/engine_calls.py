@@ -105,7 +105,28 @@ def broadcast_group(engine: Any) -> Any | None:
     return None
 
 
-def broadcast_arguments(
+def arguments_of(
+    engine: Any,
+    load: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+    worker_id: str,
+    request: Request,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the (args, kwargs) of a call: its own, or the head's on all ranks of a group.
+
+    Args:
+        engine: The engine of this rank.
+        load: Loads the call's own arguments.
+        worker_id: This worker, for errors.
+        request: The call.
+
+    Raises:
+        CallError: The arguments cannot be loaded, here or on the head.
+    """
+    group = None if request.broadcast is False else broadcast_group(engine)
+    return load() if group is None else _broadcast_arguments(group, load, worker_id, request)
+
+
+def _broadcast_arguments(
     group: Any,
     load: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
     worker_id: str,

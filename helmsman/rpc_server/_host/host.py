@@ -27,8 +27,7 @@ from helmsman.api.suggestions import nearest
 from helmsman.api.workers import WorkerContext, within
 from helmsman.rpc_server._host import connectivity
 from helmsman.rpc_server._host.engine_calls import (
-    broadcast_arguments,
-    broadcast_group,
+    arguments_of,
     construct,
     import_engine,
     is_pending,
@@ -505,7 +504,10 @@ class EngineHost:
 
         def run() -> None:
             try:
-                result = self._call(request, payload, engine, method)
+                args, kwargs = arguments_of(
+                    engine, lambda: self._load(request, payload), self.identity.worker_id, request
+                )
+                result = self._run_engine_code(request, lambda: method(*args, **kwargs))
                 if is_pending(result):  # the engine thread is free for the next call
                     self._loop.submit(request.id, name, functools.partial(finish, result))
                     return
@@ -520,18 +522,6 @@ class EngineHost:
             self._loop.submit(request.id, name, run_async, withdrawn)
         else:
             self.engine_thread.submit(request.id, name, run, withdrawn)
-
-    def _call(
-        self, request: Request, payload: Payload, engine: Any, method: Callable[..., Any]
-    ) -> Any:
-        group = None if request.broadcast is False else broadcast_group(engine)
-        if group is not None:
-            args, kwargs = broadcast_arguments(
-                group, lambda: self._load(request, payload), self.identity.worker_id, request
-            )
-        else:
-            args, kwargs = self._load(request, payload)
-        return self._run_engine_code(request, lambda: method(*args, **kwargs))
 
     def _find(self, request: Request) -> tuple[Any, Callable[..., Any]]:
         worker_id, name = self.identity.worker_id, str(request.engine_name)
