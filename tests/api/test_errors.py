@@ -59,8 +59,14 @@ HIDDEN = {
         "EngineImportError.method",
         "EngineImportError.engine_name",
         "EngineCreationError.method",
-        *(f"EngineCreationTimeoutError.remote_{each}" for each in ("type", "message", "traceback")),
-        *(f"MethodNotFoundError.remote_{each}" for each in ("type", "message", "traceback")),
+        *(
+            f"{error}.{field}"
+            for error in ("EngineCreationTimeoutError", "MethodNotFoundError")
+            for field in (
+                *("remote_type", "remote_message", "remote_traceback"),
+                *("node", "unsent", "original", "log_path", "log_tail"),
+            )
+        ),
     ),
     *(
         "HandleLostError.engine_name",
