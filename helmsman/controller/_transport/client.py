@@ -114,7 +114,7 @@ class WorkerClient:
         try:
             await await_reply(self, Outgoing(request, payload), limit_s, "Timeouts.create_engine_s")
         except errors.CallTimeoutError as error:
-            raise errors.EngineCreationTimeoutError(str(error), **vars(error)) from None
+            raise errors.EngineCreationTimeoutError(**vars(error)) from None
 
     async def control(self, verb: Verb, *arguments: Any, limit_s: float | None = None) -> Any:
         """Send a control verb and return its reply; the limit defaults to ``Timeouts.health_s``."""
