@@ -23,6 +23,7 @@ ALLOWED = {
     "controller": {"controller", "api", "rpc_server"},
     "testing": {"testing", "api", ""},
     "recipes": {"recipes", "engines", "api", ""},
+    "compat": {"compat", "api", ""},
 }
 """Room -> rooms that it may import. '' is the package itself, whose names are public; it imports
 every room but `testing`.
@@ -156,14 +157,15 @@ def test_room_imports_allowed(room: str) -> None:
     assert not wrong, f"{room} may import only {sorted(ALLOWED[room])}:\n" + "\n".join(wrong)
 
 
-def test_recipes_import_public_modules_only() -> None:
-    """Recipes show how Helmsman is used, so they use nothing that a script of a user could not."""
+@pytest.mark.parametrize("room", ["recipes", "compat"])
+def test_room_imports_public_modules_only(room: str) -> None:
+    """These use nothing that a script of a user could not."""
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in SOURCES
-        if path.is_relative_to(PACKAGE / "recipes")
+        if path.is_relative_to(PACKAGE / room)
         for line, name in imports_of(path)
-        if room_of(name) not in (None, "recipes")
+        if room_of(name) not in (None, room)
         and any(part.startswith("_") for part in name.split("."))
     ]
     assert not wrong, "\n".join(wrong)

@@ -104,6 +104,10 @@ CAUSES: dict[str, tuple[str, str]] = {
         "The constructor raised.",
         "Read the traceback of the worker in the message.",
     ),
+    "EngineCreationTimeoutError": (
+        "The constructor takes longer than `Timeouts.create_engine_s`, or hangs.",
+        "Look at the stack in the message; raise the limit if the model is only large.",
+    ),
     "MethodNotFoundError": (
         "A typing error, or a private method.",
         "Use one of the names that are suggested.",

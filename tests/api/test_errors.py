@@ -59,6 +59,14 @@ HIDDEN = {
         "EngineImportError.method",
         "EngineImportError.engine_name",
         "EngineCreationError.method",
+        *(
+            f"{error}.{field}"
+            for error in ("EngineCreationTimeoutError", "MethodNotFoundError")
+            for field in (
+                *("remote_type", "remote_message", "remote_traceback"),
+                *("node", "unsent", "original", "log_path", "log_tail"),
+            )
+        ),
     ),
     *(
         "HandleLostError.engine_name",
@@ -100,6 +108,7 @@ NEXT_STEPS = {
     "EngineImportError": "a class can be passed instead",
     "EngineCreationError": "traceback in the worker",
     "EngineCallError": "traceback in the worker",
+    "EngineCreationTimeoutError": "Raise the limit if the call is only slow",
     "MethodNotFoundError": "Did you mean: ",
     "ArgumentNotSerializableError": "build it inside the engine",
     "ArgumentNotLoadableError": "importable in the worker",

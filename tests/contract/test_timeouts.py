@@ -73,6 +73,7 @@ def test_timeout_of_constructor(
     with pytest.raises(errors.CallTimeoutError) as caught:
         Engine.create(scheduler, shared_workers[0], Slow, name, *gate.files)
     monkeypatch.undo()
+    assert isinstance(caught.value, errors.EngineCreationError)
     assert "in __init__" in caught.value.stack
     gate.open()
     late = Engine(scheduler, shared_workers[0], name)

@@ -6,8 +6,8 @@ HelmsmanError
 │   ├── JobsFileError
 │   └── RoleExistsError
 ├── NotFoundError (LookupError)           a name that is not registered
-│   ├── RoleNotFoundError
 │   ├── WorkerNotFoundError
+│   │   └── RoleNotFoundError
 │   └── EngineNotFoundError
 ├── BackendError
 │   ├── BackendNotInstalledError (ImportError)
@@ -32,8 +32,9 @@ HelmsmanError
 │   ├── EngineExistsError
 │   ├── EngineImportError (ImportError)
 │   ├── EngineCreationError
-│   ├── MethodNotFoundError (AttributeError)
+│   │   └── EngineCreationTimeoutError    also a CallTimeoutError
 │   ├── EngineCallError
+│   │   └── MethodNotFoundError (AttributeError)
 │   ├── ArgumentNotSerializableError (TypeError)
 │   ├── ArgumentNotLoadableError
 │   ├── ResultNotSerializableError (TypeError)

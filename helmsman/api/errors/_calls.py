@@ -144,6 +144,19 @@ class EngineCreationError(_RemoteError):
     template = "the constructor of engine {engine_name!r}"
 
 
+class EngineCreationTimeoutError(EngineCreationError, CallTimeoutError):
+    """An engine's constructor that did not return within ``Timeouts.create_engine_s``."""
+
+    method: str = "create_engine"
+    remote_type: str = "TimeoutError"
+    remote_message: str = ""
+    remote_traceback: str = ""
+    template = CallTimeoutError.template
+
+    def describe(self) -> str:
+        return HelmsmanError.describe(self)
+
+
 class EngineCallError(_RemoteError):
     """An engine method that raised.
 
@@ -166,9 +179,15 @@ class EngineCallError(_RemoteError):
         )
 
 
-class MethodNotFoundError(CallError, AttributeError):
-    """A method that the engine does not have, or that is not callable from outside."""
+class MethodNotFoundError(EngineCallError, AttributeError):
+    """A method that the engine does not have, or that is not callable from outside.
 
+    No engine code ran, so there is no traceback.
+    """
+
+    remote_type: str = "AttributeError"
+    remote_message: str = "no such public method"
+    remote_traceback: str = ""
     engine_type: str
     suggestions: Sequence[str]
     reason: str = ""

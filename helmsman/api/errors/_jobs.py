@@ -64,18 +64,18 @@ class NotFoundError(HelmsmanError, LookupError):
         ).rstrip()
 
 
-class RoleNotFoundError(NotFoundError):
-    """A role that has no workers."""
-
-    kind = "role"
-    step = "Create its workers with create_workers(job) first."
-
-
 class WorkerNotFoundError(NotFoundError):
     """A worker id that belongs to no running role."""
 
     kind = "worker"
     step = "Ids are 'role/index', as create_workers returned them."
+
+
+class RoleNotFoundError(WorkerNotFoundError):
+    """A role that has no workers."""
+
+    kind = "role"
+    step = "Create its workers with create_workers(job) first."
 
 
 class EngineNotFoundError(NotFoundError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,10 +79,8 @@ class BackendScheduler(Scheduler):
         self._values = ValueStore(self._roles, backend)
         self._calls = CallService(self._run, self._roles, self._values)
         self._lifecycle = RoleLifecycle(self._run, self._roles, backend, self._calls)
-        self._platform_guard = backend.guard_platform()
-        self._record = _open_record(self._run, type(self).__name__)
+        self._end = _End(self)
         remove_old_logs()
-        atexit.register(self.close)
         try:
             backend.open(self._run, self._roles.client)
         except BaseException:
@@ -100,25 +100,7 @@ class BackendScheduler(Scheduler):
         self._run.timeouts = timeouts
 
     def close(self) -> None:
-        if not self._roles.is_closed:
-            forbid_blocking()  # before the roles are marked as closed
-        self._backend.closing()
-        doomed = self._roles.close()
-        if doomed is not None:
-            atexit.unregister(self.close)
-            run_sync(self._close(doomed))
-
-    async def _close(self, doomed: list[Role]) -> None:
-        self.monitor.close()
-        try:
-            await stop_roles(doomed, True, "close", self.timeouts.shutdown_s)
-        finally:
-            self._values.forget_all()
-            await self._backend.close()
-            self._platform_guard.close()
-            if self._record is not None:
-                self._record.release()
-            self._run.log.end()
+        self._end.close()
 
     # --- the cluster ------------------------------------------------------------------------------
 
@@ -394,6 +376,56 @@ class BackendScheduler(Scheduler):
     @checked
     def release(self, handle: ResultHandle) -> None:
         self._values.release(handle)
+
+
+class _End:
+    """Ends a scheduler's run: on ``close``, at the script's exit, or once it is garbage-collected.
+
+    It references the parts of the scheduler, not the scheduler itself.
+    """
+
+    def __init__(self, scheduler: BackendScheduler) -> None:
+        self._run, self._roles = scheduler._run, scheduler._roles
+        self._values, self._backend = scheduler._values, scheduler._backend
+        self._platform_guard = self._backend.guard_platform()
+        self._record = _open_record(self._run, type(scheduler).__name__)
+        self._scheduler = weakref.ref(scheduler)
+        atexit.register(self.close)
+        weakref.finalize(scheduler, self._dropped).atexit = False
+
+    def close(self) -> None:
+        if not self._roles.is_closed:
+            forbid_blocking()  # before the roles are marked as closed
+        self._backend.closing()
+        doomed = self._roles.close()
+        if doomed is not None:
+            atexit.unregister(self.close)
+            run_sync(self._close(doomed))
+
+    async def _close(self, doomed: list[Role]) -> None:
+        if (scheduler := self._scheduler()) is not None:
+            scheduler.monitor.close()
+        try:
+            await stop_roles(doomed, True, "close", self._run.timeouts.shutdown_s)
+        finally:
+            self._values.forget_all()
+            await self._backend.close()
+            self._platform_guard.close()
+            if self._record is not None:
+                self._record.release()
+            self._run.log.end()
+
+    def _dropped(self) -> None:
+        """Close on another thread: garbage is collected on any, whose locks may be held."""
+        if not self._roles.is_closed:
+            threading.Thread(target=self._close_dropped, name="helmsman-dropped").start()
+
+    def _close_dropped(self) -> None:
+        log.warning(
+            "run %s: its scheduler was dropped without close(), so its workers end now",
+            self._run.id,
+        )
+        self.close()
 
 
 def _valid(job: Job | Collection[Job]) -> list[Job]:

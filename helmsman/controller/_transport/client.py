@@ -111,7 +111,10 @@ class WorkerClient:
     async def create_engine(self, engine_name: str, payload: Payload, limit_s: float) -> None:
         """Build an engine; ``payload`` is (path or class, args, kwargs)."""
         request = Request(next(request_ids), Verb.CREATE_ENGINE, engine_name)
-        await await_reply(self, Outgoing(request, payload), limit_s, "Timeouts.create_engine_s")
+        try:
+            await await_reply(self, Outgoing(request, payload), limit_s, "Timeouts.create_engine_s")
+        except errors.CallTimeoutError as error:
+            raise errors.EngineCreationTimeoutError(**vars(error)) from None
 
     async def control(self, verb: Verb, *arguments: Any, limit_s: float | None = None) -> Any:
         """Send a control verb and return its reply; the limit defaults to ``Timeouts.health_s``."""

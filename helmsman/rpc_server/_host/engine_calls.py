@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,13 +64,70 @@ def _set_rank_info(engine: Any, rank_info: RankInfo) -> None:
         object.__setattr__(engine, "rank_info", rank_info)
 
 
-def needs_broadcast(engine: Any, asked: bool | None) -> bool:
-    """Whether the call's arguments come from the head of the engine's model-parallel group."""
-    return asked is not False and getattr(engine, "model_parallel_group", None) is not None
+def is_pending(result: Any) -> bool:
+    """Whether a method returned a future or another awaitable, in place of its value."""
+    return isinstance(result, concurrent.futures.Future) or inspect.isawaitable(result)
 
 
-def broadcast_arguments(
+async def settled(result: Any) -> Any:
+    """Await a method's result, and what that returns, until it is a value."""
+    while is_pending(result):
+        if isinstance(result, concurrent.futures.Future):
+            result = asyncio.wrap_future(result)
+        result = await result
+    return result
+
+
+BROADCAST_GROUPS = (
+    "model_parallel_group",
+    "context_and_model_parallel_group",
+    "model_and_context_parallel_group",
+    "get_model_parallel_group",
+    "broadcast_group",
+)
+"""Attributes, properties or methods by which an engine provides its model-parallel group."""
+
+
+def broadcast_group(engine: Any) -> Any | None:
+    """Return the process group in which the head's arguments reach all ranks; None without one.
+
+    An engine whose attribute ``initialized`` is False has no group yet.
+    """
+    own = getattr(engine, "__dict__", {})
+    for name in BROADCAST_GROUPS:
+        # Looked up in the class, since an engine's __getattr__ may raise anything.
+        if name in own or hasattr(type(engine), name):
+            if not getattr(engine, "initialized", True):
+                return None
+            group = getattr(engine, name, None)
+            if (group := group() if callable(group) else group) is not None:
+                return group
+    return None
+
+
+def arguments_of(
     engine: Any,
+    load: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+    worker_id: str,
+    request: Request,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the (args, kwargs) of a call: its own, or the head's on all ranks of a group.
+
+    Args:
+        engine: The engine of this rank.
+        load: Loads the call's own arguments.
+        worker_id: This worker, for errors.
+        request: The call.
+
+    Raises:
+        CallError: The arguments cannot be loaded, here or on the head.
+    """
+    group = None if request.broadcast is False else broadcast_group(engine)
+    return load() if group is None else _broadcast_arguments(group, load, worker_id, request)
+
+
+def _broadcast_arguments(
+    group: Any,
     load: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
     worker_id: str,
     request: Request,
@@ -78,7 +138,7 @@ def broadcast_arguments(
     in the broadcast for a head that has failed.
 
     Args:
-        engine: The engine of this rank.
+        group: The model-parallel group.
         load: Loads the arguments; called on the head only.
         worker_id: This worker, for errors.
         request: The call.
@@ -89,7 +149,6 @@ def broadcast_arguments(
     """
     import torch.distributed as dist
 
-    group = engine.model_parallel_group
     is_head = dist.get_rank(group) == 0
     failure: errors.CallError | None = None
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})

@@ -27,10 +27,11 @@ from helmsman.api.suggestions import nearest
 from helmsman.api.workers import WorkerContext, within
 from helmsman.rpc_server._host import connectivity
 from helmsman.rpc_server._host.engine_calls import (
-    broadcast_arguments,
+    arguments_of,
     construct,
     import_engine,
-    needs_broadcast,
+    is_pending,
+    settled,
 )
 from helmsman.rpc_server._host.faults import Faults, Prepared
 from helmsman.rpc_server._host.handles import HandleStore, keep
@@ -480,15 +481,10 @@ class EngineHost:
         name = dotted(request.engine_name, request.method)
         self._num_calls += 1
 
-        async def run_async() -> None:
-            try:
-                args, kwargs = self._load(request, payload)
-            except errors.HelmsmanError as error:
-                self._fail(request, reply, error)
-                return
+        async def finish(result: Any) -> None:
             try:
                 try:
-                    result = await method(*args, **kwargs)
+                    result = await settled(result)
                 finally:
                     self._end_forked_child(request)
                 self._journal.called(engine, request, result)
@@ -500,27 +496,34 @@ class EngineHost:
             else:
                 self._send_result(request, reply, result)
 
+        async def run_async() -> None:
+            try:
+                args, kwargs = self._load(request, payload)
+            except errors.HelmsmanError as error:
+                self._fail(request, reply, error)
+            else:
+                await finish(method(*args, **kwargs))
+
+        def run() -> None:
+            try:
+                args, kwargs = arguments_of(
+                    engine, lambda: self._load(request, payload), self.identity.worker_id, request
+                )
+                result = self._run_engine_code(request, lambda: method(*args, **kwargs))
+                if is_pending(result):  # the engine thread is free for the next call
+                    self._loop.submit(request.id, name, functools.partial(finish, result))
+                    return
+                self._journal.called(engine, request, result)
+            except BaseException as error:  # noqa: BLE001 - the process boundary, as in _answer
+                self._fail(request, reply, error)
+            else:
+                self._send_result(request, reply, result)
+
         withdrawn = functools.partial(self._decline, request, reply)
         if inspect.iscoroutinefunction(method):
             self._loop.submit(request.id, name, run_async, withdrawn)
         else:
-            work = functools.partial(
-                self._answer, request, reply, lambda: self._call(request, payload, engine, method)
-            )
-            self.engine_thread.submit(request.id, name, work, withdrawn)
-
-    def _call(
-        self, request: Request, payload: Payload, engine: Any, method: Callable[..., Any]
-    ) -> Any:
-        if needs_broadcast(engine, request.broadcast):
-            args, kwargs = broadcast_arguments(
-                engine, lambda: self._load(request, payload), self.identity.worker_id, request
-            )
-        else:
-            args, kwargs = self._load(request, payload)
-        result = self._run_engine_code(request, lambda: method(*args, **kwargs))
-        self._journal.called(engine, request, result)
-        return result
+            self.engine_thread.submit(request.id, name, run, withdrawn)
 
     def _find(self, request: Request) -> tuple[Any, Callable[..., Any]]:
         worker_id, name = self.identity.worker_id, str(request.engine_name)

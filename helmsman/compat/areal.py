@@ -1,0 +1,530 @@
+"""AReaL's Scheduler API on Helmsman's schedulers: its classes, signatures, defaults and errors.
+
+A script runs with these imports in place of AReaL's. AReaL's own dataclasses, or any objects with
+their fields, are accepted too. ``scheduler.helmsman`` is the scheduler behind it, for everything
+that AReaL's API lacks.
+
+An engine's method may return a future or another awaitable. An engine with several model-parallel
+ranks provides their process group as ``context_and_model_parallel_group``; arguments given to the
+head reach all ranks, unless ``rpc_meta`` is ``{"broadcast": False}``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import getpass
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import helmsman
+from helmsman.api import errors
+from helmsman.api.closing import Closing
+from helmsman.api.workers import EngineSpec
+
+log = logging.getLogger(__name__)
+
+# --- jobs and workers -----------------------------------------------------------------------------
+
+
+@dataclass
+class SchedulingSpec:
+    """The resources and environment of one worker, with AReaL's defaults.
+
+    ``mem`` and the fields of containers and Slurm have no effect.
+    """
+
+    cpu: float = 8
+    gpu: int = 0
+    mem: float = 32
+    port_count: int = 2
+    image: str = ""
+    task_type: str = "worker"
+    env_vars: dict[str, str] = field(default_factory=dict)
+    cmd: str | None = None
+    """'python -m module arguments'. AReaL's own servers are replaced by Helmsman's worker."""
+    srun_additional_args: str = ""
+    additional_bash_cmds: list[str] | None = None
+    container_type: str = ""
+    mount: str = ""
+    nodelist: str | Sequence[str] | None = None
+    """Nodes, separated by commas."""
+    exclude: str | Sequence[str] | None = None
+    """Nodes, separated by commas."""
+    ray_placement_strategy: str = "shared"
+
+
+_DEFAULTS = SchedulingSpec()
+_MAPPED = {
+    *("cpu", "gpu", "port_count", "env_vars", "cmd", "nodelist", "exclude"),
+    "ray_placement_strategy",
+}
+
+
+@dataclass
+class SchedulingStrategy:
+    """The placement of a job's workers relative to another role."""
+
+    type: str = "separation"
+    target: str | None = None
+    fork: bool = True
+    """With colocation: whether each worker gets a process of its own. True, unlike in Helmsman."""
+
+
+@dataclass
+class Job:
+    """One role of the run."""
+
+    role: str
+    replicas: int = 0
+    tasks: list[SchedulingSpec] = field(default_factory=list)
+    """One spec for all replicas, or one for each; the default spec if empty."""
+    scheduling_strategy: SchedulingStrategy = field(default_factory=SchedulingStrategy)
+
+
+@dataclass
+class Worker:
+    """A running worker."""
+
+    id: str
+    ip: str
+    worker_ports: list[str] = field(default_factory=list)
+    """The worker's leased ports, at least two: the first for its ``cmd``, the second as a master
+    port.
+    """
+    engine_ports: list[str] = field(default_factory=list)
+    """Empty, as in AReaL."""
+
+
+def _as_job(job: Any) -> helmsman.Job:
+    """Convert a job of AReaL's fields, and log the fields that have no effect."""
+    given = getattr(job, "scheduling_strategy", None) or SchedulingStrategy()
+    kind = str(getattr(given.type, "value", given.type))  # its enumeration, or a string
+    if kind not in ("separation", "colocation"):
+        raise ValueError(
+            f"job {job.role!r}: scheduling_strategy.type is {kind!r}; expected 'separation' or "
+            "'colocation'"
+        )
+    colocated = kind == "colocation"
+    strategy = helmsman.SchedulingStrategy(
+        type=cast(Any, kind),
+        target=given.target if colocated else None,
+        fork=colocated and bool(getattr(given, "fork", True)),
+    )
+    tasks = list(job.tasks) or [SchedulingSpec()]
+    if ignored := sorted(set().union(*map(_ignored, filter(dataclasses.is_dataclass, tasks)))):
+        log.warning(
+            "job %r: these fields of its specs have no effect in Helmsman: %s",
+            job.role,
+            ", ".join(ignored),
+        )
+    return helmsman.Job(
+        role=job.role,
+        replicas=job.replicas,
+        tasks=[_as_spec(job.role, spec, has_devices=not colocated) for spec in tasks],
+        scheduling_strategy=strategy,
+    )
+
+
+def _as_spec(role: str, spec: Any, *, has_devices: bool) -> helmsman.SchedulingSpec:
+    value = {name: getattr(spec, name, getattr(_DEFAULTS, name)) for name in _MAPPED}
+    return helmsman.SchedulingSpec(
+        cpu=value["cpu"],
+        gpu=value["gpu"] if has_devices else 0,  # a colocated worker has its target's
+        port_count=max(2, value["port_count"]),
+        env_vars={name: str(each) for name, each in (value["env_vars"] or {}).items()},
+        cmd=_as_command(role, value["cmd"]),
+        nodelist=_as_nodes(value["nodelist"]),
+        exclude=_as_nodes(value["exclude"]),
+        ray_placement_strategy=value["ray_placement_strategy"],
+    )
+
+
+def _as_nodes(nodes: str | Sequence[str] | None) -> list[str]:
+    names = nodes.split(",") if isinstance(nodes, str) else nodes or ()
+    return [name.strip() for name in names if name.strip()]
+
+
+def _as_command(role: str, cmd: str | None) -> str | None:
+    """Return a module and its arguments; None for the servers that Helmsman's worker replaces."""
+    if not cmd or "areal.infra.rpc." in cmd:
+        return None
+    program, *rest = cmd.split(maxsplit=2)
+    if rest[:1] == ["-m"] and program.rpartition("/")[2].startswith("python"):
+        cmd = rest[1]
+    elif program.startswith("python") or "/" in program:
+        raise WorkerCreationError(role, f"cmd is {cmd!r}; expected 'python -m module arguments'")
+    return f"{cmd} --port {{port}}"
+
+
+def _ignored(spec: Any) -> set[str]:
+    """Return the fields with another value than their default that have no effect."""
+    defaults = {each.name: each.default for each in dataclasses.fields(spec)}
+    return {
+        name
+        for name, default in defaults.items()
+        if name not in _MAPPED and getattr(spec, name) != default
+    }
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+class SchedulerError(Exception):
+    """Base of AReaL's errors; ``__cause__`` is Helmsman's error."""
+
+    template: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        return self.template.format_map(vars(self)) if self.template else super().__str__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = getattr(self, "__dataclass_fields__", ())
+        return (type(self), tuple(getattr(self, name) for name in names) or self.args)
+
+
+@dataclass(eq=False)
+class WorkerCreationError(SchedulerError):
+    """Workers that did not start, or an invalid job."""
+
+    worker_key: str
+    reason: str
+    details: str = ""
+    template = "worker {worker_key!r} cannot be created: {reason}{details}"
+
+
+class WorkerConfigurationError(SchedulerError):
+    """Never raised: workers are configured as they start."""
+
+
+@dataclass(eq=False)
+class WorkerFailedError(SchedulerError):
+    """A worker process that has died; a signal is a negative exit code."""
+
+    worker_id: str
+    exit_code: int
+    stderr: str = ""
+    template = "worker {worker_id!r} has exited with code {exit_code}: {stderr}"
+
+
+@dataclass(eq=False)
+class WorkerNotFoundError(SchedulerError):
+    """An unknown worker or role."""
+
+    worker_id: str
+    template = "no worker or role {worker_id!r}"
+
+
+@dataclass(eq=False)
+class EngineCreationError(SchedulerError):
+    """An engine whose constructor raised or took too long, or whose name is in use."""
+
+    worker_id: str
+    reason: str
+    status_code: int | None = None
+    template = "no engine was created on worker {worker_id!r}: {reason}"
+
+
+@dataclass(eq=False)
+class EngineCallError(SchedulerError):
+    """A call without a result. It was sent once: ``attempt`` is always 1."""
+
+    worker_id: str
+    method: str
+    reason: str
+    attempt: int = 1
+    template = "the call of {method!r} on worker {worker_id!r} failed: {reason}"
+
+
+@dataclass(eq=False)
+class WorkerTimeoutError(SchedulerError):
+    """Workers that did not answer in time."""
+
+    worker_key: str
+    timeout: float
+    template = "worker {worker_key!r} did not answer within {timeout} s"
+
+
+class PortAllocationError(SchedulerError):
+    """Never raised: WorkerCreationError is."""
+
+
+class GPUAllocationError(SchedulerError):
+    """Never raised: WorkerCreationError is."""
+
+
+class RPCConnectionError(SchedulerError):
+    """Never raised: a lost connection is a WorkerFailedError."""
+
+
+@dataclass(eq=False)
+class EngineImportError(SchedulerError):
+    """An engine's import path that the worker cannot resolve."""
+
+    import_path: str
+    reason: str
+    template = "the engine {import_path!r} cannot be imported: {reason}"
+
+
+@contextlib.contextmanager
+def _areal_errors(worker: str, method: str = "") -> Iterator[None]:
+    """Raise AReaL's errors for Helmsman's; ``worker`` is a worker or a role."""
+    try:
+        yield
+    except errors.HelmsmanError as error:
+        raise _as_areal_error(error, worker, method) from error
+
+
+def _as_areal_error(error: errors.HelmsmanError, worker: str, method: str) -> SchedulerError:
+    reason = str(error)
+    match error:
+        case errors.WorkerNotFoundError():
+            return WorkerNotFoundError(error.name)
+        case errors.WorkerFailedError():
+            signal_code = -(error.exit_signal or 1)
+            code = signal_code if error.exit_code is None else error.exit_code
+            return WorkerFailedError(error.worker_id, code, reason)
+        case errors.EngineImportError():
+            return EngineImportError(error.engine_path, error.reason)
+        case errors.JobError() | errors.StartError():
+            return WorkerCreationError(error.role or worker, reason)
+        case errors.CallTimeoutError() if not method:
+            return WorkerTimeoutError(worker, error.limit_s)
+        case errors.CallError() | errors.EngineNotFoundError() if method == "__init__":
+            return EngineCreationError(worker, reason)
+        case errors.CallError() | errors.EngineNotFoundError():
+            return EngineCallError(worker, method, reason)
+    return SchedulerError(reason)
+
+
+# --- schedulers -----------------------------------------------------------------------------------
+
+
+class Scheduler(Closing):
+    """AReaL's Scheduler on one of Helmsman's.
+
+    Args:
+        scheduler: The scheduler that does the work; it belongs to this one.
+        startup_timeout: Limit of ``get_workers`` in seconds.
+        n_gpus_per_node: Number of accelerators per node; the observed number when None.
+    """
+
+    def __init__(
+        self,
+        scheduler: helmsman.Scheduler,
+        startup_timeout: float,
+        n_gpus_per_node: int | None = None,
+    ) -> None:
+        self.helmsman = scheduler
+        self.startup_timeout = startup_timeout
+        self._n_gpus_per_node = n_gpus_per_node
+        self._has_explained_retries = False
+
+    @property
+    def n_gpus_per_node(self) -> int:
+        """Number of accelerators per node."""
+        return self._n_gpus_per_node or self.helmsman.n_gpus_per_node
+
+    def close(self) -> None:
+        """End all workers; idempotent. Dropping the last reference has the same effect."""
+        self.helmsman.close()
+
+    def create_workers(self, job: Any, *_: Any, **__: Any) -> list[str]:
+        """Start a job's workers and return their ids. Other arguments have no effect.
+
+        Raises:
+            WorkerCreationError: The job is invalid or cannot start. Nothing of it remains.
+            WorkerNotFoundError: The role to colocate with does not exist.
+        """
+        with _areal_errors(job.role):
+            is_ours = isinstance(job, helmsman.Job)
+            return self.helmsman.create_workers(job if is_ours else _as_job(job))
+
+    def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
+        """Return a role's workers in rank order, once each has answered.
+
+        Args:
+            role: The role.
+            timeout: Limit in seconds; ``startup_timeout`` if None.
+
+        Raises:
+            SchedulerError: A WorkerNotFoundError, WorkerFailedError or WorkerTimeoutError.
+        """
+        with _areal_errors(role):
+            found = self.helmsman.get_workers(
+                role, self.startup_timeout if timeout is None else timeout
+            )
+        return [Worker(each.id, each.ip, list(each.engine_ports)) for each in found]
+
+    def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
+        """End a role's workers; an unknown role is logged as a warning.
+
+        Args:
+            role: The role; None for all roles.
+            reverse_order: Whether to end rank 0 last.
+        """
+        with _areal_errors(role or ""):
+            try:
+                self.helmsman.delete_workers(role, reverse_order)
+            except errors.RoleNotFoundError as error:
+                log.warning("delete_workers(%r) has nothing to delete: %s", role, error)
+
+    def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
+        """Start a sibling process for each worker of a role; return their ids.
+
+        Args:
+            role: Name of the new role.
+            target_role: The role whose workers get siblings, on the same nodes and devices.
+            command: Module that each sibling runs with ``--port``, its ``worker_ports[0]``.
+
+        Raises:
+            SchedulerError: A WorkerNotFoundError or WorkerCreationError.
+        """
+        with _areal_errors(role):
+            return self.helmsman.fork_workers(role, target_role, _as_command(role, command))
+
+    async def set_worker_env(self, worker_id: str, env: Mapping[str, Any]) -> None:
+        """Set environment variables in a worker, before its engines are created."""
+        variables = {name: str(value) for name, value in env.items()}
+        with _areal_errors(worker_id, "set_worker_env"):
+            await self.helmsman.set_worker_env(worker_id, variables)
+
+    async def create_engine(
+        self, worker_id: str, engine: Any, engine_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Build an engine in a worker.
+
+        Args:
+            worker_id: The worker.
+            engine: Import path 'package.module.Class', or a class.
+            engine_name: Name of the engine; the worker's id if None.
+            *args: Positional arguments of the engine.
+            **kwargs: Named arguments of the engine.
+
+        Raises:
+            EngineCreationError: The constructor raised or took too long, or the name is in use.
+            SchedulerError: An EngineImportError, WorkerNotFoundError or WorkerFailedError.
+        """
+        spec = EngineSpec(target=engine, kwargs=kwargs)
+        with _areal_errors(worker_id, "__init__"):
+            await self.helmsman.create_engine(worker_id, spec, engine_name, *args)
+
+    def call_engine(
+        self, worker_id: str, method: str, engine_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a method of an engine, once, and return its result.
+
+        Args:
+            worker_id: The worker.
+            method: Name of the method.
+            engine_name: Name of the engine; the worker's id if None.
+            *args: Positional arguments of the method.
+            **kwargs: Named arguments of the method, ``timeout`` included; and these of the call.
+                rpc_meta: {"broadcast": bool} and other options of Helmsman's call_engine.
+                http_timeout: limit in seconds, 7200 by default. max_retries, retry_delay: no
+                effect, since a failed attempt may have run and is never sent again.
+
+        Raises:
+            EngineCallError: The method raised, does not exist or took too long.
+            SchedulerError: A WorkerNotFoundError or WorkerFailedError.
+        """
+        with _areal_errors(worker_id, method):
+            return self.helmsman.call_engine(
+                worker_id, method, engine_name, *args, **self._options(**kwargs)
+            )
+
+    async def async_call_engine(
+        self, worker_id: str, method: str, engine_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Await call_engine; the arguments and errors are the same."""
+        with _areal_errors(worker_id, method):
+            return await self.helmsman.async_call_engine(
+                worker_id, method, engine_name, *args, **self._options(**kwargs)
+            )
+
+    def _options(
+        self,
+        *,
+        rpc_meta: Mapping[str, Any] | None = None,
+        http_timeout: float | None = None,
+        max_retries: int = 1,
+        retry_delay: float = 0.0,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Return Helmsman's options of a call; ``kwargs`` are the method's."""
+        if max_retries > 1 and not self._has_explained_retries:
+            self._has_explained_retries = True
+            log.warning(
+                "max_retries=%d and retry_delay=%g have no effect: a failed call may have run, so "
+                "Helmsman never sends it again. Catch EngineCallError to call the method again.",
+                max_retries,
+                retry_delay,
+            )
+        return {"rpc_meta": {**(rpc_meta or {}), "kwargs": kwargs}, "rpc_timeout": http_timeout}
+
+
+class LocalScheduler(Scheduler):
+    """AReaL's LocalScheduler.
+
+    Args:
+        gpu_devices: Only the number counts; CUDA_VISIBLE_DEVICES selects devices. Those found on
+            the machine when None.
+        log_dir: Folder of the workers' logs; below ``fileroot`` when None, if that is given.
+        startup_timeout: Limit in seconds for starting workers, and for ``get_workers``.
+        health_check_interval: No effect.
+        exp_config: Experiment whose names and ``cluster.fileroot`` are used.
+        **options: AReaL's experiment_name, trial_name and fileroot; its options for offloading and
+            name resolution, which have no effect; and arguments of Helmsman's LocalScheduler.
+    """
+
+    def __init__(
+        self,
+        gpu_devices: Sequence[int] | None = None,
+        log_dir: str | Path | None = None,
+        startup_timeout: float = 300.0,
+        health_check_interval: float = 1.0,
+        *,
+        exp_config: Any = None,
+        **options: Any,
+    ) -> None:
+        root, *names = (options.pop(n, None) for n in ("fileroot", "experiment_name", "trial_name"))
+        if exp_config is not None:
+            root = exp_config.cluster.fileroot
+            names = [exp_config.experiment_name, exp_config.trial_name]
+        for name in ("enable_tms_offload", "name_resolve_type", "nfs_record_root", "etcd3_addr"):
+            options.pop(name, None)
+        if log_dir is None and root and all(names):
+            log_dir = Path(root, "logs", getpass.getuser(), *names)
+        if gpu_devices is not None:
+            options.setdefault("num_gpus", len(gpu_devices))
+        # CPUs are shared: a spec's number sets thread counts and may exceed the machine's.
+        options.setdefault("num_cpus", 4096)
+        options.setdefault("timeouts", helmsman.Timeouts(start_s=startup_timeout))
+        super().__init__(helmsman.LocalScheduler(log_dir=log_dir, **options), startup_timeout)
+
+
+class RayScheduler(Scheduler):
+    """AReaL's RayScheduler.
+
+    Args:
+        startup_timeout: Limit in seconds for starting workers, and for ``get_workers``.
+        exp_config: Experiment whose ``cluster.n_gpus_per_node`` is used.
+        n_gpus_per_node: Number of accelerators per node; the observed number when None.
+        **options: Arguments of Helmsman's RayScheduler.
+    """
+
+    def __init__(
+        self,
+        startup_timeout: float = 300.0,
+        *,
+        exp_config: Any = None,
+        n_gpus_per_node: int | None = None,
+        **options: Any,
+    ) -> None:
+        if exp_config is not None:
+            n_gpus_per_node = exp_config.cluster.n_gpus_per_node
+        options.setdefault("timeouts", helmsman.Timeouts(start_s=startup_timeout))
+        super().__init__(helmsman.RayScheduler(**options), startup_timeout, n_gpus_per_node)

@@ -1,0 +1,289 @@
+"""Scripts in AReaL's spelling, on both schedulers that it has."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import helmsman
+from helmsman.compat import areal
+from helmsman.compat.areal import (
+    Job,
+    LocalScheduler,
+    RayScheduler,
+    Scheduler,
+    SchedulingSpec,
+    SchedulingStrategy,
+)
+
+pytestmark = pytest.mark.slow
+HERE = "tests.compat.areal.engines"
+
+
+def make(kind: str, log_dir: Path) -> Scheduler:
+    if kind == "local":
+        return LocalScheduler([0, 1], str(log_dir), startup_timeout=120.0)
+    return RayScheduler(
+        startup_timeout=120.0, log_dir=log_dir, address="local", num_cpus=64, num_gpus=2
+    )
+
+
+@pytest.fixture(scope="module", params=["local", "ray"])
+def scheduler(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scheduler]:
+    with make(request.param, tmp_path_factory.mktemp("logs")) as scheduler:
+        yield scheduler
+
+
+@pytest.fixture
+def rollout(scheduler: Scheduler) -> Iterator[str]:
+    """A worker with a Rollout under its own id."""
+    (worker,) = scheduler.create_workers(Job("rollout", 1, [SchedulingSpec(cpu=1)]))
+    asyncio.run(scheduler.create_engine(worker, f"{HERE}.Rollout"))
+    yield worker
+    scheduler.delete_workers("rollout")
+
+
+def test_train_controller_order_of_calls(scheduler: Scheduler) -> None:
+    """Start, environment, engines, process group, then one call whose data only the head gets."""
+    cmd = "python -m areal.infra.rpc.rpc_server"
+    spec = SchedulingSpec(cpu=4, gpu=1, mem=16000, port_count=2, cmd=cmd)
+    job = Job(replicas=2, tasks=[spec], scheduling_strategy=SchedulingStrategy(), role="actor")
+    assert scheduler.create_workers(job=job) == ["actor/0", "actor/1"]
+    workers = scheduler.get_workers(role="actor")
+    assert not workers[0].engine_ports
+    master_port = int(workers[0].worker_ports[1])
+
+    async def start() -> list[bool]:
+        for rank, worker in enumerate(workers):
+            env = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": workers[0].ip}
+            await scheduler.set_worker_env(worker.id, {**env, "MASTER_PORT": master_port})
+            await scheduler.create_engine(
+                worker_id=worker.id,
+                engine=f"{HERE}.Trainer",
+                engine_name=f"actor/{rank}",
+                config={"lr": 1},
+            )
+        for method, given in (
+            ("create_process_group", {"parallel_strategy": "d1t2"}),
+            ("initialize", {"ft_spec": {"epochs": 1}}),
+            ("is_data_parallel_head", {}),
+        ):
+            found = await on_all(method, [given, given])
+        return found
+
+    async def on_all(method: str, given: list[dict[str, Any]], **options: Any) -> list[Any]:
+        return await asyncio.gather(
+            *(
+                scheduler.async_call_engine(
+                    worker_id=worker.id, method=method, engine_name=worker.id, **each, **options
+                )
+                for worker, each in zip(workers, given, strict=True)
+            )
+        )
+
+    assert asyncio.run(start()) == [True, False]
+    data = {"batch": [1, 2], "scale": 3}
+    assert asyncio.run(on_all("train_batch", [data, {}])) == [(0, [1, 2], 3), (1, [1, 2], 3)]
+    own = [{"batch": 5}, {"batch": 6}]
+    alone = asyncio.run(on_all("train_batch", own, rpc_meta={"broadcast": False}))
+    assert alone == [(0, 5, 1), (1, 6, 1)]
+    meta = [{"meta": "disk"}, {}]
+    assert asyncio.run(on_all("update_weights", meta)) == ["disk on 0", "disk on 1"]
+
+    scheduler.delete_workers(role="actor", reverse_order=True)
+    with pytest.raises(areal.WorkerNotFoundError):
+        scheduler.get_workers("actor")
+
+
+def test_arguments_of_method_reach_it(scheduler: Scheduler, rollout: str) -> None:
+    call = scheduler.async_call_engine(
+        rollout,
+        "wait_for_task",
+        engine_name=rollout,
+        task_id=7,
+        timeout=0.1,
+        raise_timeout=False,
+        http_timeout=60.0,
+    )
+    assert asyncio.run(call) == (7, 0.1, False)
+
+
+def test_http_timeout_is_limit_of_call(scheduler: Scheduler, rollout: str) -> None:
+    with pytest.raises(areal.EngineCallError, match=r"limit 0\.01 s") as caught:
+        scheduler.call_engine(rollout, "wait", None, http_timeout=0.01)
+    assert caught.value.worker_id == rollout
+
+
+def test_retries_are_explained_once(
+    scheduler: Scheduler, rollout: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        assert scheduler.call_engine(rollout, "process", max_retries=3, retry_delay=1.0)
+    (warning,) = [each.message for each in caplog.records if "max_retries=3" in each.message]
+    assert "Helmsman never sends it again. Catch EngineCallError" in warning
+
+
+def test_result_awaitable_is_awaited(scheduler: Scheduler, rollout: str) -> None:
+    assert scheduler.call_engine(rollout, "coroutine", None, 1) == 2
+    with pytest.raises(areal.EngineCallError, match="no such sample") as caught:
+        scheduler.call_engine(rollout, "failing")
+    cause = caught.value.__cause__
+    assert isinstance(cause, helmsman.errors.EngineCallError)
+    assert isinstance(cause.__cause__, KeyError)
+
+
+def test_colocation_forks_by_default(scheduler: Scheduler, rollout: str) -> None:
+    beside = SchedulingStrategy(type="colocation", target="rollout")
+    spec = SchedulingSpec(gpu=1)  # it has the devices of its target, whatever it asks for
+    assert scheduler.create_workers(Job("ref", 1, [spec], beside)) == ["ref/0"]
+    assert scheduler.fork_workers(role="proxy", target_role="rollout") == ["proxy/0"]
+    within = dataclasses.replace(beside, fork=False)
+    scheduler.create_workers(Job("critic", 1, [spec], within))
+    processes = {}
+    for role in ("rollout", "ref", "proxy", "critic"):
+        (worker,) = scheduler.get_workers(role)
+        assert len(worker.worker_ports) == 2
+        name = f"{role} engine"
+        asyncio.run(scheduler.create_engine(worker.id, f"{HERE}.Rollout", name, config=None))
+        processes[role] = scheduler.call_engine(worker.id, "process", name)
+    assert processes["critic"] == processes["rollout"]
+    assert len(set(processes.values())) == 3
+
+
+def test_errors_have_names_and_attributes_of_areal(scheduler: Scheduler, rollout: str) -> None:
+    with pytest.raises(areal.WorkerNotFoundError) as missing:
+        scheduler.call_engine("nowhere/0", "process")
+    assert missing.value.worker_id == "nowhere/0"
+    with pytest.raises(areal.EngineCallError, match="no public method 'proces'") as unknown:
+        scheduler.call_engine(rollout, "proces")
+    assert (unknown.value.method, unknown.value.attempt) == ("proces", 1)
+    with pytest.raises(areal.EngineImportError) as path:
+        asyncio.run(scheduler.create_engine(rollout, "no.such.Engine", "another"))
+    assert path.value.import_path == "no.such.Engine"
+    with pytest.raises(areal.EngineCreationError, match="already holds"):
+        asyncio.run(scheduler.create_engine(rollout, f"{HERE}.Rollout"))
+    for job, reason in (
+        (Job("rollout", 1), "already runs"),
+        (Job("new"), "replicas is 0"),
+        (Job("new", 1, [SchedulingSpec(gpu=99)]), "cannot be placed"),
+        (Job("new", 1, [SchedulingSpec()] * 3), "number of tasks"),
+    ):
+        with pytest.raises(areal.WorkerCreationError, match=reason) as refused:
+            scheduler.create_workers(job)
+        assert refused.value.worker_key == job.role
+    nowhere = SchedulingStrategy("colocation", "nowhere")
+    with pytest.raises(areal.WorkerNotFoundError):
+        scheduler.create_workers(Job("new", 1, scheduling_strategy=nowhere))
+
+
+def test_slow_constructor_raises_creation_error(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (worker,) = scheduler.create_workers(Job("slow", 1, [SchedulingSpec(cpu=1)]))
+    short = helmsman.Timeouts(create_engine_s=0.2, shutdown_s=2)
+    monkeypatch.setattr(scheduler.helmsman, "timeouts", short)
+    with pytest.raises(areal.EngineCreationError, match="did not finish within") as caught:
+        asyncio.run(scheduler.create_engine(worker, f"{HERE}.Slow"))
+    assert caught.value.worker_id == worker
+    assert isinstance(caught.value.__cause__, TimeoutError)
+    monkeypatch.undo()
+    scheduler.delete_workers("slow")
+
+
+def test_delete_unknown_role_warns(scheduler: Scheduler, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler.delete_workers("unknown")
+    assert "delete_workers('unknown') has nothing to delete" in caplog.text
+
+
+# --- jobs of other classes ------------------------------------------------------------------------
+
+
+class Kind(enum.StrEnum):
+    colocation = "colocation"
+
+
+@dataclasses.dataclass
+class TheirSpec:
+    """A spec of AReaL's, which Helmsman does not import."""
+
+    cpu: int = 8
+    gpu: int = 0
+    port_count: int = 1
+    nodelist: str | None = None
+    env_vars: dict[str, Any] = dataclasses.field(default_factory=dict)
+    image: str = "some/image"
+    mount: str = "/storage"
+    srun_additional_args: str = "--mpi"
+
+
+@dataclasses.dataclass
+class TheirStrategy:
+    type: Any = "separation"
+    target: str | None = None
+    fork: bool = True
+
+
+@dataclasses.dataclass
+class TheirJob:
+    role: str
+    replicas: int
+    tasks: list[TheirSpec]
+    scheduling_strategy: TheirStrategy
+
+
+def converted(job: TheirJob) -> helmsman.Job:
+    """The job that a scheduler of Helmsman receives."""
+    received: list[helmsman.Job] = []
+
+    class Recorder(helmsman.InlineScheduler):
+        def create_workers(self, job: Any) -> list[str]:
+            received.append(job)
+            return []
+
+    with Scheduler(Recorder(), 1.0) as scheduler:
+        scheduler.create_workers(job)
+    received[0].validate()
+    return received[0]
+
+
+def test_job_of_any_class_with_fields(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    spec = TheirSpec(nodelist="n1, n2", env_vars={"A": 1}, image="mine", mount="/mine")
+    job = converted(TheirJob("r", 2, [spec], TheirStrategy()))
+    (ours,) = job.tasks
+    assert (list(ours.nodelist), ours.env_vars, ours.port_count) == (["n1", "n2"], {"A": "1"}, 2)
+    assert (ours.cpu, ours.mem, ours.cmd) == (8, 0, None)
+    assert not job.scheduling_strategy.fork, "it is for colocated jobs only"
+    (warning,) = [each.message for each in caplog.records if "no effect" in each.message]
+    assert warning.endswith(": image, mount")
+
+
+def test_job_with_strategy_of_enumeration() -> None:
+    strategy = TheirStrategy(Kind.colocation, "actor")
+    job = converted(TheirJob("r", 1, [TheirSpec(gpu=1)], strategy))
+    assert job.scheduling_strategy == helmsman.SchedulingStrategy(
+        type="colocation", target="actor", fork=True
+    )
+    assert job.tasks[0].gpu == 0, "those of the target"
+
+
+def test_job_with_unknown_strategy() -> None:
+    with pytest.raises(ValueError, match="expected 'separation' or 'colocation'"):
+        converted(TheirJob("r", 1, [TheirSpec()], TheirStrategy("beside")))
+
+
+def test_command_gets_port() -> None:
+    spec = SchedulingSpec(cmd="python3 -m my.server --verbose")
+    job = converted(Job("r", 1, [spec]))  # type: ignore[arg-type]
+    assert job.tasks[0].cmd == "my.server --verbose --port {port}"
+    with pytest.raises(areal.WorkerCreationError, match="expected 'python -m module arguments'"):
+        converted(Job("r", 1, [SchedulingSpec(cmd="python script.py")]))  # type: ignore[arg-type]
