@@ -11,15 +11,9 @@ import msgspec
 
 from helmsman import LocalScheduler
 from helmsman.recipes.settings import GRPOSettings, RunSettings
-from helmsman.recipes.sizes import read_shape, sizes
+from helmsman.recipes.sizes import sizes
 
 S = TypeVar("S", bound=RunSettings)
-
-_SMALL_MODEL = 50_000_000
-"""Parameters up to which a process for each core is faster than a process with many threads. The
-operations of a small model are too short to divide, and its threads mostly wait for each other.
-"""
-_MOST_PROCESSES = 8
 
 CHOSEN = frozenset(
     {
@@ -163,7 +157,6 @@ def _choose_groups(choices: _Choices) -> None:
             choices.take("cluster.train_workers", total, "a rank for each device")
         return
     if not total:
-        _choose_processes(choices)
         return
     if total == 1:
         choices.take(
@@ -185,28 +178,6 @@ def _choose_groups(choices: _Choices) -> None:
             max(1, left // cluster.rollout_devices),
             "the other devices",
         )
-
-
-def _choose_processes(choices: _Choices) -> None:
-    """Give the roles of a small model a process for each core, where they have no accelerators."""
-    settings = choices.settings
-    cluster, shape = settings.cluster, read_shape(settings.model)
-    if (
-        not isinstance(settings, GRPOSettings)
-        or settings.rollout.staleness
-        or cluster.scheduler == "inline"
-        or cluster.num_nodes > 1
-        or cluster.address is not None
-        or shape is None
-        or shape.num_parameters > _SMALL_MODEL
-        or choices.is_given("cluster.train_cpus", "cluster.rollout_cpus")
-    ):
-        return
-    count = min(num_cores(), _MOST_PROCESSES) // settings.train.model_parallel_size
-    count = max(1, count) * settings.train.model_parallel_size
-    reason = f"the model is small, and there are {num_cores()} cores"
-    choices.take("cluster.train_workers", count, reason)
-    choices.take("cluster.rollout_instances", count, reason)
 
 
 def _choose_threads(choices: _Choices) -> None:

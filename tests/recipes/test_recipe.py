@@ -117,29 +117,6 @@ def test_choose_threads_of_roles_that_alternate(monkeypatch: pytest.MonkeyPatch)
     assert found.cluster.train_threads == 1
 
 
-def test_choose_groups_of_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(choosing, "num_cores", lambda: 4)
-    given = frozenset({"cluster.devices_per_node"})
-
-    def groups(num_layers: int, given: frozenset[str] = given, **cluster: Any) -> tuple[int, int]:
-        shape = {"hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 1000}
-        config = tmp_path / "config.json"
-        config.write_text(json.dumps({**shape, "num_hidden_layers": num_layers}))
-        settings = msgspec.structs.replace(minimal(**cluster), model=str(tmp_path))
-        found = choose(settings, given)[0].cluster
-        return found.train_workers, found.rollout_instances
-
-    assert groups(2) == (4, 4), "a process for each core"
-    assert groups(8) == (1, 1), "threads are as fast, and need less memory"
-    assert groups(2, given | {"cluster.train_workers"}, train_workers=2) == (2, 4)
-    assert groups(2, given | {"cluster.scheduler"}, scheduler="inline") == (1, 1)
-    assert groups(2, given | {"cluster.num_nodes"}, num_nodes=2) == (1, 1)
-    settings = msgspec.structs.replace(minimal(), model=str(tmp_path))
-    found, _ = choose(settings, given)
-    assert (found.cluster.train_threads, found.cluster.rollout_threads) == (1, 1)
-
-
 def test_choose_groups_of_devices() -> None:
     given = frozenset({"cluster.devices_per_node", "cluster.device_memory_gb"})
     found, _ = choose(minimal(devices_per_node=8), given)
