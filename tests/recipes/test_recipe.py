@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from helmsman.recipes import GRPO, PPO, GRPOSettings, choosing, make_model
+from helmsman.recipes import GRPO, PPO, GRPOSettings, make_model
 from helmsman.recipes.choosing import choose, num_cores
 from helmsman.recipes.config import read
 from helmsman.recipes.roles import make_jobs

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -26,6 +26,7 @@ from helmsman.api.scheduler import EngineSpec, ResultHandle, WorkerHealth
 from helmsman.api.suggestions import nearest
 from helmsman.api.workers import WorkerContext, within
 from helmsman.rpc_server._host import connectivity
+from helmsman.rpc_server._host.call_states import CallStates
 from helmsman.rpc_server._host.engine_calls import (
     arguments_of,
     construct,
@@ -40,15 +41,12 @@ from helmsman.rpc_server._host.threads import (
     EngineLoop,
     EngineThread,
     all_stacks,
-    task_stack,
-    thread_stack,
 )
 from helmsman.rpc_server._process.command import CommandEngine
 from helmsman.rpc_server._process.environment import Environment, follow_thread_count
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import (
-    CallState,
     Reply,
     Request,
     Verb,
@@ -63,7 +61,6 @@ ReplyFn = Callable[[Reply, Payload], None]
 
 DESTROY_S = 30.0
 """Longest wait in seconds for an engine's async ``destroy``; the engine thread then goes on."""
-_REMEMBERED = 10_000
 
 
 class EngineHost:
@@ -102,8 +99,7 @@ class EngineHost:
         self._loop = EngineLoop(f"{identity.worker_id} async", pulse.loop_call if pulse else None)
         self._engines: dict[str, Any] = {}
         self._creating: set[str] = set()
-        self._cancelled: dict[object, None] = {}
-        """Ids of recent requests that were cancelled before they arrived, in case they still do."""
+        self._call_states = CallStates(self.engine_thread, self._loop)
         self._lock = threading.Lock()
         self._ports = PortLeases()
         # Without seeding this is the driver's own process.
@@ -128,7 +124,7 @@ class EngineHost:
             reply: Called exactly once, from any thread.
         """
         try:
-            if request.id in self._cancelled:
+            if self._call_states.is_cancelled(request.id):
                 self._decline(request, reply)
             elif request.verb is Verb.CALL:
                 self._begin_call(request, payload, reply)
@@ -242,9 +238,9 @@ class EngineHost:
             case Verb.PROBE_LISTEN:
                 return self._listener.listen(*arguments)
             case Verb.INSPECT:
-                return self._inspect(arguments[0])
+                return self._call_states.inspect(arguments[0])
             case Verb.CANCEL:
-                return self._cancel(arguments[0])
+                return self._call_states.cancel(arguments[0])
             case Verb.RELEASE:
                 return self._store.drop(arguments[0])
             case Verb.SHUTDOWN:
@@ -314,49 +310,6 @@ class EngineHost:
             return
         current_platform.seed(self._seed)
         self._seed = None  # a later engine must not repeat the first one's random numbers
-
-    def _cancel(self, request_id: object) -> CallState:
-        for place in (self.engine_thread, self._loop):
-            if place.waiting.withdraw(request_id):
-                return _behind("withdrawn", place)
-        seen = self._inspect([request_id])[request_id]
-        if seen.state == "ended":
-            self._cancelled[request_id] = (
-                None  # CANCEL may overtake a request that is still being packed or transferred
-            )
-            if len(self._cancelled) > _REMEMBERED:
-                del self._cancelled[next(iter(self._cancelled))]
-        return seen
-
-    def _inspect(self, request_ids: Collection[object]) -> dict[object, CallState]:
-        # Checked before the running calls; otherwise a call that begins in between would be missed.
-        places = (self.engine_thread, self._loop)
-        waiting = {
-            request_id: place
-            for place in places
-            for request_id in request_ids
-            if place.waiting.has(request_id)
-        }
-        behind = {
-            place: _behind("waiting", place) for place in {*waiting.values(), self.engine_thread}
-        }
-        running, now = self.engine_thread.occupant, time.monotonic()
-        tasks = {call.request_id: call for call in list(self._loop.running.values())}
-
-        def state_of(request_id: object) -> CallState:
-            if request_id in waiting:
-                return behind[waiting[request_id]]
-            if running and running.request_id == request_id:
-                return msgspec.structs.replace(behind[self.engine_thread], state="running")
-            call = tasks.get(request_id)
-            if call is None or call.task is None:
-                return CallState(state="ended")
-            stack = task_stack(call.task)
-            return CallState(
-                state="running", stack=stack, running=call.name, running_s=now - call.since
-            )
-
-        return {request_id: state_of(request_id) for request_id in request_ids}
 
     # --- engines ----------------------------------------------------------------------------------
 
@@ -597,16 +550,6 @@ class EngineHost:
             else:
                 failure = remote_error(self.identity, request, error)
             self._fail(request, reply, failure)
-
-
-def _behind(state: Literal["waiting", "withdrawn"], place: EngineThread | EngineLoop) -> CallState:
-    running = place.occupant
-    return CallState(
-        state=state,
-        stack=thread_stack(place.thread),
-        running=running.name if running else None,
-        running_s=time.monotonic() - running.since if running else None,
-    )
 
 
 async def _await_then(awaitable: Any, done: threading.Event) -> None:
