@@ -23,7 +23,8 @@ from helmsman.rpc_server.ports import RANGE_VARIABLE
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, wait_until
 
-FIRST, LAST = 19_200, 19_399  # below the default range, from which other tests lease meanwhile
+# Above the ephemeral ports, where no other test leases or binds any.
+FIRST, LAST = 61_200, 61_399
 NUM_WORKERS, NUM_PORTS, NUM_SQUATTERS = 8, 16, 50
 
 
@@ -118,7 +119,7 @@ def test_ports_among_squatters(scheduler: Scheduler, role: str, squatted: set[in
 def test_ports_of_killed_worker_free(
     scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(RANGE_VARIABLE, "20100-20107")
+    monkeypatch.setenv(RANGE_VARIABLE, "61500-61507")
     spec = SchedulingSpec(port_count=8)
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
     engine = Engine.create(scheduler, worker, Counter)
@@ -132,7 +133,7 @@ def test_ports_of_killed_worker_free(
         "its death",
     )
     scheduler.create_workers(Job(role=f"{role}-heir", tasks=[spec]))
-    assert sorted(leased(scheduler, f"{role}-heir")[0]) == list(range(20100, 20108))
+    assert sorted(leased(scheduler, f"{role}-heir")[0]) == list(range(61500, 61508))
 
 
 def test_port_range_invalid(

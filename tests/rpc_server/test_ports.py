@@ -61,7 +61,7 @@ def test_lease_skips_bound_port(leases: PortLeases, monkeypatch: pytest.MonkeyPa
 
 @LINUX
 def test_lease_too_few_free(leases: PortLeases, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RANGE_VARIABLE, "20100-20109")
+    monkeypatch.setenv(RANGE_VARIABLE, "61510-61519")
     other = PortLeases()
     theirs = other.lease(4)
     with pytest.raises(
@@ -69,7 +69,7 @@ def test_lease_too_few_free(leases: PortLeases, monkeypatch: pytest.MonkeyPatch)
     ):
         leases.lease(7)
     assert not leases._held
-    assert sorted(leases.lease(6) + theirs) == list(range(20100, 20110))
+    assert sorted(leases.lease(6) + theirs) == list(range(61510, 61520))
     other.close()
 
 
@@ -111,17 +111,17 @@ input()
 def test_lease_ends_with_its_process(
     leases: PortLeases, monkeypatch: pytest.MonkeyPatch, fork: str
 ) -> None:
-    monkeypatch.setenv(RANGE_VARIABLE, "20120-20122")
+    monkeypatch.setenv(RANGE_VARIABLE, "61520-61522")
     command = [sys.executable, "-c", HOLDER, fork]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout is not None
-        assert sorted(map(int, holder.stdout.readline().split())) == [20120, 20121, 20122]
+        assert sorted(map(int, holder.stdout.readline().split())) == [61520, 61521, 61522]
         if fork == "forks":
             assert holder.stdout.readline() == "forked\n"
         with pytest.raises(OSError, match=r"only 0 of 1 .* leased 3, .* bound 0 "):
             leases.lease(1)
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-        assert sorted(leases.lease(3)) == [20120, 20121, 20122]
+        assert sorted(leases.lease(3)) == [61520, 61521, 61522]
