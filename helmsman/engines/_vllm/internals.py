@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from helmsman.api.extras import needed_by
 from helmsman.api.suggestions import did_you_mean
 
@@ -54,6 +56,15 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
     # Forking a process that has threads, as a worker has, may deadlock the child.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+
+def request_amx() -> None:
+    """Ask the kernel to let this process use AMX, if the CPU has it.
+
+    vLLM (0.32) computes bfloat16 by AMX without asking, which ends its workers by SIGILL.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None]) -> Any:

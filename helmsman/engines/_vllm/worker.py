@@ -23,6 +23,8 @@ from helmsman.engines._weights.sending import Bucket
 from helmsman.engines.weight_transfer import GroupSink, incoming
 from helmsman.engines.weights import PartialWeightUpdateError
 
+internals.request_amx()
+
 Outcome = dict[str, Any]
 """``error`` (type, message) and whether the weights are ``torn``; empty on success."""
 
