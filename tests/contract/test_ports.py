@@ -22,9 +22,8 @@ from helmsman.api.workers import worker_context
 from helmsman.rpc_server.ports import RANGE_VARIABLE
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, wait_until
+from tests.own_ports import own_ports
 
-# Above the ephemeral ports, where no other test leases or binds any.
-FIRST, LAST = 61_200, 61_399
 NUM_WORKERS, NUM_PORTS, NUM_SQUATTERS = 8, 16, 50
 
 
@@ -64,13 +63,19 @@ class Asker:
 
 
 @pytest.fixture
-def squatted() -> Iterator[set[int]]:
-    """Ports of the range that other programs have bound, half of them without listening."""
+def available(monkeypatch: pytest.MonkeyPatch) -> Iterator[range]:
+    """The ports that workers may lease."""
+    with own_ports() as ports:
+        monkeypatch.setenv(RANGE_VARIABLE, f"{ports[0]}-{ports[-1]}")
+        yield ports
+
+
+@pytest.fixture
+def squatted(available: range) -> Iterator[set[int]]:
+    """Those of them that other programs have bound, half of them without listening."""
     with contextlib.ExitStack() as stack:
         taken = set()
-        for number, port in enumerate(
-            random.Random(7).sample(range(FIRST, LAST + 1), NUM_SQUATTERS)
-        ):
+        for number, port in enumerate(random.Random(7).sample(available, NUM_SQUATTERS)):
             squatter = stack.enter_context(socket.socket())
             squatter.bind(("127.0.0.1" if number % 3 else "0.0.0.0", port))
             if number % 2:
@@ -79,36 +84,33 @@ def squatted() -> Iterator[set[int]]:
         yield taken
 
 
-@pytest.fixture(autouse=True)
-def _range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RANGE_VARIABLE, f"{FIRST}-{LAST}")
-
-
 def leased(scheduler: Scheduler, role: str) -> list[list[int]]:
     return [[int(port) for port in worker.engine_ports] for worker in scheduler.get_workers(role)]
 
 
-def test_ports_among_squatters(scheduler: Scheduler, role: str, squatted: set[int]) -> None:
+def test_ports_among_squatters(
+    scheduler: Scheduler, role: str, available: range, squatted: set[int]
+) -> None:
     spec = SchedulingSpec(cpu=1, port_count=NUM_PORTS)
     workers = scheduler.create_workers(Job(role=role, replicas=NUM_WORKERS, tasks=[spec]))
     ports = leased(scheduler, role)
     everything = [port for each in ports for port in each]
     assert len(set(everything)) == NUM_WORKERS * NUM_PORTS
     assert not squatted & set(everything)
-    assert all(FIRST <= port <= LAST for port in everything)
+    assert set(everything) <= set(available)
     owners = [
         Engine.create(scheduler, worker, Owner, None, list(map(str, each)))
         for worker, each in zip(workers, ports, strict=True)
     ]
     assert [sorted(owner.call("bound")) for owner in owners] == [sorted(each) for each in ports]
     with pytest.raises(errors.WorkerStartError) as caught:
-        scheduler.create_workers(Job(role=f"{role}-more", tasks=[SchedulingSpec(port_count=30)]))
+        scheduler.create_workers(Job(role=f"{role}-more", tasks=[SchedulingSpec(port_count=128)]))
     message = str(caught.value)
     assert f"leased {NUM_WORKERS * NUM_PORTS}" in message
     found = re.search(r"other programs have bound (\d+)", message)
     assert found is not None, message
     assert int(found[1]) >= NUM_SQUATTERS, message  # and whatever else there is on this machine
-    assert f"{FIRST}-{LAST}" in message
+    assert f"{available[0]}-{available[-1]}" in message
     assert RANGE_VARIABLE in message
 
 
@@ -116,14 +118,13 @@ def test_ports_among_squatters(scheduler: Scheduler, role: str, squatted: set[in
 @pytest.mark.skipif(
     sys.platform != "linux", reason="leases are sockets of Linux's abstract namespace"
 )
-def test_ports_of_killed_worker_free(
-    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(RANGE_VARIABLE, "61500-61507")
-    spec = SchedulingSpec(port_count=8)
+def test_ports_of_killed_worker_free(scheduler: Scheduler, role: str, available: range) -> None:
+    spec = SchedulingSpec(port_count=len(available))
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
     engine = Engine.create(scheduler, worker, Counter)
-    with pytest.raises(errors.WorkerStartError, match=r"only 0 of 1 ports are free: .* leased 8, "):
+    with pytest.raises(
+        errors.WorkerStartError, match=r"only 0 of 1 ports are free: .* leased 255, "
+    ):
         scheduler.create_workers(Job(role=f"{role}-other", tasks=[SchedulingSpec(port_count=1)]))
     os.kill(engine.call("pid"), signal.SIGKILL)
     wait_until(
@@ -133,7 +134,7 @@ def test_ports_of_killed_worker_free(
         "its death",
     )
     scheduler.create_workers(Job(role=f"{role}-heir", tasks=[spec]))
-    assert sorted(leased(scheduler, f"{role}-heir")[0]) == list(range(61500, 61508))
+    assert sorted(leased(scheduler, f"{role}-heir")[0]) == list(available)
 
 
 def test_port_range_invalid(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from helmsman.rpc_server.ports import FIRST_PORT, RANGE_VARIABLE, PortLeases, port_range
+from tests.own_ports import own_ports
 
 LINUX = pytest.mark.skipif(
     sys.platform != "linux", reason="leases are sockets of Linux's abstract namespace"
@@ -26,6 +27,14 @@ def leases() -> Iterator[PortLeases]:
     made = PortLeases()
     yield made
     made.close()
+
+
+@pytest.fixture
+def ten(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The only ports that may be leased."""
+    with own_ports() as ports:
+        monkeypatch.setenv(RANGE_VARIABLE, f"{ports[0]}-{ports[9]}")
+        yield list(ports[:10])
 
 
 @pytest.fixture
@@ -60,8 +69,7 @@ def test_lease_skips_bound_port(leases: PortLeases, monkeypatch: pytest.MonkeyPa
 
 
 @LINUX
-def test_lease_too_few_free(leases: PortLeases, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RANGE_VARIABLE, "61510-61519")
+def test_lease_too_few_free(leases: PortLeases, ten: list[int]) -> None:
     other = PortLeases()
     theirs = other.lease(4)
     with pytest.raises(
@@ -69,7 +77,7 @@ def test_lease_too_few_free(leases: PortLeases, monkeypatch: pytest.MonkeyPatch)
     ):
         leases.lease(7)
     assert not leases._held
-    assert sorted(leases.lease(6) + theirs) == list(range(61510, 61520))
+    assert sorted(leases.lease(6) + theirs) == ten
     other.close()
 
 
@@ -99,7 +107,7 @@ HOLDER = """
 import os, sys
 from helmsman.rpc_server.ports import PortLeases
 leases = PortLeases()
-print(*leases.lease(3), flush=True)
+print(*leases.lease(10), flush=True)
 if sys.argv[1] == "forks" and os.fork() == 0:
     print("forked", flush=True)
 input()
@@ -108,20 +116,17 @@ input()
 
 @LINUX
 @pytest.mark.parametrize("fork", ["alone", "forks"])
-def test_lease_ends_with_its_process(
-    leases: PortLeases, monkeypatch: pytest.MonkeyPatch, fork: str
-) -> None:
-    monkeypatch.setenv(RANGE_VARIABLE, "61520-61522")
+def test_lease_ends_with_its_process(leases: PortLeases, ten: list[int], fork: str) -> None:
     command = [sys.executable, "-c", HOLDER, fork]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout is not None
-        assert sorted(map(int, holder.stdout.readline().split())) == [61520, 61521, 61522]
+        assert sorted(map(int, holder.stdout.readline().split())) == ten
         if fork == "forks":
             assert holder.stdout.readline() == "forked\n"
-        with pytest.raises(OSError, match=r"only 0 of 1 .* leased 3, .* bound 0 "):
+        with pytest.raises(OSError, match=r"only 0 of 1 .* leased 10, .* bound 0 "):
             leases.lease(1)
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-        assert sorted(leases.lease(3)) == [61520, 61521, 61522]
+        assert sorted(leases.lease(10)) == ten
