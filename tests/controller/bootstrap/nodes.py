@@ -10,7 +10,6 @@ import os
 import pickle
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -297,8 +296,7 @@ class Nodes:
     def close(self) -> None:
         """End what is left."""
         for node in self.started:
-            if node.process.poll() is None:
-                node.signal(signal.SIGKILL)
+            node.process.kill()
             node.process.wait()
         self.wait_nothing_left()
         self._leases.close()
