@@ -32,11 +32,14 @@ class ClusterConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=T
     """Size, devices and parallelism of a group's workers."""
 
     device_mapping: str | Sequence[int] | None = None
-    """Device numbers of the ResourceManager, as a list or '0-7,16'; assigned to ranks in this
-    order. None: workers without devices, whose ranks take turns on the nodes.
+    """Device numbers of the ResourceManager, as a list, '0-7,16' or 'list(range(0,8))'; assigned to
+    ranks in this order. None: workers without devices, whose ranks take turns on the nodes.
     """
     num_gpus_per_worker: int = 1
-    """Devices per worker, if there is a device_mapping."""
+    """Devices per worker, if there is a device_mapping. A worker runs on the node of its first
+    device and sees those of that node; for devices of other nodes it starts actors of its own in
+    their placement groups.
+    """
     world_size: int | None = None
     """Number of workers; derived from the device_mapping if there is one."""
     num_cpus: float = 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import ray
@@ -13,7 +15,7 @@ from helmsman.api.batch import Batch
 from helmsman.api.worker_group import ClusterConfig
 from helmsman.controller._ray_backend.scheduler import RayScheduler
 from helmsman.controller._worker_groups.cluster import Cluster
-from helmsman.controller._worker_groups.resource_manager import ResourceManager
+from helmsman.controller._worker_groups.resource_manager import Device, ResourceManager
 from tests.contract.group_workers import Member
 from tests.multinode.conftest import Nodes, npu_node
 
@@ -91,15 +93,45 @@ def test_cluster_over_two_nodes(run: RayScheduler) -> None:
                 assert other.rank_to_node == {0: 0, 1: 1, 2: 1}
 
 
-def test_cluster_worker_on_one_node(run: RayScheduler) -> None:
+class Wide:
+    """A worker whose devices are those of several nodes."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = devices
+
+    def actors_see(self) -> list[tuple[str, list[str]]]:
+        """Node and devices of an actor for each device."""
+
+        @ray.remote(num_cpus=0, num_gpus=1)
+        def where() -> tuple[str, list[str]]:
+            context = ray.get_runtime_context()
+            return context.get_node_id(), context.get_accelerator_ids()["GPU"]
+
+        strategies = [
+            PlacementGroupSchedulingStrategy(each.placement_group, each.bundle)  # type: ignore[arg-type]
+            for each in self._devices
+        ]
+        found: list[tuple[str, list[str]]] = ray.get(
+            [where.options(scheduling_strategy=strategy).remote() for strategy in strategies]
+        )
+        return found
+
+
+def test_cluster_worker_spans_nodes(run: RayScheduler) -> None:
     with ResourceManager(4, scheduler=run) as manager:
-        config = ClusterConfig(device_mapping="2-5", num_gpus_per_worker=4)
-        with pytest.raises(
-            errors.InvalidSpecError,
-            match=r"devices of one node for each worker; rank 0 would have 2 on node 0, .* 4 on "
-            r"node 1",
-        ):
-            Cluster("straddling", Member, manager, config)
+        config = ClusterConfig(
+            device_mapping="list(range(2,6))", num_gpus_per_worker=4, env_vars=ON_CPU
+        )
+        own = manager.devices[2:6]
+        with Cluster("wide", Wide, manager, config, kwargs={"devices": own}) as wide:
+            assert wide.rank_to_devices == {0: own}
+            assert wide.rank_to_node == {0: 0}
+            assert wide.workers[0].node_id == manager.nodes[0].node_id
+            assert wide.workers[0].devices == ["2", "3"], "those of its own node"
+            assert [held.holder for held in manager.holders(4)] == ["wide"]
+            assert wide.execute_rank_zero_sync("actors_see") == [
+                (device.node_id, [device.device_id]) for device in own
+            ]
 
 
 def test_cluster_of_cpus_spreads(run: RayScheduler) -> None:

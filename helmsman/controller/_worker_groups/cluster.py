@@ -42,13 +42,13 @@ from helmsman.controller._worker_groups.call_order import (
     PackedArguments,
     compare_coordinates,
 )
+from helmsman.controller._worker_groups.device_mapping import parse_device_mapping
 from helmsman.controller._worker_groups.dispatch import Dispatched
 from helmsman.controller._worker_groups.rank_futures import RankFutures
 from helmsman.controller._worker_groups.resource_manager import (
     Allocation,
     Device,
     ResourceManager,
-    parse_device_mapping,
 )
 
 W_co = TypeVar("W_co", covariant=True)
@@ -558,7 +558,10 @@ def _job_of(
     """Build the job of a cluster's workers; rank 0 gets a port for the rendezvous."""
     spec = SchedulingSpec(cpu=config.num_cpus, env_vars=config.env_vars)
     if not resources.scheduler.shares_process and config.device_mapping is not None:
-        mapping = [[device.index for device in worker.devices] for worker in allocation.workers]
+        mapping = [
+            [device.index for device in worker.devices if device.node_rank == worker.node_rank]
+            for worker in allocation.workers
+        ]
         strategy = SchedulingStrategy(
             type="colocation", target=resources.name, fork=True, device_mapping=mapping
         )

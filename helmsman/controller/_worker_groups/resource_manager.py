@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import operator
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +23,7 @@ from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller._aio.event_loop import forbid_blocking
 from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.controller._validation.argument_types import checked
+from helmsman.controller._worker_groups.device_mapping import parse_device_mapping, wrong_mapping
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +52,9 @@ class WorkerPlacement(msgspec.Struct, frozen=True, kw_only=True):
     node_id: str
     node: str
     devices: tuple[Device, ...] = ()
+    """In the order of the mapping. The worker's process runs on the node of the first one, and sees
+    those of its node; the others are for actors that it starts in their placement groups.
+    """
 
 
 class Allocation(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,9 +203,9 @@ class ResourceManager(Closing):
 
         Args:
             world_size: Number of workers.
-            device_mapping: Device indices, as a list or '0-7,16'. Each worker gets an equal,
-                consecutive share, on one node. None: workers without devices, whose
-                ranks take turns on the nodes.
+            device_mapping: Device indices, as a list, '0-7,16' or 'list(range(0,8))'. Each worker
+                gets an equal, consecutive share. None: workers without devices, whose ranks take
+                turns on the nodes.
             holder: Name of the holder, which has one allocation at a time.
             num_cpus: CPUs that each worker without devices will request.
 
@@ -253,7 +255,7 @@ class ResourceManager(Closing):
 
     def _map(self, world_size: int, mapping: Sequence[int], holder: str) -> list[WorkerPlacement]:
         def refuse(expected: str) -> InvalidSpecError:
-            return _wrong_mapping(holder, ranges(mapping), expected)
+            return wrong_mapping(holder, ranges(mapping), expected)
 
         if max(mapping) >= self.num_devices:
             has = f"0 to {self.num_devices - 1}" if self.num_devices else "none"
@@ -268,11 +270,6 @@ class ResourceManager(Closing):
                 self.devices[index] for index in mapping[rank * size : (rank + 1) * size]
             )
             first = devices[0]
-            if any(device.node_rank != first.node_rank for device in devices):
-                where = ", ".join(
-                    f"{device.index} on node {device.node_rank}" for device in devices
-                )
-                raise refuse(f"devices of one node for each worker; rank {rank} would have {where}")
             workers.append(
                 WorkerPlacement(
                     rank=rank,
@@ -409,55 +406,3 @@ def _step(nodes: Sequence[Node], num_gpus: int, wanted: int) -> str:
         options.append(f"set num_nodes to {fitting}")
     text = ", or ".join([*options, "add nodes"])
     return text[0].upper() + text[1:]
-
-
-# --- device mappings ------------------------------------------------------------------------------
-
-
-def parse_device_mapping(mapping: str | Sequence[int], role: str) -> list[int]:
-    """Parse device indices, in order and without duplicates.
-
-    A string holds numbers and ranges that include both ends, separated by commas: '0-7,16'.
-
-    Raises:
-        InvalidSpecError: The mapping is empty or malformed, or repeats a device.
-    """
-    if isinstance(mapping, str):
-        devices = [
-            device for part in mapping.split(",") for device in _devices_of(part, mapping, role)
-        ]
-    else:
-        try:
-            devices = [operator.index(device) for device in mapping]
-        except TypeError:
-            raise _wrong_mapping(
-                role, mapping, "whole numbers, or a text such as '0-7,16'"
-            ) from None
-    if not devices:
-        raise _wrong_mapping(role, mapping, "at least one device, or None for no devices")
-    if min(devices) < 0:
-        raise _wrong_mapping(role, mapping, "device numbers of 0 or more")
-    if len(set(devices)) < len(devices):
-        twice = sorted({device for device in devices if devices.count(device) > 1})
-        raise _wrong_mapping(
-            role, mapping, f"each device once; {', '.join(map(str, twice[:8]))} is repeated"
-        )
-    return devices
-
-
-def _devices_of(part: str, mapping: str, role: str) -> Sequence[int]:
-    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-    if match is None:
-        expected = (
-            f"numbers and ranges separated by commas, such as '0-7,16'; {part.strip()!r} is neither"
-        )
-        raise _wrong_mapping(role, mapping, expected)
-    first = int(match[1])
-    last = int(match[2] or first)
-    if last < first:
-        raise _wrong_mapping(role, mapping, f"ascending ranges; {part.strip()!r} descends")
-    return range(first, last + 1)
-
-
-def _wrong_mapping(role: str, mapping: str | Sequence[int], expected: str) -> InvalidSpecError:
-    return InvalidSpecError(role=role, field="device_mapping", value=mapping, expected=expected)
