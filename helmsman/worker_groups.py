@@ -1,5 +1,6 @@
 """Worker groups: the workers of one role, with methods that declare their dispatch."""
 
+from helmsman.api.balancing import balanced_order as balanced_order
 from helmsman.api.dispatch import AxisSharding as AxisSharding
 from helmsman.api.dispatch import Collect as Collect
 from helmsman.api.dispatch import Dispatch as Dispatch
@@ -25,5 +26,6 @@ __all__ = [
     "Replicate",
     "ResourceManager",
     "Shard",
+    "balanced_order",
     "register",
 ]

@@ -271,8 +271,8 @@ class SleepyRollout(CountingRollout):
     it is removed.
     """
 
-    def __init__(self, hold: str) -> None:
-        super().__init__()
+    def __init__(self, hold: str, gated: bool = False) -> None:
+        super().__init__(gated)
         self.hold, self.state = Path(hold), "awake"
 
     async def sleep(self, level: int = 1) -> None:

@@ -123,7 +123,7 @@ def test_cluster_worker_spans_nodes(run: RayScheduler) -> None:
             device_mapping="list(range(2,6))", num_gpus_per_worker=4, env_vars=ON_CPU
         )
         own = manager.devices[2:6]
-        with Cluster("wide", Wide, manager, config, kwargs={"devices": own}) as wide:
+        with Cluster("wide", Wide, manager, config, kwargs={"devices": own}) as wide:  # type: ignore[var-annotated]
             assert wide.rank_to_devices == {0: own}
             assert wide.rank_to_node == {0: 0}
             assert wide.workers[0].node_id == manager.nodes[0].node_id

@@ -251,6 +251,8 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     outstanding_tokens: int
     is_draining: bool = False
     """Whether it receives no new requests, regardless of its state."""
+    is_asleep: bool = False
+    """Whether it sleeps while other instances serve."""
 
 
 class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from helmsman.api.errors import InvalidSpecError, JobError, WorkerNotFoundError
+from helmsman.api.errors import HelmsmanError, InvalidSpecError, JobError
 from helmsman.api.forms import run_in_new_thread
 from helmsman.controller._aio.event_loop import await_all
 from helmsman.controller._generation.health import Health
@@ -34,7 +34,7 @@ class InstancePool:
 
     async def rebuild(self, worker_id: str) -> bool:
         """Restart a worker with its engine; returns whether it has received the current weights."""
-        await self._weights.wait_for_room()
+        await self._weights.wait_for_room(worker_id)
         self._instances.num_builds[worker_id] += 1
         self._weights.group_id = ""
         await run_in_new_thread(self._instances.scheduler.restart_worker, worker_id)
@@ -103,14 +103,21 @@ class InstancePool:
                 return have_weights
 
     async def drain(self, worker_ids: Collection[str], migrate: bool) -> None:
-        await self._instances.requests.drain(*self._known(worker_ids), migrate=migrate)
+        await self._instances.requests.drain(*self._instances.known(worker_ids), migrate=migrate)
 
     async def undrain(self, worker_ids: Collection[str]) -> None:
-        for worker_id in self._known(worker_ids):
+        chosen = self._instances.known(worker_ids)
+        if asleep := [worker_id for worker_id in chosen if worker_id in self._instances.asleep]:
+            raise HelmsmanError(
+                f"{', '.join(asleep)}: asleep, so undrain() would send requests that it cannot "
+                f"serve; call wake(worker_ids={asleep!r}).",
+                role=self._instances.role,
+            )
+        for worker_id in chosen:
             self._instances.requests.undrain(worker_id)
 
     async def remove(self, worker_ids: Collection[str], migrate: bool) -> None:
-        requests, chosen = self._instances.requests, self._known(worker_ids)
+        requests, chosen = self._instances.requests, self._instances.known(worker_ids)
         refused = ""
         if again := self._leaving.intersection(chosen):
             refused = (
@@ -135,13 +142,6 @@ class InstancePool:
         finally:
             self._leaving.difference_update(chosen)
 
-    def _known(self, worker_ids: Collection[str]) -> list[str]:
-        instances = self._instances.requests.instances
-        for worker_id in worker_ids:
-            if worker_id not in instances:
-                raise WorkerNotFoundError(name=worker_id, known=list(instances))
-        return list(dict.fromkeys(worker_ids))
-
     def _forget(self, worker_ids: Sequence[str]) -> list[Instance]:
         """Take idle workers out of service; returns their instances."""
         requests = self._instances.requests
@@ -153,6 +153,7 @@ class InstancePool:
         for instance in gone:
             requests.remove(instance.instance_id)
             self._supervisor.forget(instance.instance_id)
+            self._instances.asleep.pop(instance.instance_id, None)
         return gone
 
     async def _end(self, worker_ids: Sequence[str], gone: Sequence[Instance]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from helmsman.api.errors import (
@@ -13,6 +13,7 @@ from helmsman.api.errors import (
     HelmsmanError,
     InstanceLostError,
     WorkerFailedError,
+    WorkerNotFoundError,
 )
 from helmsman.api.forms import run_in_new_thread
 from helmsman.api.generation import GenerationRequest, GenerationResult
@@ -26,6 +27,17 @@ from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.supervisor import Supervisor
 from helmsman.controller._roles.call_all import DEFAULT_GRACE_S, gather_all, group_error
 from helmsman.controller._roles.role_controller import DeviceOwner, RoleController
+
+
+class Nap:
+    """The sleep of one instance while others serve.
+
+    Args:
+        drain: Marker of the drain that keeps requests away.
+    """
+
+    def __init__(self, drain: object) -> None:
+        self.drain, self.woken = drain, asyncio.Event()
 
 
 class Instances(RoleController):
@@ -92,6 +104,8 @@ class Instances(RoleController):
         )
         self.num_builds: Counter[str] = Counter()
         """Number of rebuilds per worker; a result of an earlier process is ignored."""
+        self.asleep: dict[str, Nap] = {}
+        """Instances that sleep while others serve, by worker id."""
 
     async def look(self) -> None:
         self._workers = tuple(await run_in_new_thread(self.scheduler.get_workers, self.role, 0))
@@ -152,17 +166,29 @@ class Instances(RoleController):
                     num_in_flight=each.num_in_flight,
                     outstanding_tokens=each.outstanding_tokens,
                     is_draining=each.is_draining,
+                    is_asleep=id_ in self.asleep,
                 )
                 for id_, each in requests.instances.items()
             },
         )
+
+    def known(self, worker_ids: Collection[str]) -> list[str]:
+        """Return the ids without duplicates.
+
+        Raises:
+            WorkerNotFoundError: There is no such instance.
+        """
+        for worker_id in worker_ids:
+            if worker_id not in self.requests.instances:
+                raise WorkerNotFoundError(name=worker_id, known=list(self.requests.instances))
+        return list(dict.fromkeys(worker_ids))
 
     def some_live(self) -> bool:
         """Return whether any instance is not known to be dead."""
         return any(each.health.is_alive for each in self._requests.instances.values())
 
     def living_ids(self, *, with_suspects: bool = True) -> list[str]:
-        """Return the ids of live instances; none while all are being rebuilt.
+        """Return the ids of live instances that do not sleep; none while all are being rebuilt.
 
         Args:
             with_suspects: Whether to include instances whose reply to a probe is late.
@@ -176,7 +202,8 @@ class Instances(RoleController):
         return [
             each.instance_id
             for each in living
-            if with_suspects or each.health is not Health.SUSPECT
+            if each.instance_id not in self.asleep
+            and (with_suspects or each.health is not Health.SUSPECT)
         ]
 
     def serving_ids(self) -> list[str]:

@@ -17,7 +17,7 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import Future
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 
@@ -29,6 +29,7 @@ from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._roles.call_all import DEFAULT_GRACE_S, group_error, observe
 from helmsman.controller._rollout.instances import Instances
 
+T = TypeVar("T")
 Prompt: TypeAlias = Sequence[int] | GenerationRequest
 """Token ids, or a GenerationRequest with its own id and sampling parameters."""
 
@@ -422,12 +423,13 @@ class RolloutRequests:
 
     async def within(
         self,
-        wait: Coroutine[Any, Any, None],
+        wait: Coroutine[Any, Any, T],
         operation: str,
         limit_s: float | None,
         *,
         resumes: bool = False,
-    ) -> None:
+        at: Collection[str] | None = None,
+    ) -> T:
         """Await the ends of requests for an operation, within a limit.
 
         Args:
@@ -435,6 +437,10 @@ class RolloutRequests:
             operation: Name of the operation, for the error.
             limit_s: Limit in seconds.
             resumes: Whether requests are sent again after an error of the operation.
+            at: Instances whose requests are awaited; all when None.
+
+        Returns:
+            The result of ``wait``.
 
         Raises:
             RequestsInFlightError: Requests did not end within ``limit_s``.
@@ -442,7 +448,7 @@ class RolloutRequests:
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:
-                await wait
+                return await wait
         except TimeoutError as error:  # It may be a time-out of the call itself.
             if not limit.expired() or limit_s is None:
                 raise
@@ -453,7 +459,7 @@ class RolloutRequests:
                 in_flight={
                     i.instance_id: i.num_in_flight
                     for i in requests.instances.values()
-                    if i.num_in_flight
+                    if i.num_in_flight and (at is None or i.instance_id in at)
                 },
                 num_queued=requests.num_queued,
                 paused=requests.is_suspended and not resumes,

@@ -20,6 +20,7 @@ from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._roles.role_controller import DeviceOwner, blocking
 from helmsman.controller._rollout.instance_pool import InstancePool
 from helmsman.controller._rollout.instances import Instances
+from helmsman.controller._rollout.partial_sleep import PartialSleep
 from helmsman.controller._rollout.request_api import OnError, Prompt, RolloutRequests, samples_of
 from helmsman.controller._rollout.weight_state import RolloutWeights
 from helmsman.controller._validation.argument_types import checked
@@ -105,6 +106,7 @@ class RolloutController(Starting):
         self.weight_sink = RolloutWeights(self._instances, self._requests)
         """Receiver of a weight sync."""
         self._pool = InstancePool(self._instances, self.weight_sink)
+        self._naps = PartialSleep(self._instances, self._requests, self.weight_sink)
 
     @property
     def role(self) -> str:
@@ -632,7 +634,12 @@ class RolloutController(Starting):
 
     @checked
     async def async_sleep(
-        self, level: int = 1, in_flight: InFlight = "wait", timeout: float | None = None
+        self,
+        level: int = 1,
+        in_flight: InFlight = "wait",
+        timeout: float | None = None,
+        *,
+        worker_ids: Collection[str | Worker] | None = None,
     ) -> None:
         """Free the devices' memory until ``wake``; requests are queued meanwhile. Idempotent.
 
@@ -642,38 +649,62 @@ class RolloutController(Starting):
             in_flight: ``wait`` lets requests in flight end first; ``abort`` takes them back with
                 the tokens that they have, and they continue after ``wake``.
             timeout: Seconds for the whole operation; the scheduler's ``timeouts.call_s`` when None.
+            worker_ids: Only these workers sleep, such as ``cluster.workers_on([4, 5])``, and the
+                others serve all requests. Updates of the weights leave them out, and a dead one is
+                rebuilt only after ``wake``. None: all workers.
 
         Raises:
             ValueError: ``level`` is not 1 or 2, or ``in_flight`` is not 'wait' or 'abort'.
+            WorkerNotFoundError: A worker does not exist.
+            InvalidSpecError: All workers are named, or those left over sleep already.
             RequestsInFlightError: Requests did not end or return in time; no instance sleeps.
             HelmsmanError: An update of the weights was running for all of ``timeout``.
             GroupCallError: The call failed at a live worker; the root cause comes first. A role
                 with one worker raises the error itself. Other workers may be asleep: call ``sleep``
                 or ``wake`` again. The death of a worker is only logged while others are left.
         """
-        await run_async(self.weight_sink.sleep(level, in_flight, timeout))
+        if worker_ids is None:
+            await run_async(self.weight_sink.sleep(level, in_flight, timeout))
+        else:
+            await run_async(self._naps.sleep(ids_of(worker_ids), level, in_flight, timeout))
 
     sleep = blocking(async_sleep)
 
     @checked
-    async def async_wake(self, *, weights_only: bool = False, timeout: float | None = None) -> None:
+    async def async_wake(
+        self,
+        *,
+        weights_only: bool = False,
+        timeout: float | None = None,
+        worker_ids: Collection[str | Worker] | None = None,
+    ) -> None:
         """Allocate the devices' memory again, and send queued requests once there are weights.
 
-        Idempotent.
+        Idempotent. Without ``worker_ids``, workers that were put to sleep by their ids stay asleep.
 
         Args:
             weights_only: True allocates memory for weights alone: update them, then call ``wake``
                 again for the rest.
             timeout: Seconds; the scheduler's ``timeouts.call_s`` when None.
+            worker_ids: Only these workers, which ``sleep(worker_ids=...)`` has put to sleep. If
+                they missed an update, they serve once they have its weights: at once under
+                supervision if those are kept, otherwise after the next update.
 
         Raises:
+            ValueError: ``weights_only`` is given for some workers; they need all their memory.
+            WorkerNotFoundError: A worker does not exist.
             DeviceMemoryError: In a DeviceHandoff, the devices do not have enough free memory.
             HelmsmanError: An update of the weights was running for all of ``timeout``.
             GroupCallError: The call failed at a live worker; the root cause comes first. A role
                 with one worker raises the error itself. The death of a worker is only logged while
                 others are left.
         """
-        await run_async(self.weight_sink.wake(weights_only, timeout))
+        if worker_ids is None:
+            await run_async(self.weight_sink.wake(weights_only, timeout))
+        elif weights_only:
+            raise ValueError("weights_only applies to all workers; leave out worker_ids")
+        else:
+            await run_async(self._naps.wake(ids_of(worker_ids), timeout))
 
     wake = blocking(async_wake)
 

@@ -34,6 +34,24 @@ _ASLEEP = "sleep"
 """Name of the suspension of requests during sleep."""
 
 
+def check_sleep(level: int, in_flight: InFlight) -> None:
+    """Check the arguments of ``sleep``.
+
+    Raises:
+        ValueError: One is invalid.
+    """
+    if level not in (1, 2):
+        raise ValueError(
+            f"level is {level}; expected 1, which keeps the weights in host memory, or 2, which "
+            "drops them"
+        )
+    if in_flight not in ("wait", "abort"):
+        raise ValueError(
+            f"in_flight is {in_flight!r}; expected 'wait' or 'abort', since no request can run "
+            "during sleep"
+        )
+
+
 class RolloutWeights:
     """Weights and sleep of the instances of a role; implements WeightSink.
 
@@ -88,18 +106,9 @@ class RolloutWeights:
     # --- sleep ------------------------------------------------------------------------------------
 
     async def sleep(self, level: int, in_flight: InFlight, timeout: float | None) -> None:
-        if level not in (1, 2):
-            raise ValueError(
-                f"level is {level}; expected 1, which keeps the weights in host memory, or 2, "
-                "which drops them"
-            )
-        if in_flight not in ("wait", "abort"):
-            raise ValueError(
-                f"in_flight is {in_flight!r}; expected 'wait' or 'abort', since no request can "
-                "run during sleep"
-            )
+        check_sleep(level, in_flight)
         requests = self._instances.requests
-        async with self._in_turn(timeout) as left_s:
+        async with self.in_turn(timeout) as left_s:
             requests.suspend(_ASLEEP)
             try:
                 ended = requests.wait_ended() if in_flight == "wait" else requests.take_back()
@@ -115,29 +124,33 @@ class RolloutWeights:
             self._on(WeightEvent.SLEPT if level == 1 else WeightEvent.DROPPED)
             living = self._instances.living_ids()
             if level == 2:
-                for worker_id in living:
-                    error = HelmsmanError(
-                        f"{worker_id} has dropped its weights by sleep(level=2).",
-                        worker_id=worker_id,
-                    )
-                    self._instances.supervisor.note(worker_id, Event.UPDATE_FAILED, error)
-            await self._ask_living("sleep", living, left_s(), level)
+                self.note_dropped(living)
+            await self.ask_living("sleep", living, left_s(), level)
 
     async def wake(self, weights_only: bool, timeout: float | None) -> None:
-        async with self._in_turn(timeout) as left_s:
+        async with self.in_turn(timeout) as left_s:
             if self.state.has_cache:
                 return
-            await self._ask_living(
+            await self.ask_living(
                 "wake", self._instances.living_ids(), left_s(), weights_only=weights_only
             )
             self._on(WeightEvent.WOKE_WEIGHTS if weights_only else WeightEvent.WOKE)
             self._resume_if_awake()
 
-    async def wait_for_room(self) -> None:
-        """Wait until the instances have memory for weights."""
-        await self._has_room.wait()
+    async def wait_for_room(self, worker_id: str) -> None:
+        """Wait until an instance may use memory for weights."""
+        while (nap := self._instances.asleep.get(worker_id)) or not self._has_room.is_set():
+            await (nap.woken if nap else self._has_room).wait()
 
-    async def _ask_living(
+    def note_dropped(self, worker_ids: Sequence[str]) -> None:
+        """Record that these instances have dropped their weights."""
+        for worker_id in worker_ids:
+            error = HelmsmanError(
+                f"{worker_id} has dropped its weights by sleep(level=2).", worker_id=worker_id
+            )
+            self._instances.supervisor.note(worker_id, Event.UPDATE_FAILED, error)
+
+    async def ask_living(
         self, method: str, ids: Sequence[str], timeout: float, *args: Any, **kwargs: Any
     ) -> None:
         """Call instances. A death is only logged: a dead instance occupies no device memory."""
@@ -209,9 +222,11 @@ class RolloutWeights:
         )
         requests, note = self._instances.requests, self._instances.supervisor.note
         requests.expect_weights(version)
-        for left_out in set(self._instances.living_ids()).difference(weights):
+        asleep = self._instances.asleep
+        for left_out in {*self._instances.living_ids(), *asleep}.difference(weights):
             error = HelmsmanError(
-                f"{left_out} was left out of the update to weight version {version}."
+                f"{left_out} was left out of the update to weight version {version}"
+                f"{', since it sleeps' if left_out in asleep else ''}."
             )
             note(left_out, Event.UPDATE_FAILED, error)
         try:
@@ -293,7 +308,7 @@ class RolloutWeights:
         return self.scheduler.timeouts.call_s if timeout is None else timeout
 
     @contextlib.asynccontextmanager
-    async def _in_turn(self, timeout: float | None) -> AsyncIterator[Callable[[], float]]:
+    async def in_turn(self, timeout: float | None) -> AsyncIterator[Callable[[], float]]:
         """Wait until no other update runs; yields a function that returns the seconds left.
 
         Updates are serialized, so that instances serve the weights of the latest one.
@@ -326,7 +341,7 @@ class RolloutWeights:
         """
         by = f"hold {next(_holds)}"  # A unique name, so that only this hold ends its suspension.
         requests = self._instances.requests
-        async with self._in_turn(timeout) as left_s:
+        async with self.in_turn(timeout) as left_s:
             self._is_updating = True
             try:
                 if in_flight == "wait":  # A STALE instance would never finish its requests.
@@ -365,11 +380,21 @@ class RolloutWeights:
                 has_weights = await self._bring_served(worker_id)
                 if self.state.has_weight_memory:
                     return has_weights
-            async with self._in_turn(None):
+            async with self.in_turn(None):
                 # Checked again under the lock: the others may have woken up meanwhile.
                 if not self.state.has_weight_memory:
                     await self._instances.ask(worker_id, "sleep", 1 if self.state.is_whole else 2)
                     return False
+
+    async def catch_up(self, worker_id: str) -> bool:
+        """Send the weights of the last update to an instance that has slept, if they are kept.
+
+        Returns:
+            Whether the instance has the current weights.
+        """
+        return self.version is not None and await self._instances.supervisor.with_liveness_check(
+            [worker_id], self.bring(worker_id)
+        )
 
     async def _bring_served(self, worker_id: str) -> bool:
         """Send the weights of the last update to a worker; returns whether they are current."""

@@ -14,6 +14,7 @@ import msgspec
 
 from helmsman.api.dispatch import CustomDispatch, MethodSpec
 from helmsman.api.errors import DispatchError, InvalidSpecError, WorkerFailedError
+from helmsman.api.plan import ranges
 from helmsman.api.scheduler import (
     EngineSpec,
     Job,
@@ -42,7 +43,7 @@ from helmsman.controller._worker_groups.call_order import (
     PackedArguments,
     compare_coordinates,
 )
-from helmsman.controller._worker_groups.device_mapping import parse_device_mapping
+from helmsman.controller._worker_groups.device_mapping import parse_device_mapping, wrong_mapping
 from helmsman.controller._worker_groups.dispatch import Dispatched
 from helmsman.controller._worker_groups.rank_futures import RankFutures
 from helmsman.controller._worker_groups.resource_manager import (
@@ -181,6 +182,29 @@ class Cluster(RoleController, WorkerGroup[W_co]):
     def rank_to_devices(self) -> dict[int, tuple[Device, ...]]:
         """Devices of each rank; empty for workers without devices."""
         return {worker.rank: worker.devices for worker in self._allocation.workers}
+
+    @checked
+    def workers_on(self, devices: str | Sequence[int]) -> list[Worker]:
+        """Return the workers that hold any of these devices, in rank order.
+
+        Args:
+            devices: Device numbers of the ResourceManager, written as in a device_mapping.
+
+        Raises:
+            InvalidSpecError: The numbers are malformed, or none of them is a device of the cluster.
+        """
+        wanted = set(parse_device_mapping(devices, self.name))
+        found = [
+            worker.rank
+            for worker in self._allocation.workers
+            if wanted & {device.index for device in worker.devices}
+        ]
+        if not found:
+            own = [device.index for device in self._allocation.devices]
+            raise wrong_mapping(
+                self.name, devices, f"devices of the cluster, which are {ranges(own) or 'none'}"
+            )
+        return [self.workers[rank] for rank in found]
 
     @property
     def rank_to_node(self) -> dict[int, int]:
@@ -342,11 +366,45 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             GroupCallError: The call failed on some ranks; the root cause comes first. A call of one
                 rank raises that rank's error.
         """
+        future = self.execute_on_async(ranks, method, *args, timeout=timeout, **kwargs)
+        return future.awaited()
+
+    @checked
+    def execute_on_async(
+        self,
+        ranks: Sequence[int],
+        method: Method,
+        *args: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> GroupFuture[list[Any]]:
+        """Call a method on selected ranks, without waiting.
+
+        Args:
+            ranks: Ranks to call, each at most once.
+            method: Name of the method, or a declared method, whose declaration is ignored.
+            args: Positional arguments. A ``Shard(x)`` is split over all ranks of the group; the
+                parts of ranks that are not called are not sent.
+            timeout: Limit in seconds for all ranks together; ``timeouts.call_s`` of the scheduler
+                when None.
+            kwargs: Keyword arguments, treated like ``args``.
+
+        Returns:
+            A future of the results in the order of ``ranks``; iterating over it yields a future of
+            each rank. It raises GroupCallError, root cause first, if the call fails on some ranks,
+            or the rank's error in a call of one rank.
+
+        Raises:
+            ValueError: ``ranks`` is empty or repeats a rank.
+            IndexError: The group has no such rank.
+            DispatchError: A Shard cannot be split. Nothing is sent.
+            UnevenBatchError: The rows of a Shard do not divide evenly. Nothing is sent.
+            ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
+        """
         ranks = [self.get_rank_info(operator.index(rank)).rank for rank in ranks]
         if not ranks or len(set(ranks)) < len(ranks):
             raise ValueError(f"ranks are {ranks}, expected at least one and no duplicates")
-        results: list[Any] = self._execute(method, ranks, args, kwargs, timeout, list).awaited()
-        return results
+        return self._execute(method, ranks, args, kwargs, timeout, list)
 
     def _execute(
         self,
