@@ -271,6 +271,9 @@ def test_execute_by_name(make_cluster: Callable[..., Members], resources: Resour
             ("t", ([1, 2],), {}),
         ]
         assert group.execute_on(np.array([1, 0]), "tell", 1) == [("t", (1,), {})] * 2  # type: ignore[arg-type]
+        future = group.execute_on_async([2, 0], "tell", 1)
+        assert [each.result(LIMIT_S) for each in future] == [("t", (1,), {})] * 2
+        assert future.result(LIMIT_S) == [("t", (1,), {})] * 2
         for wrong in ([], [1, 1]):
             with pytest.raises(ValueError, match="expected at least one and no duplicates"):
                 group.execute_on(wrong, "tell")

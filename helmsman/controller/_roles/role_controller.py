@@ -34,6 +34,23 @@ class DeviceOwner(Protocol):
         """Free the devices for a trainer that is about to be rebuilt."""
 
 
+class StartedRole(Protocol):
+    """Workers with engines that another controller has started, and will end: a Cluster."""
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def workers(self) -> tuple[Worker, ...]: ...
+    @property
+    def dp_size(self) -> int: ...
+
+    job: Job
+    engine_name: str | None
+
+    def restart(self, rank: int) -> None:
+        """Replace the process of a rank, and build its engine again."""
+
+
 class RoleController(Starting):
     """Starts the workers of a job with one engine in each, and deletes them on close.
 
@@ -117,8 +134,7 @@ class RoleController(Starting):
             )
         if self._workers:
             return
-        self.scheduler.create_workers(self.job)
-        self.scheduler.advise(self.role, self._after_death())
+        self._create_workers()
         try:
             # Without a wait: create_workers returns when all are ready.
             workers = tuple(self.scheduler.get_workers(self.role, timeout=0))
@@ -168,7 +184,25 @@ class RoleController(Starting):
     def _on_closing(self) -> None:
         """Called once, before the workers end."""
 
+    def _create_workers(self) -> None:
+        self.scheduler.create_workers(self.job)
+        self.scheduler.advise(self.role, self._after_death())
+
     async def _make_ready(self, workers: Sequence[Worker], ranks: Sequence[int]) -> None:
+        await self._build_engines(workers, ranks)
+        calls = {workers[rank].id: Call() for rank in ranks}
+        for method in self._ready_methods:
+            # Timeouts.create_engine_s covers building the model, inside the constructor or after.
+            await call_all(
+                self.scheduler,
+                self.role,
+                method,
+                calls,
+                engine_name=self.engine_name,
+                timeout=self.scheduler.timeouts.create_engine_s,
+            )
+
+    async def _build_engines(self, workers: Sequence[Worker], ranks: Sequence[int]) -> None:
         scheduler, role, name = self.scheduler, self.role, self.engine_name
         chosen = {workers[rank].id: rank for rank in ranks}
         environment = {
@@ -193,17 +227,6 @@ class RoleController(Starting):
                 for id_, rank in chosen.items()
             },
         )
-        calls = {id_: Call() for id_ in chosen}
-        for method in self._ready_methods:
-            # Timeouts.create_engine_s covers building the model, inside the constructor or after.
-            await call_all(
-                scheduler,
-                role,
-                method,
-                calls,
-                engine_name=name,
-                timeout=scheduler.timeouts.create_engine_s,
-            )
 
     def _delete_workers(self, cause: BaseException | None) -> None:
         """Delete the role's workers; a failure is noted on ``cause``, or raised if that is None."""

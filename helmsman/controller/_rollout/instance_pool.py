@@ -28,7 +28,6 @@ class InstancePool:
         self._supervisor = instances.supervisor
         self._leaving: set[str] = set()
         """Ids of workers that are being removed."""
-        self._looking = asyncio.Lock()
         self._scaling = asyncio.Lock()
         """Serializes ``scale``, so that the last call determines the number of instances."""
 
@@ -37,15 +36,8 @@ class InstancePool:
         await self._weights.wait_for_room(worker_id)
         self._instances.num_builds[worker_id] += 1
         self._weights.group_id = ""
-        await run_in_new_thread(self._instances.scheduler.restart_worker, worker_id)
-        await self._look()
-        await self._instances.build([worker_id])
+        await self._instances.restart(worker_id)
         return await self._weights.bring(worker_id)
-
-    async def _look(self) -> None:
-        """Update the list of workers. Updates are serialized, so that the latest one prevails."""
-        async with self._looking:
-            await self._instances.look()
 
     async def scale(self, replicas: int, migrate: bool) -> None:
         """Resize to ``replicas`` instances; concurrent calls are serialized."""
@@ -63,13 +55,14 @@ class InstancePool:
                 await self.remove(staying[replicas:], migrate)
 
     async def add(self, count: int) -> list[str]:
+        self._instances.check_resizable("count", count)
         requests = self._instances.requests
         adding = asyncio.ensure_future(
             run_in_new_thread(self._instances.scheduler.add_workers, self._instances.role, count)
         )
         try:
             new = await asyncio.shield(adding)
-            await self._look()
+            await self._instances.look()
             await self._supervisor.with_liveness_check(new, self._instances.build(new))
             have_weights = await self._bring_weights(new)
         except BaseException:
@@ -117,6 +110,7 @@ class InstancePool:
             self._instances.requests.undrain(worker_id)
 
     async def remove(self, worker_ids: Collection[str], migrate: bool) -> None:
+        self._instances.check_resizable("worker_ids", list(worker_ids))
         requests, chosen = self._instances.requests, self._instances.known(worker_ids)
         refused = ""
         if again := self._leaving.intersection(chosen):
@@ -170,7 +164,7 @@ class InstancePool:
                 added.error = instance.error
             raise
         finally:
-            await self._look()
+            await self._instances.look()
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:

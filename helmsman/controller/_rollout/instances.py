@@ -12,12 +12,13 @@ from helmsman.api.errors import (
     EngineDeadError,
     HelmsmanError,
     InstanceLostError,
+    InvalidSpecError,
     WorkerFailedError,
     WorkerNotFoundError,
 )
 from helmsman.api.forms import run_in_new_thread
 from helmsman.api.generation import GenerationRequest, GenerationResult
-from helmsman.api.scheduler import Job, Scheduler
+from helmsman.api.scheduler import Job, Scheduler, Worker
 from helmsman.api.supervision import Sign
 from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._generation.health import Event, Health, SupervisionPolicy
@@ -26,7 +27,7 @@ from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.supervisor import Supervisor
 from helmsman.controller._roles.call_all import DEFAULT_GRACE_S, gather_all, group_error
-from helmsman.controller._roles.role_controller import DeviceOwner, RoleController
+from helmsman.controller._roles.role_controller import DeviceOwner, RoleController, StartedRole
 
 
 class Nap:
@@ -48,7 +49,8 @@ class Instances(RoleController):
     Args:
         scheduler: Scheduler of the workers.
         engine: The engine, as an import path or a class.
-        job: Role, replicas and resources of each worker.
+        job: Role, replicas and resources of each worker, or a started role whose workers are the
+            instances.
         engine_args: Positional arguments of the engine's constructor.
         engine_kwargs: Keyword arguments of the engine's constructor.
         engine_name: Name of the engine in each worker; the worker's id when None.
@@ -71,7 +73,7 @@ class Instances(RoleController):
         self,
         scheduler: Scheduler,
         engine: str | type[Any],
-        job: Job,
+        job: Job | StartedRole,
         engine_args: Sequence[Any],
         engine_kwargs: Mapping[str, Any] | None,
         engine_name: str | None,
@@ -86,6 +88,11 @@ class Instances(RoleController):
         rebuild: Callable[[str], Awaitable[bool]],
         on_closed: Callable[[], None],
     ) -> None:
+        self._lender: StartedRole | None = None
+        if not isinstance(job, Job):
+            self._lender = job
+            _check_lender(job, bool(engine_args or engine_kwargs or engine_name))
+            job, engine_name = self._lender.job, self._lender.engine_name
         super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
         if capacity < 1:
             raise ValueError(f"max_in_flight_per_worker is {capacity}; expected 1 or more")
@@ -104,11 +111,47 @@ class Instances(RoleController):
         )
         self.num_builds: Counter[str] = Counter()
         """Number of rebuilds per worker; a result of an earlier process is ignored."""
+        self._looking = asyncio.Lock()
         self.asleep: dict[str, Nap] = {}
         """Instances that sleep while others serve, by worker id."""
 
+    def _create_workers(self) -> None:
+        if self._lender is None:
+            super()._create_workers()
+
+    async def _build_engines(self, workers: Sequence[Worker], ranks: Sequence[int]) -> None:
+        if self._lender is None:
+            await super()._build_engines(workers, ranks)
+
+    def _delete_workers(self, cause: BaseException | None) -> None:
+        if self._lender is None:
+            super()._delete_workers(cause)
+
+    async def restart(self, worker_id: str) -> None:
+        """Replace the process of a worker, and make its engine ready."""
+        if self._lender is None:
+            await run_in_new_thread(self.scheduler.restart_worker, worker_id)
+        else:
+            ids = [worker.id for worker in self._lender.workers]
+            await run_in_new_thread(self._lender.restart, ids.index(worker_id))
+        await self.look()
+        await self.build([worker_id])
+
+    def check_resizable(self, field: str, value: Any) -> None:
+        """Raise InvalidSpecError if the number of workers is fixed."""
+        if self._lender is not None:
+            raise InvalidSpecError(
+                role=self.role,
+                field=field,
+                value=value,
+                expected=f"the workers of Cluster {self.role!r}, whose number its configuration "
+                "fixes; drain or sleep(worker_ids=...) takes some out of service",
+            )
+
     async def look(self) -> None:
-        self._workers = tuple(await run_in_new_thread(self.scheduler.get_workers, self.role, 0))
+        """Update the list of workers. Updates are serialized, so that the latest one prevails."""
+        async with self._looking:
+            self._workers = tuple(await run_in_new_thread(self.scheduler.get_workers, self.role, 0))
 
     async def build(self, worker_ids: Sequence[str]) -> None:
         """Build the engines of new workers, and make them ready."""
@@ -309,6 +352,23 @@ class Instances(RoleController):
                 raise _lost(instance_id, error.__cause__.reason) from error
             await self.explain(error)
             raise
+
+
+def _check_lender(lender: StartedRole, has_engine_arguments: bool) -> None:
+    num_workers = len(lender.workers)
+    if lender.dp_size != num_workers:
+        raise InvalidSpecError(
+            role=lender.role,
+            field="dp_size",
+            value=lender.dp_size,
+            expected=f"{num_workers}, since each worker of the Cluster is an instance; give an "
+            "engine that spans devices num_gpus_per_worker, and tp_size in its own arguments",
+        )
+    if has_engine_arguments:
+        raise ValueError(
+            f"engine_args, engine_kwargs and engine_name are those of Cluster {lender.role!r}; "
+            "pass them to the Cluster"
+        )
 
 
 def is_death(error: Exception) -> bool:

@@ -17,7 +17,7 @@ from helmsman.controller._generation.request import RequestOptions, RolloutStats
 from helmsman.controller._generation.retries import RetryPolicy
 from helmsman.controller._generation.routing import RoutingPolicy
 from helmsman.controller._generation.scheduler import GenerateScheduler
-from helmsman.controller._roles.role_controller import DeviceOwner, blocking
+from helmsman.controller._roles.role_controller import DeviceOwner, StartedRole, blocking
 from helmsman.controller._rollout.instance_pool import InstancePool
 from helmsman.controller._rollout.instances import Instances
 from helmsman.controller._rollout.partial_sleep import PartialSleep
@@ -40,7 +40,8 @@ class RolloutController(Starting):
     Args:
         scheduler: Scheduler of the workers.
         engine: The InferenceEngine, as an import path 'package.module.Class' or a class.
-        job: Role, replicas and resources of each worker.
+        job: Role, replicas and resources of each worker. Or a started Cluster whose class is
+            ``engine``: its workers are the instances, and remain when the controller is closed.
         engine_args: Positional arguments of the engine's constructor, the same on every worker.
         engine_kwargs: Keyword arguments of the engine's constructor, the same on every worker.
         engine_name: Name of the engine in each worker; the worker's id when None.
@@ -62,14 +63,15 @@ class RolloutController(Starting):
             Otherwise each sample is a separate request.
 
     Raises:
-        ValueError: A limit is below 1.
+        ValueError: A limit is below 1, or a Cluster is given with engine arguments.
+        InvalidSpecError: The Cluster has ranks that are no instances of their own.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         engine: str | type[Any],
-        job: Job,
+        job: Job | StartedRole,
         engine_args: Sequence[Any] = (),
         engine_kwargs: Mapping[str, Any] | None = None,
         engine_name: str | None = None,
@@ -83,7 +85,7 @@ class RolloutController(Starting):
         supervision: SupervisionPolicy | None = None,
         samples_by_engine: bool = False,
     ) -> None:
-        self.scheduler, self.job, self.engine_name = scheduler, job, engine_name
+        self.scheduler = scheduler
         self.device_owner: DeviceOwner | None = (
             None  # set by a DeviceHandoff, which shares the devices with a trainer
         )
@@ -111,7 +113,17 @@ class RolloutController(Starting):
     @property
     def role(self) -> str:
         """Name of the role."""
-        return self.job.role
+        return self._instances.role
+
+    @property
+    def job(self) -> Job:
+        """Role, replicas and resources of each worker."""
+        return self._instances.job
+
+    @property
+    def engine_name(self) -> str | None:
+        """Name of the engine in each worker; the worker's id when None."""
+        return self._instances.engine_name
 
     @property
     def workers(self) -> tuple[Worker, ...]:
