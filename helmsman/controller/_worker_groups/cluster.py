@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,13 +24,11 @@ from helmsman.api.scheduler import (
     WorkerState,
     WorkerStatus,
 )
-from helmsman.api.topology import RankInfo
 from helmsman.api.worker_group import (
     ClusterConfig,
     GroupFuture,
     Options,
     RegisteredMethod,
-    WorkerGroup,
 )
 from helmsman.controller._aio.event_loop import forbid_blocking, run_sync, submit
 from helmsman.controller._roles.role_controller import RoleController, rank_environment
@@ -43,6 +40,7 @@ from helmsman.controller._worker_groups.call_order import (
     PackedArguments,
     compare_coordinates,
 )
+from helmsman.controller._worker_groups.calls_by_name import CallsByName, Method
 from helmsman.controller._worker_groups.device_mapping import parse_device_mapping, wrong_mapping
 from helmsman.controller._worker_groups.dispatch import Dispatched
 from helmsman.controller._worker_groups.rank_futures import RankFutures
@@ -53,8 +51,6 @@ from helmsman.controller._worker_groups.resource_manager import (
 )
 
 W_co = TypeVar("W_co", covariant=True)
-Method: TypeAlias = str | RegisteredMethod[Any, ..., Any, Any]
-"""Name of a method, or a method declared with ``register``."""
 
 _EXACTLY = {"broadcast": False}
 """Arguments go to each rank as dispatched; workers do not broadcast them to each other."""
@@ -70,7 +66,7 @@ _OF_INSTANCES = (
 """Instance attributes of a Cluster; a subclass must not declare methods of these names."""
 
 
-class Cluster(RoleController, WorkerGroup[W_co]):
+class Cluster(RoleController, CallsByName[W_co]):
     """A named group of workers of one class, on devices of a ResourceManager.
 
     It runs on any scheduler. The constructor starts the workers and builds an instance of the class
@@ -159,15 +155,6 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
     # --- topology and placement -------------------------------------------------------------------
 
-    @checked
-    def get_rank_info(self, rank: int) -> RankInfo:
-        """Coordinates of a rank, as computed by the controller.
-
-        Raises:
-            IndexError: The group has no such rank.
-        """
-        return self.topology.get_rank_info(rank)
-
     @property
     def rank_to_worker(self) -> dict[int, Worker]:
         """Worker of each rank."""
@@ -239,172 +226,6 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
     def __repr__(self) -> str:
         return f"<Cluster {self.name!r} of {self.world_size} ranks>"
-
-    # --- calls by name ----------------------------------------------------------------------------
-
-    def execute_rank_zero_sync(
-        self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any
-    ) -> Any:
-        """Call a method on rank 0 only and wait for its result.
-
-        Args:
-            method: Name of the method, or a declared method, whose declaration is ignored.
-            args: Positional arguments of the method.
-            timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
-            kwargs: Keyword arguments of the method.
-
-        Returns:
-            The result of rank 0.
-
-        Raises:
-            DispatchError: An argument is a Shard that has no rows, or more than one part. Nothing
-                is sent.
-            ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
-            CallError: The call failed on rank 0.
-        """
-        return self.execute_rank_zero_async(method, *args, timeout=timeout, **kwargs).awaited()
-
-    def execute_rank_zero_async(
-        self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any
-    ) -> GroupFuture[Any]:
-        """Call a method on rank 0 only, without waiting.
-
-        Args:
-            method: Name of the method, or a declared method, whose declaration is ignored.
-            args: Positional arguments of the method.
-            timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
-            kwargs: Keyword arguments of the method.
-
-        Returns:
-            A future of rank 0's result, which raises CallError if the call fails.
-
-        Raises:
-            DispatchError: An argument is a Shard that has no rows, or more than one part. Nothing
-                is sent.
-            ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
-        """
-        return self._execute(method, [0], args, kwargs, timeout, lambda results: results[0])
-
-    def execute_all_sync(
-        self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any
-    ) -> list[Any]:
-        """Call a method on all ranks and wait for all results.
-
-        Args:
-            method: Name of the method, or a declared method, whose declaration is ignored.
-            args: Positional arguments. Each rank gets them unchanged, lists included, except that a
-                ``Shard(x)`` is split.
-            timeout: Limit in seconds for all ranks together; ``timeouts.call_s`` of the scheduler
-                when None.
-            kwargs: Keyword arguments, treated like ``args``.
-
-        Returns:
-            The results in rank order.
-
-        Raises:
-            DispatchError: A Shard holds a value without rows. Nothing is sent.
-            UnevenBatchError: The rows of a Shard do not divide evenly. Nothing is sent.
-            ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
-            GroupCallError: The call failed on some ranks; the root cause comes first. A group of
-                one rank raises that rank's error.
-        """
-        return self.execute_all_async(method, *args, timeout=timeout, **kwargs).awaited()
-
-    def execute_all_async(
-        self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any
-    ) -> GroupFuture[list[Any]]:
-        """Call a method on all ranks, without waiting.
-
-        Args:
-            method: Name of the method, or a declared method, whose declaration is ignored.
-            args: Positional arguments. Each rank gets them unchanged, lists included, except that a
-                ``Shard(x)`` is split.
-            timeout: Limit in seconds for all ranks together; ``timeouts.call_s`` of the scheduler
-                when None.
-            kwargs: Keyword arguments, treated like ``args``.
-
-        Returns:
-            A future of the results in rank order. It raises GroupCallError, root cause first, if
-            the call fails on some ranks, or the rank's error in a group of one rank.
-
-        Raises:
-            DispatchError: A Shard holds a value without rows. Nothing is sent.
-            UnevenBatchError: The rows of a Shard do not divide evenly. Nothing is sent.
-            ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
-        """
-        return self._execute(method, range(self.world_size), args, kwargs, timeout, list)
-
-    @checked
-    def execute_on(
-        self,
-        ranks: Sequence[int],
-        method: Method,
-        *args: Any,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> list[Any]:
-        """Call a method on selected ranks and wait for their results.
-
-        Args:
-            ranks: Ranks to call, each at most once.
-            method: Name of the method, or a declared method, whose declaration is ignored.
-            args: Positional arguments. A ``Shard(x)`` is split over all ranks of the group; the
-                parts of ranks that are not called are not sent.
-            timeout: Limit in seconds for all ranks together; ``timeouts.call_s`` of the scheduler
-                when None.
-            kwargs: Keyword arguments, treated like ``args``.
-
-        Returns:
-            The results in the order of ``ranks``.
-
-        Raises:
-            ValueError: ``ranks`` is empty or repeats a rank.
-            IndexError: The group has no such rank.
-            DispatchError: A Shard cannot be split. Nothing is sent.
-            UnevenBatchError: The rows of a Shard do not divide evenly. Nothing is sent.
-            ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
-            GroupCallError: The call failed on some ranks; the root cause comes first. A call of one
-                rank raises that rank's error.
-        """
-        future = self.execute_on_async(ranks, method, *args, timeout=timeout, **kwargs)
-        return future.awaited()
-
-    @checked
-    def execute_on_async(
-        self,
-        ranks: Sequence[int],
-        method: Method,
-        *args: Any,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> GroupFuture[list[Any]]:
-        """Call a method on selected ranks, without waiting.
-
-        Args:
-            ranks: Ranks to call, each at most once.
-            method: Name of the method, or a declared method, whose declaration is ignored.
-            args: Positional arguments. A ``Shard(x)`` is split over all ranks of the group; the
-                parts of ranks that are not called are not sent.
-            timeout: Limit in seconds for all ranks together; ``timeouts.call_s`` of the scheduler
-                when None.
-            kwargs: Keyword arguments, treated like ``args``.
-
-        Returns:
-            A future of the results in the order of ``ranks``; iterating over it yields a future of
-            each rank. It raises GroupCallError, root cause first, if the call fails on some ranks,
-            or the rank's error in a call of one rank.
-
-        Raises:
-            ValueError: ``ranks`` is empty or repeats a rank.
-            IndexError: The group has no such rank.
-            DispatchError: A Shard cannot be split. Nothing is sent.
-            UnevenBatchError: The rows of a Shard do not divide evenly. Nothing is sent.
-            ArgumentNotSerializableError: An argument cannot be pickled. Nothing is sent.
-        """
-        ranks = [self.get_rank_info(operator.index(rank)).rank for rank in ranks]
-        if not ranks or len(set(ranks)) < len(ranks):
-            raise ValueError(f"ranks are {ranks}, expected at least one and no duplicates")
-        return self._execute(method, ranks, args, kwargs, timeout, list)
 
     def _execute(
         self,
