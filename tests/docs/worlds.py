@@ -264,7 +264,12 @@ def losses(stack: contextlib.ExitStack) -> dict[str, Any]:
 
 def groups(stack: contextlib.ExitStack) -> dict[str, Any]:
     scheduler = stack.enter_context(make_scheduler("inline", num_cpus=64, num_gpus=24))
-    return {"scheduler": scheduler, "batch": Batch({"tokens": [[n] for n in range(8)]})}
+    return {
+        "scheduler": scheduler,
+        "batch": Batch({"tokens": [[n] for n in range(8)]}),
+        "Engine": TinyRollout,
+        "prompts": PROMPTS,
+    }
 
 
 def others(stack: contextlib.ExitStack) -> dict[str, Any]:

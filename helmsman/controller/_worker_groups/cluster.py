@@ -41,6 +41,8 @@ from helmsman.controller._worker_groups.call_order import (
     compare_coordinates,
 )
 from helmsman.controller._worker_groups.calls_by_name import CallsByName, Method
+from helmsman.controller._worker_groups.cluster_desk import ClusterDesk, address_for_others
+from helmsman.controller._worker_groups.cluster_handle import ClusterHandle
 from helmsman.controller._worker_groups.device_mapping import parse_device_mapping, wrong_mapping
 from helmsman.controller._worker_groups.dispatch import Dispatched
 from helmsman.controller._worker_groups.rank_futures import RankFutures
@@ -145,6 +147,8 @@ class Cluster(RoleController, CallsByName[W_co]):
             functools.partial(compare_coordinates, name, engine, self.topology, self._call_workers),
         )
         self._restarting = threading.Lock()
+        self._desk: ClusterDesk | None = None
+        self._making_desk = threading.Lock()
         try:
             job = _job_of(name, resource_manager, worker_config, self._allocation)
             super().__init__(resource_manager.scheduler, engine, job, args)
@@ -322,6 +326,36 @@ class Cluster(RoleController, CallsByName[W_co]):
         sent = submit(run())
         return GroupFuture(sent, collect, forbid_blocking, lambda: futures.make(sent))
 
+    # --- calls from other processes ---------------------------------------------------------------
+
+    @checked
+    def handle(self, *, address: str | None = None) -> ClusterHandle[W_co]:
+        """Return a handle that other processes can call; it can be pickled.
+
+        Pickling the cluster itself gives one, too. A process with a handle can call every method of
+        the workers, until the cluster is closed.
+
+        Args:
+            address: Address of this machine at which those processes reach it. When None, the one
+                that it has among the scheduler's nodes; if there are no other nodes, only processes
+                of this machine can connect, and large values pass through shared memory. The
+                first call decides for all.
+
+        Raises:
+            HelmsmanError: None of the nodes is this machine, so that ``address`` is needed.
+            OSError: The controller cannot listen there.
+        """
+        self._check_started()
+        with self._making_desk:
+            if self._desk is None:
+                if address is None:
+                    address = address_for_others({node.address for node in self.scheduler.nodes()})
+                self._desk = ClusterDesk(self, address)
+        return ClusterHandle(self.name, self.topology, self._desk.address)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.handle().__reduce__()
+
     def _after_death(self) -> str:
         return "Cluster.restart(rank) gives a rank a new process and a new instance of the class."
 
@@ -377,6 +411,8 @@ class Cluster(RoleController, CallsByName[W_co]):
         was_closed = self._closed
         if not was_closed:
             forbid_blocking()  # before its devices are freed
+            if self._desk is not None:
+                self._desk.close()
         try:
             super().close()
         finally:

@@ -19,14 +19,14 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server._host.host import EngineHost, ReplyFn
+from helmsman.rpc_server._host.host import ReplyFn
 from helmsman.rpc_server._server.authenticated_server import (
     BACKLOG,
     AuthenticatedServer,
     Connection,
 )
 from helmsman.rpc_server._wire.codec import Payload, encode
-from helmsman.rpc_server._wire.messages import ENGINE_WORK, Reply
+from helmsman.rpc_server._wire.messages import ENGINE_WORK, Reply, Request
 from helmsman.rpc_server._wire.segments import ShmSegment
 from helmsman.rpc_server._wire.tls import ServerTls
 from helmsman.rpc_server._wire.wire import (
@@ -58,6 +58,13 @@ class SidePath(Protocol):
 
     def keep(self, request_id: int, payload: Payload) -> None:
         """Keep a result until the controller fetches it."""
+
+
+class Handler(Protocol):
+    """Answers requests; an EngineHost, or a controller that calls a Cluster for others."""
+
+    def handle(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
+        """Answer a request by ``reply``, now or later."""
 
 
 def listen_tcp(address: str, ports: range | None = None) -> socket.socket:
@@ -200,7 +207,7 @@ class ChannelServer(AuthenticatedServer):
         self,
         listener: socket.socket,
         key: bytes,
-        host: EngineHost,
+        host: Handler,
         *,
         shares_memory: bool,
         tls: ServerTls | None = None,
