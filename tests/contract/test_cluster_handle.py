@@ -181,7 +181,9 @@ def test_handle_errors_are_those_of_the_cluster(elsewhere: Elsewhere) -> None:
         elsewhere.call(lambda handle: handle.execute_on([9], "steps"))
     with pytest.raises(ValueError, match="no duplicates"):
         elsewhere.call(lambda handle: handle.execute_on([1, 1], "steps"))
-    with pytest.raises(errors.ArgumentNotSerializableError, match=r"argument args\[0\] \(a _thread.lock"):
+    with pytest.raises(
+        errors.ArgumentNotSerializableError, match=r"argument args\[0\] \(a _thread.lock"
+    ):
         elsewhere.call(lambda handle: handle.execute_all_sync("echo", threading.Lock()))
     assert elsewhere.call(lambda handle: handle.execute_all_sync("echo", 1)) == [1] * 4
 

@@ -146,12 +146,12 @@ def test_slow_worker_does_less(scheduler: Scheduler, role: str) -> None:
     slow, other = Engine.create(scheduler, first, Ticker), Engine.create(scheduler, second, Ticker)
     injection = _inject(scheduler, Slow(first, at_step=1, factor=10))
     assert injection.outcome == "slowed by 10x until its end"
+    pid = slow.call("pid")
+    wait_until(lambda: has_stopped(pid), "the first pause")
     working = [each.begin("tick", 10_000, timeout=2 * LIMIT_S) for each in (slow, other)]
     wait_until(lambda: other.call("count") >= 1000, "one works")
-    done, done_meanwhile = slow.call("count"), other.call("count")
-    assert 0 < done < done_meanwhile / 2
+    wait_until(lambda: 0 < slow.call("count") < other.call("count") / 2, "the other does less")
     assert not any(each.done() for each in working)
-    pid = slow.call("pid")
     later = _inject(scheduler, Slow(first, at_step=2, factor=2, seconds=0.2))
     assert later.outcome == "slowed by 2x for 0.2 s, no longer slowed by 10x until its end"
     wait_until(lambda: not _helpers(pid), "it is over")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from helmsman.api.closing import Closing
-from helmsman.api.dispatch import MethodSpec
+from helmsman.api.dispatch import CustomDispatch, MethodSpec
 from helmsman.api.errors import DispatchError, HelmsmanError, ProtocolError
 from helmsman.api.topology import Topology
 from helmsman.api.worker_group import GroupFuture, Options
@@ -36,7 +36,9 @@ class ClusterHandle(CallsByName[W_co], Closing):
 
     ``cluster.handle()`` makes one, and so does pickling the cluster. Its calls are those of the
     Cluster, with the same results and errors, and begin in the order in which the handle sends
-    them. They end with the controller: it makes the calls. A process connects with its first call.
+    them. The controller makes the calls, so they end with it. Iterating over a future yields
+    futures of the ranks' results, which are done together, where the call returns a list of them.
+    A process connects with its first call.
 
     Args:
         name: Name of the cluster.
@@ -81,7 +83,8 @@ class ClusterHandle(CallsByName[W_co], Closing):
         collect: Callable[[list[Any]], Any],
     ) -> GroupFuture[Any]:
         name = method if isinstance(method, str) else self.method(method).spec.name
-        return self._send(name, GroupCall(name, list(ranks), timeout), (args, kwargs), collect)
+        call = GroupCall(name, list(ranks), timeout)
+        return self._send(name, call, (args, kwargs), collect, len(ranks))
 
     def _begin(
         self, spec: MethodSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options
@@ -93,7 +96,9 @@ class ClusterHandle(CallsByName[W_co], Closing):
                 step="Call it without keep, or keep the results in the script that has the Cluster",
             )
         call = GroupCall(spec, (), options.timeout)
-        return self._send(spec.name, call, (args, kwargs), lambda result: result)
+        is_list = spec.collects_all or isinstance(spec.dispatch_mode, CustomDispatch)
+        num_parts = self.world_size if is_list else 0
+        return self._send(spec.name, call, (args, kwargs), lambda result: result, num_parts)
 
     def _send(
         self,
@@ -101,6 +106,7 @@ class ClusterHandle(CallsByName[W_co], Closing):
         call: GroupCall,
         arguments: tuple[Any, ...],
         collect: Callable[[Any], Any],
+        num_parts: int,
     ) -> GroupFuture[Any]:
         """Start a call without blocking; its arguments are packed here, in the caller's thread."""
         require_seconds(f"{self.name}.{method}", call.timeout)
@@ -116,7 +122,7 @@ class ClusterHandle(CallsByName[W_co], Closing):
             return decode(await answer.payload)
 
         sent = submit(run())
-        return GroupFuture(sent, collect, forbid_blocking, lambda: _parts(sent, len(call.ranks)))
+        return GroupFuture(sent, collect, forbid_blocking, lambda: _parts(sent, num_parts))
 
     async def _opened(self) -> Channel:
         if self._channel is None or not self._channel.is_open:
@@ -144,7 +150,7 @@ class _Answer:
 
     def replied(self, reply: Reply, payload: Payload) -> None:
         if self.payload.done():
-            return  # nobody waits for it
+            return  # its waiter was cancelled
         if reply.ok:
             self.payload.set_result(payload)
         else:

@@ -1,0 +1,369 @@
+"""ROLL's clusters on Helmsman's schedulers: its Cluster, Worker, register and dispatch rules.
+
+A script runs with these imports in place of ROLL's. Rows are cut and joined as its own: a list, or
+an object with ``chunk(n)`` and ``concat(parts)``, such as ROLL's DataProto or Helmsman's Batch. A
+worker's coordinates are those that it sets as ``rank_info``. ``cluster.helmsman`` is the Cluster
+behind it. A cluster that is pickled calls the same workers from another process.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import itertools
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from helmsman.api.dispatch import CustomDispatch, MethodSpec
+from helmsman.api.platforms import current_platform
+from helmsman.api.topology import Topology
+from helmsman.api.worker_group import GroupFuture, GroupMethod
+from helmsman.api.workers import worker_context
+from helmsman.worker_groups import Cluster as _Cluster
+from helmsman.worker_groups import ClusterConfig, GroupWorker
+from helmsman.worker_groups import Dispatch as Dispatch
+from helmsman.worker_groups import Execute as Execute
+from helmsman.worker_groups import ResourceManager as ResourceManager
+
+BIND_WORKER_METHOD_FLAG = "BIND_WORKER_METHOD_FLAG"
+"""Attribute of a method that ``register`` has declared."""
+_CPUS_OF_WORKER = 0.01
+
+Mode: TypeAlias = Dispatch | Mapping[str, Callable[..., Any]]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass
+class RankInfo:
+    """Coordinates of a rank, as its worker sets them."""
+
+    world_size: int = 1
+    tp_size: int = 1
+    dp_size: int = 1
+    pp_size: int = 1
+    cp_size: int = 1
+    rank: int = 0
+    tp_rank: int = 0
+    dp_rank: int = 0
+    pp_rank: int = 0
+    cp_rank: int = 0
+
+    @property
+    def is_pipeline_last_stage(self) -> bool:
+        """Whether it is of the last pipeline stage."""
+        return self.pp_rank == self.pp_size - 1
+
+
+class ObjectRefWrap(NamedTuple):
+    """The pending result of one rank, and whether it is part of the call's."""
+
+    obj_ref: GroupFuture[Any]
+    collected: bool
+
+
+def get(references: Any, timeout: float | None = None) -> Any:
+    """Return the result of a pending one, or of each in a list, as ``ray.get`` does.
+
+    Of ObjectRefWraps, all are awaited, and the collected results returned.
+    """
+    if isinstance(references, list):
+        pairs = [(get(each, timeout), getattr(each, "collected", True)) for each in references]
+        return [result for result, counts in pairs if counts]
+    return getattr(references, "obj_ref", references).result(timeout)
+
+
+def register(
+    dispatch_mode: Mode = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    clear_cache: bool = True,
+    **ignored: bool,
+) -> Callable[[F], F]:
+    """Declare a method of a worker, which its cluster then has, too.
+
+    Args:
+        dispatch_mode: How arguments reach the ranks, or {"dispatch_fn": ..., "collect_fn": ...},
+            called with the cluster first.
+        execute_mode: All ranks, or rank 0 alone.
+        clear_cache: Whether to return cached device memory after each call; not for ``async def``.
+        ignored: ROLL's options for tracing and remote batches, without effect.
+
+    Returns:
+        A decorator.
+    """
+
+    def declare(function: F) -> F:
+        called: Any = function
+        if clear_cache and not inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            def called(*args: Any, **kwargs: Any) -> Any:
+                result = function(*args, **kwargs)
+                _clear_cache()
+                return result
+
+        modes = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode}
+        setattr(called, BIND_WORKER_METHOD_FLAG, modes)
+        return called  # type: ignore[no-any-return]
+
+    return declare
+
+
+def _clear_cache() -> None:
+    if "torch" in sys.modules:
+        current_platform.empty_cache()
+
+
+class Worker(GroupWorker):
+    """Base class of workers.
+
+    Args:
+        worker_config: The configuration of its cluster.
+    """
+
+    rank_info: Any
+
+    def __init__(self, worker_config: Any) -> None:
+        context = worker_context()
+        assert context is not None, "a Worker is made by its Cluster"
+        self.worker_config = worker_config
+        self.worker_name = context.worker_id
+        self.cluster_name = context.worker_id.rpartition("/")[0]
+        self.rank, self.world_size = self.rank_info.rank, self.rank_info.world_size
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.master_addr = os.environ.get("MASTER_ADDR", context.node)
+        self.master_port = int(os.environ.get("MASTER_PORT", 0))
+        size, rank = self.world_size, self.rank
+        self.rank_info = RankInfo(world_size=size, dp_size=size, rank=rank, dp_rank=rank)
+        self._node = context.node
+
+    def get_rank_info(self) -> Any:
+        """Return its coordinates."""
+        return self.rank_info
+
+    def get_node_ip(self) -> str:
+        """Return the address of its node."""
+        return self._node
+
+    @staticmethod
+    def get_free_port() -> int:
+        """Return a port that was free a moment ago."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return int(free.getsockname()[1])
+
+
+class Cluster:
+    """The workers of one role, with the methods that their class declares.
+
+    Each method takes ``blocking=False`` to return the ranks' pending results at once.
+
+    Args:
+        name: Role of the workers.
+        worker_cls: A class, a Ray actor class, or an import path.
+        resource_manager: Holds the devices.
+        worker_config: ROLL's WorkerConfig, or a ClusterConfig; each worker's constructor gets it.
+    """
+
+    def __init__(
+        self, name: str, worker_cls: Any, resource_manager: ResourceManager, worker_config: Any
+    ) -> None:
+        if isinstance(worker_cls, str):
+            module, _, attribute = worker_cls.rpartition(".")
+            worker_cls = getattr(importlib.import_module(module), attribute)
+        mapping = worker_config.device_mapping or None
+        is_theirs = hasattr(worker_config, "system_envs")
+        environment = worker_config.system_envs if is_theirs else worker_config.env_vars
+        config = ClusterConfig(
+            device_mapping=mapping,
+            num_gpus_per_worker=worker_config.num_gpus_per_worker if mapping else 1,
+            world_size=None if mapping else worker_config.world_size,
+            num_cpus=1 if mapping else _CPUS_OF_WORKER,
+            env_vars={key: str(value) for key, value in environment.items()},
+        )
+        self.cluster_name = name
+        self.worker_config = worker_config
+        self.initialized = False
+        self._rank_infos: list[Any] = []
+        self.resource_manager: ResourceManager | None = resource_manager
+        self.helmsman: Any = _Cluster(
+            name, worker_cls, resource_manager, config, kwargs={"worker_config": worker_config}
+        )
+        self.world_size: int = self.helmsman.world_size
+        self.workers = [WorkerProxy(self.helmsman, rank) for rank in range(self.world_size)]
+        self.master_addr, self.master_port = self.helmsman.master_address, self.helmsman.master_port
+        self.rank2devices = {
+            rank: [
+                {"rank": at, "node_rank": each.node_rank, "gpu_rank": each.device_rank}
+                for at, each in enumerate(devices)
+            ]
+            for rank, devices in self.helmsman.rank_to_devices.items()
+        }
+        actual = getattr(worker_cls, "__ray_metadata__", None)
+        actual = worker_cls if actual is None else actual.modified_class
+        for method in dir(actual):
+            if declared := getattr(getattr(actual, method, None), BIND_WORKER_METHOD_FLAG, None):
+                setattr(self, method, functools.partial(self._call, method, **declared))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "resource_manager": None}
+
+    @property
+    def worker_rank_info(self) -> list[Any]:
+        """Coordinates of all ranks, which are asked until the cluster is initialized."""
+        if not self._rank_infos or not self.initialized:
+            self._rank_infos = self.helmsman.execute_all_sync("get_rank_info")
+        return self._rank_infos
+
+    def get_rank_info(self, rank: int) -> Any:
+        """Return the coordinates of a rank."""
+        return self.worker_rank_info[rank]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "helmsman":
+            raise AttributeError(name)
+        if name in ("dp_size", "tp_size", "pp_size", "cp_size"):
+            return getattr(self.worker_rank_info[0], name)
+        return getattr(self.helmsman, name)
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        method: str,
+        /,
+        *args: Any,
+        dispatch_mode: Mode,
+        execute_mode: Execute,
+        blocking: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        if method == "initialize":  # It sets the coordinates for good.
+            self.initialized, self._rank_infos = True, []
+        infos = self.worker_rank_info if dispatch_mode in _CUT else []
+        if isinstance(dispatch_mode, Mapping):
+            args, kwargs = dispatch_mode["dispatch_fn"](self, *args, **kwargs)
+        else:
+            rule = functools.partial(_dispatched, dispatch_mode, self.world_size, infos)
+            args = tuple(map(rule, args))
+            kwargs = {name: rule(value) for name, value in kwargs.items()}
+        if execute_mode is Execute.RANK_ZERO:
+            first = {name: value[0] for name, value in kwargs.items()}
+            pending = self.workers[0].call(method, *(each[0] for each in args), **first)
+            return pending.awaited() if blocking else pending
+        future = self._each_its_own(method, args, kwargs)
+        joins = dispatch_mode in _JOINED
+        counts = [_is_last(info) for info in infos] if joins else [True] * self.world_size
+        if dispatch_mode is Dispatch.ONE_TO_ALL_ONE:
+            joins, counts = True, [rank == 0 for rank in range(self.world_size)]
+        if not blocking:
+            wrapped = [ObjectRefWrap(*pair) for pair in zip(future, counts, strict=True)]
+            return wrapped if joins else [each.obj_ref for each in wrapped]
+        results = future.awaited()
+        if isinstance(dispatch_mode, Mapping):
+            return dispatch_mode["collect_fn"](self, results)
+        if dispatch_mode is Dispatch.ONE_TO_ALL_ONE:
+            return results[0]
+        return _joined(list(itertools.compress(results, counts))) if joins else results
+
+    def _each_its_own(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> GroupFuture[Any]:
+        """Call all ranks; each argument is a list with the value of each rank."""
+        spec = MethodSpec(
+            name=method,
+            owner=self.cluster_name,
+            dispatch_mode=CustomDispatch(dispatch_fn=_as_given, collect_fn=_as_returned),
+        )
+        return GroupMethod[..., Any](self.helmsman, spec).submit(*args, **kwargs)
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call all ranks; if every argument is a list as long as the ranks, each gets its entry."""
+        values = [*args, *kwargs.values()]
+        size = self.world_size
+        if not all(isinstance(each, list) and len(each) == size for each in values):
+            args = tuple([each] * size for each in args)
+            kwargs = {name: [each] * size for name, each in kwargs.items()}
+        return list(self._each_its_own(method_name, args, kwargs))
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Do the same, and wait."""
+        return get(self.execute_all_async(method_name, *args, **kwargs))
+
+    execute_all = execute_all_async
+
+
+class WorkerProxy:
+    """One worker: ``proxy.method.remote(...)`` calls it, and returns its pending result."""
+
+    def __init__(self, cluster: Any, rank: int) -> None:
+        self._cluster, self.rank = cluster, rank
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the worker."""
+        (future,) = self._cluster.execute_on_async([self.rank], method, *args, **kwargs)
+        return future
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return SimpleNamespace(remote=functools.partial(self.call, name))
+
+
+# --- rules ----------------------------------------------------------------------------------------
+
+_JOINED = (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
+_CUT = (*_JOINED, Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL)
+
+
+def _as_given(topology: Topology, *args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+def _as_returned(topology: Topology, results: list[Any]) -> list[Any]:
+    return results
+
+
+def _dispatched(mode: Dispatch, world_size: int, infos: Sequence[Any], value: Any) -> Any:
+    """Return the value of each rank."""
+    if mode in (Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE):
+        return [value] * world_size
+    if mode is Dispatch.ALL_TO_ALL:
+        return value
+    num_parts = infos[0].dp_size
+    if isinstance(value, (list, tuple)):
+        size, rest = divmod(len(value), num_parts)
+        if rest:
+            raise ValueError(f"{len(value)} rows do not divide over {num_parts} dp ranks")
+        parts: Sequence[Any] = [value[size * k : size * (k + 1)] for k in range(num_parts)]
+    else:
+        parts = value.chunk(num_parts)
+    only_first = mode is not Dispatch.DP_MP_COMPUTE and hasattr(value, "meta_info")
+    return [
+        type(value)(batch=None, meta_info=parts[info.dp_rank].meta_info)
+        if only_first and (info.tp_rank or info.cp_rank or info.pp_rank)
+        else parts[info.dp_rank]
+        for info in infos
+    ]
+
+
+def _is_last(info: Any) -> bool:
+    """Whether the results of a rank count when rows are joined."""
+    return not info.tp_rank and not info.cp_rank and info.is_pipeline_last_stage
+
+
+def _joined(results: list[Any]) -> Any:
+    """Join the rows of the results."""
+    if isinstance(results[0], list):
+        return [row for result in results for row in result]
+    if hasattr(results[0], "concat"):
+        return type(results[0]).concat(results)
+    raise ValueError(
+        "a method whose rows are cut returns rows to join: a list, or an object with chunk and "
+        f"concat; got {type(results[0]).__name__}"
+    )
