@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from helmsman.api.device_mapping import parse_device_mapping, wrong_mapping
 from helmsman.api.dispatch import CustomDispatch, MethodSpec
 from helmsman.api.errors import DispatchError, InvalidSpecError, WorkerFailedError
 from helmsman.api.plan import ranges
@@ -43,7 +44,6 @@ from helmsman.controller._worker_groups.call_order import (
 from helmsman.controller._worker_groups.calls_by_name import CallsByName, Method
 from helmsman.controller._worker_groups.cluster_desk import ClusterDesk, address_for_others
 from helmsman.controller._worker_groups.cluster_handle import ClusterHandle
-from helmsman.controller._worker_groups.device_mapping import parse_device_mapping, wrong_mapping
 from helmsman.controller._worker_groups.dispatch import Dispatched
 from helmsman.controller._worker_groups.rank_futures import RankFutures
 from helmsman.controller._worker_groups.resource_manager import (

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api.closing import Closing
+from helmsman.api.device_mapping import parse_device_mapping, wrong_mapping
 from helmsman.api.errors import (
     HelmsmanError,
     InvalidSpecError,
@@ -23,7 +24,6 @@ from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller._aio.event_loop import forbid_blocking
 from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.controller._validation.argument_types import checked
-from helmsman.controller._worker_groups.device_mapping import parse_device_mapping, wrong_mapping
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):

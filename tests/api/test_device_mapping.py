@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from helmsman.api.device_mapping import parse_device_mapping
 from helmsman.api.errors import InvalidSpecError
-from helmsman.controller._worker_groups.device_mapping import parse_device_mapping
 
 
 @pytest.mark.parametrize(
