@@ -15,6 +15,7 @@ from helmsman.api.columns import (
     GivenRows,
     Ragged,
     concat_columns,
+    fill_rows,
     from_tensordict,
     kind_of,
     row_number,
@@ -203,6 +204,26 @@ class Batch(Frozen):
         """Return a batch with these columns added or replaced."""
         all_columns = Batch({**self.columns, **columns}, num_rows=len(self)).columns
         return _restore(all_columns, self.meta, len(self), self.num_padding)
+
+    def rename(self, names: Mapping[str, str]) -> Batch:
+        """Return a batch with columns renamed: old name -> new name.
+
+        Raises:
+            KeyError: There is no such column.
+            ValueError: Two columns would have the same name.
+        """
+        for name in names:
+            self[name]
+        renamed = [names.get(name, name) for name in self.columns]
+        if twice := sorted({name for name in renamed if renamed.count(name) > 1}):
+            raise ValueError(f"two columns would have the name {', '.join(twice)}")
+        columns = dict(zip(renamed, self.columns.values(), strict=True))
+        return _restore(columns, self.meta, len(self), self.num_padding)
+
+    def without_meta(self, *names: str) -> Batch:
+        """Return a batch without these meta entries, or without any if none is named."""
+        meta = {name: value for name, value in self.meta.items() if names and name not in names}
+        return _restore(self.columns, meta, len(self), self.num_padding)
 
     def union(self, other: Batch) -> Batch:
         """Return a batch with the columns and meta of both, row by row.
@@ -393,10 +414,18 @@ class Batch(Frozen):
         return self._slice(0, len(self) - self.num_padding) if self.num_padding else self
 
     @staticmethod
-    def concat(batches: Sequence[Batch]) -> Batch:
-        """Concatenate batches.
+    def concat(batches: Sequence[Batch], *, fill: Mapping[str, Any] | None = None) -> Batch:
+        """Concatenate batches. Only the last rows may be padding.
 
-        Meta entries that differ become a PerPart. Only the last rows may be padding.
+        Args:
+            batches: The batches. Dicts in their meta entry ``metrics`` become one: a list of the
+                values of each name, lists and arrays joined. Other meta entries that differ become
+                a PerPart.
+            fill: Column -> value with which rows of different shapes are filled up, at the end of
+                each dimension, such as the id of the padding token.
+
+        Returns:
+            A batch of all rows; a single batch as it is.
 
         Raises:
             ValueError: There are no batches, or columns, row shapes or devices differ, or rows
@@ -413,6 +442,12 @@ class Batch(Frozen):
                 )
         if len(batches) == 1:
             return batches[0]
+        for name, value in (fill or {}).items():
+            filled = fill_rows([batch[name] for batch in batches], value)
+            batches = [
+                batch.with_columns(**{name: column})
+                for batch, column in zip(batches, filled, strict=True)
+            ]
         return Batch._joined(batches, padding_of(batches))
 
     @staticmethod
@@ -521,13 +556,29 @@ def padding_of(batches: Sequence[Batch]) -> int:
 
 
 def join_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge meta entries; those that are not equal in all become a PerPart."""
+    """Merge meta entries; those that are not equal in all become a PerPart.
+
+    Dicts of ``metrics`` become one, with a list of the values of each name.
+    """
     joined: dict[str, Any] = {}
     for name in dict.fromkeys(name for meta in metas for name in meta):
         values = [meta.get(name) for meta in metas]
+        metrics = [value for value in values if value is not None]
+        if name == "metrics" and all(isinstance(each, Mapping) for each in metrics):
+            joined[name] = _merged_metrics(metrics)
+            continue
         in_all = all(name in meta and same(meta[name], values[0]) for meta in metas)
         joined[name] = values[0] if in_all else PerPart(values)
     return joined
+
+
+def _merged_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    merged: dict[str, list[Any]] = {}
+    for each in metrics:
+        for name, value in each.items():
+            plain = value.tolist() if hasattr(value, "tolist") else value
+            merged.setdefault(name, []).extend(plain if isinstance(plain, list) else [plain])
+    return merged
 
 
 def part_sizes(num_rows: int, num_parts: int, remainder: Remainder) -> list[int]:

@@ -320,6 +320,34 @@ def concat_columns(columns: Sequence[Column], where: str = "") -> Column:
     return _ragged(values, _joined(offsets, where))
 
 
+def fill_rows(columns: Sequence[Any], value: Any) -> list[Any]:
+    """Fill up the rows of tensors or arrays with a value, so that all have the same shape.
+
+    Raises:
+        TypeError: A column is neither a tensor nor an array.
+        ValueError: The rows have different numbers of dimensions.
+    """
+    if any(kind_of(column) not in ("tensor", "array") for column in columns):
+        kinds = ", ".join(dict.fromkeys(map(_described, columns)))
+        raise TypeError(f"only rows of tensors and arrays can be filled up; got {kinds}")
+    shapes = [tuple(column.shape[1:]) for column in columns]
+    if len({len(shape) for shape in shapes}) > 1:
+        raise ValueError(f"rows of different dimensions cannot be filled up: {shapes}")
+    largest = tuple(map(max, zip(*shapes, strict=True)))
+    filled = []
+    for column, shape in zip(columns, shapes, strict=True):
+        if shape != largest:
+            size = (len(column), *largest)
+            if kind_of(column) == "tensor":
+                wider = column.new_full(size, value)
+            else:
+                wider = sys.modules["numpy"].full(size, value, dtype=column.dtype)
+            wider[(slice(None), *map(slice, shape))] = column
+            column = wider
+        filled.append(column)
+    return filled
+
+
 def _joined(parts: Sequence[Any], where: str) -> Dense:
     facts: list[tuple[type[Exception], str, set[Any]]] = [
         (TypeError, "kinds", {kind_of(part) for part in parts}),

@@ -85,6 +85,8 @@ class AxisSharding(msgspec.Struct, frozen=True):
     """Axis that is neither split nor replicated -> coordinate that gets the share: 0 by default, -1
     for the last.
     """
+    meta_to_all: bool = False
+    """Whether ranks without a share of a Batch get an empty one with its meta, instead of None."""
 
     def __post_init__(self) -> None:
         named = [*self.shard, *(self.replicate or ())]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVa
 
 import msgspec
 
+from helmsman.api.device_mapping import parse_device_mapping
 from helmsman.api.dispatch import MethodSpec
 from helmsman.api.errors import InvalidSpecError
 from helmsman.api.suggestions import Suggesting
@@ -62,22 +63,58 @@ class ClusterConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=T
     """Pipeline stages."""
     cp_size: int = 1
     """Context-parallel ranks."""
+    vp_size: int = 1
+    """Virtual pipeline stages of each rank, for the workers' own use."""
     mesh: Sequence[Axis] = DEFAULT_MESH
     """The axes, outermost first."""
 
-    def topology(self, name: str, world_size: int) -> Topology:
-        """Compute the coordinates of the ranks.
+    def num_workers(self, name: str = "cluster") -> int:
+        """Return the number of workers.
 
         Args:
-            name: Name of the cluster, for the error.
-            world_size: Number of ranks.
-
-        Returns:
-            The topology.
+            name: Name of the cluster, for errors.
 
         Raises:
-            InvalidSpecError: The sizes do not multiply to ``world_size``.
+            InvalidSpecError: The fields do not give one number.
         """
+
+        def refuse(field: str, expected: str) -> InvalidSpecError:
+            return InvalidSpecError(
+                role=name, field=field, value=getattr(self, field), expected=expected
+            )
+
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise refuse("max_concurrency", "1 or more, or None for no limit")
+        if self.device_mapping is None:
+            if self.world_size is None:
+                raise refuse("world_size", "a number of workers, or a device_mapping that gives it")
+            return self.world_size
+        devices = len(parse_device_mapping(self.device_mapping, name))
+        size, rest = divmod(devices, max(1, self.num_gpus_per_worker))
+        if self.num_gpus_per_worker < 1 or rest:
+            raise refuse(
+                "num_gpus_per_worker", f"a divisor of the {devices} devices of device_mapping"
+            )
+        if self.world_size not in (None, size):
+            each = self.num_gpus_per_worker
+            raise refuse(
+                "world_size", f"{size} ({devices} devices, {each} for each worker), or None"
+            )
+        return size
+
+    def topology(self, name: str = "cluster") -> Topology:
+        """Compute the coordinates of the ranks, also before any worker starts.
+
+        Args:
+            name: Name of the cluster, for errors.
+
+        Returns:
+            The topology: ``dp_size`` and the other sizes, and ``get_rank_info(rank)``.
+
+        Raises:
+            InvalidSpecError: The sizes do not multiply to the number of workers.
+        """
+        world_size = self.num_workers(name)
         try:
             return Topology.of(
                 world_size,

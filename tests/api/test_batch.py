@@ -576,3 +576,63 @@ def test_batch_invalid_arguments(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         make()
+
+
+def test_batch_rename() -> None:
+    batch = Batch({"a": [1], "b": [2]}, {"step": 3})
+    assert dict(batch.rename({"a": "alpha"}).columns) == {"alpha": [1], "b": [2]}
+    assert dict(batch.rename({"a": "b", "b": "a"}).columns) == {"b": [1], "a": [2]}
+    assert batch.rename({}).meta == {"step": 3}
+    with pytest.raises(KeyError, match="c"):
+        batch.rename({"c": "d"})
+    with pytest.raises(ValueError, match="two columns would have the name b"):
+        batch.rename({"a": "b"})
+
+
+def test_batch_without_meta() -> None:
+    batch = Batch({"a": [1]}, {"step": 3, "seed": 4})
+    assert batch.without_meta("step").meta == {"seed": 4}
+    assert batch.without_meta("none").meta == {"step": 3, "seed": 4}
+    assert batch.without_meta().meta == {}
+    assert batch.meta == {"step": 3, "seed": 4} and batch.without_meta()["a"] == [1]
+
+
+def test_concat_merges_metrics() -> None:
+    metas: list[dict[str, Any]] = [
+        {"metrics": {"acc": 0.8, "loss": np.array([0.1, 0.2])}, "lr": 1},
+        {"metrics": {"loss": [0.15], "names": "x"}, "lr": 1},
+        {"lr": 1},
+        {"metrics": {"acc": torch.tensor(0.5), "loss": torch.tensor([0.5])}, "lr": 2},
+    ]
+    joined = Batch.concat([Batch({"x": [1]}, meta) for meta in metas])
+    assert joined.meta["metrics"] == {
+        "acc": [0.8, 0.5],
+        "loss": [0.1, 0.2, 0.15, 0.5],
+        "names": ["x"],
+    }
+    assert joined.meta["lr"] == PerPart([1, 1, 1, 2])
+    one = Batch({"x": [1]}, metas[0])
+    assert Batch.concat([one]) is one
+    odd = Batch.concat([Batch({"x": [1]}, {"metrics": 1}), Batch({"x": [1]}, {"metrics": 2})])
+    assert odd.meta["metrics"] == PerPart([1, 2]), "only dicts are merged"
+
+
+def test_concat_fills_rows() -> None:
+    parts = [
+        Batch(
+            {"t": torch.ones(1, 2, dtype=torch.int64), "a": np.ones((1, 1, 2), dtype=np.float32)}
+        ),
+        Batch({"t": torch.full((2, 3), 2), "a": np.full((2, 2, 1), 2, dtype=np.float32)}),
+    ]
+    joined = Batch.concat(parts, fill={"t": -1, "a": 0})
+    assert joined["t"].tolist() == [[1, 1, -1], [2, 2, 2], [2, 2, 2]]
+    assert joined["a"].dtype == np.float32
+    assert joined["a"].tolist() == [[[1, 1], [0, 0]], [[2, 0], [2, 0]], [[2, 0], [2, 0]]]
+    with pytest.raises(ValueError, match="column 't': parts of different shapes of a row"):
+        Batch.concat(parts, fill={"a": 0})
+    with pytest.raises(
+        TypeError, match="only rows of tensors and arrays can be filled up; got lis"
+    ):
+        Batch.concat([Batch({"x": [1]})] * 2, fill={"x": 0})
+    with pytest.raises(ValueError, match="rows of different dimensions cannot be filled up"):
+        Batch.concat([Batch({"x": np.ones(1)}), Batch({"x": np.ones((1, 1))})], fill={"x": 0})

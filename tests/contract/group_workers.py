@@ -95,6 +95,18 @@ class Member(GroupWorker):
         self.seen = batch
         return Batch({"x": np.zeros(0)}) if self.rank_info.is_pipeline_last_stage else None
 
+    @register(AxisSharding(("dp",), (), meta_to_all=True), collect=sum)
+    def meta_everywhere(self, batch: Batch) -> int:
+        """Keeps what it got, and returns the number of rows."""
+        self.seen = batch
+        return len(batch)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def what_came_with_meta(self) -> tuple[int, dict[str, Any]]:
+        """Rows and meta that meta_everywhere got."""
+        assert self.seen is not None
+        return len(self.seen), dict(self.seen.meta)
+
     @register(Dispatch.ONE_TO_ALL)
     def what_came(self) -> int:
         """Rows that first_only got; -1 for None."""

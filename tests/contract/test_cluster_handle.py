@@ -21,7 +21,7 @@ from helmsman.api import errors
 from helmsman.api.batch import Batch
 from helmsman.api.dispatch import Shard
 from helmsman.api.scheduler import Scheduler
-from helmsman.api.worker_group import ClusterConfig
+from helmsman.api.worker_group import ClusterConfig, GroupWorker
 from helmsman.controller._worker_groups.cluster import Cluster
 from helmsman.controller._worker_groups.cluster_desk import address_for_others
 from helmsman.controller._worker_groups.cluster_handle import ClusterHandle
@@ -245,6 +245,44 @@ def test_handle_in_ray_actor(resources: ResourceManager) -> None:
         actor = remote_class.remote(cluster)
         assert ray.get(actor.run.remote(), timeout=LIMIT_S) == [7] * 4
         ray.kill(actor)
+
+
+class Storage:
+    """Values that all workers of a run share."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def put_if_absent(self, key: str, value: Any) -> bool:
+        return self._values.setdefault(key, value) is value
+
+    def get(self, key: str) -> Any:
+        return self._values.get(key)
+
+
+class StorageUser(GroupWorker):
+    """Has been given a Cluster by its constructor."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+
+    def first(self) -> tuple[bool, int]:
+        rank = self.rank_info.rank
+        was_first = self._storage.execute_rank_zero_sync("put_if_absent", "rank", [rank])
+        return was_first, self._storage.execute_rank_zero_sync("get", "rank")[0]
+
+
+def test_handle_in_worker(resources: ResourceManager, role: str) -> None:
+    config = ClusterConfig(world_size=1, num_cpus=0.5, env_vars=ON_CPU)
+    users = ClusterConfig(world_size=3, num_cpus=0.5, env_vars=ON_CPU)
+    with (
+        Cluster(f"{role}-storage", Storage, resources, config) as storage,  # type: ignore[var-annotated]
+        Cluster(role, StorageUser, resources, users, kwargs={"storage": storage}) as group,  # type: ignore[var-annotated]
+    ):
+        found = group.execute_all_sync("first")
+        assert sum(was_first for was_first, _ in found) == 1
+        (winner,) = [rank for rank, (was_first, _) in enumerate(found) if was_first]
+        assert [seen for _, seen in found] == [winner] * 3
 
 
 def test_handle_survives_death_of_a_caller(resources: ResourceManager) -> None:

@@ -135,6 +135,8 @@ def test_rendezvous_variables(members: Members) -> None:
         "MASTER_ADDR",
         "MASTER_PORT",
         "CUDA_VISIBLE_DEVICES",
+        "CLUSTER_NAME",
+        "WORKER_NAME",
     ]
     assert members.method(Member.environment)(names) == [
         {
@@ -145,6 +147,8 @@ def test_rendezvous_variables(members: Members) -> None:
             "MASTER_ADDR": members.master_address,
             "MASTER_PORT": str(members.master_port),
             "CUDA_VISIBLE_DEVICES": members.rank_to_devices[rank][0].device_id,
+            "CLUSTER_NAME": "members",
+            "WORKER_NAME": f"members-{rank}",
         }
         for rank in range(8)
     ]
@@ -176,6 +180,18 @@ def test_dispatch_modes(members: Members) -> None:
     assert members.method(Member.over_two_axes)(value) == value
     assert members.method(Member.first_only)(rows(4))["x"].tolist() == []  # type: ignore[index]
     assert members.method(Member.what_came)() == [2, -1, 2, -1, -1, -1, -1, -1]
+
+
+def test_dispatch_of_meta_to_all(members: Members) -> None:
+    batch = Batch({"x": np.arange(4)}, {"step": 3})
+    assert members.method(Member.meta_everywhere)(batch) == 4
+    meta = {"step": 3}
+    assert members.method(Member.what_came_with_meta)() == [
+        *[(2, meta), (0, meta), (2, meta), (0, meta)],
+        *[(0, meta)] * 4,
+    ]
+    with members.make.keep(2) as kept:
+        assert members.method(Member.meta_everywhere)(kept) == 4
 
 
 def test_submit(members: Members) -> None:

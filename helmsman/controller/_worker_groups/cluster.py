@@ -13,7 +13,7 @@ import msgspec
 
 from helmsman.api.device_mapping import parse_device_mapping, wrong_mapping
 from helmsman.api.dispatch import CustomDispatch, MethodSpec
-from helmsman.api.errors import DispatchError, InvalidSpecError, WorkerFailedError
+from helmsman.api.errors import DispatchError, WorkerFailedError
 from helmsman.api.plan import ranges
 from helmsman.api.scheduler import (
     EngineSpec,
@@ -135,8 +135,8 @@ class Cluster(RoleController, CallsByName[W_co]):
         self.worker_config = worker_config
         engine = _plain_class(worker_cls)
         require_engine_arguments(name, engine, kwargs or {})
-        world_size = _world_size_of(name, worker_config)
-        self.topology = worker_config.topology(name, world_size)
+        self.topology = worker_config.topology(name)
+        world_size = self.topology.world_size
         self._allocation = resource_manager.allocate_placement_group(
             world_size, worker_config.device_mapping, holder=name, num_cpus=worker_config.num_cpus
         )
@@ -158,6 +158,11 @@ class Cluster(RoleController, CallsByName[W_co]):
             raise
 
     # --- topology and placement -------------------------------------------------------------------
+
+    @property
+    def vp_size(self) -> int:
+        """Virtual pipeline stages of each rank, from the configuration."""
+        return self.worker_config.vp_size
 
     @property
     def rank_to_worker(self) -> dict[int, Worker]:
@@ -337,9 +342,9 @@ class Cluster(RoleController, CallsByName[W_co]):
 
         Args:
             address: Address of this machine at which those processes reach it. When None, the one
-                that it has among the scheduler's nodes; if there are no other nodes, only processes
-                of this machine can connect, and large values pass through shared memory. The
-                first call decides for all.
+                that it has among the nodes of the scheduler when the ResourceManager was made; if
+                there are no others, only processes of this machine can connect, and large values
+                pass through shared memory. The first call decides for all.
 
         Raises:
             HelmsmanError: None of the nodes is this machine, so that ``address`` is needed.
@@ -348,9 +353,9 @@ class Cluster(RoleController, CallsByName[W_co]):
         self._check_started()
         with self._making_desk:
             if self._desk is None:
-                if address is None:
-                    address = address_for_others({node.address for node in self.scheduler.nodes()})
-                self._desk = ClusterDesk(self, address)
+                self._desk = ClusterDesk(
+                    self, address or address_for_others(self.resource_manager.addresses)
+                )
         return ClusterHandle(self.name, self.topology, self._desk.address)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -425,6 +430,8 @@ class Cluster(RoleController, CallsByName[W_co]):
             if self.scheduler.shares_process
             else rank_environment(self.role, workers)[workers[rank].id]
         )
+        if environment:
+            environment |= {"CLUSTER_NAME": self.name, "WORKER_NAME": f"{self.name}-{rank}"}
         return EngineSpec(
             target=self._engine,
             env=environment,
@@ -440,31 +447,6 @@ def _deleted(worker: Worker) -> WorkerStatus:
 
 
 # --- building the job -----------------------------------------------------------------------------
-
-
-def _world_size_of(name: str, config: ClusterConfig) -> int:
-    def refuse(field: str, expected: str) -> InvalidSpecError:
-        return InvalidSpecError(
-            role=name, field=field, value=getattr(config, field), expected=expected
-        )
-
-    if config.max_concurrency is not None and config.max_concurrency < 1:
-        raise refuse("max_concurrency", "1 or more, or None for no limit")
-    if config.device_mapping is None:
-        if config.world_size is None:
-            raise refuse("world_size", "a number of workers, or a device_mapping that gives it")
-        return config.world_size
-    devices = len(parse_device_mapping(config.device_mapping, name))
-    size, rest = divmod(devices, max(1, config.num_gpus_per_worker))
-    if config.num_gpus_per_worker < 1 or rest:
-        raise refuse("num_gpus_per_worker", f"a divisor of the {devices} devices of device_mapping")
-    if config.world_size not in (None, size):
-        each = config.num_gpus_per_worker
-        raise refuse(
-            "world_size",
-            f"{size} ({devices} devices, {each} for each worker), or None",
-        )
-    return size
 
 
 def _job_of(

@@ -455,7 +455,12 @@ def _shares(
         else None
         for info in topology.ranks
     ]
-    return Argument(parts, of_rank, [0, *itertools.accumulate(sizes[:-1])]), Cut(sizes, padding)
+    starts = [0, *itertools.accumulate(sizes[:-1])]
+    cut = Cut(sizes, padding)
+    if sharding.meta_to_all and None in of_rank and isinstance(value, (Batch, RemoteBatch)):
+        of_rank = [num_parts if part is None else part for part in of_rank]
+        parts, starts = [*parts, Batch({}, value.meta)], [*starts, len(value)]
+    return Argument(parts, of_rank, starts), cut
 
 
 def _parts(rows: Any, num_parts: int, remainder: Remainder) -> Sequence[Any]:

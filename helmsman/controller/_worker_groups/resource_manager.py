@@ -124,7 +124,10 @@ class ResourceManager(Closing):
         self._lock = threading.Lock()
         self._destroyed = False
         try:
-            reservations = self._reserve(num_gpus_per_node, num_nodes, num_cpus_per_gpu)
+            nodes = self.scheduler.nodes()
+            self.addresses = frozenset(node.address for node in nodes)
+            """Addresses of all nodes of the cluster when the manager was made."""
+            reservations = self._reserve(nodes, num_gpus_per_node, num_nodes, num_cpus_per_gpu)
         except BaseException:
             if self._owns_scheduler:
                 self.scheduler.close()
@@ -148,9 +151,10 @@ class ResourceManager(Closing):
             for device_rank, device_id in enumerate(held.devices)
         )
 
-    def _reserve(self, num_gpus: int, num_nodes: int | None, num_cpus: float) -> list[Reservation]:
+    def _reserve(
+        self, nodes: Sequence[Node], num_gpus: int, num_nodes: int | None, num_cpus: float
+    ) -> list[Reservation]:
         scheduler = self.scheduler
-        nodes = scheduler.nodes()
         fitting = [node for node in nodes if node.num_devices >= num_gpus]
         wanted = num_nodes or max(1, len(fitting))
         if len(fitting) < wanted:
