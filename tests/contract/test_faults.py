@@ -150,7 +150,16 @@ def test_slow_worker_does_less(scheduler: Scheduler, role: str) -> None:
     wait_until(lambda: has_stopped(pid), "the first pause")
     working = [each.begin("tick", 10_000, timeout=2 * LIMIT_S) for each in (slow, other)]
     wait_until(lambda: other.call("count") >= 1000, "one works")
-    wait_until(lambda: 0 < slow.call("count") < other.call("count") / 2, "the other does less")
+
+    def does_less() -> bool:
+        done, done_meanwhile = slow.call("count"), other.call("count")
+        found = (
+            f"{done} of {done_meanwhile} ticks, helpers {_helpers(pid)}, stopped {has_stopped(pid)}"
+        )
+        assert _helpers(pid) and done_meanwhile < 10_000, found
+        return 0 < done < done_meanwhile / 2
+
+    wait_until(does_less, "the other does less")
     assert not any(each.done() for each in working)
     later = _inject(scheduler, Slow(first, at_step=2, factor=2, seconds=0.2))
     assert later.outcome == "slowed by 2x for 0.2 s, no longer slowed by 10x until its end"
