@@ -14,8 +14,10 @@ A user-defined function receives those of these arguments that it has parameters
 
 A function with a parameter ``completions`` is called like TRL's reward functions, once for all
 answers to a prompt, with lists: ``prompts``, ``completions``, ``completion_ids`` and every other
-key of the row; it returns a list. Other functions are called once per answer.
-A function written for verl can use the names in parentheses.
+key of the row; it returns a list. One with parameters ``queries`` and ``labels`` is called like
+OpenRLHF's, with lists of texts: ``queries`` (prompt and answer), ``prompts`` and ``labels`` (the
+correct answers); it returns a tensor or list, or a dict with one as ``rewards``. Other functions
+are called once per answer. A function written for verl can use the names in parentheses.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ GIVEN = (
     "token_ids",
     "chat",
 )
+_OF_BATCHES = ({"completions"}, {"queries", "labels"})
+"""Parameters by which functions written for TRL and for OpenRLHF are recognised."""
 _ALIASES = {"solution_str": "completion", "ground_truth": "answer", "data_source": "source"}
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
@@ -241,8 +245,9 @@ class Caller:
 
     @property
     def takes_batches(self) -> bool:
-        """Whether the function follows TRL's signature, with a parameter ``completions``."""
-        return "completions" in inspect.signature(self.find()).parameters
+        """Whether the function follows TRL's or OpenRLHF's signature."""
+        names = inspect.signature(self.find()).parameters.keys()
+        return any(names >= parameters for parameters in _OF_BATCHES)
 
     def calls(self, answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the arguments of each call that scores the answers.
@@ -312,7 +317,7 @@ class AsyncCaller(Caller):
 def batch_arguments(
     function: Callable[..., Any], answers: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the arguments of a function written for TRL.
+    """Return the arguments of a function written for TRL or OpenRLHF.
 
     Args:
         function: The function.
@@ -320,8 +325,9 @@ def batch_arguments(
             have the same row.
 
     Returns:
-        Lists with one entry per answer: ``prompts``, ``completions`` (texts, or chats where the
-        prompt is a chat), ``completion_ids``, and every other key of the row.
+        Lists with one entry per answer. TRL: ``prompts``, ``completions`` (texts, or chats where
+        the prompt is a chat), ``completion_ids``, and every other key of the row. OpenRLHF:
+        ``queries``, ``prompts`` and ``labels``.
     """
     row, prompt = answers[0]["row"] or {}, answers[0]["chat"]
     completions: list[Any] = [each["completion"] for each in answers]
@@ -335,6 +341,12 @@ def batch_arguments(
     }
     parameters = inspect.signature(function).parameters.values()
     names = {each.name for each in parameters}
+    if names >= _OF_BATCHES[1]:
+        return {
+            "queries": [f"{each['prompt']}{each['completion']}" for each in answers],
+            "prompts": [each["prompt"] for each in answers],
+            "labels": [each["answer"] for each in answers],
+        }
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         names |= everything.keys()
     everything |= {"trainer_state": None, "log_extra": _drop, "log_metric": _drop}
@@ -346,9 +358,10 @@ def _drop(*_: Any) -> None:
 
 
 def values_of_batch(use: str, returned: Any, num_answers: int) -> list[Any]:
-    """Return the rewards that a function written for TRL computed.
+    """Return the rewards that a function written for TRL or OpenRLHF computed.
 
-    None counts as 0: TRL leaves such a reward out of the sum.
+    None counts as 0: TRL leaves such a reward out of the sum. Of OpenRLHF's dict only ``rewards``
+    counts.
 
     Args:
         use: ``Reward.use``.
@@ -361,11 +374,12 @@ def values_of_batch(use: str, returned: Any, num_answers: int) -> list[Any]:
     Raises:
         ValueError: ``returned`` is not a list of ``num_answers`` values.
     """
+    rewards: Any = returned.get("rewards") if isinstance(returned, Mapping) else returned
     try:
-        values = list(returned)
+        values = list(rewards.tolist() if hasattr(rewards, "tolist") else rewards)
     except TypeError:
         values = []
-    if len(values) != num_answers or isinstance(returned, str | Mapping):
+    if len(values) != num_answers or isinstance(rewards, str):
         raise ValueError(
             f"the reward {use!r} returned {returned!r} for {num_answers} completions; expected a "
             f"list of {num_answers} numbers, one per completion"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helmsman import InlineScheduler
 from helmsman.api.errors import BackendNotInstalledError, EngineCallError
@@ -223,6 +224,42 @@ def test_reward_written_for_trl_values(returned: Any) -> None:
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         wrong(answers)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        {"rewards": torch.tensor([0.0, 1.0]), "scores": torch.ones(2), "extra_logs": {}},
+        torch.tensor([0.0, 1.0]),
+        {"rewards": [0.0, 1.0]},
+    ],
+)
+def test_reward_written_for_openrlhf(returned: Any) -> None:
+    """It is called once for all answers to a prompt, with texts."""
+
+    def reward_func(
+        queries: list[str], prompts: list[str], labels: list[str], **kwargs: Any
+    ) -> Any:
+        assert queries == ["Q: 1+1= 2", "Q: 1+1= 3"]
+        assert prompts == ["Q: 1+1= "] * 2
+        assert (labels, kwargs) == (["2", "2"], {})
+        return returned
+
+    answers = [
+        dict.fromkeys(GIVEN) | {"prompt": "Q: 1+1= ", "completion": text, "answer": "2", "row": {}}
+        for text in "23"
+    ]
+    caller = make_caller(Reward(use="m:reward_func"), {"m:reward_func": reward_func})
+    assert caller(answers) == [0.0, 1.0]
+
+
+def test_reward_written_for_openrlhf_values() -> None:
+    def scores_alone(queries: list[str], prompts: list[str], labels: list[str]) -> Any:
+        return {"scores": [1.0]}
+
+    caller = make_caller(Reward(use="m:f"), {"m:f": scores_alone})
+    with pytest.raises(ValueError, match=r"'m:f' returned \{'scores': \[1.0\]\} for 1 completions"):
+        caller([dict.fromkeys(GIVEN) | {"prompt": "", "completion": "", "row": {}}])
 
 
 def test_reward_written_for_trl_logs() -> None:
