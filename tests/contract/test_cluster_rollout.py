@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -136,6 +137,9 @@ def test_cluster_rollout_refuses(cluster: Cluster[Generator], resources: Resourc
                 match=f"workers of Cluster '{cluster.name}', whose number its configuration fixes",
             ):
                 resize()
+    wrong: Any = {"role": "a"}
+    with pytest.raises(TypeError, match="RolloutController: the argument job is .*, expected Job"):
+        RolloutController(scheduler, Generator, wrong)
     with pytest.raises(ValueError, match=f"those of Cluster '{cluster.name}'; pass them to the"):
         RolloutController(scheduler, Generator, cluster, (1,))
     config = ClusterConfig(device_mapping="0-3", tp_size=2, num_cpus=0.5, env_vars=ON_CPU)

@@ -71,10 +71,13 @@ class RoleController(Starting):
         engine_kwargs: Mapping[str, Any] | None = None,
         engine_name: str | None = None,
     ) -> None:
+        title = self._title or type(self).__name__
+        if not isinstance(job, Job):
+            raise refusal(title, "job", job, "Job")
         job.validate()
         if not isinstance(engine, (str, type)):
             raise refusal(
-                self._title or type(self).__name__,
+                title,
                 "engine",
                 engine,
                 "str | type[Any], a class or its import path",

@@ -89,11 +89,12 @@ class Instances(RoleController):
         on_closed: Callable[[], None],
     ) -> None:
         self._lender: StartedRole | None = None
-        if not isinstance(job, Job):
-            self._lender = job
-            _check_lender(job, bool(engine_args or engine_kwargs or engine_name))
-            job, engine_name = self._lender.job, self._lender.engine_name
-        super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
+        own: Any = job  # RoleController refuses what is neither
+        if isinstance(own, RoleController):
+            lender: Any = own
+            _check_lender(lender, bool(engine_args or engine_kwargs or engine_name))
+            self._lender, own, engine_name = lender, lender.job, lender.engine_name
+        super().__init__(scheduler, engine, own, engine_args, engine_kwargs, engine_name)
         if capacity < 1:
             raise ValueError(f"max_in_flight_per_worker is {capacity}; expected 1 or more")
         self.capacity, self.device_owner, self._on_closed, self._request_timeout = (
