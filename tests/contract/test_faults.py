@@ -146,20 +146,16 @@ def test_slow_worker_does_less(scheduler: Scheduler, role: str) -> None:
     slow, other = Engine.create(scheduler, first, Ticker), Engine.create(scheduler, second, Ticker)
     injection = _inject(scheduler, Slow(first, at_step=1, factor=10))
     assert injection.outcome == "slowed by 10x until its end"
-    pid = slow.call("pid")
-    wait_until(lambda: has_stopped(pid), "the first pause")
+    pid, seen = slow.call("pid"), list[bool]()
     working = [each.begin("tick", 10_000, timeout=2 * LIMIT_S) for each in (slow, other)]
-    wait_until(lambda: other.call("count") >= 1000, "one works")
 
-    def does_less() -> bool:
-        done, done_meanwhile = slow.call("count"), other.call("count")
-        found = (
-            f"{done} of {done_meanwhile} ticks, helpers {_helpers(pid)}, stopped {has_stopped(pid)}"
-        )
-        assert _helpers(pid) and done_meanwhile < 10_000, found
-        return 0 < done < done_meanwhile / 2
+    def stands_mostly() -> bool:
+        """It runs for a tenth of the time; how much others get done then depends on the load."""
+        seen.append(has_stopped(pid))
+        return len(seen) >= 20 and sum(seen) > 2 / 3 * len(seen)
 
-    wait_until(does_less, "the other does less")
+    wait_until(stands_mostly, "it stands for most of the time")
+    wait_until(lambda: slow.call("count") > 10, "it works nevertheless")
     assert not any(each.done() for each in working)
     later = _inject(scheduler, Slow(first, at_step=2, factor=2, seconds=0.2))
     assert later.outcome == "slowed by 2x for 0.2 s, no longer slowed by 10x until its end"

@@ -2,46 +2,46 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from examples.port_roll_rlvr import RLVRPipeline, main
-from helmsman import make_scheduler
+from helmsman import Scheduler, make_scheduler
 from helmsman.worker_groups import ResourceManager
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 STEPS = 25
-OPTIONS: dict[str, dict[str, Any]] = {"ray": {"address": "local"}, "local": {}, "inline": {}}
+OPTIONS: dict[str, dict[str, Any]] = {"ray": {"address": "local"}}
 
 
-@functools.cache
-def expected(seed: int) -> list[float]:
-    return rewards("inline", [seed])[0]
-
-
-def rewards(name: str, seeds: list[int]) -> list[list[float]]:
-    """Of each step, for each seed."""
-    found = []
-    with make_scheduler(name, num_gpus=8, num_cpus=4, **OPTIONS[name]) as scheduler:
-        for seed in seeds:
-            with (
-                ResourceManager(8, 1, scheduler=scheduler) as resource_manager,
-                RLVRPipeline(resource_manager, seed) as pipeline,
-            ):
-                found.append([pipeline.step(step) for step in range(STEPS)])
-    return found
-
-
-@pytest.mark.parametrize("name", ["local", "ray"])
-def test_port_roll_rlvr_learns(name: str) -> None:
+@pytest.fixture(scope="module", params=["local", "ray"])
+def scheduler(request: pytest.FixtureRequest) -> Iterator[Scheduler]:
+    name = request.param
     if name == "ray":
         pytest.importorskip("ray", reason="this is the run on Ray")
-    for seed, found in enumerate(rewards(name, [0, 1, 2])):
-        assert found == expected(seed)
-        assert found[0] < 0.2 and sum(found[-3:]) / 3 > 0.9, found
+    with make_scheduler(name, num_gpus=8, num_cpus=4, **OPTIONS.get(name, {})) as made:
+        yield made
+
+
+def rewards(scheduler: Scheduler, seed: int) -> list[float]:
+    """Of each step."""
+    with (
+        ResourceManager(8, 1, scheduler=scheduler) as resource_manager,
+        RLVRPipeline(resource_manager, seed) as pipeline,
+    ):
+        return [pipeline.step(step) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_port_roll_rlvr_learns(scheduler: Scheduler, seed: int) -> None:
+    with make_scheduler("inline", num_gpus=8) as inline:
+        expected = rewards(inline, seed)
+    found = rewards(scheduler, seed)
+    assert found == expected
+    assert found[0] < 0.2 and sum(found[-3:]) / 3 > 0.9, found
 
 
 def test_port_roll_rlvr_shows_colocation(capsys: pytest.CaptureFixture[str]) -> None:
