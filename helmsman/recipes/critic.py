@@ -28,6 +28,11 @@ class CriticModel:
     def __init__(self, ranks: TrainController, settings: Critic, *, takes_turns: bool) -> None:
         self._ranks, self._settings, self._takes_turns = ranks, settings, takes_turns
 
+    @property
+    def ranks(self) -> TrainController:
+        """The controller of the value model."""
+        return self._ranks
+
     def judge(self, samples: Sequence[dict[str, Any]], scores: Sequence[float]) -> None:
         """Add ``values``, ``returns`` and whitened ``advantages``, each (T,), to the samples.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -79,11 +79,18 @@ class Loop(abc.ABC):
             max_recoveries=kept.max_recoveries,
         )
         training = RecoverableTraining(
-            self.trainer, policy, step=self.step, on_begin=self.begin, add_files=self.add_files
+            *(self.trainer, policy, self.step),
+            on_begin=self.begin,
+            add_files=self.add_files,
+            others=self.others(),
         )
         training.run(0, self._run_settings.steps)
         if kept.export == "last":
             self.trainer.export_hf(str(self.out.absolute() / "model"), kept.export_dtype)
+
+    def others(self) -> Sequence[TrainController]:
+        """Return the jobs that are rebuilt together with the trainer."""
+        return ()
 
     def step(self, step: int) -> None:
         """Run one step and log its metrics."""

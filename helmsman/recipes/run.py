@@ -129,6 +129,10 @@ class Run(Loop):
         if self.turns is None:
             self.sync.push()
 
+    def others(self) -> Sequence[TrainController]:
+        """Return the critic, whose state in a checkpoint is of the same step as the trainer's."""
+        return () if self.critic is None else (self.critic.ranks,)
+
     def add_files(self, folder: Path) -> None:
         """Add the critic to a checkpoint."""
         super().add_files(folder)

@@ -442,3 +442,29 @@ def test_grpo_hf_workers_killed(
         assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-6), ours["step"]
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-4), ours["step"]
     assert found[-1]["weight_version"] > 6, "versions of steps that were lost are not given again"
+
+
+def test_ppo_critic_killed(
+    given: tuple[Path, Path, str],
+    metrics: Callable[[str], list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
+    """The run goes on from its last checkpoint, which has both models, as a quiet run does."""
+    flags = ("--algorithm.preset", "ppo", "--steps", "5", "--checkpoints.every", "2")
+    begin_run(given, tmp_path / "quiet", *flags).communicate(timeout=200.0)
+    out = tmp_path / "out"
+    process = begin_run(given, out, *flags)
+    try:
+        wait_for(lambda: process.poll() is not None or _num_steps(out) > 3, 120.0)
+        for pid in pids_of("critic", out):
+            os.kill(pid, signal.SIGKILL)
+        said, _ = process.communicate(timeout=200.0)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert "critic/0 was lost" in said
+    found, quiet = metrics("out"), metrics("quiet")
+    assert [each["step"] for each in found] == list(range(6))
+    for ours, theirs in zip(found[1:], quiet[1:], strict=True):
+        for name in ("reward/mean", "critic/loss", "loss"):
+            assert ours[name] == pytest.approx(theirs[name], abs=2e-4), (ours["step"], name)

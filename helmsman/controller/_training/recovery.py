@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -168,9 +169,12 @@ class RecoverableTraining:
             recovery. The script discards its records of that step and later ones, pushes the
             restored weights to the rollout, and sets values that checkpoints lack (``set_lr``).
         add_files: Adds files to a checkpoint folder before it is published.
+        others: Further jobs that a step uses, such as a critic. When a rank of any job is lost, all
+            are rebuilt, these with the weights with which their engines are built; ``on_begin``
+            restores them from what ``add_files`` has saved.
 
     Raises:
-        InvalidSpecError: The trainer is colocated with another role without a fork.
+        InvalidSpecError: A job is colocated with another role without a fork.
     """
 
     def __init__(
@@ -181,17 +185,19 @@ class RecoverableTraining:
         *,
         on_begin: Callable[[int], object] | None = None,
         add_files: Callable[[Path], object] | None = None,
+        others: Sequence[TrainController] = (),
     ) -> None:
-        strategy = trainer.job.scheduling_strategy
-        if strategy.type == "colocation" and not strategy.fork:
-            raise InvalidSpecError(
-                role=trainer.role,
-                field="scheduling_strategy.fork",
-                value=False,
-                expected=f"True, since workers that are {strategy.target!r}'s cannot be restarted "
-                "without its engines",
-            )
-        self.trainer, self.policy = trainer, policy
+        for job in (trainer, *others):
+            strategy = job.job.scheduling_strategy
+            if strategy.type == "colocation" and not strategy.fork:
+                raise InvalidSpecError(
+                    role=job.role,
+                    field="scheduling_strategy.fork",
+                    value=False,
+                    expected=f"True, since workers that are {strategy.target!r}'s cannot be "
+                    "restarted without its engines",
+                )
+        self.trainer, self.policy, self._others = trainer, policy, tuple(others)
         self.checkpoints = Checkpoints(policy.checkpoints, policy.num_kept)
         self._step, self._on_begin, self._add_files = step, on_begin, add_files
         self._budget = RestartBudget(policy.max_recoveries, policy.window_s, policy.pause_s)
@@ -216,10 +222,12 @@ class RecoverableTraining:
             Exception: Any error of ``step``, ``on_begin`` and ``add_files``.
         """
         begin = self._go_on
-        self.trainer.scheduler.advise(
-            self.trainer.role, "RecoverableTraining goes on from the last checkpoint."
-        )
-        with RankMonitor(self.trainer, self.policy) as monitor:
+        with contextlib.ExitStack() as held:
+            monitors = []
+            for job in (self.trainer, *self._others):
+                advice = "RecoverableTraining goes on from the last checkpoint."
+                job.scheduler.advise(job.role, advice)
+                monitors.append(held.enter_context(RankMonitor(job, self.policy)))
             while True:
                 try:
                     for number in range(begin(first_step), last_step + 1):
@@ -229,7 +237,7 @@ class RecoverableTraining:
                             self._save(number, in_background=self.policy.save_in_background)
                     self._wait_for_save()
                 except Exception as error:
-                    loss = self._loss(error, monitor)
+                    loss = self._loss(error, monitors)
                     if loss is None:
                         self._finish_save()
                         raise
@@ -273,6 +281,8 @@ class RecoverableTraining:
         step, folder = found or (first_step - 1, None)
         try:
             version = self.trainer.recover(None if folder is None else str(folder))
+            for other in self._others:
+                other.recover()
         except JobError as error:
             raise error from self._last_loss
         except (StartError, RendezvousError, CallError, GroupCallError) as error:
@@ -327,17 +337,18 @@ class RecoverableTraining:
 
     # --- losses -----------------------------------------------------------------------------------
 
-    def _loss(self, error: Exception, monitor: RankMonitor) -> WorkerFailedError | None:
+    def _loss(self, error: Exception, monitors: Sequence[RankMonitor]) -> WorkerFailedError | None:
         """Return the loss of a rank that caused an error; None if the error has another cause."""
         if isinstance(error, JobError):  # not transient: another recovery would fail the same way
             return None
+        roles = {job.role for job in (self.trainer, *self._others)}
         for cause in _causes(error):
-            if isinstance(cause, WorkerFailedError) and cause.role == self.trainer.role:
+            if isinstance(cause, WorkerFailedError) and cause.role in roles:
                 return cause
         if isinstance(error, _NotRecoveredError):
             return self._last_loss
         # A peer may report a broken connection, or a lost handle, before the death is detected.
-        return next(iter(monitor.lost()), None)
+        return next((loss for monitor in monitors for loss in monitor.lost()), None)
 
     def _pause(self, loss: WorkerFailedError, error: Exception) -> None:
         """Wait before a recovery; raise RecoveryExhaustedError when the limit is reached."""

@@ -294,6 +294,48 @@ def test_recovery_of_a_rank_killed_while_it_saves(
     ]
 
 
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_recovery_of_a_second_job(
+    start: Start, scheduler: LocalScheduler, unbroken: dict[int, float], fault: int, tmp_path: Path
+) -> None:
+    """A critic that dies or falls silent is rebuilt with the trainer, and both go on from the same
+    step.
+    """
+    training = start(dead_s=2.0)
+    critic = TrainController(
+        scheduler, ENGINE, Job(role="critic"), (str(tmp_path),), {"model": QWEN2, "lr": 1e-2}
+    )
+    losses: dict[int, list[float]] = {}
+
+    def step(number: int) -> None:
+        sample = {"input_ids": random_tokens(5, seed=number)}
+        stats = critic.train_batch([sample], LOSS, {"faults": str(tmp_path)})
+        losses.setdefault(number, []).append(stats["loss"])
+        training.step(number)
+
+    def restore(number: int) -> None:
+        training.on_begin(number)
+        if number > 1:
+            critic.load(str(training.folder / "checkpoints" / "latest" / "critic"))
+
+    with critic:
+        training.before = {
+            4: lambda: os.kill(scheduler.call_engine(critic.workers[0].id, "pid"), fault)
+        }
+        RecoverableTraining(
+            training.trainer,
+            training.policy,
+            step,
+            on_begin=restore,
+            add_files=lambda folder: critic.save(str(folder / "critic")),
+            others=[critic],
+        ).run(1, LAST_STEP)
+    assert training.begun == [1, 3], "it could not be saved after step 4"
+    assert training.losses == unbroken
+    assert [len(each) for each in losses.values()] == [1, 1, 2, 2, 1, 1]
+    assert all(len(set(each)) == 1 for each in losses.values()), "repeated steps do the same"
+
+
 @pytest.mark.parametrize(("moment", "rank"), [("save", 1), ("begun", 0), ("loss", 0)])
 def test_recovery_with_background_saves(
     start: Start, unbroken: dict[int, float], moment: str, rank: int
