@@ -564,7 +564,7 @@ def join_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name in dict.fromkeys(name for meta in metas for name in meta):
         values = [meta.get(name) for meta in metas]
         metrics = [value for value in values if value is not None]
-        if name == "metrics" and all(isinstance(each, Mapping) for each in metrics):
+        if name == "metrics" and metrics and all(isinstance(each, Mapping) for each in metrics):
             joined[name] = _merged_metrics(metrics)
             continue
         in_all = all(name in meta and same(meta[name], values[0]) for meta in metas)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from helmsman.api.batch import Batch
 from helmsman.api.dispatch import CustomDispatch, MethodSpec
 from helmsman.api.platforms import current_platform
 from helmsman.api.topology import Topology
@@ -32,8 +33,6 @@ from helmsman.worker_groups import Execute as Execute
 from helmsman.worker_groups import ResourceManager as ResourceManager
 
 BIND_WORKER_METHOD_FLAG = "BIND_WORKER_METHOD_FLAG"
-"""Attribute of a method that ``register`` has declared."""
-_CPUS_OF_WORKER = 0.01
 
 Mode: TypeAlias = Dispatch | Mapping[str, Callable[..., Any]]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -68,10 +67,7 @@ class ObjectRefWrap(NamedTuple):
 
 
 def get(references: Any, timeout: float | None = None) -> Any:
-    """Return the result of a pending one, or of each in a list, as ``ray.get`` does.
-
-    Of ObjectRefWraps, all are awaited, and the collected results returned.
-    """
+    """Return the result of a pending one, or those of a list that are collected."""
     if isinstance(references, list):
         pairs = [(get(each, timeout), getattr(each, "collected", True)) for each in references]
         return [result for result, counts in pairs if counts]
@@ -132,8 +128,8 @@ class Worker(GroupWorker):
         context = worker_context()
         assert context is not None, "a Worker is made by its Cluster"
         self.worker_config = worker_config
-        self.worker_name = context.worker_id
-        self.cluster_name = context.worker_id.rpartition("/")[0]
+        self.cluster_name, _, number = context.worker_id.rpartition("/")
+        self.worker_name = f"{self.cluster_name}-{number}"
         self.rank, self.world_size = self.rank_info.rank, self.rank_info.world_size
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.master_addr = os.environ.get("MASTER_ADDR", context.node)
@@ -176,16 +172,19 @@ class Cluster:
         if isinstance(worker_cls, str):
             module, _, attribute = worker_cls.rpartition(".")
             worker_cls = getattr(importlib.import_module(module), attribute)
-        mapping = worker_config.device_mapping or None
-        is_theirs = hasattr(worker_config, "system_envs")
-        environment = worker_config.system_envs if is_theirs else worker_config.env_vars
-        config = ClusterConfig(
-            device_mapping=mapping,
-            num_gpus_per_worker=worker_config.num_gpus_per_worker if mapping else 1,
-            world_size=None if mapping else worker_config.world_size,
-            num_cpus=1 if mapping else _CPUS_OF_WORKER,
-            env_vars={key: str(value) for key, value in environment.items()},
-        )
+        config = worker_config
+        if not isinstance(config, ClusterConfig):
+            mapping = worker_config.device_mapping or None
+            strategy = getattr(worker_config, "strategy_args", None)
+            more = getattr(strategy, "strategy_config", None) or {}
+            config = ClusterConfig(
+                device_mapping=mapping,
+                num_gpus_per_worker=worker_config.num_gpus_per_worker if mapping else 1,
+                world_size=None if mapping else worker_config.world_size,
+                num_cpus=1 if mapping else 0.01,  # as ROLL does
+                env_vars={key: str(value) for key, value in worker_config.system_envs.items()},
+                vp_size=more.get("virtual_pipeline_model_parallel_size", 1),
+            )
         self.cluster_name = name
         self.worker_config = worker_config
         self.initialized = False
@@ -274,7 +273,6 @@ class Cluster:
     def _each_its_own(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> GroupFuture[Any]:
-        """Call all ranks; each argument is a list with the value of each rank."""
         spec = MethodSpec(
             name=method,
             owner=self.cluster_name,
@@ -315,8 +313,6 @@ class WorkerProxy:
         return SimpleNamespace(remote=functools.partial(self.call, name))
 
 
-# --- rules ----------------------------------------------------------------------------------------
-
 _JOINED = (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
 _CUT = (*_JOINED, Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL)
 
@@ -330,7 +326,6 @@ def _as_returned(topology: Topology, results: list[Any]) -> list[Any]:
 
 
 def _dispatched(mode: Dispatch, world_size: int, infos: Sequence[Any], value: Any) -> Any:
-    """Return the value of each rank."""
     if mode in (Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE):
         return [value] * world_size
     if mode is Dispatch.ALL_TO_ALL:
@@ -343,22 +338,27 @@ def _dispatched(mode: Dispatch, world_size: int, infos: Sequence[Any], value: An
         parts: Sequence[Any] = [value[size * k : size * (k + 1)] for k in range(num_parts)]
     else:
         parts = value.chunk(num_parts)
-    only_first = mode is not Dispatch.DP_MP_COMPUTE and hasattr(value, "meta_info")
+    has_meta = isinstance(value, Batch) or hasattr(value, "meta_info")
+    only_first = mode is not Dispatch.DP_MP_COMPUTE and has_meta
     return [
-        type(value)(batch=None, meta_info=parts[info.dp_rank].meta_info)
+        _meta_of(parts[info.dp_rank])
         if only_first and (info.tp_rank or info.cp_rank or info.pp_rank)
         else parts[info.dp_rank]
         for info in infos
     ]
 
 
+def _meta_of(rows: Any) -> Any:
+    if isinstance(rows, Batch):
+        return Batch({}, rows.meta)
+    return type(rows)(batch=None, meta_info=rows.meta_info)
+
+
 def _is_last(info: Any) -> bool:
-    """Whether the results of a rank count when rows are joined."""
     return not info.tp_rank and not info.cp_rank and info.is_pipeline_last_stage
 
 
 def _joined(results: list[Any]) -> Any:
-    """Join the rows of the results."""
     if isinstance(results[0], list):
         return [row for result in results for row in result]
     if hasattr(results[0], "concat"):

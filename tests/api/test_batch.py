@@ -613,6 +613,8 @@ def test_concat_merges_metrics() -> None:
     assert joined.meta["lr"] == PerPart([1, 1, 1, 2])
     one = Batch({"x": [1]}, metas[0])
     assert Batch.concat([one]) is one
+    none = Batch.concat([Batch({"x": [1]}, {"metrics": None})] * 2)
+    assert none.meta["metrics"] is None
     odd = Batch.concat([Batch({"x": [1]}, {"metrics": 1}), Batch({"x": [1]}, {"metrics": 2})])
     assert odd.meta["metrics"] == PerPart([1, 2]), "only dicts are merged"
 

@@ -36,6 +36,7 @@ class WorkerConfig:
     world_size: int | None = None
     device_mapping: list[int] | str | None = None
     num_gpus_per_worker: int = 1
+    strategy_args: Any = None
     system_envs: dict[str, str] = field(default_factory=lambda: {"HELMSMAN_PLATFORM": "cpu"})
 
 
@@ -88,8 +89,8 @@ def test_cluster_execute_by_name(start: Callable[..., Cluster]) -> None:
     assert cluster.execute_rank_zero_sync("add", 1) == 3
     assert get(cluster.workers[1].add.remote(1)) == 13
     (name, role, size, port), other = cluster.execute_all_sync("names")
-    assert (name, role, size) == ("worker0/0", "worker0", 2) and 0 < port < 1 << 16
-    assert other[0] == "worker0/1"
+    assert (name, role, size) == ("worker0-0", "worker0", 2) and 0 < port < 1 << 16
+    assert other[0] == "worker0-1"
 
 
 def test_cluster_dp_mp_compute(start: Callable[..., Cluster]) -> None:
@@ -114,6 +115,9 @@ def test_cluster_dispatch_first_brings_metadata(start: Callable[..., Cluster]) -
     given = cluster.given(Rows([1, 2, 3, 4], {"step": 1}))
     rows = [batch for batch, _ in given]
     assert rows == [[1, 2], None, [3, 4], None, None, None, None, None]
+    assert [meta for _, meta in given] == [{"step": 1}] * 8
+    given = cluster.given(Batch({"x": [1, 2, 3, 4]}, {"step": 1}))
+    assert [batch for batch, _ in given] == rows
     assert [meta for _, meta in given] == [{"step": 1}] * 8
 
 
@@ -141,8 +145,14 @@ def test_cluster_coroutines(start: Callable[..., Cluster]) -> None:
 
 
 def test_cluster_on_devices(start: Callable[..., Cluster]) -> None:
-    cluster = start(Counter, device_mapping="list(range(0,8))", num_gpus_per_worker=2)
-    assert cluster.world_size == 4
+    strategy = SimpleNamespace(strategy_config={"virtual_pipeline_model_parallel_size": 3})
+    cluster = start(
+        Counter,
+        device_mapping="list(range(0,8))",
+        num_gpus_per_worker=2,
+        strategy_args=strategy,
+    )
+    assert (cluster.world_size, cluster.vp_size) == (4, 3)
     assert cluster.rank2devices[1] == [
         {"rank": 0, "node_rank": 0, "gpu_rank": 2},
         {"rank": 1, "node_rank": 0, "gpu_rank": 3},

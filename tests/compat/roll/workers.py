@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from helmsman.api.batch import Batch
 from helmsman.compat.roll import Dispatch, Execute, RankInfo, Worker, register
 
 
@@ -96,6 +97,8 @@ class Parallel(Worker):
 
     @register(dispatch_mode=Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL)
     def given(self, data: Any) -> Any:
+        if isinstance(data, Batch):
+            return data.to_dict().get("x"), dict(data.meta)
         return data.batch, data.meta_info
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
