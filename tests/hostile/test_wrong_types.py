@@ -114,6 +114,12 @@ ACCEPTS: Mapping[str, Accepts] = {
     "rpc_timeout": _or_none(_NUMBER),
     "max_shard_bytes": _COUNT,
     "worker_ids": _ids,
+    **dict.fromkeys(
+        [f"worker_ids of {form}{name}" for form in ("", "async_") for name in ("sleep", "wake")],
+        _or_none(_ids),
+    ),
+    "address of handle": _or_none(_TEXT),
+    "devices": lambda value: isinstance(value, str) or _items(_COUNT)(value),
     "request_ids": _or_none(_ids),
     "device_mapping": lambda value: (
         value is None or isinstance(value, str) or _items(_COUNT)(value)
@@ -163,6 +169,7 @@ GOOD: Mapping[str, Any] = {
     "path": "/nonexistent",
     "holder": "h",
     "ranks": [0],
+    "devices": [0],
     "samples": [{"input_ids": [1]}],
     "loss_fn": "sft",
     "lr": 0.1,

@@ -98,7 +98,7 @@ def test_local_process_kill_looks_again_for_survivors(monkeypatch: pytest.Monkey
     worker.
     """
     stays, worker, tag = (
-        [sys.executable, "-c", "import time; time.sleep(3600)"],
+        [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(3600)"],
         4194303,
         "0123456789/a/0",
     )
@@ -107,7 +107,9 @@ def test_local_process_kill_looks_again_for_survivors(monkeypatch: pytest.Monkey
         assert foreign.poll() is None, "its number is another's by now"
         foreign.kill()
     monkeypatch.setenv(guardian.TAG_VARIABLE, tag)
-    with subprocess.Popen(stays, start_new_session=True) as member:
+    with subprocess.Popen(stays, start_new_session=True, stdout=subprocess.PIPE) as member:
+        assert member.stdout is not None
+        assert member.stdout.readline() == b"up\n", "before, its environment cannot be read yet"
         asyncio.run(LocalProcess(_Hasty(member.pid), worker, tag, "", 0).kill())  # type: ignore[arg-type]
         assert member.wait(30.0) == -signal.SIGKILL
 
