@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from helmsman.controller._bootstrap.connection import LinkTimeouts
 from helmsman.controller._bootstrap.node_plan import NodePlan
@@ -136,11 +137,8 @@ class Running:
 
     def said(self, text: str, count: int = 1, limit_s: float = 100.0) -> str:
         """Wait until it has printed this so many times; returns all that it has printed."""
-        wait_until(
-            lambda: self.output.count(text) >= count or self.has_ended,
-            f"{text!r} in:\n{self.output}",
-            limit_s,
-        )
+        with contextlib.suppress(pytest.fail.Exception):  # its output of the meantime is shown
+            wait_until(lambda: self.output.count(text) >= count or self.has_ended, text, limit_s)
         assert self.output.count(text) >= count, f"no {text!r} in:\n{self.output}"
         return self.output
 

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from helmsman.controller._bootstrap.connection import LinkTimeouts
 from tests.contract.helpers import wait_gone
 from tests.controller.bootstrap.nodes import MakeCable, MakeNodes
 
@@ -155,15 +156,20 @@ def test_supervisor_stopped_ends_the_script(
 
 def test_supervisor_reconnects(make_nodes: MakeNodes, make_cable: MakeCable) -> None:
     """When it is cut, and when only the node knows that it is lost."""
-    nodes = make_nodes(2)
+    patient = LinkTimeouts(
+        heartbeat_s=0.2, connect_s=20.0, silent_s=60.0, refused_s=20.0, unreachable_s=20.0
+    )
+    nodes = make_nodes(2, timeouts=patient)
     cable = make_cable(nodes.port)
     head, member = nodes.start_running(cable.port)
     cable.cut()
-    member.said("the connection to the head was lost and is restored")
+    restored = "the connection to the head was lost and is restored"
+    member.said(restored)
     before = head.said("has reconnected")
     cable.desert()
+    member.said(restored, count=2)
     head.said("has reconnected", count=2)
-    assert cable.is_given_up.wait(4.0), (
+    assert cable.is_given_up.wait(30.0), (
         "before it would be lost by its silence; the end of the run would wait for it"
     )
     nodes.release()
