@@ -111,7 +111,7 @@ def register(
 
 
 def _clear_cache() -> None:
-    if "torch" in sys.modules:
+    if "torch" in sys.modules and current_platform.name != "cpu":
         current_platform.empty_cache()
 
 

@@ -58,6 +58,7 @@ from helmsman.engines._train.batching import (
     make_micro_batch,
 )
 from helmsman.engines._train.offload import HostMemory, offload_policy, place
+from helmsman.engines._train.output_layer import return_statistics
 from helmsman.engines._train.parallel import (
     Layout,
     ParallelMesh,
@@ -67,7 +68,7 @@ from helmsman.engines._train.parallel import (
     whole_pass,
 )
 from helmsman.engines._train.parallel_plan import TensorPlan
-from helmsman.engines._train.vocabulary import distribution_entropies, target_logprobs
+from helmsman.engines._weights.checkpoint_names import CheckpointNames
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines._weights.hf_export import MAX_SHARD_BYTES, export_hf
 from helmsman.engines.losses import LossCall, prepare_loss
@@ -96,6 +97,7 @@ class FSDPTrainEngine(TrainEngine):
         self._owns_group = False
         self._mesh: ParallelMesh | None = None
         self._model: nn.Module | None = None
+        self._in_files: CheckpointNames | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._progress = Progress(version=0, num_steps=0)
         self._memory = HostMemory(self.config.offload)
@@ -177,6 +179,8 @@ class FSDPTrainEngine(TrainEngine):
             use_row_attention(model, "packing")
         if self.config.gradient_checkpointing:
             checkpoint_layers(model)
+        if self.config.head == "lm":
+            return_statistics(model)
         self._uses_row_attention = packing or context_size > 1
         self._has_sharded_logits = plan is not None and plan.has_sharded_logits
         self._batching = Batching(
@@ -409,19 +413,26 @@ class FSDPTrainEngine(TrainEngine):
                 "helmsman_rows": RowShape(rows.segments, mesh.context_group, self._device),
             }
         model = self._built_model()
-        with whole_pass(model):
-            outputs = model(input_ids=input_ids, use_cache=False, **arguments)
         if self.config.head == "value":
-            return rows.per_token(self._whole_rows(outputs))
-        logits, group = outputs.logits, None
+            with whole_pass(model):
+                values = model(input_ids=input_ids, use_cache=False, **arguments)
+            return rows.per_token(self._whole_rows(values))
+        group = None
         if self._has_sharded_logits:
             assert mesh.tensor is not None
-            logits, group = logits.to_local(), mesh.tensor.get_group()
-        if columns is not None and loss is not None and loss.needs_entropy:
-            columns["entropy"] = rows.per_prediction(
-                self._whole_rows(distribution_entropies(logits, group))
+            group = mesh.tensor.get_group()
+        with whole_pass(model):
+            statistics = model(
+                input_ids=input_ids,
+                use_cache=False,
+                targets=next_ids,
+                with_entropies=loss is not None and loss.needs_entropy,
+                group=group,
+                **arguments,
             )
-        return rows.per_prediction(self._whole_rows(target_logprobs(logits, next_ids, group)))
+        if columns is not None and statistics.entropies is not None:
+            columns["entropy"] = rows.per_prediction(self._whole_rows(statistics.entropies))
+        return rows.per_prediction(self._whole_rows(statistics.logprobs))
 
     def _whole_rows(self, parts: torch.Tensor) -> torch.Tensor:
         group = self._built_mesh().context_group
@@ -511,6 +522,7 @@ class FSDPTrainEngine(TrainEngine):
             is_root=dist.get_rank() == 0,
             group=self._weight_group,
             full=self._memory.full,
+            in_files=self._checkpoint_names(),
         )
 
     def save(self, path: str) -> None:
@@ -604,6 +616,11 @@ class FSDPTrainEngine(TrainEngine):
             source=source,
             full=self._memory.full,
         )
+
+    def _checkpoint_names(self) -> CheckpointNames:
+        if self._in_files is None:
+            self._in_files = CheckpointNames(self._built_model(may_sleep=True))
+        return self._in_files
 
     def _model_folder(self) -> str | None:
         return self.config.model if isinstance(self.config.model, str) else None

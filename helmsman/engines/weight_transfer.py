@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,6 +33,7 @@ from helmsman.api.weights import (
 from helmsman.engines._models.distributed import full_tensor
 from helmsman.engines._models.files import INDEX_FILE, FolderWriter, replace_folder
 from helmsman.engines._models.model import resolve_dtype
+from helmsman.engines._weights.checkpoint_names import CheckpointNames, Conversion
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines._weights.sending import Bucket, Packer, Sink, as_bytes, checksum_of, send_all
 
@@ -51,18 +52,20 @@ def publish(
     is_root: bool,
     group: WeightGroup,
     full: Callable[[torch.Tensor], torch.Tensor] = full_tensor,
+    in_files: CheckpointNames | None = None,
 ) -> WeightsInMemory | WeightsOnDisk | int | None:
     """Send tensors by name to a target; rank 0 sends. A collective of all ranks that hold shards.
 
     Args:
-        tensors: Tensors by Hugging Face name, of any dtype and device, possibly sharded (DTensor);
-            the same names on every rank.
+        tensors: Tensors by name, of any dtype and device, possibly sharded (DTensor); the same
+            names on every rank. Instances expect the names and shapes of Hugging Face files.
         target: Memory, a folder on disk or a weight-sync group, with the version to send.
         form: Dtype, names, bucket size in bytes and checksums of the sent tensors.
         version: Weight version of the tensors.
         is_root: Whether this is rank 0.
         group: This process's membership in weight-sync groups.
         full: Gathers a whole tensor from its shards, on any device.
+        in_files: Converts the tensors of a model to the form of files; None if they have it.
 
     Returns:
         On rank 0 the weights in memory, the folder, or the number of bytes broadcast; None
@@ -83,35 +86,48 @@ def publish(
                 "until a push has returned; then push again"
             )
         dtype = None if form.dtype is None else resolve_dtype(form.dtype)
-        named = _renamed(tensors, form)
+        shapes = (
+            {name: list(each.shape) for name, each in tensors.items()}
+            if in_files is None
+            else in_files.shapes
+        )
+        sent = _sent_names(shapes, form)
     except ValueError as wrong:
         if is_root and isinstance(target, CollectiveTarget):
             GroupSink(target, group).give_up(wrong)
         raise
 
     def pack(stack: contextlib.ExitStack) -> Packer[Any]:
-        shapes = {name: list(each.shape) for name, each in named.items()}
+        convert = None if in_files is None else Conversion(in_files)
+
+        def renamed(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+            parts = {name: tensor} if convert is None else convert(name, tensor)
+            return {sent[each]: part for each, part in parts.items()}
+
         return Packer(
-            _sink_for(target, shapes, group, stack),
+            _sink_for(target, {sent[name]: shapes[name] for name in shapes}, group, stack),
             dtype,
             form.bucket_bytes,
+            convert=renamed,
             checksum=form.checksum,
         )
 
-    return send_all(named, full, pack if is_root else None, "publishing the weights")
+    return send_all(tensors, full, pack if is_root else None, "publishing the weights")
 
 
-def _renamed(tensors: Mapping[str, torch.Tensor], form: WeightFormat) -> dict[str, torch.Tensor]:
+def _sent_names(names: Iterable[str], form: WeightFormat) -> dict[str, str]:
+    """Return the name under which each tensor is sent."""
+    sent: dict[str, str] = {}
     sources: dict[str, str] = {}
-    for name in tensors:
-        mapped = form.name_of(name)
+    for name in names:
+        mapped = sent[name] = form.name_of(name)
         if mapped in sources:
             raise ValueError(
                 f"{sources[mapped]!r} and {name!r} are both mapped to {mapped!r} by "
                 "WeightFormat.names"
             )
         sources[mapped] = name
-    return {mapped: tensors[name] for mapped, name in sources.items()}
+    return sent
 
 
 def _sink_for(

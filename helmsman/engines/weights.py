@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from helmsman.engines._weights.fit import form_of, require_fit
+from helmsman.engines._weights.checkpoint_names import CheckpointNames
+from helmsman.engines._weights.fit import form_in_files, form_of, require_fit
 from helmsman.engines.weight_transfer import Incoming
 
 
@@ -37,8 +38,9 @@ def apply_weights(model: nn.Module, weights: Incoming) -> None:
 
     Args:
         model: The model; its parameters stay the same tensor objects.
-        weights: All parameters and persistent buffers by Hugging Face name, of any dtype and
-            device. A tensor with several names (tied embeddings) may come under any one of them.
+        weights: All parameters and persistent buffers, of any dtype and device, by their names
+            either in Hugging Face files or in the model. A tensor with several names (tied
+            embeddings) may come under any one of them.
 
     Raises:
         ValueError: Names are missing or unexpected, or a shape differs. The model is unchanged.
@@ -46,7 +48,12 @@ def apply_weights(model: nn.Module, weights: Incoming) -> None:
         Exception: Any error of the transfer before that, unchanged.
     """
     targets: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
-    require_fit([form_of(targets)], weights.shapes)
+    forms = [form_of(targets)]
+    if not targets.keys() >= weights.shapes.keys():
+        in_files = CheckpointNames(model)
+        forms.insert(0, form_in_files(in_files))
+        targets.update(in_files.views(targets))
+    require_fit(forms, weights.shapes)
     is_torn = False
     try:
         for bucket in weights:

@@ -51,6 +51,33 @@ QWEN3_NEXT_LINEAR: dict[str, Any] = {
     **_SIZE,
     "layer_types": ["linear_attention", "full_attention"],
 }
+QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    **_SIZE,
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+MIXTRAL: dict[str, Any] = {"model_type": "mixtral", **_SIZE, "num_local_experts": 4}
+DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    **_SIZE,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+"""One layer with experts after a dense one."""
 
 
 def random_tokens(length: int, seed: int) -> list[int]:

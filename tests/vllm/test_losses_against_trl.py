@@ -22,7 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from helmsman.api.advantages import sequence_weights
 from helmsman.api.reward_shaping import soft_overlong_punishment
-from helmsman.engines._train.vocabulary import distribution_entropies, target_logprobs
+from helmsman.engines._train.vocabulary import token_statistics
 from helmsman.engines.losses import LOSSES
 
 NUM_ROWS, NUM_PROMPT, NUM_COMPLETION, VOCAB = 4, 3, 7, 11
@@ -49,8 +49,16 @@ ACCELERATOR = SimpleNamespace(
 def token_logprobs(logits: torch.Tensor, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Of every token given those before it; 0 at the first."""
     return torch.nn.functional.pad(
-        target_logprobs(logits[:, :-1], input_ids[:, 1:], **kwargs), (1, 0)
+        token_statistics(logits[:, :-1], input_ids[:, 1:], **kwargs).logprobs, (1, 0)
     )
+
+
+def entropies_of(logits: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """Of every row of logits."""
+    targets = torch.zeros(logits.shape[:-1], dtype=torch.int64)
+    entropies = token_statistics(logits, targets, with_entropies=True, **kwargs).entropies
+    assert entropies is not None
+    return entropies
 
 
 @pytest.fixture
@@ -157,7 +165,7 @@ def our_policy_loss(
     batch = {  # type: ignore[misc]
         **columns,
         "loss_weights": torch.tensor(weights),
-        "entropy": torch.nn.functional.pad(distribution_entropies(logits)[:, :-1], (1, 0)),
+        "entropy": torch.nn.functional.pad(entropies_of(logits)[:, :-1], (1, 0)),
     }
     loss, _ = LOSSES[name](token_logprobs(logits, tensors["input_ids"]), batch, **kwargs)
     return loss / tensors["loss_mask"].sum()
@@ -241,9 +249,7 @@ def test_logprobs_and_entropies_match_trl(tensors: dict[str, torch.Tensor]) -> N
         tensors,
     )
     assert_same(
-        lambda logits: (
-            distribution_entropies(logits, chunk_numel=30) * tensors["ref_logprobs"]
-        ).sum(),
+        lambda logits: (entropies_of(logits, chunk_numel=30) * tensors["ref_logprobs"]).sum(),
         lambda logits: (trl_utils.entropy_from_logits(logits) * tensors["ref_logprobs"]).sum(),
         tensors,
     )

@@ -1,54 +1,82 @@
-"""Log-probabilities and entropies from logits, without a float32 copy of all logits.
+"""Log-probabilities and entropies of tokens, from hidden states or from logits.
 
-The computation is in float32, forward and backward. With a group, its ranks hold equal parts of the
-vocabulary. All of them compute the same loss, so each has the whole gradient of its own logits.
+Logits are computed for a chunk of rows at a time, and again in the backward pass, so that a batch
+never holds the logits of all its tokens. The arithmetic after them is in float32. With a group, its
+ranks hold equal parts of the vocabulary. All of them compute the same loss, so each has the whole
+gradient of its own part.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import linear
 
 _CHUNK_NUMEL = 1 << 24
-"""Logits that are converted to float32 at once (64 MiB); bounds the extra memory."""
+"""Logits of a chunk (64 MiB in float32), which bound the memory besides the gradients."""
 
 
-def target_logprobs(
-    logits: torch.Tensor,
+class OutputLayer(NamedTuple):
+    """The layer from hidden states to logits."""
+
+    weight: torch.Tensor
+    """(V, H), or this rank's rows of it."""
+    bias: torch.Tensor | None = None
+    """(V)."""
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What the model does with logits (N, V), element by element, such as a soft cap."""
+
+
+class TokenStatistics(NamedTuple):
+    """Both (...) float32, and differentiable."""
+
+    logprobs: torch.Tensor
+    """Log-probability of each target."""
+    entropies: torch.Tensor | None
+    """Entropy in nats of the distribution from which each target is predicted."""
+
+
+def token_statistics(
+    inputs: torch.Tensor,
     targets: torch.Tensor,
+    *,
+    layer: OutputLayer | None = None,
     group: dist.ProcessGroup | None = None,
+    with_entropies: bool = False,
     chunk_numel: int = _CHUNK_NUMEL,
-) -> torch.Tensor:
-    """Compute log-probabilities of targets, differentiable in ``logits``.
+) -> TokenStatistics:
+    """Compute what a distribution over the vocabulary says of each target.
 
     Args:
-        logits: (..., V) floating point; with a group, V is this rank's equal part of the
-            vocabulary.
+        inputs: (..., H) hidden states; without a layer (..., V) logits. Floating point.
         targets: (...) int64, ids of the whole vocabulary.
-        group: Ranks that share the vocabulary; the call is then a collective, and the gradient of
-            the result must be the same on all of them.
-        chunk_numel: Number of logits converted to float32 at once.
+        layer: The output layer, which is applied here.
+        group: Ranks that share the vocabulary, in equal parts; the call and its backward pass are
+            then collectives, and the gradients of the results must be the same on all of them.
+        with_entropies: Whether entropies are computed, too.
+        chunk_numel: Most logits that are computed at once.
 
     Returns:
-        (...) float32.
+        The statistics; entropies are None unless asked for.
     """
-    flat = logits.reshape(-1, logits.shape[-1])
-    picked: torch.Tensor = _TargetLogprobs.apply(flat, targets.reshape(-1), group, chunk_numel)  # type: ignore[no-untyped-call]
-    return picked.view(targets.shape)
+    weight, bias, transform = (None, None, None) if layer is None else layer
+    size = inputs.shape[-1] if weight is None else len(weight)
+    how = _How(transform, group, max(1, chunk_numel // size), with_entropies)
+    flat = inputs.reshape(-1, inputs.shape[-1])
+    logprobs, entropies = _TokenStatistics.apply(flat, weight, bias, targets.reshape(-1), how)  # type: ignore[no-untyped-call]
+    return TokenStatistics(
+        logprobs.view(targets.shape), entropies.view(targets.shape) if with_entropies else None
+    )
 
 
-def distribution_entropies(
-    logits: torch.Tensor, group: dist.ProcessGroup | None = None, chunk_numel: int = _CHUNK_NUMEL
-) -> torch.Tensor:
-    """Compute the entropy in nats of the distribution of each row of logits.
-
-    Arguments as in target_logprobs; logits (..., V) give entropies (...) float32.
-    """
-    flat = logits.reshape(-1, logits.shape[-1])
-    entropies: torch.Tensor = _Entropies.apply(flat, group, chunk_numel)  # type: ignore[no-untyped-call]
-    return entropies.view(logits.shape[:-1])
+class _How(NamedTuple):
+    transform: Callable[[torch.Tensor], torch.Tensor] | None
+    group: dist.ProcessGroup | None
+    num_rows: int
+    with_entropies: bool
 
 
 def _entr(probabilities: torch.Tensor) -> torch.Tensor:
@@ -60,84 +88,129 @@ def _entr(probabilities: torch.Tensor) -> torch.Tensor:
     return probabilities.clamp_min(least).log_().mul_(probabilities).neg_()
 
 
-def _normalizer(logits: torch.Tensor, rows: int) -> torch.Tensor:
-    return torch.cat([chunk.float().logsumexp(-1) for chunk in logits.split(rows)])
-
-
 def _gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, part, group=group)
     return torch.stack(parts)
 
 
-class _TargetLogprobs(torch.autograd.Function):
+def _of_rows(logits: torch.Tensor, targets: torch.Tensor, how: _How) -> torch.Tensor:
+    """Return (3, N) of logits (N, V): normalizers, logits of the targets, and entropies or 0."""
+    if how.transform is not None:
+        logits = how.transform(logits)
+    logits = logits.float()
+    normalizers = logits.logsumexp(-1)
+    picked = logits.gather(-1, targets[:, None])[:, 0]
+    entropies = torch.zeros_like(picked)
+    if how.with_entropies:
+        entropies = _entr((logits - normalizers[:, None]).exp_()).sum(-1)
+    return torch.stack([normalizers, picked, entropies])
+
+
+class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: torch.Tensor,
+        inputs: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
         targets: torch.Tensor,
-        group: dist.ProcessGroup | None,
-        chunk_numel: int,
-    ) -> torch.Tensor:
-        size = logits.shape[-1]
-        ctx.rows = rows = max(1, chunk_numel // size)
-        is_own = []
-        if group is not None:
-            targets = targets - dist.get_rank(group) * size
-            is_own = [(targets >= 0) & (targets < size)]
-            targets = targets.where(is_own[0], 0)
-        normalizer = _normalizer(logits, rows)
-        picked = logits.gather(-1, targets[:, None])[:, 0].float()
-        if group is not None:
-            parts = _gather(torch.stack([normalizer, picked.where(is_own[0], 0.0)]), group)
-            normalizer, picked = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
-        ctx.save_for_backward(logits, targets, normalizer, *is_own)
-        return picked - normalizer
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logits, targets, normalizer, *is_own = ctx.saved_tensors
-        (grad,) = grads
-        own_grad = grad * is_own[0] if is_own else grad
-        grad_logits = torch.empty_like(logits)
-        columns = (logits, targets, own_grad, normalizer, grad, grad_logits)
-        for chunk, target, own_chunk, norm, all_chunk, out in zip(
-            *(each.split(ctx.rows) for each in columns), strict=True
+        how: _How,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        is_own = torch.ones_like(targets, dtype=torch.bool)
+        if how.group is not None:
+            size = inputs.shape[-1] if weight is None else len(weight)
+            targets = targets - dist.get_rank(how.group) * size
+            is_own = (targets >= 0) & (targets < size)
+            targets = targets.where(is_own, 0)
+        chunks, logits = [], inputs
+        for rows, chosen in zip(
+            inputs.split(how.num_rows), targets.split(how.num_rows), strict=True
         ):
-            softmax = (chunk.float() - norm[:, None]).exp_().mul_(-all_chunk[:, None])
-            out.copy_(softmax.scatter_add_(-1, target[:, None], own_chunk[:, None]))
-        return grad_logits, None, None, None
+            logits = rows if weight is None else linear(rows, weight, bias)
+            chunks.append(_of_rows(logits, chosen, how))
+        normalizers, picked, entropies = torch.cat(chunks, dim=1)
+        if how.group is not None:
+            own = torch.stack([normalizers, picked.where(is_own, 0.0), entropies])
+            parts = _gather(own, how.group)
+            normalizers, picked = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+            shares = (parts[:, 0] - normalizers).exp()
+            entropies = (shares * parts[:, 2] + _entr(shares)).sum(0)
+        ctx.how = how
+        # The logits of a single chunk are within the bound, so they are not computed again.
+        ctx.kept = logits if weight is not None and len(chunks) == 1 else None
+        ctx.save_for_backward(inputs, weight, bias, targets, is_own, normalizers, entropies)
+        return picked - normalizers, entropies.clone()
 
-
-class _Entropies(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, group: dist.ProcessGroup | None, chunk_numel: int
-    ) -> torch.Tensor:
-        ctx.rows = rows = max(1, chunk_numel // logits.shape[-1])
-        normalizer = _normalizer(logits, rows)
-        if group is not None:
-            normalizer = _gather(normalizer, group).logsumexp(0)
-        pieces = zip(logits.split(rows), normalizer.split(rows), strict=True)
-        entropies = torch.cat(
-            [_entr((chunk.float() - norm[:, None]).exp_()).sum(-1) for chunk, norm in pieces]
+    def backward(
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, None, None]:
+        inputs, weight, bias, targets, is_own, *columns = ctx.saved_tensors
+        how: _How = ctx.how
+        grad_inputs = torch.empty_like(inputs)
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        # Sums over many chunks lose digits in bfloat16.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        split = (
+            each.split(how.num_rows)
+            for each in (inputs, targets, is_own, *columns, *grads, grad_inputs)
         )
-        if group is not None:
-            dist.all_reduce(entropies, group=group)
-        ctx.save_for_backward(logits, normalizer, entropies)
-        return entropies
+        for rows, chosen, own, *numbers, grad_rows in zip(*split, strict=True):
+            logits = rows if weight is None else ctx.kept
+            if logits is None:
+                logits = linear(rows, weight, bias)
+            slope = _slope(logits, chosen, own, numbers, how).to(rows.dtype)
+            if weight is None:
+                grad_rows.copy_(slope)
+                continue
+            grad_rows.copy_(slope @ weight)
+            if grad_weight is not None:
+                if rows.dtype == torch.float32:
+                    grad_weight.addmm_(slope.t(), rows)
+                else:
+                    grad_weight += slope.t() @ rows
+            if grad_bias is not None:
+                grad_bias += slope.sum(0, dtype=torch.float32)
+        if weight is not None and how.group is not None:
+            dist.all_reduce(grad_inputs, group=how.group)
+        return (
+            grad_inputs,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+        )
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits, normalizer, entropies = ctx.saved_tensors
-        (grad,) = grads
-        grad_logits = torch.empty_like(logits)
-        columns = (logits, normalizer, entropies, grad, grad_logits)
-        for chunk, norm, entropy, grad_chunk, out in zip(
-            *(each.split(ctx.rows) for each in columns), strict=True
-        ):
-            # dH / dz = -p (log p + H)
-            probabilities = (chunk.float() - norm[:, None]).exp_()
-            slope = _entr(probabilities).sub_(probabilities.mul_(entropy[:, None]))
-            out.copy_(slope.mul_(grad_chunk[:, None]))
-        return grad_logits, None, None
+
+def _slope(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    is_own: torch.Tensor,
+    numbers: Sequence[torch.Tensor],
+    how: _How,
+) -> torch.Tensor:
+    """Return the gradient (N, V) of logits.
+
+    ``numbers`` are (N,) each: normalizers, entropies, and the gradients of log-probabilities and of
+    entropies.
+    """
+    normalizers, entropies, grad, grad_entropies = (each[:, None] for each in numbers)
+    transformed = logits
+    if how.transform is not None:
+        with torch.enable_grad():
+            logits = logits.detach().requires_grad_()
+            transformed = how.transform(logits)
+    probabilities = (transformed.detach() - normalizers).exp_()  # float32, as the normalizers are
+    if how.with_entropies:
+        # dH / dz = -p (log p + H)
+        slope = _entr(probabilities).sub_(probabilities * entropies).mul_(grad_entropies)
+        slope.sub_(probabilities.mul_(grad))
+    else:
+        slope = probabilities.mul_(-grad)
+    slope.scatter_add_(-1, targets[:, None], grad * is_own[:, None])
+    if how.transform is None:
+        return slope
+    (through,) = torch.autograd.grad(transformed, logits, slope.to(transformed.dtype))
+    return through

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from helmsman.engines._models.files import INDEX_FILE
+from helmsman.engines._weights.checkpoint_names import CheckpointNames
 
 _SINGLE_FILE = "model.safetensors"
 _HEAD = "lm_head.weight"
@@ -57,8 +58,20 @@ def form_of(state: Mapping[str, torch.Tensor]) -> Expected:
     )
 
 
+def form_in_files(names: CheckpointNames) -> Expected:
+    """Return the form that a model's weights have in Hugging Face files."""
+    aliases = names.aliases()
+    shapes: dict[str, list[int] | None] = {
+        **names.shapes,
+        **{other: names.shapes[name] for other, name in aliases.items()},
+    }
+    return Expected(shapes, aliases)
+
+
 def expected_of(folder: str) -> list[Expected]:
-    """Return the accepted forms of the weights of a folder's model; at least one.
+    """Return the forms of a folder's weights that servers accept; at least one.
+
+    They are those of files: some servers skip the names that ``transformers`` uses in memory.
 
     Raises:
         ValueError: There is neither a configuration that transformers can build nor a safetensors
@@ -79,7 +92,7 @@ def expected_of(folder: str) -> list[Expected]:
     except Exception as error:  # noqa: BLE001
         problem = error
     else:
-        form = form_of(model.state_dict(keep_vars=True))
+        form = form_in_files(CheckpointNames(model))
         # Servers skip a tied head, so it cannot replace the embeddings.
         forms.append(Expected(form.shapes, dict.fromkeys(form.aliases, "")))
     shapes = _shapes_of_files(folder)

@@ -19,7 +19,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers.core_model_loading import revert_weight_conversion
 
 from helmsman.engines._models.distributed import full_tensor, named_tensors
 from helmsman.engines._models.files import (
@@ -30,6 +29,7 @@ from helmsman.engines._models.files import (
 )
 from helmsman.engines._models.heads import plain_config, skeleton
 from helmsman.engines._models.model import resolve_dtype
+from helmsman.engines._weights.checkpoint_names import CheckpointNames, Conversion
 from helmsman.engines._weights.sending import Bucket, Packer, Sink, send_all
 
 MAX_SHARD_BYTES = 5 << 30
@@ -67,7 +67,12 @@ def export_hf(
     path = os.path.abspath(path)
 
     def pack(stack: contextlib.ExitStack) -> Packer[None]:
-        return Packer(_HFFolder(path, model, cast, source, stack), cast, max_shard_bytes)
+        return Packer(
+            _HFFolder(path, model, cast, source, stack),
+            cast,
+            max_shard_bytes,
+            convert=Conversion(CheckpointNames(model)),
+        )
 
     send_all(
         named_tensors(model), full, pack if dist.get_rank() == 0 else None, f"exporting to {path}"
@@ -90,19 +95,16 @@ class _HFFolder(Sink[None]):
         self._unfinished = tempfile.mkdtemp(prefix=f".{name}.", dir=parent)
         until_the_end.callback(shutil.rmtree, self._unfinished, ignore_errors=True)
         os.chmod(self._unfinished, 0o755)
-        # revert_weight_conversion needs a model without FSDP's wrapping, to map names of parameters
-        # to names in files.
-        self._skeleton = skeleton(model)
         config = plain_config(model)
         config.dtype = dtype or next(model.parameters()).dtype
         config.save_pretrained(self._unfinished)
-        if (generation := getattr(self._skeleton, "generation_config", None)) is not None:
+        if (generation := getattr(skeleton(model), "generation_config", None)) is not None:
             generation.save_pretrained(self._unfinished)
         copy_tokenizer(source, self._unfinished)
         self._writer = FolderWriter(self._unfinished)
 
     def put(self, bucket: Bucket) -> None:
-        self._writer.write(revert_weight_conversion(self._skeleton, dict(bucket.tensors)))
+        self._writer.write(bucket.tensors)
 
     def finish(self) -> None:
         self._writer.finish(indexes_one=False)

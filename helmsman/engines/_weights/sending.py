@@ -13,6 +13,7 @@ import torch
 from helmsman.engines._models.distributed import failing_together
 
 T = TypeVar("T")
+Convert = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]
 
 
 def checksum_of(tensor: torch.Tensor) -> int:
@@ -49,21 +50,34 @@ class Sink(abc.ABC, Generic[T]):
 class Packer(Generic[T]):
     """Packs full tensors into buckets for a sink.
 
-    Floating-point tensors are cast to ``dtype`` unless it is None. A tensor of more than
-    ``bucket_bytes`` is a bucket of its own.
+    Floating-point tensors are cast to ``dtype`` unless it is None. Each tensor is then replaced by
+    the tensors that ``convert`` returns for its name. A tensor of more than ``bucket_bytes`` is a
+    bucket of its own.
     """
 
     def __init__(
-        self, sink: Sink[T], dtype: torch.dtype | None, bucket_bytes: int, *, checksum: bool = False
+        self,
+        sink: Sink[T],
+        dtype: torch.dtype | None,
+        bucket_bytes: int,
+        *,
+        convert: Convert | None = None,
+        checksum: bool = False,
     ) -> None:
         self.sink = sink
         self._dtype, self._bucket_bytes, self._checksum = dtype, bucket_bytes, checksum
+        self._convert = convert
         self._tensors: dict[str, torch.Tensor] = {}
         self._num_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         if self._dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(self._dtype)
+        parts = {name: tensor} if self._convert is None else self._convert(name, tensor)
+        for part_name, part in parts.items():
+            self._add(part_name, part)
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
         if self._tensors and self._num_bytes + tensor.nbytes > self._bucket_bytes:
             self._put()
         self._tensors[name] = tensor

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from helmsman.api.weights import DiskTarget, WeightFormat
@@ -19,7 +20,7 @@ from helmsman.engines._models.distributed import join_process_group, leave_proce
 from helmsman.engines._server.weights import write_folder
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.ranks import free_port, processes, run_ranks
-from tests.engines.small_models import GPT2, LLAMA, QWEN2, random_tokens
+from tests.engines.small_models import GPT2, MIXTRAL, QWEN2, random_tokens
 
 SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20, 7, 3)]
 STEPS_BEFORE, STEPS_AFTER = 2, 3
@@ -305,8 +306,9 @@ def export(folder: str, model: Any) -> dict[str, Any]:
     return {"weights": weights, "errors": errors}
 
 
-MIXTRAL: dict[str, Any] = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}
-"""Its experts are one tensor in memory and many in files."""
+def saved_in(folder: Path) -> dict[str, torch.Tensor]:
+    files = folder.glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize("model", [QWEN2, MIXTRAL], ids=lambda each: each["model_type"])
@@ -316,17 +318,25 @@ def test_export_hf_read_by_transformers(tmp_path: Path, model: dict[str, Any]) -
     # where to write is rank 0 alone to find out
     assert second["errors"] == ["RuntimeError"] * 2 + ["ValueError"] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sharded", "whole"]
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype="auto")
+    whole, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "whole", dtype="auto", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert whole.dtype == torch.float32
+    saved = saved_in(tmp_path / "whole")
+    assert saved.keys() == first["weights"].keys()
     for name, tensor in first["weights"].items():
-        assert torch.equal(whole.state_dict()[name], tensor), name
+        assert torch.equal(saved[name], tensor), name
     sharded, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "sharded", dtype="auto", output_loading_info=True
     )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert sharded.dtype == torch.bfloat16
+    saved = saved_in(tmp_path / "sharded")
     for name, tensor in first["weights"].items():
-        assert torch.equal(sharded.state_dict()[name], tensor.bfloat16()), name
+        assert torch.equal(saved[name], tensor.bfloat16()), name
     files = sorted((tmp_path / "sharded").glob("*.safetensors"))
     assert len(files) > 1
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"

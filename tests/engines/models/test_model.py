@@ -10,7 +10,6 @@ import torch
 from transformers import AutoConfig
 
 from helmsman.engines._models.model import build_model, decoder_layers, max_positions
-from helmsman.engines._train.vocabulary import target_logprobs
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.weight_transfer import incoming
 from helmsman.engines.weights import apply_weights
@@ -54,29 +53,6 @@ def test_build_model_unknown() -> None:
         build_model({"hidden_size": 8}, seed=0, dtype=torch.float32)
     with pytest.raises(ValueError, match="nonesuch"):
         build_model({"model_type": "nonesuch"}, seed=0, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("chunk_numel", [1, 60, 1 << 24])
-def test_target_logprobs_equal_log_softmax(chunk_numel: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 7, 20, generator=generator, requires_grad=True)
-    input_ids = torch.randint(0, 20, (3, 7), generator=generator)
-    grad = torch.randn(3, 7, generator=generator)
-    actual = target_logprobs(logits, input_ids, chunk_numel=chunk_numel)
-    (actual_grad,) = torch.autograd.grad(actual, logits, grad)
-    expected = logits.log_softmax(-1).gather(-1, input_ids[..., None])[..., 0]
-    (expected_grad,) = torch.autograd.grad(expected, logits, grad)
-    torch.testing.assert_close(actual, expected)
-    torch.testing.assert_close(actual_grad, expected_grad)
-
-
-def test_target_logprobs_half_precision() -> None:
-    logits = torch.randn(2, 5, 20, dtype=torch.bfloat16, requires_grad=True)
-    logprobs = target_logprobs(logits, torch.zeros(2, 5, dtype=torch.int64))
-    logprobs.sum().backward()
-    assert logprobs.dtype == torch.float32
-    assert logits.grad is not None
-    assert logits.grad.dtype == torch.bfloat16
 
 
 def apply(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:

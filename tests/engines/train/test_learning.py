@@ -11,6 +11,7 @@ import torch
 from helmsman.api.advantages import gae, whiten
 from helmsman.api.pairs import pair_samples
 from helmsman.api.reward_shaping import token_rewards
+from helmsman.engines._models.model import build_model
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.conftest import Make
 from tests.engines.small_models import QWEN2, VOCAB, random_tokens
@@ -107,7 +108,10 @@ def generate(
 ) -> list[list[int]]:
     """Tokens that the policy draws after the token 0."""
     tokens = torch.zeros(num, 1, dtype=torch.int64)
-    model: Any = policy._built_model().eval()
+    weights = policy.export_weights()
+    assert weights is not None
+    model: Any = build_model(policy.config.model, seed=0, dtype=torch.float32)
+    model.load_state_dict(weights, strict=False)  # one of two tied names is left out
     for _ in range(length):
         probabilities = model(input_ids=tokens, use_cache=False).logits[:, -1].softmax(-1)
         tokens = torch.cat(
