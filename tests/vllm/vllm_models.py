@@ -40,33 +40,16 @@ QWEN3: dict[str, Any] = {
     "head_dim": 32,
     "tie_word_embeddings": False,
 }
-_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 QWEN3_MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
     **_SIZE,
-    **_EXPERTS,
+    "moe_intermediate_size": 64,
+    "num_experts_per_tok": 2,
     "head_dim": 32,
     "num_experts": 4,
     "norm_topk_prob": True,
 }
 MIXTRAL: dict[str, Any] = {"model_type": "mixtral", **_SIZE, "num_local_experts": 4}
-DEEPSEEK_V3: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    **_SIZE,
-    **_EXPERTS,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 64,
-    "qk_rope_head_dim": 32,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-}
-"""One layer without experts before two that have them."""
 
 ENGINE: dict[str, Any] = {
     "max_model_len": MAX_LEN,

@@ -1,4 +1,4 @@
-"""Models that return statistics of their tokens, and never the logits of all of them.
+"""Models that return statistics of their tokens instead of logits.
 
 The output layer is taken out of a model's forward pass. What a model does with its logits after
 that layer, such as a soft cap, is found by calling its own forward method with stand-ins for its

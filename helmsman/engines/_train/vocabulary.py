@@ -1,9 +1,9 @@
 """Log-probabilities and entropies of tokens, from hidden states or from logits.
 
-Logits are computed for a chunk of rows at a time, and again in the backward pass, so that a batch
-never holds the logits of all its tokens. The arithmetic after them is in float32. With a group, its
-ranks hold equal parts of the vocabulary. All of them compute the same loss, so each has the whole
-gradient of its own part.
+Logits are computed for a chunk of rows at a time. Those of a large batch are computed again in the
+backward pass, so that they are never held all at once. The arithmetic after them is in float32.
+With a group, its ranks hold equal parts of the vocabulary. All of them compute the same loss, so
+each has the whole gradient of its own part.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from torch.nn.functional import linear
 
 _CHUNK_NUMEL = 1 << 24
 """Logits of a chunk (64 MiB in float32), which bound the memory besides the gradients."""
+_KEPT_NUMEL = 1 << 27
+"""Most logits of a batch that are kept for the backward pass rather than computed again (256 MiB in
+bfloat16).
+"""
 
 
 class OutputLayer(NamedTuple):
@@ -123,12 +127,14 @@ class _TokenStatistics(torch.autograd.Function):
             targets = targets - dist.get_rank(how.group) * size
             is_own = (targets >= 0) & (targets < size)
             targets = targets.where(is_own, 0)
-        chunks, logits = [], inputs
+        keeps = weight is not None and len(inputs) * len(weight) <= _KEPT_NUMEL
+        chunks, kept = [], []
         for rows, chosen in zip(
             inputs.split(how.num_rows), targets.split(how.num_rows), strict=True
         ):
             logits = rows if weight is None else linear(rows, weight, bias)
             chunks.append(_of_rows(logits, chosen, how))
+            kept.append(logits if keeps else None)
         normalizers, picked, entropies = torch.cat(chunks, dim=1)
         if how.group is not None:
             own = torch.stack([normalizers, picked.where(is_own, 0.0), entropies])
@@ -136,9 +142,7 @@ class _TokenStatistics(torch.autograd.Function):
             normalizers, picked = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
             shares = (parts[:, 0] - normalizers).exp()
             entropies = (shares * parts[:, 2] + _entr(shares)).sum(0)
-        ctx.how = how
-        # The logits of a single chunk are within the bound, so they are not computed again.
-        ctx.kept = logits if weight is not None and len(chunks) == 1 else None
+        ctx.how, ctx.kept = how, kept
         ctx.save_for_backward(inputs, weight, bias, targets, is_own, normalizers, entropies)
         return picked - normalizers, entropies.clone()
 
@@ -157,10 +161,9 @@ class _TokenStatistics(torch.autograd.Function):
             each.split(how.num_rows)
             for each in (inputs, targets, is_own, *columns, *grads, grad_inputs)
         )
-        for rows, chosen, own, *numbers, grad_rows in zip(*split, strict=True):
-            logits = rows if weight is None else ctx.kept
+        for logits, rows, chosen, own, *numbers, grad_rows in zip(ctx.kept, *split, strict=True):
             if logits is None:
-                logits = linear(rows, weight, bias)
+                logits = rows if weight is None else linear(rows, weight, bias)
             slope = _slope(logits, chosen, own, numbers, how).to(rows.dtype)
             if weight is None:
                 grad_rows.copy_(slope)

@@ -141,7 +141,25 @@ def children_of(llm: Any) -> list[Any]:
     return list(getattr(manager, "processes", ()))
 
 
-def pack_tied_heads(model: Any) -> None:
+def pack_for_host(model: Any) -> None:
+    """Repack the weights that vLLM leaves unpacked after an update on the CPU."""
+    _pack_tied_heads(model)
+    _pack_experts(model)
+
+
+def _pack_experts(model: Any) -> None:
+    """Repack unquantised experts: vLLM (0.32) packs them only when it builds their kernel."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def _pack_tied_heads(model: Any) -> None:
     """Repack heads that share their weight with the embeddings.
 
     On the CPU a head multiplies by a packed copy of its weight. vLLM (0.32) repacks only layers

@@ -109,7 +109,7 @@ class _Loading:
         with set_current_vllm_config(self._worker.vllm_config):
             finalize_layerwise_reload(self._worker.get_model(), self._worker.model_config)
             if internals.is_on_host():
-                internals.pack_tied_heads(self._worker.get_model())
+                internals.pack_for_host(self._worker.get_model())
 
     def read(self, weights: WeightsOnDisk) -> None:
         with incoming(weights, WeightGroup(self._worker.device)) as arriving:

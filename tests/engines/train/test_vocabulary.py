@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helmsman.engines._models.distributed import join_process_group, leave_process_group
+from helmsman.engines._train import vocabulary
 from helmsman.engines._train.vocabulary import OutputLayer, token_statistics
 from tests.engines.ranks import run_ranks
 
@@ -141,16 +142,29 @@ def test_loss_operators_without_npu_kernels() -> None:
 # --- with the output layer ------------------------------------------------------------------------
 
 
+def both(*given: torch.Tensor, **how: Any) -> list[torch.Tensor]:
+    """Log-probabilities and entropies."""
+    logprobs, entropies = token_statistics(*given, with_entropies=True, **how)
+    assert entropies is not None
+    return [logprobs, entropies]
+
+
 def soft_cap(logits: torch.Tensor) -> torch.Tensor:
     return torch.tanh(logits / 5.0) * 5.0
 
 
 @pytest.mark.parametrize("transform", [None, soft_cap], ids=["plain", "capped"])
 @pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("kept_numel", [0, 1 << 24])
 @pytest.mark.parametrize("chunk_numel", [1, 60, 1 << 24])
 def test_output_layer_equals_plain_torch(
-    chunk_numel: int, has_bias: bool, transform: Callable[[torch.Tensor], torch.Tensor] | None
+    monkeypatch: pytest.MonkeyPatch,
+    chunk_numel: int,
+    kept_numel: int,
+    has_bias: bool,
+    transform: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> None:
+    monkeypatch.setattr(vocabulary, "_KEPT_NUMEL", kept_numel)
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 7, 6, generator=random, requires_grad=True)
     weight = (torch.randn(20, 6, generator=random) * 2).requires_grad_()
@@ -158,13 +172,8 @@ def test_output_layer_equals_plain_torch(
     inputs = [each for each in (hidden, weight, bias) if each is not None]
     targets = torch.randint(0, 20, (3, 7), generator=random)
     grads = torch.randn(2, 3, 7, generator=random)
-    found = token_statistics(
-        hidden,
-        targets,
-        layer=OutputLayer(weight, bias, transform),
-        with_entropies=True,
-        chunk_numel=chunk_numel,
-    )
+    layer = OutputLayer(weight, bias, transform)
+    found = both(hidden, targets, layer=layer, chunk_numel=chunk_numel)
     logits = torch.nn.functional.linear(hidden, weight, bias)
     distribution = torch.distributions.Categorical(
         logits=transform(logits) if transform else logits
@@ -184,7 +193,7 @@ def test_output_layer_half_precision_sums_in_float32() -> None:
     random = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(512, 6, generator=random), torch.randn(20, 6, generator=random)
     targets = torch.randint(0, 20, (512,), generator=random)
-    grads = []
+    grads: list[torch.Tensor] = []
     for dtype in (torch.float32, torch.bfloat16):
         own = weight.to(dtype).requires_grad_()
         found = token_statistics(
@@ -202,16 +211,11 @@ def of_a_part_of_the_layer() -> list[torch.Tensor]:
     try:
         hidden, weight, targets, grads = drawn_layer()
         part = weight.chunk(2)[dist.get_rank()].clone().requires_grad_()
-        found = token_statistics(
-            hidden.requires_grad_(),
-            targets,
-            layer=OutputLayer(part, None, soft_cap),
-            group=dist.group.WORLD,
-            with_entropies=True,
-            chunk_numel=20,
-        )
+        layer = OutputLayer(part, None, soft_cap)
+        hidden.requires_grad_()
+        found = both(hidden, targets, layer=layer, group=dist.group.WORLD, chunk_numel=20)
         slopes = torch.autograd.grad(found, [hidden, part], list(grads))
-        return [each.detach() for each in (*found, *slopes)]  # type: ignore[union-attr]
+        return [each.detach() for each in (*found, *slopes)]
     finally:
         leave_process_group()
 
@@ -230,7 +234,7 @@ def drawn_layer() -> tuple[torch.Tensor, ...]:
 def test_output_layer_vocabulary_parallel() -> None:
     hidden, weight, targets, grads = drawn_layer()
     whole = OutputLayer(weight.requires_grad_(), None, soft_cap)
-    found = token_statistics(hidden.requires_grad_(), targets, layer=whole, with_entropies=True)
+    found = both(hidden.requires_grad_(), targets, layer=whole)
     slopes = torch.autograd.grad(found, [hidden, weight], list(grads))
     parts = run_ranks(of_a_part_of_the_layer, 2)
     for *statistics, hidden_slope, _ in parts:

@@ -35,7 +35,8 @@ def model_of(config: dict[str, Any], seed: int = 0) -> Any:
 
 
 def converted(model: nn.Module) -> dict[str, torch.Tensor]:
-    conversion, found = Conversion(CheckpointNames(model)), {}
+    conversion = Conversion(CheckpointNames(model))
+    found: dict[str, torch.Tensor] = {}
     for name, tensor in named_tensors(model).items():
         found.update(conversion(name, tensor.detach()))
     return found
