@@ -69,6 +69,7 @@ from helmsman.engines._train.parallel import (
 )
 from helmsman.engines._train.parallel_plan import TensorPlan
 from helmsman.engines._weights.checkpoint_names import CheckpointNames
+from helmsman.engines._weights.deferred import DeferredModel, defer_model
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines._weights.hf_export import MAX_SHARD_BYTES, export_hf
 from helmsman.engines.losses import LossCall, prepare_loss
@@ -119,7 +120,9 @@ class FSDPTrainEngine(TrainEngine):
     def initialize(self) -> None:
         """Build the model and the optimizer on this rank.
 
-        Every rank builds the whole model in host memory before it keeps its shard.
+        Each rank reads its shards from the folder's files. A model that is drawn from a
+        configuration, or whose files have an unusual form, is built in host memory as a whole by
+        every rank, which then keeps its shards.
 
         Raises:
             RuntimeError: The engine already has a model, or another rank failed.
@@ -144,9 +147,7 @@ class FSDPTrainEngine(TrainEngine):
             dtype = (
                 resolve_dtype(self.config.compute_dtype) if self.config.frozen else torch.float32
             )
-            model = build_model(
-                self.config.model, seed=self.config.seed, dtype=dtype, head=self.config.head
-            )
+            model, deferred = self._build_model(dtype)
             model.requires_grad_(not self.config.frozen)
             plan = self._prepare(model)
         policy = MixedPrecisionPolicy(
@@ -160,8 +161,22 @@ class FSDPTrainEngine(TrainEngine):
             reshard_after_forward=self.config.reshard_after_forward,
             offload_policy=offload_policy(self.config.offload),
         )
+        if deferred is not None:
+            with failing_together("reading the model's weights"):
+                on_host = self.config.offload == "all"
+                deferred.read(torch.device("cpu") if on_host else self._device)
         self._model = place(model, self._device, self.config.offload)
         self._optimizer = None if self.config.frozen else self._make_optimizer()
+
+    def _build_model(self, dtype: torch.dtype) -> tuple[nn.Module, DeferredModel | None]:
+        """Build the model, without its weights if they can be read after it has been sharded."""
+        given, seed, head = self.config.model, self.config.seed, self.config.head
+        deferred = None
+        if isinstance(given, str) and os.path.isdir(given):
+            deferred = defer_model(given, seed=seed, dtype=dtype, head=head)
+        if deferred is not None:
+            return deferred.model, deferred
+        return build_model(given, seed=seed, dtype=dtype, head=head), None
 
     def _prepare(self, model: nn.Module) -> TensorPlan | None:
         """Validate the parallel layout against the model, and modify the model before sharding."""

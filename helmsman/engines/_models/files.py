@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 INDEX_FILE = "model.safetensors.index.json"
+_SINGLE_FILE = "model.safetensors"
 
 
 def check_replaceable(path: str, mark: str) -> None:
@@ -87,7 +89,7 @@ class FolderWriter:
         """
         count = len(self._files)
         if count == 1 and not indexes_one:
-            os.rename(self._path("1.unnamed"), self._path("model.safetensors"))
+            os.rename(self._path("1.unnamed"), self._path(_SINGLE_FILE))
             return
         names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         for number, name in enumerate(names, 1):
@@ -105,6 +107,38 @@ class FolderWriter:
 
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)
+
+
+class WeightFiles(contextlib.ExitStack):
+    """The safetensors files of a folder, mapped into memory while this context is open.
+
+    Args:
+        folder: Folder in the Hugging Face layout; without such files there are no shapes.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        index = os.path.join(folder, INDEX_FILE)
+        names = [_SINGLE_FILE]
+        if os.path.exists(index):
+            with open(index, "rb") as file:
+                names = sorted(set(json.load(file)["weight_map"].values()))
+        self._slices: dict[str, Any] = {}
+        for path in (os.path.join(folder, name) for name in names):
+            if os.path.exists(path):
+                tensors = self.enter_context(safe_open(path, framework="pt"))
+                self._slices.update(
+                    {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - no mapping
+                )
+        self.shapes: dict[str, list[int]] = {
+            name: list(each.get_shape()) for name, each in self._slices.items()
+        }
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Return a box of a tensor, on the host; one offset and one size for each dimension."""
+        box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        found: torch.Tensor = self._slices[name][box or ...]
+        return found
 
 
 _TOKENIZER_PREFIXES = (

@@ -95,7 +95,7 @@ def build_model(
                 "mapping with 'model_type'"
             )
         check_saved_head(model, head, exact=is_checkpoint(model))
-        with without_progress_bars(), _seeded(seed):
+        with without_progress_bars(), seeded(seed):
             if is_checkpoint(model):
                 built: nn.Module = auto_class.from_config(
                     AutoConfig.from_pretrained(model, **entries), dtype=dtype
@@ -112,7 +112,7 @@ def build_model(
                 f"{', '.join(sorted(model)) or 'nothing'}"
             )
         config = AutoConfig.for_model(**{**model, **entries})
-        with _seeded(seed):
+        with seeded(seed):
             built = auto_class.from_config(config, dtype=dtype)
     if head == "value":
         give_values(built)
@@ -120,7 +120,8 @@ def build_model(
 
 
 @contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
+    """Draw random weights from a seed; the global random state is unchanged afterwards."""
     with _drawing, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield

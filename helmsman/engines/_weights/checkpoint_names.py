@@ -8,8 +8,10 @@ weights leave a trainer in that form.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +21,33 @@ from helmsman.engines._models.distributed import named_tensors
 from helmsman.engines._models.heads import skeleton
 
 _LAYER = re.compile(r"^.*?\.\d+\.|^")
+
+
+class Region(NamedTuple):
+    """Evenly spaced elements of a contiguous tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Distances of elements, in elements."""
+    start: int
+    """Place of the first element."""
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Region:
+        """Return all elements of a tensor of this shape."""
+        return cls(tuple(shape), torch.empty(tuple(shape), device="meta").stride(), 0)
+
+    @property
+    def end(self) -> int:
+        """Place after the last element."""
+        steps = zip(self.shape, self.strides, strict=True)
+        return self.start + sum((size - 1) * stride for size, stride in steps) + 1
+
+    def of(self, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Return these elements of a tensor, or of its part that begins with element ``first``."""
+        return tensor.as_strided(
+            self.shape, self.strides, tensor.storage_offset() + self.start - first
+        )
 
 
 class CheckpointNames:
@@ -31,7 +60,7 @@ class CheckpointNames:
 
     def __init__(self, model: nn.Module) -> None:
         self._skeleton = skeleton(model)
-        tensors = named_tensors(self._skeleton)
+        self._tensors = tensors = named_tensors(self._skeleton)
         self.shapes: dict[str, list[int]] = {
             name: list(tensor.shape) for name, tensor in self.convert(tensors).items()
         }
@@ -59,7 +88,7 @@ class CheckpointNames:
     def aliases(self) -> dict[str, str]:
         """Return the other names of tied tensors in files, each with its name in ``shapes``."""
         state = self._skeleton.state_dict(keep_vars=True)
-        first = {id(tensor): name for name, tensor in named_tensors(self._skeleton).items()}
+        first = {id(tensor): name for name, tensor in self._tensors.items()}
         return {
             other: name
             for alias, tensor in state.items()
@@ -71,6 +100,35 @@ class CheckpointNames:
             )
         }
 
+    def regions(self, name: str) -> dict[str, Region]:
+        """Return where the elements of a tensor of the model are in files, by name in files.
+
+        Raises:
+            ValueError: A tensor in files is not an evenly spaced part of one tensor of the model.
+        """
+        whole = self._tensors[name]
+        group = self.group_of(name)
+        if not group:
+            return {name: Region.whole(whole.shape)}
+        expected = self.convert({name: whole}) if len(group) == 1 else {}
+        # Conversions hardly ever depend on the last dimension, and are cheap without it.
+        for width in (1, whole.shape[-1]):
+            shape = (*whole.shape[:-1], width)
+            places = torch.arange(math.prod(shape))
+            parts = self.convert({name: places.view(shape)}) if expected else {}
+            regions = {
+                part: _region(inside, places, expected[part].shape, whole.shape[-1] // width)
+                for part, inside in parts.items()
+                if part in expected
+            }
+            found = {part: region for part, region in regions.items() if region is not None}
+            if found.keys() == expected.keys() != set():
+                return found
+        raise ValueError(
+            f"{name} cannot be filled from one tensor of a file at a time, because its elements "
+            "have another order there. Use vLLM or a server to generate with this model"
+        )
+
     def views(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the parts of a model's tensors that are tensors of their own in files, as views.
 
@@ -78,41 +136,39 @@ class CheckpointNames:
             tensors: All tensors of the model by name, contiguous, on any device.
 
         Raises:
-            ValueError: A tensor in files is not a regular part of one tensor in memory.
+            ValueError: A tensor in files is not an evenly spaced part of one tensor of the model.
         """
-        found: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            group = self.group_of(name)
-            if not group:
-                found[name] = tensor
-                continue
-            places = torch.arange(tensor.numel())
-            parts = self.convert({name: places.view(tensor.shape)}) if len(group) == 1 else {}
-            views = {part: _view(tensor, places, inside) for part, inside in parts.items()}
-            if not views or None in views.values():
-                raise ValueError(
-                    f"weights in the form of files cannot be copied into {name}, whose elements "
-                    "have another order in files. Use vLLM or a server for this model"
-                )
-            found.update({part: view for part, view in views.items() if view is not None})
+        found = dict(tensors)
+        for name in tensors.keys() & self._groups.keys():
+            whole = found.pop(name)
+            found.update({part: each.of(whole) for part, each in self.regions(name).items()})
         return found
 
 
-def _view(tensor: torch.Tensor, places: torch.Tensor, inside: torch.Tensor) -> torch.Tensor | None:
-    """Return elements of a contiguous tensor as a view; None if they are not evenly spaced."""
+def _region(
+    inside: torch.Tensor, places: torch.Tensor, shape: Sequence[int], factor: int
+) -> Region | None:
+    """Return the region of ``inside``, a part of ``places``; None if it is not evenly spaced.
+
+    ``places`` are those of a tensor whose last dimension is ``factor`` times as long. ``shape`` is
+    the part's with that dimension.
+    """
     start = int(inside[(0,) * inside.dim()])
     strides = [
         int(inside.select(dim, 1)[(0,) * (inside.dim() - 1)]) - start if size > 1 else 1
         for dim, size in enumerate(inside.shape)
     ]
-    regular = min(strides, default=1) > 0 and torch.equal(
+    if min(strides, default=1) <= 0 or not torch.equal(
         inside, places.as_strided(inside.shape, strides, start)
-    )
-    return (
-        tensor.as_strided(inside.shape, strides, tensor.storage_offset() + start)
-        if regular
-        else None
-    )
+    ):
+        return None
+    if factor > 1:
+        longer = [dim for dim, size in enumerate(inside.shape) if size != shape[dim]]
+        if len(longer) != 1 or shape[longer[0]] != factor:
+            return None
+        strides = [factor * stride for stride in strides]
+        strides[longer[0]] = 1
+    return Region(tuple(shape), tuple(strides), factor * start)
 
 
 class Conversion:

@@ -14,13 +14,11 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from helmsman.engines._models.files import INDEX_FILE
+from helmsman.engines._models.files import WeightFiles
 from helmsman.engines._weights.checkpoint_names import CheckpointNames
 
-_SINGLE_FILE = "model.safetensors"
 _HEAD = "lm_head.weight"
 
 
@@ -95,7 +93,8 @@ def expected_of(folder: str) -> list[Expected]:
         form = form_in_files(CheckpointNames(model))
         # Servers skip a tied head, so it cannot replace the embeddings.
         forms.append(Expected(form.shapes, dict.fromkeys(form.aliases, "")))
-    shapes = _shapes_of_files(folder)
+    with WeightFiles(folder) as files:
+        shapes: dict[str, list[int] | None] = {**files.shapes}
     if shapes:
         is_tied = bool(getattr(config, "tie_word_embeddings", False))
         form = Expected(
@@ -106,21 +105,6 @@ def expected_of(folder: str) -> list[Expected]:
     if not forms:
         raise ValueError(f"the weights of {folder}'s model are unknown: {problem}") from problem
     return forms
-
-
-def _shapes_of_files(folder: str) -> dict[str, list[int] | None]:
-    files = [_SINGLE_FILE]
-    if os.path.exists(os.path.join(folder, INDEX_FILE)):
-        with open(os.path.join(folder, INDEX_FILE), "rb") as file:
-            files = sorted(set(json.load(file)["weight_map"].values()))
-    shapes: dict[str, list[int] | None] = {}
-    for name in files:
-        path = os.path.join(folder, name)
-        if os.path.exists(path):
-            with safe_open(path, framework="pt") as tensors:
-                keys = tensors.keys()
-                shapes.update({key: list(tensors.get_slice(key).get_shape()) for key in keys})
-    return shapes
 
 
 def require_fit(forms: Sequence[Expected], shapes: Mapping[str, Sequence[int]]) -> None:
