@@ -241,6 +241,18 @@ class TrainEngine(abc.ABC):
     def set_lr(self, lr: float) -> None:
         """Set the learning rate, from the next step on."""
 
+    async def abort_collectives(self, reason: str) -> None:
+        """End the collectives that this rank waits in, while another of its methods runs.
+
+        Called on all ranks when one has failed and others go on waiting for it. Later calls must
+        fail, since the ranks no longer agree on their next collective. Without this method, such
+        ranks wait until their own limits.
+
+        Args:
+            reason: For the errors of later calls.
+        """
+        return
+
     def sleep(self) -> None:
         """Move parameters and optimizer state to the host, to free the devices for another engine.
 

@@ -8,6 +8,7 @@ micro-batches, up to rounding.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ from helmsman.api.weights import (
 from helmsman.engines._models.checkpoint import Checkpointer
 from helmsman.engines._models.checkpoint_files import Progress
 from helmsman.engines._models.distributed import (
+    abort_process_groups,
     environment_int,
     failing_together,
     gather_objects,
@@ -99,6 +101,7 @@ class FSDPTrainEngine(TrainEngine):
         self._mesh: ParallelMesh | None = None
         self._model: nn.Module | None = None
         self._in_files: CheckpointNames | None = None
+        self._abort_reason = ""
         self._optimizer: torch.optim.AdamW | None = None
         self._progress = Progress(version=0, num_steps=0)
         self._memory = HostMemory(self.config.offload)
@@ -133,6 +136,7 @@ class FSDPTrainEngine(TrainEngine):
                 "initialize() was called on a train engine that has a model; call destroy() "
                 "first, or make a new one"
             )
+        self._abort_reason = ""
         if not dist.is_initialized():
             self.create_process_group()
         # FSDP uses the current device. The group may exist without create_process_group.
@@ -227,6 +231,11 @@ class FSDPTrainEngine(TrainEngine):
                 "the train engine has no model; call initialize() first, and nothing after "
                 "destroy()"
             )
+        if self._abort_reason:
+            raise RuntimeError(
+                f"the process groups of this train engine were aborted: {self._abort_reason}. "
+                "Delete its role and create it again"
+            )
         if self._memory.is_asleep and not may_sleep:
             raise RuntimeError(
                 "the train engine is asleep: its state is on the host; call wake() first"
@@ -319,11 +328,11 @@ class FSDPTrainEngine(TrainEngine):
                 loss needs another head.
             RuntimeError: The engine is asleep or has no model, or another rank failed.
         """
-        self._built_model().eval()
+        model = self._built_model().eval()
         try:
             return self._accumulate(samples, loss_fn, loss_kwargs)
         finally:
-            reshard(self._built_model())
+            reshard(model)
 
     def _accumulate(
         self,
@@ -468,7 +477,7 @@ class FSDPTrainEngine(TrainEngine):
             ValueError: A sample is malformed, or its model-parallel ranks have different samples.
             RuntimeError: The engine is asleep or has no model, or another rank failed.
         """
-        self._built_model().eval()
+        model = self._built_model().eval()
         with failing_together("preparing the batch"):
             checked = check_samples(samples, self._batching.vocab_size)
         results = [torch.empty(0)] * len(samples)
@@ -479,8 +488,9 @@ class FSDPTrainEngine(TrainEngine):
                     micro_batch.indices, micro_batch.lengths, outputs, strict=False
                 ):
                     results[index] = row[:length].clone()
+            self._built_model()  # outputs of aborted collectives would be arbitrary
         finally:
-            reshard(self._built_model())
+            reshard(model)
         return results
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:
@@ -661,6 +671,18 @@ class FSDPTrainEngine(TrainEngine):
     def get_version(self) -> int:
         """Return the weight version."""
         return self._progress.version
+
+    async def abort_collectives(self, reason: str) -> None:
+        """End the collectives that this rank waits in, while another of its methods runs.
+
+        All engines of this process lose their process groups. gloo does not end a wait, so this
+        rank's method then goes on until its limit; later calls fail at once on the other ranks.
+
+        Args:
+            reason: For the errors of later calls, until ``initialize``.
+        """
+        self._abort_reason = reason
+        await asyncio.to_thread(abort_process_groups)
 
     def set_version(self, version: int) -> None:
         """Set the weight version; the step count is unchanged."""

@@ -62,6 +62,7 @@ async def call_all(
     timeout: float | None = None,
     grace_s: float | None = DEFAULT_GRACE_S,
     follow: Callable[[Fanout], None] | None = None,
+    release_peers: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Any]:
     """Call a method on several workers at once.
 
@@ -75,6 +76,8 @@ async def call_all(
         grace_s: Seconds for which the other calls are awaited after the first failure, for ranks
             that wait for each other. None awaits all calls, for independent workers.
         follow: Called with the calls once they have begun.
+        release_peers: Called when other calls go on after the first failure and ``grace_s``. They
+            are then awaited for ``grace_s`` again.
 
     Returns:
         The results in the order of ``calls``.
@@ -94,7 +97,13 @@ async def call_all(
     if follow is not None:
         follow(work)
     return await _gather(
-        role, method, list(calls), work, grace_s=grace_s, forget=forget if keeps else None
+        role,
+        method,
+        list(calls),
+        work,
+        grace_s=grace_s,
+        forget=forget if keeps else None,
+        release_peers=release_peers,
     )
 
 
@@ -141,6 +150,7 @@ async def _gather(
     *,
     grace_s: float | None,
     forget: Callable[[Any], None] | None,
+    release_peers: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Any]:
     """Return the results in the order of ``worker_ids``; pass discarded ones to ``forget``."""
     try:
@@ -150,6 +160,9 @@ async def _gather(
             await work.wait(
                 timeout_s=min(grace_s, DEATH_GRACE_S) if died and grace_s is not None else grace_s
             )
+        if work.pending and release_peers is not None:
+            await release_peers()
+            await work.wait(timeout_s=grace_s)
     except asyncio.CancelledError:
         for worker_id, member in list(work.pending.items()):
             work.observe(worker_id, f"{worker_id}: {operation} (its caller was cancelled)", forget)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,8 @@ from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._roles.call_all import call_all, release
 from helmsman.controller._roles.role_controller import DeviceOwner, RoleController
 from helmsman.controller._validation.argument_names import require_loss_settings
+
+logger = logging.getLogger(__name__)
 
 
 def split_by_tokens(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
@@ -120,6 +124,8 @@ def _num_entries(index: int, column: str, value: Any) -> int | None:
         return None
 
 
+_ABORT_LIMIT_S = 20.0
+"""Longest wait in seconds for ranks to abort their process groups."""
 _REPLICATED = {"broadcast": False}
 """Sends the arguments to every rank: they are small, and no rank waits for another."""
 _NEEDS_DEVICES = frozenset(
@@ -181,12 +187,38 @@ class Ranks:
         name = self._controller.engine_name
         try:
             return await call_all(
-                self.scheduler, self.role, method, calls, engine_name=name, timeout=timeout
+                self.scheduler,
+                self.role,
+                method,
+                calls,
+                engine_name=name,
+                timeout=timeout,
+                release_peers=self._abort_collectives,
             )
         except (EngineCallError, GroupCallError) as error:
             if device_owner is not None:
                 await device_owner.explain(error)
             raise
+
+    async def _abort_collectives(self) -> None:
+        """End the waits of ranks for one that has failed; their engines must be built again."""
+        logger.warning(
+            "%s: ranks wait in collectives for a rank that has failed. Their process groups are "
+            "aborted: to go on, delete the role and create it again",
+            self.role,
+        )
+        reason = "a rank failed while others waited for it"
+        # A rank may have died, and an engine that is not ours may lack the method.
+        with contextlib.suppress(HelmsmanError):
+            await call_all(
+                self.scheduler,
+                self.role,
+                "abort_collectives",
+                {worker.id: Call((reason,)) for worker in self.workers},
+                engine_name=self._controller.engine_name,
+                timeout=_ABORT_LIMIT_S,
+                grace_s=None,
+            )
 
     async def replicated(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         """Call every rank with the same arguments and return the results in rank order."""

@@ -91,9 +91,20 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
 
 def leave_process_group() -> None:
     global _num_users
-    _num_users -= 1
+    _num_users = max(0, _num_users - 1)
     if _num_users == 0 and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abort_process_groups() -> None:
+    """End the collectives of all groups of this process, which cannot be used any more.
+
+    From any thread.
+    """
+    global _num_users
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
+    _num_users = 0
 
 
 def gather_objects(value: Any) -> list[Any]:

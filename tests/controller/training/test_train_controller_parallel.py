@@ -57,3 +57,34 @@ def test_train_batch_of_model_parallel_groups(engines_scheduler: Scheduler, tmp_
         train.load(str(tmp_path / "checkpoint"))
         assert train.get_version() == 3
         assert train.train_batch(SAMPLES, "sft") == more
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_train_batch_fails_on_one_rank_alone(
+    engines_scheduler: Scheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others wait for it in a collective, so no later call may join that."""
+
+    def make() -> TrainController:
+        return TrainController(
+            engines_scheduler,
+            "tests.controller.turn_engines.Trainer",
+            Job(role="train", replicas=3),
+            engine_kwargs={"model": MODEL, "collective_timeout_s": 100_000.0},
+        )
+
+    with make() as train:
+        failing = train.workers[1].id
+        engines_scheduler.call_engine(failing, "plan", failing, "train_batch", "cuda")
+        with pytest.raises(GroupCallError, match="CUDA out of memory"):
+            train.train_batch(SAMPLES, "sft")
+        assert "train: ranks wait in collectives for a rank that has failed" in caplog.text
+        with pytest.raises(
+            GroupCallError,
+            match=r"process groups of this train engine were aborted: a rank failed while others "
+            r"waited for it\. Delete its role and create it again",
+        ):
+            train.train_batch(SAMPLES, "sft")
+    with make() as train:
+        assert train.train_batch(SAMPLES, "sft")["loss"] > 0
