@@ -69,6 +69,15 @@ def test_conversion_joins_tensors() -> None:
         names.views(dict(model.state_dict()))
 
 
+def test_regions_of_interleaved_rows() -> None:
+    """Elements that are not evenly spaced are refused, also where their distances lead too far."""
+    config = AutoConfig.for_model(**{**QWEN2, "model_type": "inkling2_text", "hidden_size": 64})
+    with torch.device("meta"):
+        names = CheckpointNames(AutoModelForCausalLM.from_config(config))
+    with pytest.raises(ValueError, match="gate_up_proj cannot be filled"):
+        names.regions("model.layers.0.mlp.experts.gate_up_proj")
+
+
 @families
 def test_apply_weights_in_the_form_of_files(config: dict[str, Any]) -> None:
     source, target = model_of(config, seed=1), model_of(config, seed=2)
