@@ -82,6 +82,7 @@ NEEDS_RAY = {
     "helmsman.controller._ray_backend.cluster_state",
     "helmsman.controller._ray_backend.transport",
     "helmsman.controller._ray_backend.scheduler",
+    "helmsman.rpc_server._server.ray_nodes",
     "helmsman.rpc_server._server.ray_server",
 }
 """Modules that only RayScheduler imports."""

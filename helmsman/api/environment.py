@@ -17,6 +17,11 @@ MASK_VARIABLE = "HELMSMAN_MASK"
 ("MY_*,LICENSE").
 """
 
+INSTANCE_DEVICES_ENV_VAR = "HELMSMAN_INSTANCE_DEVICES"
+"""In a worker of a deferred job: JSON, [[address, [device id, ...]], ...] for each node of its
+instance, its own node first.
+"""
+
 
 class EnvironmentVariable(msgspec.Struct, frozen=True):
     """A variable of a worker, and its source."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from enum import Enum
 from typing import Any, Literal, NamedTuple
@@ -215,6 +216,44 @@ class Timeouts(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
 # --- inside a worker ------------------------------------------------------------------------------
 
 
+class NodeProcess(abc.ABC):
+    """A process that a worker has started on another node of its instance."""
+
+    output: str
+    """Command that prints its output."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Block until its function has returned.
+
+        Raises:
+            RuntimeError: The function failed, or the process ended before.
+        """
+
+    @abc.abstractmethod
+    def kill(self) -> None:
+        """Kill it, without waiting for its end. Idempotent."""
+
+
+class InstanceNodes(abc.ABC):
+    """The nodes of a worker's instance; the worker is on the first."""
+
+    @abc.abstractmethod
+    def start(self, node: int, target: Callable[..., None], *args: Any) -> NodeProcess:
+        """Run ``target(*args)`` in a process on another node, which ends with this worker.
+
+        It sees the instance's devices on that node.
+
+        Args:
+            node: Index of the node, from 1.
+            target: A picklable function.
+            *args: Its arguments.
+
+        Raises:
+            RuntimeError: The instance has no such node.
+        """
+
+
 class WorkerContext(msgspec.Struct, frozen=True, kw_only=True):
     """A worker as seen by its engines."""
 
@@ -223,6 +262,8 @@ class WorkerContext(msgspec.Struct, frozen=True, kw_only=True):
     """Address of its node."""
     ports: tuple[int, ...] = ()
     """Leased ports (``SchedulingSpec.port_count``), for its engines to bind."""
+    nodes: InstanceNodes | None = None
+    """The nodes of its instance; None where the scheduler places an instance on one node."""
 
 
 _current: ContextVar[WorkerContext | None] = ContextVar("helmsman_worker_context", default=None)

@@ -48,7 +48,8 @@ class VLLMConfig(
     """Ranks over which the layers are divided."""
     distributed_executor_backend: str | None = None
     """How vLLM starts its ranks: ``mp`` (processes of this node) or ``ray``. None: ``mp`` for
-    several ranks. With ``ray``, each bundle of the worker's placement group must have one device.
+    several ranks, on each node of the worker's instance. With ``ray``, each bundle of the worker's
+    placement group must have one device.
     """
     gpu_memory_utilization: float = 0.9
     """Fraction of a device's memory that vLLM uses for weights and cache; use less when colocated

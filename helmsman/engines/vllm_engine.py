@@ -18,9 +18,11 @@ import msgspec
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.weights import Weights
+from helmsman.api.workers import WorkerContext, worker_context
 from helmsman.engines._serving.generation import check_level, check_samples_of_one
 from helmsman.engines._vllm import internals
 from helmsman.engines._vllm.instance import VLLMInstance
+from helmsman.engines._vllm.nodes import OtherNodes, instance_nodes, node_arguments
 from helmsman.engines._weights.fit import vocab_size_of
 from helmsman.engines.vllm_config import VLLMConfig
 
@@ -50,6 +52,8 @@ class VLLMEngine(InferenceEngine):
             )
         self.config = config if config is not None else msgspec.convert(fields, VLLMConfig)
         internals.require_vllm()
+        context = worker_context()
+        self._worker = context or WorkerContext(worker_id="", node="")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._instance: VLLMInstance | None = None
@@ -64,10 +68,16 @@ class VLLMEngine(InferenceEngine):
         chooses the ports of vLLM's processes, so instances on one node do not collide. Leave
         VLLM_PORT unset: it makes all of them try the same port.
 
+        Where the worker's instance spans nodes (a deferred job of RayScheduler), each node runs the
+        ranks of its own devices; the first ones are of this worker's node. The ranks meet at the
+        worker's first leased port. Send weights by ViaDisk or ViaCollective there: memory reaches
+        this worker's node only.
+
         Raises:
-            ValueError: The folder does not exist, or vLLM rejects an argument.
-            RuntimeError: The engine is running or was destroyed; or vLLM could not start, for the
-                reason in its log.
+            ValueError: The folder does not exist, vLLM rejects an argument, or the instance spans
+                nodes and has not one rank for each of its devices.
+            RuntimeError: The engine is running or was destroyed; the instance spans nodes and its
+                worker has no leased port; or vLLM could not start, for the reason in its log.
         """
         if self._instance is not None or self._destroyed:
             raise RuntimeError(
@@ -81,6 +91,7 @@ class VLLMEngine(InferenceEngine):
             )
         internals.prepare_environment()
         arguments = async_engine_arguments(self.config)
+        addresses = self._span_nodes(arguments)
         vocab_size = vocab_size_of(self.config.model)
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_run, args=(loop,), name="helmsman-vllm", daemon=True)
@@ -88,7 +99,10 @@ class VLLMEngine(InferenceEngine):
         self._loop, self._thread = loop, thread
 
         async def start() -> VLLMInstance:
-            instance = VLLMInstance(self.config, vocab_size)
+            others = None
+            if addresses and self._worker.nodes is not None:
+                others = OtherNodes(self._worker.nodes, arguments, addresses)
+            instance = VLLMInstance(self.config, vocab_size, others)
             try:
                 await instance.start(arguments)
             except BaseException:
@@ -101,6 +115,23 @@ class VLLMEngine(InferenceEngine):
         except BaseException:
             self._end_loop()
             raise
+
+    def _span_nodes(self, arguments: dict[str, Any]) -> list[str]:
+        """Add the arguments of an instance on several nodes; return the nodes' addresses."""
+        nodes = instance_nodes()
+        spans = len(nodes) > 1 and self._worker.nodes is not None
+        if not spans or self.config.distributed_executor_backend is not None:
+            return []
+        if not self._worker.ports:
+            raise RuntimeError(
+                f"the ranks of an instance on {len(nodes)} nodes meet at a port that is leased to "
+                "its worker, and this one has none; request one by SchedulingSpec(port_count=1)"
+            )
+        num_ranks = arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"]
+        arguments |= node_arguments(nodes, num_ranks, self._worker.ports[0])
+        addresses = [address for address, _ in nodes]
+        os.environ["VLLM_HOST_IP"] = addresses[0]
+        return addresses
 
     def failure(self) -> str | None:
         """Return why vLLM can serve no more, or None while it can."""

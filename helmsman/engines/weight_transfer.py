@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -35,7 +35,15 @@ from helmsman.engines._models.files import INDEX_FILE, FolderWriter, replace_fol
 from helmsman.engines._models.model import resolve_dtype
 from helmsman.engines._weights.checkpoint_names import CheckpointNames, Conversion
 from helmsman.engines._weights.group import WeightGroup
-from helmsman.engines._weights.sending import Bucket, Packer, Sink, as_bytes, checksum_of, send_all
+from helmsman.engines._weights.sending import (
+    Bucket,
+    Full,
+    Packer,
+    Sink,
+    as_bytes,
+    checksum_of,
+    send_all,
+)
 
 _VERSION_FOLDER = "version-"
 
@@ -51,7 +59,7 @@ def publish(
     version: int,
     is_root: bool,
     group: WeightGroup,
-    full: Callable[[torch.Tensor], torch.Tensor] = full_tensor,
+    full: Full = full_tensor,
     in_files: CheckpointNames | None = None,
 ) -> WeightsInMemory | WeightsOnDisk | int | None:
     """Send tensors by name to a target; rank 0 sends. A collective of all ranks that hold shards.
@@ -64,7 +72,7 @@ def publish(
         version: Weight version of the tensors.
         is_root: Whether this is rank 0.
         group: This process's membership in weight-sync groups.
-        full: Gathers a whole tensor from its shards, on any device.
+        full: Gathers a whole tensor of a dtype from its shards, on any device.
         in_files: Converts the tensors of a model to the form of files; None if they have it.
 
     Returns:
@@ -105,14 +113,19 @@ def publish(
             return {sent[each]: part for each, part in parts.items()}
 
         return Packer(
-            _sink_for(target, {sent[name]: shapes[name] for name in shapes}, group, stack),
-            dtype,
+            _sink_for(
+                target,
+                {sent[name]: shapes[name] for name in shapes},
+                form.bucket_bytes,
+                group,
+                stack,
+            ),
             form.bucket_bytes,
             convert=renamed,
             checksum=form.checksum,
         )
 
-    return send_all(tensors, full, pack if is_root else None, "publishing the weights")
+    return send_all(tensors, full, dtype, pack if is_root else None, "publishing the weights")
 
 
 def _sent_names(names: Iterable[str], form: WeightFormat) -> dict[str, str]:
@@ -133,6 +146,7 @@ def _sent_names(names: Iterable[str], form: WeightFormat) -> dict[str, str]:
 def _sink_for(
     target: WeightTarget,
     shapes: Mapping[str, list[int]],
+    bucket_bytes: int,
     group: WeightGroup,
     until_the_end: contextlib.ExitStack,
 ) -> Sink[Any]:
@@ -141,7 +155,7 @@ def _sink_for(
     if isinstance(target, DiskTarget):
         return _DiskSink(target, until_the_end)
     sink = GroupSink(target, group)
-    sink.announce(shapes)
+    sink.announce(shapes, bucket_bytes)
     return sink
 
 
@@ -210,10 +224,16 @@ class _Header(msgspec.Struct, frozen=True):
     shapes: dict[str, list[int]]
     dtypes: dict[str, str] = {}
     checksums: dict[str, int] = {}
+    bucket_bytes: int = 0
+    """In the first header: most bytes of one broadcast."""
     num_bytes: int = 0
     """Size of the tensors that follow; 0 ends the transfer."""
     error: str = ""
     """Why the tensors are not sent; empty if they are."""
+
+
+def _at_least(buffer: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    return buffer if buffer.numel() >= num_bytes else buffer.new_empty(num_bytes)
 
 
 class GroupSink(Sink[int]):
@@ -221,12 +241,14 @@ class GroupSink(Sink[int]):
 
     def __init__(self, place: CollectiveTarget, group: WeightGroup) -> None:
         self._group, self._num_bytes, self._is_over = group, 0, False
+        self._bucket_bytes = 0
         self._buffer = torch.empty(0, dtype=torch.uint8, device=group.device)
         group.join(place)
 
-    def announce(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Broadcast the names and shapes of all tensors."""
-        self._send({name: list(shape) for name, shape in shapes.items()})
+    def announce(self, shapes: Mapping[str, Sequence[int]], bucket_bytes: int) -> None:
+        """Broadcast the names and shapes of all tensors, and the size of the largest broadcast."""
+        self._bucket_bytes = bucket_bytes
+        self._send({name: list(shape) for name, shape in shapes.items()}, bucket_bytes=bucket_bytes)
 
     def give_up(self, error: Exception) -> None:
         """Broadcast the reason why no more tensors follow.
@@ -242,7 +264,10 @@ class GroupSink(Sink[int]):
         self._group.broadcast_bytes(msgspec.msgpack.encode(_Header(shapes, **others)))
 
     def put(self, bucket: Bucket) -> None:
-        """Broadcast a bucket: its header, then its bytes."""
+        """Broadcast a bucket: its header, then its bytes.
+
+        More than ``bucket_bytes``, which is one tensor, leave in pieces of that size.
+        """
         tensors = bucket.tensors
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         if num_bytes == 0:
@@ -251,16 +276,19 @@ class GroupSink(Sink[int]):
         dtypes = {
             name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()
         }
-        if self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._group.device)
-        view = self._buffer[:num_bytes]
-        start = 0
-        for tensor in tensors.values():
-            view[start : start + tensor.nbytes].copy_(as_bytes(tensor))
-            start += tensor.nbytes
+        parts = [as_bytes(tensor) for tensor in tensors.values()]
+        pieces = [parts]
+        if num_bytes > self._bucket_bytes:
+            pieces = [[piece] for piece in parts[0].split(self._bucket_bytes)]
+        self._buffer = _at_least(self._buffer, min(num_bytes, self._bucket_bytes))
         self._send(shapes, dtypes=dtypes, checksums=bucket.checksums, num_bytes=num_bytes)
         # After the header the receivers wait for the bytes, so nothing in between may fail.
-        self._group.broadcast(view)
+        for piece in pieces:
+            size = 0
+            for part in piece:
+                self._buffer[size : size + part.numel()].copy_(part)
+                size += part.numel()
+            self._group.broadcast(self._buffer[:size])
         self._num_bytes += num_bytes
 
     def finish(self) -> int:
@@ -280,13 +308,18 @@ class Incoming:
 
     Args:
         shapes: Shapes of all tensors by name, known before the first bucket arrives.
-        buckets: Tensors by name; each bucket is valid until the next one is requested.
+        buckets: Tensors by name; each bucket is valid until the next one is requested. A tensor
+            that exceeds the size of a broadcast bucket is on the host.
+        bucket_bytes: Size of the largest broadcast; 0 if there are none.
     """
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], buckets: Iterator[Mapping[str, torch.Tensor]]
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        buckets: Iterator[Mapping[str, torch.Tensor]],
+        bucket_bytes: int = 0,
     ) -> None:
-        self.shapes, self._buckets = shapes, buckets
+        self.shapes, self._buckets, self.bucket_bytes = shapes, buckets, bucket_bytes
 
     def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
         return self._buckets
@@ -312,7 +345,7 @@ def incoming(weights: Weights, group: WeightGroup) -> Iterator[Incoming]:
     if isinstance(weights, CollectiveTarget):
         received = _Received(weights, group)
         try:
-            yield Incoming(received.shapes, received.buckets())
+            yield Incoming(received.shapes, received.buckets(), received.bucket_bytes)
         finally:
             received.read_to_the_end()
     elif isinstance(weights, WeightsOnDisk):
@@ -367,7 +400,9 @@ class _Received:
         self._is_over = True  # nothing is received if joining fails
         self._buffer = torch.empty(0, dtype=torch.uint8, device=group.device)
         group.join(place)
-        self.shapes = {name: tuple(shape) for name, shape in self._header().shapes.items()}
+        first = self._header()
+        self.shapes = {name: tuple(shape) for name, shape in first.shapes.items()}
+        self.bucket_bytes = first.bucket_bytes
         self._is_over = False
 
     def buckets(self) -> Iterator[Mapping[str, torch.Tensor]]:
@@ -395,16 +430,19 @@ class _Received:
         header = self._header()
         if header.num_bytes == 0:
             return None
-        if self._buffer.numel() < header.num_bytes:
-            try:
-                self._buffer = torch.empty(
-                    header.num_bytes, dtype=torch.uint8, device=self._group.device
-                )
-            except RuntimeError:  # Out of memory: leave, or the other members would wait.
-                self._group.leave()
-                raise
-        view = self._buffer[: header.num_bytes]
-        self._group.broadcast(view)
+        try:
+            self._buffer = _at_least(self._buffer, min(header.num_bytes, self.bucket_bytes))
+            view = self._buffer[: header.num_bytes]
+            if header.num_bytes > self.bucket_bytes:
+                view = torch.empty(header.num_bytes, dtype=torch.uint8)
+        except RuntimeError:  # Out of memory: leave, or the other members would wait.
+            self._group.leave()
+            raise
+        for piece in view.split(self.bucket_bytes):
+            arrived = self._buffer[: piece.numel()]
+            self._group.broadcast(arrived)
+            if header.num_bytes > self.bucket_bytes:
+                piece.copy_(arrived)
         self._is_over = False
         tensors: dict[str, torch.Tensor] = {}
         start = 0

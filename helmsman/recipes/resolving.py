@@ -238,6 +238,17 @@ def _check_data(settings: RunSettings) -> None:
 
 def _check_cluster(settings: GRPOSettings) -> None:
     cluster, rollout = settings.cluster, settings.rollout
+    if cluster.rollout_spans_nodes:
+        spans = (
+            f"cluster.rollout_devices is {cluster.rollout_devices}, more than "
+            f"cluster.devices_per_node, {cluster.devices_per_node}, so that an instance spans nodes"
+        )
+        if rollout.engine != "vllm":
+            raise ValueError(f"{spans}; rollout.engine {rollout.engine!r} cannot, use 'vllm'")
+        if settings.sync.way == "memory":
+            raise ValueError(
+                f"{spans}; sync.way 'memory' reaches one of them only, use 'collective' or 'disk'"
+            )
     if cluster.placement == "colocated":
         num_devices = cluster.rollout_instances * cluster.rollout_devices
         if cluster.takes_turns and num_devices != cluster.train_workers:

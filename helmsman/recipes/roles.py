@@ -58,14 +58,13 @@ def make_jobs(settings: GRPOSettings) -> list[Job]:
         )
     else:
         has_devices = bool(cluster.devices_per_node)
-        spans_nodes = has_devices and cluster.rollout_devices > cluster.devices_per_node
         spec = SchedulingSpec(
             cpu=cluster.rollout_cpus,
             gpu=cluster.rollout_devices if has_devices else 0,
             mem=cluster.rollout_mem,
             port_count=1,  # for the instance's server
             env_vars=_env_vars(cluster, cluster.rollout_threads),
-            ray_placement_strategy="deferred" if spans_nodes else "separate",
+            ray_placement_strategy="deferred" if cluster.rollout_spans_nodes else "separate",
         )
         jobs.append(Job(role="rollout", replicas=cluster.rollout_instances, tasks=[spec]))
     if settings.algorithm.kl_coef:

@@ -67,6 +67,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Whether trainers and rollout instances take turns on the same devices."""
         return self.placement == "colocated" and bool(self.devices_per_node)
 
+    @property
+    def rollout_spans_nodes(self) -> bool:
+        """Whether a rollout instance has more devices than a node."""
+        return 0 < self.devices_per_node < self.rollout_devices
+
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The trainer, a helmsman.engines.train.FSDPTrainEngine."""

@@ -18,9 +18,14 @@ from helmsman.api.weights import (
     MemoryTarget,
     WeightFormat,
     Weights,
+    WeightsInMemory,
     WeightTarget,
 )
-from helmsman.engines._models.distributed import join_process_group, leave_process_group
+from helmsman.engines._models.distributed import (
+    full_tensor,
+    join_process_group,
+    leave_process_group,
+)
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.weight_transfer import incoming, publish
 
@@ -130,7 +135,7 @@ def test_incoming_checksum_mismatch() -> None:
     with concurrent.futures.ThreadPoolExecutor() as threads:
         reading = threads.submit(read, places[1], groups[1])
         groups[0].join(places[0])
-        groups[0].broadcast_bytes(msgspec.msgpack.encode({"shapes": {"w": [4]}}))
+        groups[0].broadcast_bytes(msgspec.msgpack.encode({"shapes": {"w": [4]}, "bucket_bytes": 4}))
         for _ in range(2):
             groups[0].broadcast_bytes(msgspec.msgpack.encode(header))
             groups[0].broadcast(values)
@@ -142,6 +147,53 @@ def test_incoming_checksum_mismatch() -> None:
         assert torch.equal(reading.result(60)["w"], values)
     for group in groups:
         group.close()
+
+
+class _Sizes(WeightGroup):
+    """Records the sizes of its broadcasts, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.sizes: list[int] = []
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self.sizes.append(tensor.nbytes)
+        super().broadcast(tensor)
+
+
+def test_broadcast_large_tensor_in_pieces() -> None:
+    """A tensor that exceeds a bucket takes no more memory of a device than a bucket."""
+    (first, _), places = members(2)
+    second = _Sizes()
+    large = torch.arange(10_000, dtype=torch.float32)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        reading = threads.submit(read, places[1], second)
+        send({"w": large}, places[0], WeightFormat(bucket_bytes=3000, checksum=True), first)
+        assert torch.equal(reading.result(60)["w"], large)
+    assert second.sizes.count(3000) == large.nbytes // 3000
+    assert max(second.sizes) == 3000
+    for group in (first, second):
+        group.close()
+
+
+def test_publish_cast_before_gather() -> None:
+    """Ranks exchange the bytes that leave, not those of the parameters."""
+
+    def full(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        assert dtype is torch.bfloat16
+        return full_tensor(tensor, dtype)
+
+    sent = publish(
+        {"w": torch.ones(2, 3), "ids": torch.arange(2)},
+        MemoryTarget(version=1),
+        WeightFormat(dtype="bfloat16"),
+        version=1,
+        is_root=True,
+        group=WeightGroup(CPU),
+        full=full,
+    )
+    assert isinstance(sent, WeightsInMemory)
+    assert [each.dtype for each in sent.tensors.values()] == [torch.bfloat16, torch.int64]
 
 
 def test_publish_removes_versions_of_earlier_runs(tmp_path: Path) -> None:

@@ -303,6 +303,12 @@ def test_make_jobs_large_instances() -> None:
     rollout = make_jobs(found)[1]
     assert (rollout.tasks[0].ray_placement_strategy, rollout.tasks[0].gpu) == ("deferred", 16)
     assert engine_arguments(found)["tensor_parallel_size"] == 16
+    for name, value, told in (
+        ("sync.way", "memory", "sync.way 'memory' reaches one of them only"),
+        ("rollout.engine", "server", "rollout.engine 'server' cannot, use 'vllm'"),
+    ):
+        with pytest.raises(ValueError, match=f"an instance spans nodes; {told}"):
+            settings(("cluster.rollout_devices", "16"), (name, value), name="many_nodes_gpu.yaml")
 
 
 def test_make_jobs_reference() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from helmsman.api.errors import EngineDeadError
 from helmsman.engines.vllm_engine import VLLMEngine
+from helmsman.engines.weights import PartialWeightUpdateError
 from tests.vllm.vllm_models import ENGINE, LLAMA, folder_of, model_of, weights_of
 from tests.vllm.vllm_served import Fatal, Served, require_the_trainers
 
@@ -119,6 +121,30 @@ async def test_adapter_base_weights_updated(served: Served, tmp_path: Path) -> N
     await served.engine.use_lora()
     served.model = model
     await require_the_trainers(served, "new weights beneath adapters")
+    await served.engine.use_lora("first")
+    served.model = _merged(LLAMA, 4, _adapter(model, 4, tmp_path / "like the loaded one"))
+    await require_the_trainers(served, "an adapter above new weights")
+
+
+async def test_adapter_read_again_after_dropped_weights(served: Served, tmp_path: Path) -> None:
+    """On devices a sleep at level 2 leaves the memory of adapters undefined."""
+    folder = _adapter(model_of(LLAMA, seed=4), 5, tmp_path / "own")
+    await served.engine.load_lora("own", folder)
+    await served.engine.sleep(2)
+    _adapter(model_of(LLAMA, seed=4), 6, tmp_path / "own")  # seen only if it is read
+    await served.engine.wake()
+    await served.engine.update_weights(weights_of(model_of(LLAMA, seed=4)), 2)
+    await served.engine.use_lora("own")
+    served.model = _merged(LLAMA, 4, folder)
+    await require_the_trainers(served, "an adapter that was read again")
+    shutil.move(folder, tmp_path / "elsewhere")
+    await served.engine.sleep(2)
+    await served.engine.wake()
+    with pytest.raises(PartialWeightUpdateError, match="own"):
+        await served.engine.update_weights(weights_of(model_of(LLAMA, seed=4)), 3)
+    shutil.move(tmp_path / "elsewhere", folder)
+    await served.engine.update_weights(weights_of(model_of(LLAMA, seed=4)), 3)
+    await require_the_trainers(served, "an adapter whose folder is there again")
 
 
 async def test_update_death_in_the_middle(served: Served) -> None:
@@ -126,7 +152,7 @@ async def test_update_death_in_the_middle(served: Served) -> None:
     # as the first bucket is made, when loading has begun
     weights = Fatal(weights_of(model_of(LLAMA, seed=5)), at_look=3)
     with pytest.raises(EngineDeadError, match="SIGKILL"):
-        await served.engine.update_weights(weights, 2)
+        await served.engine.update_weights(weights, 4)
     assert "SIGKILL" in str(served.engine.failure())
     for call in (
         served.engine.agenerate(served.request([3])),
@@ -135,4 +161,4 @@ async def test_update_death_in_the_middle(served: Served) -> None:
     ):
         with pytest.raises(EngineDeadError):
             await call
-    assert served.engine.get_version() == 1
+    assert served.engine.get_version() == 3

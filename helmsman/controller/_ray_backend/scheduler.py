@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from helmsman.api import errors
+from helmsman.api.environment import INSTANCE_DEVICES_ENV_VAR
 from helmsman.api.platforms import PLATFORMS
 from helmsman.api.scheduler import Job, PreemptionNotice, ResultHandle, Timeouts
 from helmsman.controller._aio.event_loop import Deadline, await_all
@@ -65,11 +66,6 @@ with importing_ray("RayScheduler"):
 __all__ = ["RayScheduler", "get_placement_group_master_ip_and_port"]
 
 T = TypeVar("T")
-
-INSTANCE_DEVICES_ENV_VAR = "HELMSMAN_INSTANCE_DEVICES"
-"""In a worker of a deferred job: [[address, [device id, ...]], ...] for each node of its instance,
-its own node first.
-"""
 
 log = logging.getLogger(__name__)
 

@@ -152,7 +152,13 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(found.values())
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a possibly sharded tensor on its device. A collective of its shards' ranks."""
+def full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Gather a possibly sharded tensor on its device. A collective of its shards' ranks.
+
+    Floating-point tensors are cast to ``dtype`` first, unless it is None, so that ranks exchange
+    no more bytes than the result has.
+    """
     tensor = tensor.detach()
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -76,10 +76,10 @@ class HostMemory:
             raise
         self.is_asleep = False
 
-    def full(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gather a full tensor; during sleep, one tensor at a time is on the device."""
+    def full(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See full_tensor. During sleep, one tensor at a time is on the device."""
         with self._asleep.present(tensor):
-            whole = full_tensor(tensor)
+            whole = full_tensor(tensor, dtype)
             # An unsharded tensor is returned as is, and its memory is released at the end of the
             # block.
             is_shard = storage_of(whole)._cdata == storage_of(tensor)._cdata

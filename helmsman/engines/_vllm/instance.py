@@ -18,9 +18,10 @@ from helmsman.api.weight_states import WeightEvent, WeightState
 from helmsman.api.weights import Weights
 from helmsman.engines._serving.requests import Attempt, Requests
 from helmsman.engines._vllm import internals
+from helmsman.engines._vllm.nodes import OtherNodes
 from helmsman.engines._vllm.transfer import VLLMTransfer
 from helmsman.engines.vllm_config import VLLMConfig
-from helmsman.engines.weights import PartialWeightUpdateError
+from helmsman.engines.weights import PartialWeightUpdateError, partial_update
 
 T = TypeVar("T")
 
@@ -30,11 +31,15 @@ _LOOK_EVERY_S = 0.25
 class VLLMInstance:
     """An AsyncLLM with requests, weight updates, sleep and adapters.
 
-    Created and used on one running event loop; ``start`` comes first.
+    Created and used on one running event loop; ``start`` comes first. ``others`` are its ranks on
+    other nodes, which it ends.
     """
 
-    def __init__(self, config: VLLMConfig, vocab_size: int | None) -> None:
+    def __init__(
+        self, config: VLLMConfig, vocab_size: int | None, others: OtherNodes | None = None
+    ) -> None:
         self.config = config
+        self._others = others
         self.failure: str | None = None
         """Why vLLM can serve no more; None while it can."""
         self.requests = Requests(
@@ -63,7 +68,12 @@ class VLLMInstance:
     # --- life -------------------------------------------------------------------------------------
 
     async def start(self, arguments: Mapping[str, Any]) -> None:
-        self._llm = await internals.start(arguments, self._note_usage)
+        try:
+            self._llm = await internals.start(arguments, self._note_usage)
+        except Exception as error:
+            if self._others is not None and self._others.failure is not None:
+                raise RuntimeError(self._others.failure) from error
+            raise
         self._children = internals.children_of(self._llm)
         self._watch = asyncio.get_running_loop().create_task(self._look_after())
         for name, path in self.config.adapters.items():
@@ -82,14 +92,18 @@ class VLLMInstance:
         """Record that vLLM's processes have ended, and end all requests."""
         if self.failure is not None:
             return
+        if self._others is not None and self._others.failure is not None:
+            self._end(self._others.failure)
+            return
         ends = [
             f"{child.name} (pid {child.pid}) {_end_of(child)}"
             for child in self._children
             if not child.is_alive()
         ]
-        self.failure = (
-            f"vLLM's engine has ended: {', '.join(ends) or 'one of its workers has exited'}"
-        )
+        self._end(f"vLLM's engine has ended: {', '.join(ends) or 'one of its workers has exited'}")
+
+    def _end(self, failure: str) -> None:
+        self.failure = failure
         self._died.set()
         self.requests.close_attempts(begun=True)
 
@@ -128,6 +142,8 @@ class VLLMInstance:
         await self.requests.abort(None)
         await self.requests.until_ended()
         self._died.set()
+        if self._others is not None:
+            self._others.close()
         if self._llm is not None:
             self._llm.shutdown()
             await asyncio.sleep(0)  # let the loop run vLLM's close callbacks
@@ -247,6 +263,8 @@ class VLLMInstance:
             try:
                 await self._stop_decoding()
                 await self._transfer.carry(weights, self._on_all_ranks)
+                if not self.state.is_whole:
+                    await self._restore_adapters()
             except PartialWeightUpdateError:
                 self._on(WeightEvent.TORN)
                 raise
@@ -257,6 +275,19 @@ class VLLMInstance:
             finally:
                 await self._go_on()
             return version
+
+    async def _restore_adapters(self) -> None:
+        """Load all adapters again, whose memory a sleep at level 2 has dropped."""
+        if not self._adapters:
+            return
+        try:
+            await self._transfer.forget_adapters(self._on_all_ranks)
+            for adapter in self._adapters.values():
+                await self._add_adapter(adapter)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            raise partial_update(error) from error
 
     async def _stop_decoding(self) -> None:
         if self._freezes and not self._is_frozen:
@@ -341,13 +372,17 @@ class VLLMInstance:
             self._require_life()
             old = self._adapters.get(name)
             adapter = LoRARequest(name, next(self._lora_numbers), path)
-            if not await self._call(self._llm.add_lora(adapter)):
-                raise RuntimeError(
-                    f"vLLM did not load the adapter {name!r} from {path}; see the worker's log"
-                )
+            await self._add_adapter(adapter)
             self._adapters[name] = adapter
             if old is not None:
                 await self._call(self._llm.remove_lora(old.lora_int_id))
+
+    async def _add_adapter(self, adapter: Any) -> None:
+        if not await self._call(self._llm.add_lora(adapter)):
+            raise RuntimeError(
+                f"vLLM did not load the adapter {adapter.lora_name!r} from {adapter.lora_path}; "
+                "see the worker's log"
+            )
 
     async def unload_adapter(self, name: str) -> None:
         async with self._one_change:

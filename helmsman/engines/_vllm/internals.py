@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import multiprocessing
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -31,6 +32,10 @@ ENVIRONMENT = {
     "VLLM_ASCEND_ENABLE_NZ": "0",
 }
 """Variables for vLLM and its children, unless the user has set them."""
+
+# On the CPU, a seeded request whose prompt is prefilled in chunks crashes EngineCore (0.32): "CPU
+# Generator does not use offset". Without chunks, a step has room for the longest prompt.
+_HOST_ARGUMENTS = {"enable_chunked_prefill": False}
 
 
 class UnsupportedVLLMError(RuntimeError):
@@ -106,10 +111,7 @@ async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None])
                 f"{did_you_mean(name, known)}"
             )
     if is_on_host():
-        # On the CPU, a seeded request whose prompt is prefilled in chunks crashes EngineCore
-        # (0.32): "CPU Generator does not use offset". Without chunks, a step has room for the
-        # longest prompt.
-        arguments = {"enable_chunked_prefill": False, **arguments}
+        arguments = {**_HOST_ARGUMENTS, **arguments}
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Listener])
 
 
@@ -133,6 +135,40 @@ async def freeze(llm: Any, max_outputs: int) -> None:
         await asyncio.sleep(0)
     for _ in range(max_outputs + 16):
         await asyncio.sleep(0)
+
+
+def environment_of_ranks() -> dict[str, str]:
+    """Return the variables that the ranks on other nodes get from this process.
+
+    They are those that vLLM itself passes on; VLLM_RAY_EXTRA_ENV_VARS_TO_COPY adds more.
+    """
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    names = get_env_vars_to_copy(exclude_vars={"VLLM_HOST_IP"}, additional_vars={*ENVIRONMENT})
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def run_ranks(arguments: Mapping[str, Any]) -> None:
+    """Run the ranks of a node that is not the instance's first, until one of them ends.
+
+    Raises:
+        Exception: Any error of vLLM's start.
+    """
+    require_vllm()
+    from vllm import AsyncEngineArgs
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    if is_on_host():
+        arguments = {**_HOST_ARGUMENTS, **arguments}
+    config = AsyncEngineArgs(**arguments).create_engine_config(headless=True)
+    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
+
+
+def kill_cores() -> None:
+    """Kill the EngineCore processes of this process, also while they start; from any thread."""
+    for child in multiprocessing.active_children():
+        if child.name.startswith("EngineCore"):
+            child.kill()
 
 
 def children_of(llm: Any) -> list[Any]:

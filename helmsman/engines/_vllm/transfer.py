@@ -72,6 +72,9 @@ class VLLMTransfer:
         else:
             await self._hand_over(arriving, call)
 
+    async def forget_adapters(self, call: Call) -> None:
+        _require_done(await call("helmsman_forget_adapters"))
+
     def _fitting(self, weights: Weights) -> Incoming:
         with incoming(weights, WeightGroup(torch.device("cpu"))) as arriving:
             # The result stays valid after the block, because these are not broadcasts.

@@ -36,6 +36,7 @@ class VLLMWorkerExtension:
     device: torch.device
     vllm_config: Any
     model_config: Any
+    model_runner: Any
     get_model: Callable[[], Any]
 
     def helmsman_begin(self, message: Mapping[str, Any]) -> Outcome:
@@ -57,6 +58,10 @@ class VLLMWorkerExtension:
     def helmsman_load_files(self, path: str) -> Outcome:
         """Load all weights from a folder; each rank reads it."""
         return _outcome(lambda: _loading_of(self).read(WeightsOnDisk(path)))
+
+    def helmsman_forget_adapters(self) -> Outcome:
+        """Drop all adapters; sleep at level 2 has left their device memory undefined."""
+        return _outcome(self.model_runner.reset_lora_state)
 
     def helmsman_receive(
         self, place: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]
@@ -113,7 +118,7 @@ class _Loading:
 
     def read(self, weights: WeightsOnDisk) -> None:
         with incoming(weights, WeightGroup(self._worker.device)) as arriving:
-            self._take(arriving)
+            self._take(arriving)  # mapped files: each rank copies its shards to the device
 
     def receive(self, place: CollectiveTarget, forms: Sequence[Expected]) -> None:
         from vllm.distributed.parallel_state import get_world_group
@@ -122,7 +127,7 @@ class _Loading:
         within = _InstanceGroup(world, self._worker.device)
         if world.rank_in_group > 0:
             with incoming(place, within) as arriving:
-                self._take(arriving)
+                self._take(_kept(arriving))
             return
         self._group = group = self._group or WeightGroup(self._worker.device)
         sink = GroupSink(place, within) if world.world_size > 1 else None
@@ -130,8 +135,8 @@ class _Loading:
             with incoming(place, group) as arriving:
                 require_fit(forms, arriving.shapes)
                 if sink is not None:
-                    sink.announce(arriving.shapes)
-                self._take(_passed_on(arriving, sink))
+                    sink.announce(arriving.shapes, arriving.bucket_bytes)
+                self._take(_kept(_passed_on(arriving, sink)))
         except Exception as error:
             if sink is not None:
                 # A RuntimeError, because this instance's own group is not broken.
@@ -142,9 +147,7 @@ class _Loading:
         try:
             self.begin()
             for bucket in buckets:
-                # The next bucket reuses the buffer, but vLLM keeps tensors until their layer is
-                # complete.
-                self.load((name, tensor.clone()) for name, tensor in bucket.items())
+                self.load(bucket.items())
             self.end()
         except Exception as error:
             try:
@@ -194,6 +197,17 @@ def _passed_on(
         yield bucket
     if sink is not None:
         sink.finish()
+
+
+def _kept(
+    buckets: Iterable[Mapping[str, torch.Tensor]],
+) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Copy received buckets, since the next one reuses their memory.
+
+    vLLM keeps tensors until their layer is complete.
+    """
+    for bucket in buckets:
+        yield {name: tensor.clone() for name, tensor in bucket.items()}
 
 
 def _outcome(work: Callable[[], None]) -> Outcome:

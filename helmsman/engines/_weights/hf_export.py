@@ -14,7 +14,6 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from helmsman.engines._models.files import (
 from helmsman.engines._models.heads import plain_config, skeleton
 from helmsman.engines._models.model import resolve_dtype
 from helmsman.engines._weights.checkpoint_names import CheckpointNames, Conversion
-from helmsman.engines._weights.sending import Bucket, Packer, Sink, send_all
+from helmsman.engines._weights.sending import Bucket, Full, Packer, Sink, send_all
 
 MAX_SHARD_BYTES = 5 << 30
 
@@ -42,7 +41,7 @@ def export_hf(
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     source: str | None = None,
-    full: Callable[[torch.Tensor], torch.Tensor] = full_tensor,
+    full: Full = full_tensor,
 ) -> None:
     """Write the weights of all ranks as a Hugging Face folder; rank 0 writes. A collective.
 
@@ -54,7 +53,7 @@ def export_hf(
         dtype: Type to cast floating-point tensors to; None keeps theirs.
         max_shard_bytes: Largest size of a file in bytes; a larger tensor gets its own file.
         source: Folder from which the tokenizer is copied; None for no tokenizer.
-        full: Gathers a whole tensor from its shards.
+        full: Gathers a whole tensor of a dtype from its shards.
 
     Raises:
         ValueError: The dtype is unknown, or ``max_shard_bytes`` is below 1.
@@ -69,13 +68,16 @@ def export_hf(
     def pack(stack: contextlib.ExitStack) -> Packer[None]:
         return Packer(
             _HFFolder(path, model, cast, source, stack),
-            cast,
             max_shard_bytes,
             convert=Conversion(CheckpointNames(model)),
         )
 
     send_all(
-        named_tensors(model), full, pack if dist.get_rank() == 0 else None, f"exporting to {path}"
+        named_tensors(model),
+        full,
+        cast,
+        pack if dist.get_rank() == 0 else None,
+        f"exporting to {path}",
     )
 
 

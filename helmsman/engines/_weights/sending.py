@@ -14,6 +14,8 @@ from helmsman.engines._models.distributed import failing_together
 
 T = TypeVar("T")
 Convert = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]
+Full = Callable[[torch.Tensor, torch.dtype | None], torch.Tensor]
+"""Gathers a whole tensor of a dtype from its shards; see full_tensor."""
 
 
 def checksum_of(tensor: torch.Tensor) -> int:
@@ -50,29 +52,25 @@ class Sink(abc.ABC, Generic[T]):
 class Packer(Generic[T]):
     """Packs full tensors into buckets for a sink.
 
-    Floating-point tensors are cast to ``dtype`` unless it is None. Each tensor is then replaced by
-    the tensors that ``convert`` returns for its name. A tensor of more than ``bucket_bytes`` is a
-    bucket of its own.
+    Each tensor is replaced by the tensors that ``convert`` returns for its name. A tensor of more
+    than ``bucket_bytes`` is a bucket of its own.
     """
 
     def __init__(
         self,
         sink: Sink[T],
-        dtype: torch.dtype | None,
         bucket_bytes: int,
         *,
         convert: Convert | None = None,
         checksum: bool = False,
     ) -> None:
         self.sink = sink
-        self._dtype, self._bucket_bytes, self._checksum = dtype, bucket_bytes, checksum
+        self._bucket_bytes, self._checksum = bucket_bytes, checksum
         self._convert = convert
         self._tensors: dict[str, torch.Tensor] = {}
         self._num_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self._dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(self._dtype)
         parts = {name: tensor} if self._convert is None else self._convert(name, tensor)
         for part_name, part in parts.items():
             self._add(part_name, part)
@@ -100,15 +98,15 @@ class Packer(Generic[T]):
 
 def send_all(
     tensors: Mapping[str, torch.Tensor],
-    full: Callable[[torch.Tensor], torch.Tensor],
+    full: Full,
+    dtype: torch.dtype | None,
     pack: Callable[[contextlib.ExitStack], Packer[T]] | None,
     what: str,
 ) -> T | None:
     """Send tensors under their names to rank 0's sink; return its result on rank 0. A collective.
 
-    Every rank takes part until the end, even after rank 0 has failed. ``full`` gathers a whole
-    tensor. ``pack`` makes rank 0's packer, with an exit stack that closes at the end of this call;
-    it is None on other ranks.
+    Every rank takes part until the end, even after rank 0 has failed. ``pack`` makes rank 0's
+    packer, with an exit stack that closes at the end of this call; it is None on other ranks.
 
     Raises:
         Exception: The error of rank 0, on rank 0.
@@ -125,7 +123,7 @@ def send_all(
             error = exc
         for name, tensor in tensors.items():
             try:
-                whole = full(tensor)
+                whole = full(tensor, dtype)
             except Exception as exc:
                 if packer is not None:
                     packer.sink.give_up(error or exc)

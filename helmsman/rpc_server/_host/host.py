@@ -24,7 +24,7 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import EngineSpec, ResultHandle, WorkerHealth
 from helmsman.api.suggestions import nearest
-from helmsman.api.workers import WorkerContext, within
+from helmsman.api.workers import InstanceNodes, WorkerContext, within
 from helmsman.rpc_server._host import connectivity
 from helmsman.rpc_server._host.call_states import CallStates
 from helmsman.rpc_server._host.engine_calls import (
@@ -87,8 +87,10 @@ class EngineHost:
         seeding: bool = True,
         pulse: Pulse | None = None,
         title_end: str = "",
+        nodes: InstanceNodes | None = None,
     ) -> None:
         self.identity = identity
+        self._nodes = nodes
         self.engine_thread = EngineThread(pulse.thread_call if pulse else None)
         self.on_shutdown: Callable[[], None] = lambda: None
         self.ends_at: float | None = None
@@ -357,7 +359,10 @@ class EngineHost:
             self._seed_libraries()
             named = {**spec.kwargs, **kwargs}
             me = WorkerContext(
-                worker_id=self.identity.worker_id, node=self.identity.node, ports=self._ports.leased
+                worker_id=self.identity.worker_id,
+                node=self.identity.node,
+                ports=self._ports.leased,
+                nodes=self._nodes,
             )
             with within(me):
                 self._engines[name] = self._run_engine_code(

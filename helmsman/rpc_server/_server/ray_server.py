@@ -28,6 +28,7 @@ from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._process.safe_files import open_log
 from helmsman.rpc_server._server import channel
 from helmsman.rpc_server._server.observer import start_observer
+from helmsman.rpc_server._server.ray_nodes import RayNodes
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb, WorkerConfig, WorkerIdentity
 from helmsman.rpc_server._wire.segments import SegmentLocation, can_attach
@@ -231,7 +232,9 @@ class RayRPCServer:
         self._pulse = Pulse(f"{identity.run_id}/{identity.worker_id}")
         # Ends with Ray's own title, by which tools recognise its workers.
         title_end = " (ray::RayRPCServer)"
-        self._host = EngineHost(identity, self._store, pulse=self._pulse, title_end=title_end)
+        self._host = EngineHost(
+            identity, self._store, pulse=self._pulse, title_end=title_end, nodes=RayNodes()
+        )
         self._host.engine_thread.start("engine")
         return log_start
 
