@@ -15,6 +15,7 @@ _BY_FIELD = {
     "model": "set VLLMConfig.model",
     "max_model_len": "set VLLMConfig.max_model_len",
     "max_num_seqs": "set VLLMConfig.max_concurrency",
+    "stream_interval": "set VLLMConfig.stream_interval",
     "enable_prefix_caching": "set VLLMConfig.enable_prefix_caching",
     "enable_sleep_mode": "set VLLMConfig.enable_sleep_mode",
     "worker_extension_cls": "weight updates need the engine's own extension; leave it out",
@@ -29,8 +30,12 @@ class VLLMConfig(
 
     model: str
     """Local folder in the Hugging Face layout."""
-    max_concurrency: int = 64
+    max_concurrency: int = 256
     """Sequences that are decoded together (vLLM's ``max_num_seqs``); further requests wait in vLLM.
+    """
+    stream_interval: int = 8
+    """Tokens that vLLM collects before it passes them on, which keeps its event loop free. The
+    first token, and those before an update or an abort, are passed on at once.
     """
     max_model_len: int = 2048
     """Most tokens of a sequence, prompt and continuation; a longer continuation ends with
@@ -98,6 +103,7 @@ class VLLMConfig(
     def __post_init__(self) -> None:
         least = {
             "max_concurrency": 1,
+            "stream_interval": 1,
             "max_model_len": 2,
             "tensor_parallel_size": 1,
             "pipeline_parallel_size": 1,

@@ -224,9 +224,7 @@ class VLLMEngine(InferenceEngine):
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """End the given requests (None: all) with stop_reason 'abort'; return their number."""
-        return await asyncio.wrap_future(
-            self._begin(lambda instance: instance.requests.abort(request_ids))
-        )
+        return await asyncio.wrap_future(self._begin(lambda instance: instance.abort(request_ids)))
 
     def stats(self) -> dict[str, float]:
         """Return counters of the engine. Takes no lock.
@@ -344,6 +342,7 @@ def async_engine_arguments(config: VLLMConfig) -> dict[str, Any]:
         "dtype": str(resolve_dtype(config.dtype)).removeprefix("torch."),
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_concurrency,
+        "stream_interval": config.stream_interval,
         "seed": config.seed,
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,

@@ -162,6 +162,11 @@ class VLLMInstance:
             raise RuntimeError("a request arrived while the engine is asleep; call wake() first")
         return await self.requests.generate(requests, self._adapters.get(self._adapter))
 
+    async def abort(self, request_ids: Sequence[str] | None) -> int:
+        """End requests early (None: all) with all of their tokens; return how many were ended."""
+        await internals.flush(self._llm, self.config.max_concurrency)
+        return await self.requests.abort(request_ids)
+
     async def _read(self, attempt: Attempt) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError as VLLMDeadError
 

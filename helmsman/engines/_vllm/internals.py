@@ -112,7 +112,19 @@ async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None])
             )
     if is_on_host():
         arguments = {**_HOST_ARGUMENTS, **arguments}
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Listener])
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(**arguments), stat_loggers=[Listener], usage_context=usage_context()
+    )
+
+
+def usage_context() -> Any:
+    """Return the use for which vLLM chooses defaults: throughput, not latency.
+
+    An embedded engine's default computes prompts in pieces of 2,048 tokens on any device.
+    """
+    from vllm.usage.usage_lib import UsageContext
+
+    return UsageContext.LLM_CLASS
 
 
 def is_on_host() -> bool:
@@ -133,6 +145,23 @@ async def freeze(llm: Any, max_outputs: int) -> None:
     # this many turns of the loop are enough for all of them.
     while not llm.engine_core.outputs_queue.empty():  # noqa: ASYNC110 - it has no event for it
         await asyncio.sleep(0)
+    for _ in range(max_outputs + 16):
+        await asyncio.sleep(0)
+    await flush(llm, max_outputs)
+
+
+async def flush(llm: Any, max_outputs: int) -> None:
+    """Deliver the tokens that vLLM holds back until there are ``stream_interval`` of them.
+
+    On return, the readers of at most ``max_outputs`` requests have received them.
+    """
+    for state in llm.output_processor.request_states.values():
+        tokens = state.detokenizer.output_token_ids[state.sent_tokens_offset :]
+        if tokens and state.sent_tokens_offset:
+            interval, state.stream_interval = state.stream_interval, 1
+            state.queue.put(state.make_request_output(tokens, None, None, None))
+            state.stream_interval = interval
+            state.sent_tokens_offset += len(tokens)
     for _ in range(max_outputs + 16):
         await asyncio.sleep(0)
 
@@ -160,7 +189,9 @@ def run_ranks(arguments: Mapping[str, Any]) -> None:
 
     if is_on_host():
         arguments = {**_HOST_ARGUMENTS, **arguments}
-    config = AsyncEngineArgs(**arguments).create_engine_config(headless=True)
+    config = AsyncEngineArgs(**arguments).create_engine_config(
+        usage_context=usage_context(), headless=True
+    )
     MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
 
 
