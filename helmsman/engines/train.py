@@ -354,14 +354,14 @@ class FSDPTrainEngine(TrainEngine):
         num_units = counts.get("num_pairs", num_tokens)
         sums: dict[str, torch.Tensor] = {}
         error: Exception | None = None
-        for micro_batch in micro_batches:
-            columns = micro_batch.to(self._device)
-            outputs = self._outputs(micro_batch, columns, loss)
+        for on_host in micro_batches:
+            micro_batch = on_host.to(self._device)
+            outputs = self._outputs(micro_batch, loss)
             # The backward pass is a collective, so a rank without a loss here takes part too.
             total = outputs.sum() * 0.0
             if micro_batch.indices and error is None:
                 try:
-                    loss_sum, stats = loss(outputs, columns)
+                    loss_sum, stats = loss(outputs, micro_batch.columns)
                 # Raised below, after this rank has taken part in the remaining collectives.
                 except Exception as exc:  # noqa: BLE001
                     error = exc
@@ -412,22 +412,15 @@ class FSDPTrainEngine(TrainEngine):
         heads = shares[::model_size]
         return micro_batches, sum(share[1] for share in heads), sum(share[2] for share in heads)
 
-    def _outputs(
-        self,
-        micro_batch: MicroBatch,
-        columns: dict[str, torch.Tensor] | None = None,
-        loss: LossCall | None = None,
-    ) -> torch.Tensor:
+    def _outputs(self, micro_batch: MicroBatch, loss: LossCall | None = None) -> torch.Tensor:
         """Compute log-probabilities or values of a micro-batch's tokens, (B, T) float32.
 
         The log-probability of a token is conditioned on the tokens before it; the first entry of
-        each row is 0. If the loss needs entropies, they are added to ``columns``.
+        each row is 0. If the loss needs entropies, they are added to the micro-batch's columns.
         """
         rows, mesh = micro_batch.rows, self._built_mesh()
         input_ids, position_ids, next_ids = (
-            ids.chunk(mesh.layout.context_size, dim=1)[mesh.context_rank].to(
-                self._device, non_blocking=True
-            )
+            ids.chunk(mesh.layout.context_size, dim=1)[mesh.context_rank]
             for ids in (rows.input_ids, rows.position_ids, rows.next_ids)
         )
         arguments: dict[str, Any] = {}
@@ -454,8 +447,10 @@ class FSDPTrainEngine(TrainEngine):
                 group=group,
                 **arguments,
             )
-        if columns is not None and statistics.entropies is not None:
-            columns["entropy"] = rows.per_prediction(self._whole_rows(statistics.entropies))
+        if statistics.entropies is not None:
+            micro_batch.columns["entropy"] = rows.per_prediction(
+                self._whole_rows(statistics.entropies)
+            )
         return rows.per_prediction(self._whole_rows(statistics.logprobs))
 
     def _whole_rows(self, parts: torch.Tensor) -> torch.Tensor:
@@ -483,7 +478,7 @@ class FSDPTrainEngine(TrainEngine):
         results = [torch.empty(0)] * len(samples)
         try:
             for micro_batch in self._make_micro_batches(checked)[0]:
-                outputs = self._outputs(micro_batch).cpu()
+                outputs = self._outputs(micro_batch.to(self._device)).cpu()
                 for index, length, row in zip(
                     micro_batch.indices, micro_batch.lengths, outputs, strict=False
                 ):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,12 +18,14 @@ import torch
 from helmsman.api.engines import Sample, SampleShare, sample_numbers
 from helmsman.api.pairs import sample_units
 
+_ALIGNMENT = 16
+
 Columns = Mapping[str, torch.Tensor]
 """Entries of one sample, on the host."""
 
 
 class TokenRows(msgspec.Struct, frozen=True):
-    """R rows of N tokens on the host, and the position of each sample's tokens in them."""
+    """R rows of N tokens, and the position of each sample's tokens in them; on one device."""
 
     input_ids: torch.Tensor
     """(R, N) int64."""
@@ -42,21 +44,22 @@ class TokenRows(msgspec.Struct, frozen=True):
 
     def per_token(self, values: torch.Tensor) -> torch.Tensor:
         """Select outputs (R, N) *at* each token: (B, T), 0 beyond the end. Differentiable."""
-        within = torch.arange(self.places.shape[1])[None] < self.lengths[:, None]
-        return self._at(values, self.places, within)
+        return self._at(values, self.places, self._positions() < self.lengths[:, None])
 
     def per_prediction(self, values: torch.Tensor) -> torch.Tensor:
         """Select outputs (R, N) *before* each token: (B, T), 0 at the first and past the end."""
-        positions = torch.arange(self.places.shape[1])[None]
+        positions = self._positions()
         return self._at(
             values,
             (self.places - 1).clamp(min=0),
             (positions > 0) & (positions < self.lengths[:, None]),
         )
 
+    def _positions(self) -> torch.Tensor:
+        return torch.arange(self.places.shape[1], device=self.places.device)[None]
+
     @staticmethod
     def _at(values: torch.Tensor, places: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
-        places, within = (each.to(values.device, non_blocking=True) for each in (places, within))
         return values.flatten().take(places).masked_fill(~within, 0.0)
 
 
@@ -107,13 +110,55 @@ class MicroBatch(msgspec.Struct, frozen=True):
     """Lengths of the samples before padding."""
     columns: dict[str, torch.Tensor]
     """``input_ids`` (B, T) int64, ``loss_mask`` (B, T) bool, and the samples' other entries, (B, T)
-    or (B,); on the host, padded on the right to the longest sample.
+    or (B,); padded on the right to the longest sample.
     """
     rows: TokenRows
     """The same tokens in the layout of the model's input."""
 
-    def to(self, device: torch.device) -> dict[str, torch.Tensor]:
-        return {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
+    def to(self, device: torch.device) -> MicroBatch:
+        """Return a copy on a device, all of it by one transfer of pinned memory."""
+        rows = {name: getattr(self.rows, name) for name in _ROW_TENSORS}
+        moved = iter(_moved([*self.columns.values(), *rows.values()], device))
+        return msgspec.structs.replace(
+            self,
+            columns=dict(zip(self.columns, moved, strict=False)),
+            rows=msgspec.structs.replace(self.rows, **dict(zip(rows, moved, strict=True))),
+        )
+
+
+_ROW_TENSORS = ("input_ids", "position_ids", "next_ids", "places", "lengths")
+
+
+def _moved(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    if device.type == "cpu":
+        return list(tensors)
+    return in_one_piece(tensors, lambda buffer: buffer.to(device, non_blocking=True), pinned=True)
+
+
+def in_one_piece(
+    tensors: Sequence[torch.Tensor],
+    move: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    pinned: bool,
+) -> list[torch.Tensor]:
+    """Apply ``move`` to host tensors at once, in a buffer of bytes that holds all of them.
+
+    From pageable memory, a device copies only after the work that it has in its queue, and the host
+    waits for that.
+    """
+    ends = list(
+        itertools.accumulate(-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in tensors)
+    )
+    starts = [0, *ends][: len(tensors)]
+    buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=pinned)
+
+    def view(of: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+        return of[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+    for start, tensor in zip(starts, tensors, strict=True):
+        view(buffer, start, tensor).copy_(tensor)
+    there = move(buffer)
+    return [view(there, start, tensor) for start, tensor in zip(starts, tensors, strict=True)]
 
 
 class Batching(msgspec.Struct, frozen=True, kw_only=True):

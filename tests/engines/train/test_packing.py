@@ -15,6 +15,7 @@ from helmsman.engines._train.batching import (
     check_samples,
     empty_micro_batch,
     group_samples,
+    in_one_piece,
     make_micro_batch,
     pack,
     pad,
@@ -78,6 +79,28 @@ def test_empty_micro_batch_counts_nothing(packing: bool) -> None:
     assert stand_in.indices == stand_in.lengths == ()
     assert not stand_in.columns["loss_mask"].any()
     assert stand_in.rows.input_ids.shape[1] == 4
+
+
+def test_in_one_piece_every_dtype_and_shape() -> None:
+    tensors = [
+        torch.tensor([True, False, True]),
+        torch.arange(5, dtype=torch.float64),
+        torch.empty(0, 3),
+        torch.tensor(7),
+        torch.arange(12, dtype=torch.int32).reshape(3, 4).t(),
+        torch.arange(3, dtype=torch.bfloat16),
+    ]
+    moves: list[torch.Tensor] = []
+
+    def move(buffer: torch.Tensor) -> torch.Tensor:
+        moves.append(buffer)
+        return buffer.clone()
+
+    moved = in_one_piece(tensors, move, pinned=False)
+    assert len(moves) == 1
+    for tensor, other in zip(tensors, moved, strict=True):
+        assert other.dtype == tensor.dtype and torch.equal(other, tensor)
+        assert other.numel() == 0 or other.is_contiguous()
 
 
 @settings(max_examples=30)
