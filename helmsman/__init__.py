@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from helmsman.controller._generation.request import RequestOptions as RequestOptions
     from helmsman.controller._generation.retries import RetryGeneration as RetryGeneration
     from helmsman.controller._generation.scheduler import GenerateScheduler as GenerateScheduler
+    from helmsman.controller._node.worker_output import WorkerOutput as WorkerOutput
     from helmsman.controller._ray_backend.scheduler import RayScheduler as RayScheduler
     from helmsman.controller._ray_backend.scheduler import (
         get_placement_group_master_ip_and_port as get_placement_group_master_ip_and_port,

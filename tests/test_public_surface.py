@@ -56,6 +56,7 @@ PUBLIC = [
     "DeviceHandoff",
     "WeightSync",
     "Worker",
+    "WorkerOutput",
     "WorkflowExecutor",
     "current_platform",
     "get_placement_group_master_ip_and_port",

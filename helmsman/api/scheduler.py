@@ -12,6 +12,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -744,6 +745,11 @@ class Scheduler(Closing):
             role: The role.
             next_step: The text; '' restores the scheduler's own.
         """
+
+    @property
+    @abc.abstractmethod
+    def log_dir(self) -> Path:
+        """Folder of the run's logs: a file per worker, and driver.log."""
 
     @abc.abstractmethod
     def status(self) -> list[WorkerStatus]:

@@ -474,5 +474,10 @@ class Unloadable:
         return _refuse, ()
 
 
+class Printer:
+    def say(self, text: str, end: str = "\n") -> None:
+        print(text, end=end, flush=True)
+
+
 def _refuse() -> NoReturn:
     raise ValueError("refused to load")

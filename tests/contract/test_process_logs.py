@@ -12,11 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from helmsman import WorkerOutput
 from helmsman.api import errors
 from helmsman.api.generation import SamplingParams
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller._rollout.rollout_controller import RolloutController
-from tests.contract.engines import Counter
+from tests.contract.engines import Counter, Printer
 from tests.contract.helpers import Engine, Gate, held, wait_until
 from tests.controller.engines import CountingRollout
 from tests.processes import command_of
@@ -57,6 +58,39 @@ def test_titles_show_role_and_calls(
     helpers = {f"helmsman: {each} (run {run_id})" for each in (helper, "watcher")}
     wait_until(lambda: helpers <= _titles(), "its helpers have titles")
     assert "PATH" in psutil.Process(pid).environ(), "the environment behind the title is left alone"
+
+
+@NO_PROCESSES
+def test_worker_output_is_printed(
+    scheduler: Scheduler, role: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = scheduler.create_workers(Job(role=role, replicas=2))
+    engines = {each: Engine.create(scheduler, each, Printer) for each in (first, second)}
+    engines[first].call("say", "before")
+    wait_until(lambda: "before\n" in _log(scheduler, first), "it is in the log")
+    shown = ""
+
+    def output() -> str:
+        nonlocal shown
+        shown += capsys.readouterr().out
+        return shown
+
+    with WorkerOutput(scheduler.log_dir, role):
+        engines[first].call("say", "one")
+        engines[second].call("say", "two\nthree")
+        wait_until(lambda: "three" in output() and "one" in output(), "it is shown at once")
+        engines[first].call("say", "four, without an end", end="")
+        engines[first].call("say", " of its line")
+    lines = output().splitlines()
+    assert f"[{role}-0] one" in lines and f"[{role}-0] four, without an end of its line" in lines
+    assert [line for line in lines if line.endswith(("two", "three"))] == [
+        f"[{role}-1] two",
+        f"[{role}-1] three",
+    ]
+    assert "before" not in shown
+    engines[first].call("say", "after")
+    wait_until(lambda: "after\n" in _log(scheduler, first), "it is in the log")
+    assert "after" not in output()
 
 
 @NO_PROCESSES

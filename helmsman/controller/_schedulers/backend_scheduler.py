@@ -92,6 +92,10 @@ class BackendScheduler(Scheduler):
         return self._run.id
 
     @property
+    def log_dir(self) -> Path:
+        return self._run.log_dir
+
+    @property
     def timeouts(self) -> Timeouts:
         return self._run.timeouts
 
