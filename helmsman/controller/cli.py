@@ -1,4 +1,4 @@
-"""The command line: ``helmsman up``, ``plan``, ``doctor``, ``env``, ``runs`` and ``clean``."""
+"""The command line: clusters, plans, environments, leftovers, and views of running jobs."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from helmsman.controller._node.cleanup import age, describe, leftovers, remove
 from helmsman.controller._node.environment import forwarding_report
 from helmsman.controller._node.observation import HEAD_PORTS, Observed, observe, skew_s
 from helmsman.controller._node.run_registry import read_runs, refused_places
+from helmsman.controller._operator.commands import add_commands as add_operator_commands
 from helmsman.controller._placement.admission import advise
 from helmsman.controller._placement.job_files import load_cluster, load_jobs
 from helmsman.controller._placement.planner import plan_jobs
@@ -52,6 +53,8 @@ def main(
     except HelmsmanError as error:
         print(f"helmsman: {error}", file=sys.stderr)
         return USAGE
+    except KeyboardInterrupt:  # the usual end of --watch and --follow
+        return OK
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return OK
@@ -60,7 +63,8 @@ def main(
 
 def _parser(recipes: Mapping[str, str] = MappingProxyType({})) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="helmsman", description="Clusters, plans, environments and leftovers of Helmsman runs."
+        prog="helmsman",
+        description="Train; look into running jobs; manage clusters, plans and leftovers.",
     )
     parser.add_argument("--version", action="version", version=f"helmsman {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -117,6 +121,8 @@ def _parser(recipes: Mapping[str, str] = MappingProxyType({})) -> argparse.Argum
     )
     env.add_argument("--all", action="store_true", help="also list those that reach no worker")
     env.set_defaults(run=_env)
+
+    add_operator_commands(commands)
 
     runs = commands.add_parser("runs", help="list the runs of this user on this machine")
     runs.set_defaults(run=_runs)

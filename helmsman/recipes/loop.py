@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from helmsman import Checkpoints, RecoverableTraining, RecoveryPolicy, TrainController
+from helmsman import Checkpoints, RecoverableTraining, RecoveryPolicy, Scheduler, TrainController
 from helmsman.api.errors import CheckpointError
 from helmsman.recipes.files import write_json
 from helmsman.recipes.prompts import Draws, DrawState
@@ -22,10 +22,15 @@ DRAWS_FILE = "draws.json"
 """File of a checkpoint that records the used draws."""
 
 
-class Clock:
-    """Measures the phases of a step, in seconds."""
+_REPORTED = {"reward/mean", "eval/reward", "loss", "tokens_per_second"}
+"""Metrics that ``helmsman status`` shows."""
 
-    def __init__(self) -> None:
+
+class Clock:
+    """Measures the phases of a step, in seconds, and shows them in the run's status."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
@@ -33,7 +38,8 @@ class Clock:
         """Add the block's duration to a phase."""
         started = time.monotonic()
         try:
-            yield
+            with self._scheduler.phase(name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
 
@@ -62,7 +68,7 @@ class Loop(abc.ABC):
             trackers,
         )
         self.out = Path(settings.out)
-        self.clock = Clock()
+        self.clock = Clock(trainer.scheduler)
         self.sample_log = SampleLog(self.out / "samples.jsonl", settings.tracking)
 
     def train(self) -> None:
@@ -94,7 +100,9 @@ class Loop(abc.ABC):
 
     def step(self, step: int) -> None:
         """Run one step and log its metrics."""
-        self.clock = Clock()
+        scheduler = self.trainer.scheduler
+        self.clock = Clock(scheduler)
+        scheduler.report("step", f"{step} of {self._run_settings.steps}")
         metrics: dict[str, float] = {}
         with self.clock.phase("step"):
             if step:
@@ -102,6 +110,8 @@ class Loop(abc.ABC):
             if self.evaluation_is_due(step):
                 metrics |= self.evaluate(step)
             self.end_step()
+        for name in _REPORTED & metrics.keys():
+            scheduler.report(name, f"{metrics[name]:.4g}")
         version = float(self.trainer.get_version())
         self.trackers.log(step, {**metrics, **self.clock.metrics(), "weight_version": version})
 

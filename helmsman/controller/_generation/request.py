@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -87,6 +88,7 @@ class Ticket:
         """
         self.state = RequestState.QUEUED
         self.number = next(_numbers)
+        self.since = time.monotonic()
         self.instance: Instance | None = None
         self.sent_to = ""
         """Id of the instance it was last sent to."""

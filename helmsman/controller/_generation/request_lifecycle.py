@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from helmsman.controller._generation.health import Health
 from helmsman.controller._generation.request import Instance, RequestState, Ticket, WaitingRequests
 from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._generation.routing import LeastOutstandingTokens, RoutingPolicy
+from helmsman.controller._node.activity import Durations
 
 
 class Backend(Protocol):
@@ -72,6 +74,10 @@ class RequestFlow:
         self.open: dict[str, Ticket] = {}
         """Requests that have not ended, by id."""
         self.num_in_flight = 0
+        self.durations = Durations()
+        """Durations of requests that are DONE, from submission to end."""
+        self.num_tokens_done = 0
+        """Number of tokens of these requests."""
         self.slots: asyncio.Semaphore | None = None
         """Queue room for ``submit``; None for no limit."""
         self.holds_slot: set[Ticket] = set()
@@ -316,6 +322,10 @@ class RequestFlow:
     ) -> None:
         ticket.transition(state)
         self._forget(ticket)
+        if state is RequestState.DONE and isinstance(outcome, GenerationResult):
+            now = time.monotonic()
+            self.durations.ended("request", now - ticket.since, now)
+            self.num_tokens_done += len(outcome.token_ids)
         if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
             return
         if isinstance(outcome, BaseException):

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from helmsman.api.errors import HelmsmanError, InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult
+from helmsman.api.run_state import RequestSnapshot, RolloutSnapshot
 from helmsman.controller._generation.health import Health
 from helmsman.controller._generation.request import Instance, RequestOptions, RequestState, Ticket
 from helmsman.controller._generation.request_lifecycle import Backend, RequestFlow
 from helmsman.controller._generation.retries import RetryPolicy
 from helmsman.controller._generation.routing import RoutingPolicy
 
+_MOST_DESCRIBED = 20
 _NOTHING_KEPT: Mapping[str, GenerationResult] = MappingProxyType({})
 
 
@@ -464,6 +468,38 @@ class GenerateScheduler:
     def num_in_flight(self) -> int:
         """Number of requests at the instances."""
         return self._flow.num_in_flight
+
+    def describe(self, role: str, version: int | None, *, is_asleep: bool) -> RolloutSnapshot:
+        """Describe the requests and instances.
+
+        Args:
+            role: Name of the role.
+            version: Weight version that it serves.
+            is_asleep: Whether all instances sleep.
+        """
+        now, flow = time.monotonic(), self._flow
+        median_s, num_done = flow.durations.median("request")
+        return RolloutSnapshot(
+            role=role,
+            num_queued=self.num_queued,
+            num_in_flight=self.num_in_flight,
+            num_done=num_done,
+            num_tokens_done=flow.num_tokens_done,
+            paused_by=sorted(flow.suspended),
+            version=version,
+            is_asleep=is_asleep,
+            instances={id_: each.health.value for id_, each in self.instances.items()},
+            median_s=median_s,
+            requests=[
+                RequestSnapshot(
+                    request_id=each.request_id,
+                    age_s=now - each.since,
+                    instance_id=each.instance.instance_id if each.instance is not None else "",
+                    num_tokens=each.num_kept,
+                )
+                for each in itertools.islice(flow.open.values(), _MOST_DESCRIBED)
+            ],
+        )
 
     def running(self, request_ids: Collection[str] | None = None) -> dict[str, list[str]]:
         """Return instance id -> ids of its running requests among ``request_ids`` (None: all)."""

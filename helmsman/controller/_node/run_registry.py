@@ -100,7 +100,7 @@ def log_places() -> list[Place]:
     )
 
 
-def _record_places() -> list[Place]:
+def record_places() -> list[Place]:
     """Return the directories of records; the first is for new runs.
 
     A session without XDG_RUNTIME_DIR also finds the records of a session with it.
@@ -170,7 +170,7 @@ class RunLock:
         )
         self._name = f"{run_id}.json"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with _record_places()[0].open() as folder, contextlib.ExitStack() as undo:
+        with record_places()[0].open() as folder, contextlib.ExitStack() as undo:
             self._fd = os.open(self._name, flags, 0o600, dir_fd=folder)
             undo.callback(os.close, self._fd)
             undo.callback(os.unlink, self._name, dir_fd=folder)
@@ -202,7 +202,7 @@ def read_runs() -> list[tuple[RunRecord, bool]]:
     Files and directories of other users are skipped; see refused_places.
     """
     found: dict[str, tuple[RunRecord, bool]] = {}
-    for place in _record_places():
+    for place in record_places():
         with contextlib.suppress(OSError), place.open(create=False) as folder:
             for match in filter(None, map(_RECORD_NAME.fullmatch, os.listdir(folder))):
                 with contextlib.suppress(OSError, msgspec.MsgspecError):
@@ -216,11 +216,13 @@ def read_runs() -> list[tuple[RunRecord, bool]]:
 
 
 def forget_run(run_id: str) -> None:
-    for place in _record_places():
+    for place in record_places():
         with (
             contextlib.suppress(FileNotFoundError, UntrustedPathError),
             place.open(create=False) as folder,
         ):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{run_id}.sock", dir_fd=folder)
             os.unlink(f"{run_id}.json", dir_fd=folder)
 
 
@@ -246,7 +248,7 @@ def refused_places() -> list[tuple[Path, str]]:
     An example is another user's directory of the same name.
     """
     refused: dict[str, Path] = {}
-    for place in (*_record_places(), *log_places()):
+    for place in (*record_places(), *log_places()):
         try:
             with place.open(create=False):
                 pass

@@ -95,6 +95,17 @@ class Allocator(abc.ABC):
         """Describe the holders of the resources that the jobs request, for messages."""
         return "others"
 
+    def why_pending(self, jobs: Sequence[Job]) -> str:
+        """Describe what the placement of these jobs waits for; '' if they fit now.
+
+        Blocks for a few cluster queries.
+        """
+        snapshot = self.snapshot()
+        if isinstance(plan_jobs(snapshot, jobs), Plan):
+            return ""
+        waits = busy(jobs, snapshot, self.holders(jobs), Deadline(0.0))
+        return f"requests {waits.requested}; free: {waits.free}; held by {waits.holders}"
+
     def plan(self, jobs: Sequence[Job], running: Sequence[PlannedRole] = ()) -> Plan:
         """Plan a place for every rank in the resources that are free now.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, overload
 
 from helmsman.api.closing import Starting
 from helmsman.api.generation import GenerationResult, InFlight, SamplingParams
+from helmsman.api.run_state import RolloutSnapshot
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker, ids_of
 from helmsman.api.weights import Weights
 from helmsman.controller._aio.event_loop import run_async
@@ -109,6 +111,8 @@ class RolloutController(Starting):
         """Receiver of a weight sync."""
         self._pool = InstancePool(self._instances, self.weight_sink)
         self._naps = PartialSleep(self._instances, self._requests, self.weight_sink)
+        me = weakref.ref(self)
+        scheduler.describe_by(self.role, lambda: _describe(me()))
 
     @property
     def role(self) -> str:
@@ -730,3 +734,13 @@ class RolloutController(Starting):
         return await run_async(self._instances.ask_all("get_version"))
 
     versions = blocking(async_versions)
+
+
+def _describe(controller: RolloutController | None) -> RolloutSnapshot | None:
+    """Describe a rollout for the run's snapshots; None if it has no workers."""
+    if controller is None or not controller.is_started:
+        return None
+    weights, requests = controller.weight_sink, controller._instances.requests
+    return requests.describe(
+        controller.role, weights.version, is_asleep=not weights.state.is_serving
+    )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from helmsman.api.environment import masked_command
 from helmsman.api.errors import WorkerStartError
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import Job, Timeouts
 from helmsman.controller._aio.event_loop import Deadline
+from helmsman.controller._node.activity import Activity
 from helmsman.controller._node.driver_log import DriverLog
 from helmsman.controller._node.run_registry import default_log_dir, new_run_id
 from helmsman.controller._placement.allocator import Allocator
@@ -27,6 +30,8 @@ class Run:
 
     def __init__(self, seed: int, log_dir: str | Path | None, timeouts: Timeouts | None) -> None:
         self.id = new_run_id()
+        self.command = masked_command(sys.argv)[:500]
+        self.activity = Activity()
         self.seed = seed
         self.timeouts = timeouts or Timeouts()
         self.log_dir = Path(log_dir).absolute() if log_dir is not None else default_log_dir(self.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import threading
 import weakref
@@ -17,6 +18,7 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.fan_out import Fanout
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.plan import Node, Plan, Reservation
+from helmsman.api.run_state import RolloutSnapshot, RunSnapshot
 from helmsman.api.scheduler import (
     Call,
     EngineSpec,
@@ -34,16 +36,20 @@ from helmsman.api.scheduler import (
 )
 from helmsman.controller._aio.event_loop import await_all, forbid_blocking, run_async, run_sync
 from helmsman.controller._node.cleanup import remove_old_logs
+from helmsman.controller._node.control_socket import ControlSocket
 from helmsman.controller._node.run_registry import RunLock
 from helmsman.controller._placement.resources import as_node
 from helmsman.controller._schedulers.backend import Backend, Run
 from helmsman.controller._schedulers.calls import CallService, ValueStore
 from helmsman.controller._schedulers.role_lifecycle import RoleLifecycle
 from helmsman.controller._schedulers.roles import Role, RoleRegistry, rank_of, stop_roles
+from helmsman.controller._schedulers.run_view import SCRIPT, RunView
 from helmsman.controller._schedulers.worker_requests import inject, probe
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
 from helmsman.controller._validation.argument_types import checked, refusal
+from helmsman.rpc_server._process.pulse import Pulse
+from helmsman.rpc_server._process.stack_dump import offer_stacks
 from helmsman.rpc_server._wire.messages import Verb
 
 log = logging.getLogger(__name__)
@@ -79,6 +85,12 @@ class BackendScheduler(Scheduler):
         self._values = ValueStore(self._roles, backend)
         self._calls = CallService(self._run, self._roles, self._values)
         self._lifecycle = RoleLifecycle(self._run, self._roles, backend, self._calls)
+        self._view = RunView(
+            self._run,
+            self._roles,
+            type(self).__name__,
+            shares_process=backend.shares_process,
+        )
         self._end = _End(self)
         remove_old_logs()
         try:
@@ -188,6 +200,21 @@ class BackendScheduler(Scheduler):
     @checked
     def advise(self, role: str, next_step: str) -> None:
         self._lifecycle.advice[role] = next_step
+
+    # --- the run's state --------------------------------------------------------------------------
+
+    def describe_by(self, role: str, describe: Callable[[], RolloutSnapshot | None]) -> None:
+        self._view.describe_by(role, describe)
+
+    def phase(self, kind: str, detail: str = "") -> contextlib.AbstractContextManager[None]:
+        return self._run.activity.phase(kind, detail)
+
+    def report(self, name: str, value: object) -> None:
+        self._run.activity.facts[name] = str(value)
+
+    def snapshot(self, *, reports: bool = False, timeout: float = 5.0) -> RunSnapshot:
+        forbid_blocking()
+        return self._view.snapshot(None, reports=reports, limit_s=timeout)
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -393,6 +420,8 @@ class _End:
         self._values, self._backend = scheduler._values, scheduler._backend
         self._platform_guard = self._backend.guard_platform()
         self._record = _open_record(self._run, type(scheduler).__name__)
+        self._socket = _open_socket(self._run, scheduler._view)
+        self._pulse = _show_life(self._run.id)
         self._scheduler = weakref.ref(scheduler)
         atexit.register(self.close)
         weakref.finalize(scheduler, self._dropped).atexit = False
@@ -415,6 +444,9 @@ class _End:
             self._values.forget_all()
             await self._backend.close()
             self._platform_guard.close()
+            self._pulse.stop()
+            if self._socket is not None:
+                self._socket.close()
             if self._record is not None:
                 self._record.release()
             self._run.log.end()
@@ -453,6 +485,28 @@ def _ask_all(
         return dict(zip(clients, await await_all(map(ask, clients.values())), strict=True))
 
     return run_sync(ask_all())
+
+
+def _show_life(run_id: str) -> Pulse:
+    """Let ``helmsman why`` observe this process while its interpreter cannot answer."""
+    pulse = Pulse(f"{run_id}/{SCRIPT}")
+    try:
+        pulse.start(lambda: b"")
+        offer_stacks()
+    except (OSError, RuntimeError) as error:
+        log.warning("run %s cannot be observed from outside: %s", run_id, error)
+    return pulse
+
+
+def _open_socket(run: Run, view: RunView) -> ControlSocket | None:
+    """Open the socket by which ``helmsman status`` and ``why`` reach the run."""
+    try:
+        return ControlSocket(run.id, view.answer)
+    except OSError as error:
+        log.warning(
+            "run %s has no control socket, so helmsman why cannot ask it: %s", run.id, error
+        )
+        return None
 
 
 def _open_record(run: Run, scheduler: str) -> RunLock | None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -105,7 +106,7 @@ class RoleLifecycle:
     ) -> list[Role]:
         self._run.log.begin(type(self._backend).__name__)
         begun, names = time.monotonic(), listed([job.role for job in jobs])
-        with self._roles.claim(jobs, operation):
+        with self._roles.claim(jobs, operation), self._run.activity.phase(operation, names):
             try:
                 roles = run_sync(start())
             except BaseException as error:
@@ -140,11 +141,12 @@ class RoleLifecycle:
                 for job in jobs
             }
             separate = [job for job in jobs if job.scheduling_strategy.type == "separation"]
-            places = (
-                await self._backend.allocator.reserve(separate, deadline, stacks)
-                if separate
-                else {}
-            )
+            places: Mapping[str, Sequence[Placement]] = {}
+            if separate:
+                names = listed([job.role for job in separate])
+                holders = functools.partial(self._backend.allocator.why_pending, separate)
+                with self._run.activity.phase("placement", names, holders):
+                    places = await self._backend.allocator.reserve(separate, deadline, stacks)
             await await_all(start(job, places[job.role]) for job in separate)
             for job in colocated:
                 target = started.get(str(job.scheduling_strategy.target)) or self._roles.role(
@@ -173,6 +175,7 @@ class RoleLifecycle:
         """Configure a new worker and lease its ports, before it is published."""
         job = start.job
         client.advice = self.advice
+        client.durations = self._run.activity.calls_of(job.role)
         spec = job.spec(rank)
         limit_s = max(start.deadline.remaining_s, 0.001)
         try:
@@ -288,6 +291,7 @@ class RoleLifecycle:
                         entry.clients = {**entry.clients, each: client}
                         entry.engine_names.pop(each, None)
                 role.own(worker_id, resources)
+                role.num_restarts[worker_id] += 1
         story.info("restarted %s", _described([client]))
 
     async def _restart_all(self, role: Role) -> None:
@@ -306,6 +310,7 @@ class RoleLifecycle:
                     raise not_found(next(each for each in old if each not in role.clients), role)
                 role.clients = dict(zip(old, clients, strict=True))
                 role.engine_names.clear()
+                role.num_restarts.update(role.clients)
                 role.resources.push_async_callback(resources.pop_all().aclose)
         story.info("restarted role %s: %s", role.name, _described(clients))
 

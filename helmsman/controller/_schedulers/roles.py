@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 import os
@@ -57,6 +58,9 @@ class Role:
         self.growing = asyncio.Lock()
         """Held while workers are added."""
         self.restarts: dict[str, asyncio.Task[None]] = {}
+        """Running restarts, by worker id."""
+        self.num_restarts: collections.Counter[str] = collections.Counter()
+        """Completed restarts, by worker id."""
         self._own: dict[str, contextlib.AsyncExitStack] = {}
         """Resources of single workers: those added later or restarted."""
 

@@ -33,6 +33,7 @@ from helmsman.controller._aio.event_loop import (
     run_in_executor,
     run_on_loop,
 )
+from helmsman.controller._node.activity import Durations
 from helmsman.controller._node.driver_log import story
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
@@ -84,6 +85,8 @@ class WorkerClient:
         """Role -> next step after the death of a worker, where a controller has a better one than
         the default.
         """
+        self.durations = Durations()
+        """Durations of the calls of its role, by method."""
         self._timeouts = timeouts
         self.in_flight: dict[int, PendingCall] = {}
         """Unanswered engine work, by request id."""
@@ -151,6 +154,11 @@ class WorkerClient:
         )
 
     @property
+    def end_cause(self) -> str:
+        """How the worker ended, as the predicate of a sentence; '' while it lives."""
+        return self._ending.cause if self._ending is not None else ""
+
+    @property
     def state(self) -> WorkerState:
         if self._stopped:
             return WorkerState.STOPPED
@@ -170,7 +178,10 @@ class WorkerClient:
         await self.transport.kill()
 
     def settled(self, request_id: int) -> None:
-        self.in_flight.pop(request_id, None)
+        call = self.in_flight.pop(request_id, None)
+        if call is not None:
+            now = time.monotonic()
+            self.durations.ended(call.method, now - call.started, now)
         self.overdue.discard(request_id)
         self.unanswered.pop(request_id, None)
 
@@ -368,6 +379,7 @@ class PendingCall(abc.ABC):
         """Send the request, from any thread; a failure to encode or send it is its outcome."""
         if self._outgoing.is_call:
             self._client.in_flight[self._outgoing.request.id] = self
+            self._client.durations.begun(self.started)
         try:
             self._client.transport.post(self._outgoing, self)
         except (
@@ -383,6 +395,11 @@ class PendingCall(abc.ABC):
     @property
     def name(self) -> str:
         return self._client.name_of(self._outgoing.request)
+
+    @property
+    def method(self) -> str:
+        request = self._outgoing.request
+        return request.method or request.verb.value
 
     @property
     def is_waiting(self) -> bool:

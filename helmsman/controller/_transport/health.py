@@ -100,7 +100,7 @@ async def _observe(clients: Mapping[str, WorkerClient]) -> dict[str, WorkerHealt
     for worker_id, each in seen.items():
         if each is not None and each.stuck_s < _PATIENCE_S:
             _doubt(clients[worker_id])
-    return {worker_id: _as_health(each) for worker_id, each in seen.items() if each is not None}
+    return {worker_id: as_health(each) for worker_id, each in seen.items() if each is not None}
 
 
 def _doubt(client: WorkerClient) -> None:
@@ -114,7 +114,7 @@ def _doubt(client: WorkerClient) -> None:
         client.transport.renew(max(asked))
 
 
-def _as_health(seen: Seen) -> WorkerHealth:
+def as_health(seen: Seen) -> WorkerHealth:
     """The worker's last description of itself, updated from an observation."""
     last = _decode_health(seen.description)
     running, running_s = (

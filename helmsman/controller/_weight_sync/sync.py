@@ -122,12 +122,14 @@ class WeightSync:
         deadline = started + (
             self._source.scheduler.timeouts.call_s if timeout is None else timeout
         )
-        async with self._sink.hold(self._in_flight, deadline - time.monotonic()):
-            version = await self._source.version(deadline - time.monotonic())
-            num_bytes, failures = await self._transport.transfer(
-                Push(self._source, self._sink, self._form, version, deadline)
-            )
-            updated, failed = self._sink.served_by(failures)
+        scheduler, roles = self._source.scheduler, f"{self._source.role} to {self._sink.role}"
+        with scheduler.phase("weight sync", roles):
+            async with self._sink.hold(self._in_flight, deadline - time.monotonic()):
+                version = await self._source.version(deadline - time.monotonic())
+                num_bytes, failures = await self._transport.transfer(
+                    Push(self._source, self._sink, self._form, version, deadline)
+                )
+                updated, failed = self._sink.served_by(failures)
         return SyncReport(
             version=version,
             num_bytes=num_bytes,

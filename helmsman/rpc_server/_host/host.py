@@ -34,6 +34,7 @@ from helmsman.rpc_server._host.engine_calls import (
     is_pending,
     settled,
 )
+from helmsman.rpc_server._host.examination import examine
 from helmsman.rpc_server._host.faults import Faults, Prepared
 from helmsman.rpc_server._host.handles import HandleStore, keep
 from helmsman.rpc_server._host.journal import Journal
@@ -224,6 +225,9 @@ class EngineHost:
                 return msgspec.msgpack.encode(self.health())
             case Verb.STACKS:
                 return all_stacks()
+            case Verb.EXAMINE:
+                log_dir = os.path.dirname(self.identity.log_path)
+                return examine(self.identity.node, log_dir, self.engine_thread, self._loop)
             case Verb.CONFIGURE:
                 return self._configure(*arguments)
             case Verb.SET_ENV:

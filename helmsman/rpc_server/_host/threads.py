@@ -300,8 +300,11 @@ def thread_stack(thread: threading.Thread | None) -> str:
     return _format(frame, skip_own=True) if frame is not None else ""
 
 
-def task_stack(task: asyncio.Task[Any]) -> str:
-    """Format the stack of a suspended or running task, through the coroutines that it awaits."""
+def awaited_frames(task: asyncio.Task[Any]) -> list[FrameType]:
+    """Return the frames of a suspended or running task, through the coroutines that it awaits.
+
+    Helmsman's own frames are omitted.
+    """
     frames: list[FrameType] = []
     awaited: Any = task.get_coro()
     while awaited is not None:
@@ -315,8 +318,13 @@ def task_stack(task: asyncio.Task[Any]) -> str:
         if not _is_own(frame):
             frames.append(frame)
         awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
+    return frames
+
+
+def task_stack(task: asyncio.Task[Any]) -> str:
+    """Format the stack of a task, through the coroutines that it awaits."""
     lines: list[str] = []
-    for frame in frames:
+    for frame in awaited_frames(task):
         lines += traceback.format_list(traceback.StackSummary.extract([(frame, frame.f_lineno)]))
     return "".join(lines).rstrip("\n")
 

@@ -78,6 +78,7 @@ class Pulse:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._page = mmap.mmap(self.fd, PAGE_BYTES)
         self._slot = 0
+        self._stopped = threading.Event()
         self.thread_call = CallRecord(self._page, _THREAD_AT)
         """The call on the engine thread."""
         self.loop_call = CallRecord(self._page, _LOOP_AT)
@@ -94,12 +95,18 @@ class Pulse:
         """
         self._beat(describe)
         threading.Thread(
-            target=self._keep_beating, args=(describe,), name="pulse", daemon=True
+            target=self._keep_beating, args=(describe,), name="helmsman-pulse", daemon=True
         ).start()
 
+    def stop(self) -> None:
+        """Stop beating, and close the page. Idempotent."""
+        self._stopped.set()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
     def _keep_beating(self, describe: Callable[[], bytes]) -> None:
-        while True:
-            time.sleep(BEAT_S)
+        while not self._stopped.wait(BEAT_S):
             self._beat(describe)
 
     def _beat(self, describe: Callable[[], bytes]) -> None:
@@ -150,6 +157,24 @@ def find_page(pid: int, tag: str) -> mmap.mmap | None:
     except OSError:
         pass
     return None
+
+
+def pages_of(pid: int, run_id: str) -> dict[str, mmap.mmap]:
+    """Map the pages of a process that belong to a run; empty if it is not accessible.
+
+    Returns:
+        Worker id, or the name of another process of the run -> page.
+    """
+    wanted, folder, found = f"/memfd:{_NAME}{run_id}/", f"/proc/{pid}/fd", {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                target = os.readlink(f"{folder}/{name}")
+                if target.startswith(wanted):
+                    worker_id = target.removeprefix(wanted).removesuffix(" (deleted)")
+                    fd = os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+                    found[worker_id] = map_page(fd)
+    return found
 
 
 def map_page(fd: int) -> mmap.mmap:

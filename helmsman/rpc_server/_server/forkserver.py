@@ -38,6 +38,7 @@ from helmsman.rpc_server._process.driver_watch import NO_PIDFD
 from helmsman.rpc_server._process.environment import extend_search_path, preload, redirect_output
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._process.safe_files import open_log, remove_tree
+from helmsman.rpc_server._process.stack_dump import offer_stacks
 from helmsman.rpc_server._server.authenticated_server import BACKLOG
 from helmsman.rpc_server._server.channel import ChannelServer
 from helmsman.rpc_server._wire.messages import WorkerIdentity
@@ -279,6 +280,7 @@ def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) 
     """
     # Only the crashed thread: the stacks of all threads would fill the log's tail.
     faulthandler.enable(all_threads=False)
+    offer_stacks()
     share_interpreter()
     host = EngineHost(
         identity, SegmentStore(), pulse=Pulse(f"{identity.run_id}/{identity.worker_id}")

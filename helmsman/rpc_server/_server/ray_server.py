@@ -26,6 +26,7 @@ from helmsman.rpc_server._process.environment import extend_search_path, redirec
 from helmsman.rpc_server._process.oom import OomCount, oom_count
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._process.safe_files import open_log
+from helmsman.rpc_server._process.stack_dump import offer_stacks
 from helmsman.rpc_server._server import channel
 from helmsman.rpc_server._server.observer import start_observer
 from helmsman.rpc_server._server.ray_nodes import RayNodes
@@ -222,6 +223,7 @@ class RayRPCServer:
         write_to_stderr()
         # Only the crashed thread: the stacks of all threads would fill the log's tail.
         faulthandler.enable(all_threads=False)
+        offer_stacks()
         share_interpreter()
         # Unique per process: the guardian must not end a successor of the same name as part of this
         # process's family.

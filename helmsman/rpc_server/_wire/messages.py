@@ -19,6 +19,8 @@ class Verb(StrEnum):
     """() -> WorkerHealth as msgpack, which is cheap. Answered at once, even during a long call."""
     STACKS = "stacks"
     """() -> str, the stacks of all threads."""
+    EXAMINE = "examine"
+    """() -> ProcessReport: the stacks of its calls, its memory and children, and its node."""
     CONFIGURE = "configure"
     """(WorkerConfig) -> None. Sets environment, thread counts and seeds."""
     SET_ENV = "set_env"

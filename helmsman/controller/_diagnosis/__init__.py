@@ -1,0 +1,1 @@
+"""Diagnoses of a run: pure functions over two snapshots; see `helmsman why`."""

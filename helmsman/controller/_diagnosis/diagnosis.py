@@ -1,0 +1,84 @@
+"""Diagnosis of a run: all rules in the order of causes, and a sentence about a healthy run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from helmsman.api.run_state import RunSnapshot
+from helmsman.controller._diagnosis import call_rules, flow_rules, process_rules
+from helmsman.controller._diagnosis.evidence import Evidence, Finding, seconds, usual
+from helmsman.controller._diagnosis.stacks import named, place, site_of
+
+RULES: Sequence[Callable[[Evidence], Iterator[Finding]]] = (
+    process_rules.script_process,
+    process_rules.worker_processes,
+    process_rules.silent_nodes,
+    process_rules.nodes,
+    flow_rules.placement,
+    call_rules.collectives,
+    flow_rules.weight_sync,
+    flow_rules.rollouts,
+    call_rules.blocked_calls,
+    flow_rules.script_waits,
+    call_rules.slow_calls,
+)
+"""A finding of an earlier rule may be the cause of those of later ones."""
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """Findings about a run, causes first."""
+
+    run_id: str
+    findings: list[Finding]
+    waits_for: str
+    """What the run does or waits for now."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether there is no problem."""
+        return not any(each.is_problem for each in self.findings)
+
+
+def diagnose_run(now: RunSnapshot, before: RunSnapshot) -> Diagnosis:
+    """Apply all rules.
+
+    Args:
+        now: Snapshot with the processes' reports.
+        before: The same about a second earlier.
+    """
+    evidence = Evidence(now, before)
+    findings: list[Finding] = []
+    explained: set[str] = set()
+    for rule in RULES:
+        found = list(rule(evidence))
+        findings += [each for each in found if not {*each.workers} & explained]
+        explained |= {worker_id for each in found for worker_id in each.workers}
+    findings.sort(key=lambda each: not each.is_problem)
+    return Diagnosis(run_id=now.run_id, findings=findings, waits_for=waits_for(evidence))
+
+
+def waits_for(evidence: Evidence) -> str:
+    """Describe what the run does now, in one sentence."""
+    run = evidence.now
+    phases = " > ".join(
+        f"{each.kind} {each.detail}".strip() + f" ({seconds(each.age_s)})" for each in run.phases
+    )
+    prefix = f"Phase {phases}. " if phases else ""
+    by_method: dict[str, list[tuple[float, float | None, str]]] = {}
+    for worker in evidence.busy():
+        for call in worker.now.calls:
+            name = f"{worker.now.role}.{call.name.rpartition('.')[2]}"
+            by_method.setdefault(name, []).append((call.age_s, call.median_s, worker.id))
+    if by_method:
+        parts = []
+        for name, calls in by_method.items():
+            age_s, median_s, _ = max(calls)
+            where = named(dict.fromkeys(worker_id for _, _, worker_id in calls))
+            parts.append(f"{name} on {where} ({seconds(age_s)}; {usual(median_s)})")
+        return f"{prefix}The run waits for {'; '.join(parts[:4])}."
+    main = run.script.stacks[0] if run.script is not None and run.script.stacks else None
+    site = site_of(main) if main is not None else None
+    at = f" at {place(site)}" if site is not None else ""
+    return f"{prefix}No call is open; the script runs its own code{at}."

@@ -1,0 +1,135 @@
+"""Open phases of a run, and the durations of its earlier calls and phases."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from helmsman.api.run_state import PhaseSnapshot
+
+_REMEMBERED = 32
+
+
+class _Pauses:
+    """Times without any call."""
+
+    __slots__ = ("last_at", "longest_s")
+
+    def __init__(self) -> None:
+        self.last_at = 0.0
+        """time.monotonic() of the last begin or end of a call; 0 before the first."""
+        self.longest_s = 0.0
+
+
+class Durations:
+    """Recent durations by name. Thread-safe, since each operation is one step of the interpreter.
+
+    Args:
+        pauses: Updated with the begin and end of each call; None for durations of other operations.
+    """
+
+    __slots__ = ("_counts", "_pauses", "_recent")
+
+    def __init__(self, pauses: _Pauses | None = None) -> None:
+        self._recent: dict[str, collections.deque[float]] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._pauses = pauses or _Pauses()
+
+    def begun(self, at: float) -> None:
+        pauses = self._pauses
+        if pauses.last_at and at - pauses.last_at > pauses.longest_s:
+            pauses.longest_s = at - pauses.last_at
+        pauses.last_at = at
+
+    def ended(self, name: str, seconds: float, at: float) -> None:
+        self._pauses.last_at = at
+        recent = self._recent.get(name)
+        if recent is None:
+            recent = self._recent[name] = collections.deque(maxlen=_REMEMBERED)
+        recent.append(seconds)
+        self._counts[name] += 1
+
+    def median(self, name: str) -> tuple[float | None, int]:
+        """Return the median of recent durations in seconds, and the number of all."""
+        recent = list(self._recent.get(name, ()))
+        return (statistics.median(recent) if recent else None, self._counts[name])
+
+
+class _Phase(NamedTuple):
+    kind: str
+    detail: str
+    since: float
+    waits_for: Callable[[], str]
+
+
+class Activity:
+    """What a run does now, and the usual duration of it."""
+
+    def __init__(self) -> None:
+        self._pauses = _Pauses()
+        self._calls: dict[str, Durations] = {}
+        self._phases: dict[int, _Phase] = {}
+        self._durations = Durations()
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self.facts: dict[str, str] = {}
+        """Further figures by name, such as the step of a recipe."""
+
+    def calls_of(self, role: str) -> Durations:
+        """Return the durations of the calls of a role, by method."""
+        with self._lock:
+            return self._calls.setdefault(role, Durations(self._pauses))
+
+    @contextlib.contextmanager
+    def phase(
+        self, kind: str, detail: str = "", waits_for: Callable[[], str] = lambda: ""
+    ) -> Iterator[None]:
+        """Record that the script is in a phase.
+
+        Args:
+            kind: Phases of one kind have comparable durations.
+            detail: Further text, such as the names of roles.
+            waits_for: Describes the reason of a wait; called from other threads, may block.
+        """
+        key, since = next(self._ids), time.monotonic()
+        self._phases[key] = _Phase(kind, detail, since, waits_for)
+        try:
+            yield
+        finally:
+            del self._phases[key]
+            now = time.monotonic()
+            self._durations.ended(kind, now - since, now)
+
+    def phases(self, *, explain: bool) -> list[PhaseSnapshot]:
+        """Return the open phases, oldest first.
+
+        Args:
+            explain: Whether to include the reasons of waits, which may take a cluster query each.
+        """
+        now = time.monotonic()
+        return [
+            PhaseSnapshot(
+                kind=each.kind,
+                detail=each.detail,
+                age_s=now - each.since,
+                median_s=self._durations.median(each.kind)[0],
+                waits_for=each.waits_for() if explain else "",
+            )
+            for each in list(self._phases.values())
+        ]
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds since a call last began or ended; None before the first."""
+        return time.monotonic() - self._pauses.last_at if self._pauses.last_at else None
+
+    @property
+    def longest_idle_s(self) -> float:
+        """The longest earlier time between such events."""
+        return self._pauses.longest_s

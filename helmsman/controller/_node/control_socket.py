@@ -1,0 +1,183 @@
+"""A run's control socket: answers other processes of the same user while the script runs.
+
+The socket is in the private directory of the run's record. Each side checks by SO_PEERCRED that the
+other belongs to this user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from helmsman.api.errors import HelmsmanError
+from helmsman.controller._node.run_registry import record_places
+
+log = logging.getLogger(__name__)
+
+_MOST_CLIENTS = 8
+_REQUEST_BYTES = 1 << 16
+_SILENT_S = 5.0
+"""A client that sends or reads nothing for this long is dropped."""
+_LENGTH = struct.Struct("!Q")
+
+
+class Query(msgspec.Struct, frozen=True, kw_only=True):
+    """A question to a run, or an action."""
+
+    kind: Literal["snapshot", "stacks", "drain", "resume", "scale", "kill", "stop"]
+    role: str | None = None
+    """Only this role; None for all."""
+    reports: bool = False
+    """Whether a snapshot includes the processes' reports about themselves."""
+    target: str = ""
+    """Worker id or role of an action."""
+    number: int = 0
+    """Number of replicas for 'scale'."""
+    limit_s: float = 5.0
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a query that failed."""
+
+    refused: str
+
+
+class ControlSocket:
+    """Answers queries on a Unix socket, each on a thread of its own.
+
+    Args:
+        run_id: Names the socket.
+        answer: Returns the answer, which msgspec can encode; called on the query's thread.
+
+    Raises:
+        OSError: The socket cannot be created.
+    """
+
+    def __init__(self, run_id: str, answer: Callable[[Query], Any]) -> None:
+        self._name, self._answer = f"{run_id}.sock", answer
+        self._free = threading.BoundedSemaphore(_MOST_CLIENTS)
+        self._is_closed = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._listener.close)
+            with record_places()[0].open() as folder:
+                self._listener.bind(_address(folder, self._name))
+                os.chmod(self._name, stat.S_IRUSR | stat.S_IWUSR, dir_fd=folder)
+            self._listener.listen(_MOST_CLIENTS)
+            threading.Thread(target=self._accept, name="helmsman-control", daemon=True).start()
+            undo.pop_all()
+        os.register_at_fork(after_in_child=self._listener.close)
+
+    def close(self) -> None:
+        """Stop answering and remove the socket. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            with contextlib.suppress(OSError), record_places()[0].open(create=False) as folder:
+                os.unlink(self._name, dir_fd=folder)
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                if self._listener.fileno() < 0:
+                    return
+                time.sleep(0.1)  # too many open files
+                continue
+            if not _is_own(peer) or not self._free.acquire(blocking=False):
+                peer.close()
+                continue
+            try:
+                threading.Thread(
+                    target=self._serve, args=(peer,), name="helmsman-query", daemon=True
+                ).start()
+            except RuntimeError:  # no thread can be started
+                self._free.release()
+                peer.close()
+
+    def _serve(self, peer: socket.socket) -> None:
+        try:
+            with peer:
+                peer.settimeout(_SILENT_S)
+                query = msgspec.msgpack.decode(_receive(peer, _REQUEST_BYTES), type=Query)
+                try:
+                    answer = self._answer(query)
+                except HelmsmanError as error:
+                    answer = Refusal(refused=str(error))
+                except Exception as error:  # noqa: BLE001 - reported to the client
+                    answer = Refusal(refused=f"{type(error).__name__}: {error}")
+                _send(peer, msgspec.msgpack.encode(answer))
+        except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
+            log.debug("a query of the control socket ended: %s", error)
+        finally:
+            self._free.release()
+
+
+def ask(run_id: str, query: Query) -> bytes:
+    """Send a query to a run on this machine; returns the answer in msgpack.
+
+    Raises:
+        OSError: The run has no socket, or did not answer within ``query.limit_s`` and a second.
+        EOFError: The run closed the connection.
+        PermissionError: Another user's process listens there.
+    """
+    with contextlib.ExitStack() as opened:
+        peer = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        peer.settimeout(query.limit_s + 1.0)
+        missing: OSError = FileNotFoundError(f"no control socket of run {run_id}")
+        for place in record_places():
+            try:
+                folder = opened.enter_context(place.open(create=False))
+                peer.connect(_address(folder, f"{run_id}.sock"))
+                break
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                missing = error
+        else:
+            raise missing
+        if not _is_own(peer):
+            raise PermissionError(f"the control socket of run {run_id} belongs to another user")
+        _send(peer, msgspec.msgpack.encode(query))
+        return _receive(peer, 1 << 30)
+
+
+def _address(folder: int, name: str) -> str:
+    """Return the path of a socket in an open directory, short enough for an address."""
+    return f"/proc/self/fd/{folder}/{name}"
+
+
+def _is_own(peer: socket.socket) -> bool:
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
+
+
+def _send(peer: socket.socket, message: bytes) -> None:
+    peer.sendall(_LENGTH.pack(len(message)) + message)
+
+
+def _receive(peer: socket.socket, limit: int) -> bytes:
+    (length,) = _LENGTH.unpack(b"".join(_read(peer, _LENGTH.size)))
+    if length > limit:
+        raise ValueError(f"a message of {length} bytes; expected at most {limit}")
+    return b"".join(_read(peer, length))
+
+
+def _read(peer: socket.socket, length: int) -> Iterator[bytes]:
+    while length:
+        piece = peer.recv(min(length, 1 << 20))
+        if not piece:
+            raise EOFError("the other side closed the connection")
+        length -= len(piece)
+        yield piece

@@ -1,0 +1,165 @@
+"""Observation of a run's processes on this machine, without their cooperation."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from helmsman.api.run_state import (
+    NodeReport,
+    ProcessReport,
+    RunSnapshot,
+    StackTrace,
+    WorkerSnapshot,
+)
+from helmsman.controller._node.run_registry import RunRecord
+from helmsman.controller._schedulers.run_view import SCRIPT
+from helmsman.controller._transport.health import as_health
+from helmsman.rpc_server._host.examination import observe_node
+from helmsman.rpc_server._process.guardian import (
+    Process,
+    mark_of,
+    process_of,
+    process_table,
+    run_members,
+    uid_of,
+)
+from helmsman.rpc_server._process.pulse import Seen, observe, pages_of, read
+from helmsman.rpc_server._process.stack_dump import dump_stacks
+
+_STUCK_S = 1.0
+
+
+def is_stuck(record: RunRecord) -> bool:
+    """Return whether the script's interpreter has not run Python for a second."""
+    page = pages_of(record.pid, record.run_id).get(SCRIPT)
+    seen = read(observe(page, record.pid)) if page is not None else None
+    return seen is not None and seen.stuck_s > _STUCK_S
+
+
+def observe_run(record: RunRecord, *, reports: bool) -> RunSnapshot:
+    """Return a snapshot of a run whose script does not answer.
+
+    Args:
+        record: The run, whose script runs on this machine.
+        reports: Whether to include the stacks of processes that can be read.
+    """
+    script = process_of(record.pid)
+    page = pages_of(record.pid, record.run_id).get(SCRIPT)
+    seen = read(observe(page, record.pid)) if page is not None else None
+    state = "gone" if script is None else seen.state if seen is not None else script.state
+    report = None
+    if reports and script is not None:
+        report = _report(record.pid, seen, dump_stacks(record.pid), record.log_dir)
+    return RunSnapshot(
+        run_id=record.run_id,
+        command=record.command,
+        scheduler=record.scheduler,
+        host=record.host,
+        pid=record.pid,
+        log_dir=record.log_dir,
+        started_at=record.since,
+        taken_at=time.time(),
+        answered_by="observation",
+        script=report,
+        script_stuck_s=seen.stuck_s if seen is not None else None,
+        script_state=state,
+        workers=_workers(record, reports=reports),
+    )
+
+
+def _workers(record: RunRecord, *, reports: bool) -> list[WorkerSnapshot]:
+    table, found = process_table(), dict[str, WorkerSnapshot]()
+    # A forked child has its parent's page, too; the parent started first.
+    members = sorted(run_members(record.run_id), key=lambda pid: _start_of(table.get(pid)))
+    for pid in members:
+        for worker_id, page in pages_of(pid, record.run_id).items():
+            if worker_id == SCRIPT or worker_id in found:
+                continue
+            seen = read(observe(page, pid))
+            health = as_health(seen) if seen is not None else None
+            role = worker_id.rpartition("/")[0]
+            found[worker_id] = WorkerSnapshot(
+                worker_id=worker_id,
+                role=role,
+                node=health.node if health is not None else record.host,
+                pid=pid,
+                state="unknown",
+                log_path="",
+                process_state=seen.state if seen is not None else "gone",
+                health=health,
+                report=_report(pid, seen, dump_stacks(pid), record.log_dir) if reports else None,
+            )
+    sizes: dict[str, int] = {}
+    for each in found.values():
+        sizes[each.role] = sizes.get(each.role, 0) + 1
+    return [
+        msgspec.structs.replace(each, world_size=sizes[each.role])
+        for _, each in sorted(found.items(), key=lambda pair: _order(pair[0]))
+    ]
+
+
+def _start_of(process: Process | None) -> int:
+    return process.started if process is not None else 0
+
+
+def _order(worker_id: str) -> tuple[str, int]:
+    role, _, index = worker_id.rpartition("/")
+    return role, int(index) if index.isdigit() else 0
+
+
+def complete(snapshot: RunSnapshot, *, reports: bool) -> RunSnapshot:
+    """Add observations of the workers on this machine that did not answer the script.
+
+    Args:
+        snapshot: The script's own snapshot.
+        reports: Whether to dump the stacks of workers whose interpreter is stuck.
+    """
+    return msgspec.structs.replace(
+        snapshot, workers=[_completed(snapshot, each, reports=reports) for each in snapshot.workers]
+    )
+
+
+def _completed(run: RunSnapshot, worker: WorkerSnapshot, *, reports: bool) -> WorkerSnapshot:
+    health, pid = worker.health, worker.pid
+    is_silent = health is None or (health.stuck_s or 0.0) > _STUCK_S
+    if not is_silent or pid is None or worker.report is not None:
+        return worker
+    mark = mark_of(pid)
+    if mark is None or mark.run_id != run.run_id or uid_of(pid) is None:
+        return worker  # it runs on another machine, or another process has its pid now
+    process = process_of(pid)
+    state = process.state if process is not None else "gone"
+    report = None
+    if reports and state not in ("Z", "gone"):
+        stacks = _with_call(dump_stacks(pid), worker)
+        report = _report(pid, None, stacks, run.log_dir)
+        if health is not None:
+            report = msgspec.structs.replace(report, cpu_s=health.cpu_s, rss_bytes=health.rss_bytes)
+    return msgspec.structs.replace(worker, process_state=state, report=report)
+
+
+def _with_call(stacks: list[StackTrace], worker: WorkerSnapshot) -> list[StackTrace]:
+    """Mark the stack of the thread that executes the worker's call, which comes first."""
+    if not stacks or worker.health is None or worker.health.running is None:
+        return stacks
+    running = worker.health
+    first = msgspec.structs.replace(
+        stacks[0], thread="engine", call=running.running or "", running_s=running.running_s
+    )
+    return [first, *stacks[1:]]
+
+
+def _report(pid: int, seen: Seen | None, stacks: list[StackTrace], log_dir: str) -> ProcessReport:
+    node: NodeReport = observe_node("", log_dir)
+    return ProcessReport(
+        pid=pid,
+        cpu_s=seen.cpu_s if seen is not None else 0.0,
+        rss_bytes=seen.rss_bytes if seen is not None else 0,
+        swap_bytes=0,
+        clock_jump_s=0.0,
+        stacks=stacks,
+        children=[],
+        node=node,
+    )

@@ -1,0 +1,138 @@
+"""Selection of a run, and snapshots of it from its script or from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from helmsman.api.errors import HelmsmanError
+from helmsman.api.run_state import RunSnapshot
+from helmsman.controller._node.control_socket import Query, Refusal, ask
+from helmsman.controller._node.run_registry import RunRecord, log_dirs, read_runs
+from helmsman.controller._operator.outside import complete, is_stuck, observe_run
+
+T = TypeVar("T")
+
+_ANSWER_S = 3.0
+"""Limit for the answer of a script; after it, its process is observed."""
+
+
+class RunNotFoundError(HelmsmanError):
+    """No run, or more than one, fits the command line."""
+
+
+class FoundRun(NamedTuple):
+    """A run of this user."""
+
+    run_id: str
+    log_dir: Path
+    record: RunRecord | None
+    """None if the run has ended normally."""
+    is_alive: bool
+
+
+def find_run(name: str | None, *, alive: bool = False) -> FoundRun:
+    """Find a run by id, by the beginning of an id, or by its log directory.
+
+    Args:
+        name: None for the only run that is alive, else the one that ended last.
+        alive: Only runs that are alive.
+
+    Raises:
+        RunNotFoundError: There is no such run, or there are several.
+    """
+    runs = _all_runs()
+    if name is not None and (os.sep in name or Path(name).is_dir()):
+        path = Path(name).absolute()
+        found = [each for each in runs if each.log_dir == path]
+        if not found and (path / "driver.log").is_file():
+            found = [FoundRun(path.name, path, None, False)]
+    elif name is not None:
+        found = [each for each in runs if each.run_id.startswith(name)]
+    else:
+        found = [each for each in runs if each.is_alive] or ([] if alive else runs[:1])
+    if alive:
+        ended = [each for each in found if not each.is_alive]
+        found = [each for each in found if each.is_alive]
+        if ended and not found:
+            raise RunNotFoundError(
+                f"run {ended[0].run_id} has ended. helmsman logs {ended[0].run_id} shows its logs."
+            )
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        what = f"no run {name!r}" if name is not None else "no run that is alive"
+        raise RunNotFoundError(f"{what} of this user on this machine. helmsman runs lists them.")
+    ids = ", ".join(each.run_id for each in found[:8])
+    raise RunNotFoundError(f"{len(found)} runs fit: {ids}. Name one of them.")
+
+
+def _all_runs() -> list[FoundRun]:
+    """Return all runs, those alive first, then those that ended last."""
+    runs: dict[str, FoundRun] = {}
+    for record, is_alive in reversed(read_runs()):
+        runs[record.run_id] = FoundRun(record.run_id, Path(record.log_dir), record, is_alive)
+    for run_id, path, _ in log_dirs():
+        runs.setdefault(run_id, FoundRun(run_id, path, None, False))
+    return sorted(runs.values(), key=lambda each: not each.is_alive)
+
+
+def take_snapshot(run: FoundRun, *, reports: bool, role: str | None = None) -> RunSnapshot:
+    """Return the state of a run that is alive.
+
+    If its script does not answer within a few seconds, its processes are observed from outside.
+
+    Args:
+        run: The run.
+        reports: Whether to include the stacks, memory and nodes of all processes.
+        role: Only this role.
+
+    Raises:
+        RunNotFoundError: The run has ended, or runs on another machine.
+        HelmsmanError: The run refused the query.
+    """
+    record = run.record
+    if record is None:
+        raise RunNotFoundError(f"run {run.run_id} has ended")
+    if record.host != socket.gethostname():
+        raise RunNotFoundError(
+            f"run {run.run_id} belongs to host {record.host}; use the command there"
+        )
+    if is_stuck(record):
+        return observe_run(record, reports=reports)
+    query = Query(kind="snapshot", role=role, reports=reports, limit_s=_ANSWER_S)
+    try:
+        answer = ask(run.run_id, query)
+    except (OSError, EOFError, ValueError):
+        return observe_run(record, reports=reports)
+    return complete(_decoded(answer, RunSnapshot), reports=reports)
+
+
+def take_two(run: FoundRun, role: str | None = None, apart_s: float = 1.0) -> list[RunSnapshot]:
+    """Return two snapshots with reports, the later one first."""
+    before = take_snapshot(run, reports=True, role=role)
+    time.sleep(apart_s)
+    return [take_snapshot(run, reports=True, role=role), before]
+
+
+def take_stacks(run: FoundRun, role: str | None) -> dict[str, str]:
+    """Return the stacks of all threads by worker id.
+
+    Raises:
+        HelmsmanError: The run refused the query, such as for an unknown role.
+        OSError: The run does not answer.
+    """
+    query = Query(kind="stacks", role=role, limit_s=_ANSWER_S)
+    return _decoded(ask(run.run_id, query), dict[str, str])
+
+
+def _decoded(answer: bytes, kind: type[T]) -> T:
+    with contextlib.suppress(msgspec.MsgspecError):
+        raise HelmsmanError(msgspec.msgpack.decode(answer, type=Refusal).refused)
+    return msgspec.msgpack.decode(answer, type=kind)

@@ -1,0 +1,219 @@
+"""RunView: builds snapshots of a run and answers the queries of its control socket."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from helmsman.api import errors
+from helmsman.api.run_state import (
+    OpenCall,
+    ProcessReport,
+    RolloutSnapshot,
+    RunSnapshot,
+    WorkerSnapshot,
+)
+from helmsman.api.scheduler import WorkerHealth
+from helmsman.controller._aio.event_loop import submit
+from helmsman.controller._node.control_socket import Query
+from helmsman.controller._schedulers.backend import Run
+from helmsman.controller._schedulers.roles import Role, RoleRegistry
+from helmsman.controller._transport.client import WorkerClient
+from helmsman.controller._transport.health import ask_health
+from helmsman.rpc_server._host.examination import examine_script
+from helmsman.rpc_server._host.threads import all_stacks
+from helmsman.rpc_server._wire.messages import Verb
+
+log = logging.getLogger(__name__)
+
+SCRIPT = "script"
+"""Stands for the worker id of the script's process."""
+_MOST_CALLS = 20
+_LOOP_S = 2.0
+"""Longer than this, the background loop is considered blocked."""
+
+
+class RunView:
+    """Snapshots of one run, for its control socket and watchdog.
+
+    Args:
+        run: The run.
+        roles: Its roles.
+        scheduler: Name of the scheduler's class.
+        shares_process: Whether the workers are threads of this process.
+    """
+
+    def __init__(
+        self, run: Run, roles: RoleRegistry, scheduler: str, *, shares_process: bool
+    ) -> None:
+        self._run, self._roles, self._scheduler = run, roles, scheduler
+        self._shares_process = shares_process
+        self._describers: dict[str, Callable[[], RolloutSnapshot | None]] = {}
+        self._started_at = time.time()
+
+    def describe_by(self, role: str, describe: Callable[[], RolloutSnapshot | None]) -> None:
+        """Add a controller's description of a role; it runs on the background loop.
+
+        It replaces an earlier one of the role. A description of None is omitted.
+        """
+        self._describers[role] = describe
+
+    def answer(self, query: Query) -> Any:
+        """Answer a query, from any thread except the background loop's.
+
+        Raises:
+            RoleNotFoundError: There is no such role.
+        """
+        if query.role not in (None, SCRIPT):
+            self._roles.role(str(query.role))
+        if query.kind == "snapshot":
+            return self.snapshot(query.role, reports=query.reports, limit_s=query.limit_s)
+        if query.kind == "stacks":
+            return self.stacks(query.role, query.limit_s)
+        raise errors.HelmsmanError(f"a run does not support the query {query.kind!r}")
+
+    def snapshot(self, role: str | None, *, reports: bool, limit_s: float) -> RunSnapshot:
+        """Return the state of the run; what does not answer within ``limit_s`` is left out."""
+        script = None
+        if reports and role in (None, SCRIPT):
+            script = examine_script("", str(self._run.log_dir))
+        asked = submit(self._workers(role, limit_s, reports=reports))
+        try:
+            workers, rollouts = asked.result(limit_s + _LOOP_S)
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            asked.cancel()
+            rollouts = []
+            workers = [
+                self._worker(each, client, None, None, "Helmsman's event loop does not run")
+                for each, client in self._chosen(role)
+            ]
+        activity = self._run.activity
+        return RunSnapshot(
+            run_id=self._run.id,
+            command=self._run.command,
+            scheduler=self._scheduler,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            log_dir=str(self._run.log_dir),
+            started_at=self._started_at,
+            taken_at=time.time(),
+            script=script,
+            idle_s=activity.idle_s,
+            longest_idle_s=activity.longest_idle_s,
+            workers=workers,
+            rollouts=rollouts,
+            phases=activity.phases(explain=reports),
+            facts=dict(activity.facts),
+        )
+
+    def stacks(self, role: str | None, limit_s: float) -> dict[str, str]:
+        """Return the stacks of all threads by worker id, or why a worker did not answer.
+
+        Without a role, the script's come first, under SCRIPT.
+        """
+        found = {SCRIPT: all_stacks()} if role in (None, SCRIPT) else {}
+
+        async def ask(client: WorkerClient) -> str:
+            try:
+                return str(await client.control(Verb.STACKS, limit_s=limit_s))
+            except errors.CallError as error:
+                return str(error)
+
+        async def ask_all() -> dict[str, str]:
+            clients = {client.worker_id: client for _, client in self._chosen(role)}
+            answers = await asyncio.gather(*map(ask, clients.values()))
+            return dict(zip(clients, answers, strict=True))
+
+        if role != SCRIPT and not self._shares_process:
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                found |= submit(ask_all()).result(limit_s + _LOOP_S)
+        return found
+
+    def _chosen(self, role: str | None) -> list[tuple[Role, WorkerClient]]:
+        """Return the workers of a role, or all; those shared by roles only once."""
+        roles: Iterable[Role] = self._roles if role is None else [self._roles.role(role)]
+        if role == SCRIPT:
+            roles = []
+        found: dict[WorkerClient, Role] = {}
+        for each in roles:
+            for client in each.clients.values():
+                found.setdefault(client, each)
+        return [(each, client) for client, each in found.items()]
+
+    async def _workers(
+        self, role: str | None, limit_s: float, *, reports: bool
+    ) -> tuple[list[WorkerSnapshot], list[RolloutSnapshot]]:
+        chosen = self._chosen(role)
+        there = {client.worker_id: client for _, client in chosen if client.is_there}
+        health, failures = await ask_health(there, min(limit_s, 1.0), "the query's limit")
+        found: dict[str, ProcessReport] = {}
+
+        async def report(worker_id: str) -> None:
+            try:
+                found[worker_id] = await there[worker_id].control(Verb.EXAMINE, limit_s=limit_s)
+            except errors.CallError as error:
+                failures[worker_id] = error
+
+        if reports:
+            answering = [each for each, state in health.items() if state.answered]
+            await asyncio.gather(*map(report, answering))
+        workers = [
+            self._worker(
+                each,
+                client,
+                health.get(client.worker_id),
+                found.get(client.worker_id),
+                str(failures.get(client.worker_id, "")).partition("\n")[0],
+            )
+            for each, client in chosen
+        ]
+        described = [
+            describe() for name, describe in list(self._describers.items()) if role in (None, name)
+        ]
+        return workers, [each for each in described if each is not None]
+
+    def _worker(
+        self,
+        role: Role,
+        client: WorkerClient,
+        health: WorkerHealth | None,
+        report: ProcessReport | None,
+        error: str,
+    ) -> WorkerSnapshot:
+        now = time.monotonic()
+        durations = self._run.activity.calls_of(role.name)
+        calls = []
+        for call in sorted(client.in_flight.copy().values(), key=lambda each: each.started):
+            median_s, num_before = durations.median(call.method)
+            calls.append(
+                OpenCall(
+                    name=call.name,
+                    age_s=now - call.started,
+                    median_s=median_s,
+                    num_before=num_before,
+                )
+            )
+        is_restarting = client.worker_id in role.restarts
+        return WorkerSnapshot(
+            worker_id=client.worker_id,
+            role=role.name,
+            node=client.node,
+            pid=client.pid,
+            state="restarting" if is_restarting else client.state.value,
+            log_path=client.log_path,
+            devices=list(client.place.devices),
+            world_size=len(role.clients),
+            is_group=role.name not in self._describers,
+            num_restarts=role.num_restarts.get(client.worker_id, 0),
+            calls=calls[:_MOST_CALLS],
+            health=health,
+            error=error or client.end_cause,
+            report=report,
+        )
