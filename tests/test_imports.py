@@ -31,7 +31,7 @@ every room but `testing`.
 
 LAYERS = {
     "controller": [
-        {"_aio", "_validation", "_node"},
+        {"_aio", "_validation", "_node", "_diagnosis"},
         {"_placement"},
         {"_transport"},
         {"_schedulers"},
@@ -39,7 +39,7 @@ LAYERS = {
         {"_weight_sync"},
         {"_generation", "_worker_groups", "_training", "_bootstrap"},
         {"_rollout", "_workflows"},
-        {"_device_handoff"},
+        {"_device_handoff", "_operator"},
         {"cli"},
     ],
     "rpc_server": [{"ports"}, {"_process", "_wire"}, {"_host", "_ray_forks"}, {"_server"}],

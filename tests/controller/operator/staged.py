@@ -293,8 +293,9 @@ def placement() -> None:
     import ray
 
     ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    holder = ray.remote(num_gpus=2)(Ranks).remote()
+    ray.get(holder.quick.remote())
     with RayScheduler() as scheduler:
-        scheduler.create_workers(Job(role="actor", tasks=[SchedulingSpec(cpu=0.5, gpu=2)]))
         hangs(scheduler.create_workers, Job(role="rollout", tasks=[SchedulingSpec(cpu=0.5, gpu=1)]))
         ready(scheduler)
         time.sleep(3600)
