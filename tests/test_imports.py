@@ -31,7 +31,8 @@ every room but `testing`.
 
 LAYERS = {
     "controller": [
-        {"_aio", "_validation", "_node", "_diagnosis"},
+        {"_aio", "_validation", "_node"},
+        {"_diagnosis"},
         {"_placement"},
         {"_transport"},
         {"_schedulers"},

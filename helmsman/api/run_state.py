@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Collection
+from typing import Literal, Protocol
+
 import msgspec
 
 from helmsman.api.workers import WorkerHealth
@@ -104,7 +108,7 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     calls: list[OpenCall] = []
     """Unanswered calls, oldest first."""
     process_state: str = ""
-    """State of its process in /proc (R, S, D, T, Z, ...) if it was observed; 'gone' if it exited."""
+    """State of its observed process in /proc (R, S, D, T, Z, ...); 'gone' if it has exited."""
     health: WorkerHealth | None = None
     """None if the worker neither answered nor could be observed."""
     error: str = ""
@@ -189,3 +193,109 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Oldest first."""
     facts: dict[str, str] = {}
     """Further figures by name, such as the step of a recipe."""
+
+
+class Operated(Protocol):
+    """A controller whose instances an operator can drain and scale."""
+
+    async def async_drain(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
+        """Send these instances no more requests, and wait until they have none."""
+
+    async def async_undrain(self, worker_ids: Collection[str]) -> None:
+        """Send these instances requests again."""
+
+    async def async_scale(self, replicas: int, *, migrate: bool = False) -> None:
+        """Resize to ``replicas`` instances."""
+
+
+class HangPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """Reaction to calls and phases that take much longer than earlier ones of their kind."""
+
+    on_hang: Literal["report", "raise"] = "report"
+    """report: write a diagnosis and all stacks to the run's log directory, once, and log it.
+    raise: the overdue calls then also fail with CallTimeoutError.
+    """
+    notify: str | Callable[[str], None] | None = None
+    """Also receives the text: a URL (a POST of JSON with run_id, text and findings), a program (on
+    its standard input), or a function.
+    """
+    floor_s: float = 60.0
+    """An operation is not overdue before this; the first one of its kind not before 15 times this.
+    """
+    factor: float = 10.0
+    """An operation is overdue from this multiple of the median of earlier ones."""
+
+
+class RunReporter:
+    """Reports of a script about its run; this default ignores them."""
+
+    def watch(self, policy: HangPolicy) -> None:
+        """Set the reaction to hangs. By default, they are reported.
+
+        Args:
+            policy: The reaction.
+        """
+
+    def phase(self, kind: str, detail: str = "") -> contextlib.AbstractContextManager[None]:
+        """Name a phase of the script, such as an evaluation. Phases may be nested.
+
+        Args:
+            kind: Name of the phase. Its duration is compared with that of earlier ones.
+            detail: Further text to display.
+
+        Returns:
+            A context; the phase lasts while it is open.
+        """
+        return contextlib.nullcontext()
+
+    def figure(self, name: str, value: object) -> None:
+        """Show a figure of the script, such as its step.
+
+        Args:
+            name: Name of the figure; a later value replaces an earlier one.
+            value: The value, which is converted to a string.
+        """
+
+    def record(self, kind: int, name: str, number: int = 0, value: float = 0.0) -> None:
+        """Record an event in the run's flight recorder; for controllers.
+
+        Args:
+            kind: A Kind of the recorder.
+            name: Name of the event; there are at most 2,048 names.
+            number: Its number, such as that of a request.
+            value: Its value.
+        """
+
+    def describe_by(
+        self,
+        role: str,
+        describe: Callable[[], RolloutSnapshot | None],
+        operated: Callable[[], Operated | None] = lambda: None,
+    ) -> None:
+        """Add a controller's description of a role to the run's snapshots.
+
+        It replaces an earlier one of the role. A description of None is omitted.
+
+        Args:
+            role: The role.
+            describe: Returns the description; runs on Helmsman's event loop.
+            operated: Returns the controller, for an operator's actions; None if it was dropped.
+        """
+
+    def snapshot(
+        self, role: str | None = None, *, reports: bool = False, timeout: float = 5.0
+    ) -> RunSnapshot | None:
+        """Return the state of the run: its calls, workers, requests and phases.
+
+        Args:
+            role: Only this role; 'script' for the script; all when None.
+            reports: Whether each process reports its stacks, memory and node.
+            timeout: Limit in seconds for the workers' answers.
+
+        Returns:
+            The state; None where nothing is recorded.
+
+        Raises:
+            RoleNotFoundError: There is no such role.
+        """
+        return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import contextlib
 import functools
 import math
 import re
@@ -25,7 +24,7 @@ from helmsman.api.fan_out import Fanout
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.forms import awaitable
 from helmsman.api.plan import Node, Plan, Reservation
-from helmsman.api.run_state import RolloutSnapshot, RunSnapshot
+from helmsman.api.run_state import RunReporter
 from helmsman.api.suggestions import Suggesting
 from helmsman.api.supervision import Monitor
 from helmsman.api.workers import CONTROLLER as CONTROLLER
@@ -748,42 +747,10 @@ class Scheduler(Closing):
             next_step: The text; '' restores the scheduler's own.
         """
 
-    def describe_by(self, role: str, describe: Callable[[], RolloutSnapshot | None]) -> None:
-        """Add a controller's description of a role to the run's snapshots; for controllers.
-
-        Args:
-            role: The role.
-            describe: Returns the description, or None for none; runs on Helmsman's event loop.
-        """
-
-    def phase(self, kind: str, detail: str = "") -> contextlib.AbstractContextManager[None]:
-        """Name a phase of the script, for ``helmsman status`` and ``why``.
-
-        The phase lasts as long as the returned context is open. Phases may be nested.
-
-        Args:
-            kind: Name of the phase, such as 'evaluation'. The duration of a phase is compared with
-                that of earlier ones of its kind.
-            detail: Further text to display.
-        """
-        return contextlib.nullcontext()
-
-    def report(self, name: str, value: object) -> None:
-        """Show a figure of the script, such as its step, in ``helmsman status``.
-
-        Args:
-            name: Name of the figure; a later value replaces an earlier one.
-            value: The value, which is converted to a string.
-        """
-
-    def snapshot(self, *, reports: bool = False, timeout: float = 5.0) -> RunSnapshot:
-        """Return the state of the run: calls, workers, requests and phases.
-
-        Args:
-            reports: Whether each process reports its stacks, memory and node.
-            timeout: Limit in seconds for the workers' answers.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no snapshots")
+    @property
+    def reporter(self) -> RunReporter:
+        """Receives the phases and figures of the script, for ``helmsman status`` and ``why``."""
+        return RunReporter()
 
     @property
     @abc.abstractmethod

@@ -50,13 +50,13 @@ def main(
     options = _parser(recipes).parse_args(arguments)
     try:
         code: int = options.run(options)
+    except BrokenPipeError:  # the reader of the output has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return OK
     except HelmsmanError as error:
         print(f"helmsman: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:  # the usual end of --watch and --follow
-        return OK
-    except BrokenPipeError:  # the reader of the output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return OK
     return code
 

@@ -38,7 +38,7 @@ class Clock:
         """Add the block's duration to a phase."""
         started = time.monotonic()
         try:
-            with self._scheduler.phase(name):
+            with self._scheduler.reporter.phase(name):
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
@@ -102,7 +102,7 @@ class Loop(abc.ABC):
         """Run one step and log its metrics."""
         scheduler = self.trainer.scheduler
         self.clock = Clock(scheduler)
-        scheduler.report("step", f"{step} of {self._run_settings.steps}")
+        scheduler.reporter.figure("step", f"{step} of {self._run_settings.steps}")
         metrics: dict[str, float] = {}
         with self.clock.phase("step"):
             if step:
@@ -111,7 +111,7 @@ class Loop(abc.ABC):
                 metrics |= self.evaluate(step)
             self.end_step()
         for name in _REPORTED & metrics.keys():
-            scheduler.report(name, f"{metrics[name]:.4g}")
+            scheduler.reporter.figure(name, f"{metrics[name]:.4g}")
         version = float(self.trainer.get_version())
         self.trackers.log(step, {**metrics, **self.clock.metrics(), "weight_version": version})
 

@@ -19,7 +19,13 @@ _STRUCTURAL_S = 5.0
 """Ranks that wait for each other are a finding after this time."""
 _EXTERNAL_S = 15.0
 """The first call of a method is long after this if it waits for something outside its process."""
-_STATES = {"T": "stopped", "Z": "zombies", "S": "asleep", "R": "running", "D": "waiting for a disk"}
+_STATES = {
+    "T": "stopped",
+    "Z": "a zombie",
+    "S": "asleep",
+    "R": "running",
+    "D": "waiting for a disk",
+}
 
 
 def collectives(evidence: Evidence) -> Iterator[Finding]:

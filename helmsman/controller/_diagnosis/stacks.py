@@ -36,7 +36,6 @@ _COLLECTIVE_CALL = re.compile(
 )
 _WAITS: tuple[tuple[WaitKind, re.Pattern[str], re.Pattern[str]], ...] = (
     # kind, pattern of 'file:function' of an inner frame, pattern of the innermost source line
-    ("loader", re.compile(r"torch/utils/data/dataloader\.py:"), re.compile(r"(?!)")),
     (
         "name lookup",
         re.compile(r"socket\.py:getaddrinfo"),
@@ -118,12 +117,24 @@ def wait_of(stack: StackTrace) -> Wait | None:
         called = _COLLECTIVE_CALL.search(frame.text)
         if called and (frame is stack.frames[-1] or _inside_torch(stack, frame)):
             return Wait("collective", called[1], site)
+    if _in_loader(stack):
+        return Wait("loader", "", site)
     inner = stack.frames[-4:]
     text = stack.frames[-1].text
     for kind, path, line in _WAITS:
         if any(path.search(f"{each.file}:{each.function}") for each in inner) or line.search(text):
             return Wait(kind, "", site)
     return None
+
+
+def _in_loader(stack: StackTrace) -> bool:
+    """Whether a DataLoader waits for its processes, rather than for the user's code in it."""
+    places = [
+        number
+        for number, each in enumerate(stack.frames)
+        if each.file.endswith("torch/utils/data/dataloader.py")
+    ]
+    return bool(places) and all(_LIBRARY.search(e.file) for e in stack.frames[places[-1] :])
 
 
 def _inside_torch(stack: StackTrace, frame: Frame) -> bool:

@@ -15,6 +15,7 @@ from helmsman.controller._generation.request import Instance, RequestState, Tick
 from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._generation.routing import LeastOutstandingTokens, RoutingPolicy
 from helmsman.controller._node.activity import Durations
+from helmsman.rpc_server._process.recorder import Kind
 
 
 class Backend(Protocol):
@@ -76,6 +77,8 @@ class RequestFlow:
         self.num_in_flight = 0
         self.durations = Durations()
         """Durations of requests that are DONE, from submission to end."""
+        self.record: Callable[..., None] = lambda *_: None
+        """Records an event: kind, name, number and value."""
         self.num_tokens_done = 0
         """Number of tokens of these requests."""
         self.slots: asyncio.Semaphore | None = None
@@ -97,6 +100,7 @@ class RequestFlow:
         """Queue a request, with the tokens to continue from; the caller then calls pump."""
         loop = asyncio.get_running_loop()
         self.open[ticket.request_id] = ticket
+        self.record(Kind.QUEUED, "request", ticket.number)
         if kept is not None:
             ticket.keep(kept)
         self.waiting.add(ticket)
@@ -211,6 +215,7 @@ class RequestFlow:
                 continue
             ticket.transition(RequestState.RUNNING)
             ticket.sent_to = instance.instance_id
+            self.record(Kind.ASSIGNED, instance.instance_id, ticket.number)
             ticket.num_attempts += 1
             attempts[ticket] = ticket.num_attempts
         if len(attempts) < len(admitted):
@@ -322,10 +327,12 @@ class RequestFlow:
     ) -> None:
         ticket.transition(state)
         self._forget(ticket)
-        if state is RequestState.DONE and isinstance(outcome, GenerationResult):
+        num_tokens = len(outcome.token_ids) if isinstance(outcome, GenerationResult) else 0
+        self.record(Kind.ENDED, state.value, ticket.number, num_tokens)
+        if state is RequestState.DONE:
             now = time.monotonic()
             self.durations.ended("request", now - ticket.since, now)
-            self.num_tokens_done += len(outcome.token_ids)
+            self.num_tokens_done += num_tokens
         if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
             return
         if isinstance(outcome, BaseException):
@@ -346,6 +353,7 @@ class RequestFlow:
     def _end_cancelled(self, ticket: Ticket) -> None:
         ticket.transition(RequestState.ABORTED)
         self._forget(ticket)
+        self.record(Kind.ENDED, "aborted", ticket.number)
 
     def _forget(self, ticket: Ticket) -> None:
         self.waiting.discard(ticket)

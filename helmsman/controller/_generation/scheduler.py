@@ -43,6 +43,7 @@ class GenerateScheduler:
             ignores it. None for no limit.
         why_hopeless: Called while requests are queued and no instance is serving. Returns the error
             with which they fail when no instance will ever serve, else None.
+        record: Records an event of a request: kind, name, number and value.
 
     Raises:
         ValueError: If ``max_in_flight`` or ``max_queue`` is below 1.
@@ -57,11 +58,13 @@ class GenerateScheduler:
         max_in_flight: int | None = None,
         max_queue: int | None = None,
         why_hopeless: Callable[[], Exception | None] = lambda: None,
+        record: Callable[..., None] = lambda *_: None,
     ) -> None:
         self._flow = RequestFlow(backend, policy, retries, max_in_flight, why_hopeless)
         if max_queue is not None and max_queue < 1:
             raise ValueError(f"max_queue is {max_queue}; expected 1 or more")
         self._flow.slots = asyncio.Semaphore(max_queue) if max_queue is not None else None
+        self._flow.record = record
         self.instances = self._flow.instances
 
     # --- submission -------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from helmsman.api.run_state import PhaseSnapshot
+from helmsman.rpc_server._process.recorder import Kind, Recorder
 
 _REMEMBERED = 32
 
@@ -69,9 +70,14 @@ class _Phase(NamedTuple):
 
 
 class Activity:
-    """What a run does now, and the usual duration of it."""
+    """What a run does now, and the usual duration of it.
 
-    def __init__(self) -> None:
+    Args:
+        recorder: Records the phases.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._pauses = _Pauses()
         self._calls: dict[str, Durations] = {}
         self._phases: dict[int, _Phase] = {}
@@ -99,10 +105,13 @@ class Activity:
         """
         key, since = next(self._ids), time.monotonic()
         self._phases[key] = _Phase(kind, detail, since, waits_for)
+        name = self._recorder.name(f"{kind} {detail}".strip())
+        self._recorder.note(Kind.PHASE, name, key)
         try:
             yield
         finally:
             del self._phases[key]
+            self._recorder.note(Kind.PHASE_END, name, key)
             now = time.monotonic()
             self._durations.ended(kind, now - since, now)
 

@@ -34,7 +34,7 @@ _LENGTH = struct.Struct("!Q")
 class Query(msgspec.Struct, frozen=True, kw_only=True):
     """A question to a run, or an action."""
 
-    kind: Literal["snapshot", "stacks", "drain", "resume", "scale", "kill", "stop"]
+    kind: Literal["snapshot", "stacks", "drain", "resume", "scale", "kill"]
     role: str | None = None
     """Only this role; None for all."""
     reports: bool = False

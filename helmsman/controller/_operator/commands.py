@@ -1,19 +1,26 @@
-"""The commands `helmsman status`, `logs`, `stacks` and `why`."""
+"""The commands that look into a run and act on it: `helmsman status`, `why`, `drain`, ..."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import select
+import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from helmsman.api.run_state import RunSnapshot
 from helmsman.controller._diagnosis.diagnosis import diagnose_run
+from helmsman.controller._diagnosis.texts import is_healthy, stacks_text, status_text, why_text
+from helmsman.controller._node.control_socket import Query
 from helmsman.controller._operator.logs import coloured, merged
-from helmsman.controller._operator.runs import find_run, take_snapshot, take_stacks, take_two
-from helmsman.controller._operator.screens import is_healthy, stacks_text, status_text, why_text
+from helmsman.controller._operator.postmortem import postmortem
+from helmsman.controller._operator.runs import act, find_run, take_snapshot, take_stacks, take_two
+from helmsman.controller._operator.trace import write_trace
 
 OK, NO = 0, 1
 _WATCH_S = 2.0
@@ -63,6 +70,48 @@ def add_commands(commands: Any) -> None:
     why.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
     why.set_defaults(run=_why)
 
+    trace = commands.add_parser(
+        "trace", help="write the recent calls, phases and requests of a run for ui.perfetto.dev"
+    )
+    trace.add_argument("run_id", nargs="?", metavar="RUN", help=f"{run_help}, or its log directory")
+    trace.add_argument(
+        "-o", "--out", default="out.perfetto-trace", metavar="FILE", help="default: %(default)s"
+    )
+    trace.set_defaults(run=_trace)
+
+    post = commands.add_parser(
+        "postmortem", help="show the last minute of a run that has ended, the first cause first"
+    )
+    post.add_argument("run_id", nargs="?", metavar="RUN", help=f"{run_help}, or its log directory")
+    post.set_defaults(run=_postmortem)
+
+    _add_actions(commands)
+
+
+def _add_actions(commands: Any) -> None:
+    confirmed = argparse.ArgumentParser(add_help=False)
+    confirmed.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    confirmed.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="limit in seconds (default 300)"
+    )
+    texts = {
+        "drain": "send an instance no more requests; those that run continue elsewhere",
+        "resume": "send a drained instance requests again",
+        "kill": "kill a worker; supervision starts it again",
+        "scale": "change the number of workers of a role",
+        "stop": "interrupt a run's script as Ctrl-C does; kill it if it does not end",
+    }
+    for name, text in texts.items():
+        action = commands.add_parser(name, parents=[confirmed], help=text)
+        if name == "stop":
+            action.add_argument("run_id", metavar="RUN", help="id of the run")
+        else:
+            action.add_argument("target", metavar="ROLE" if name == "scale" else "WORKER")
+            action.add_argument("--run", dest="run_id", metavar="RUN", help="id of the run")
+        if name == "scale":
+            action.add_argument("number", type=int, metavar="N")
+        action.set_defaults(run=_stop if name == "stop" else _act, action=name)
+
 
 def _status(options: argparse.Namespace) -> int:
     run, earlier = find_run(options.run_id, alive=True), None
@@ -104,6 +153,58 @@ def _why(options: argparse.Namespace) -> int:
     diagnosis = diagnose_run(*take_two(run, options.role))
     print(_json(diagnosis) if options.json else why_text(diagnosis))
     return OK if diagnosis.is_healthy else NO
+
+
+def _trace(options: argparse.Namespace) -> int:
+    run = find_run(options.run_id)
+    num_events = write_trace(run.log_dir, Path(options.out))
+    print(f"{options.out}: {num_events} events of run {run.run_id}; open it at ui.perfetto.dev")
+    return OK
+
+
+def _postmortem(options: argparse.Namespace) -> int:
+    run = find_run(options.run_id)
+    if run.is_alive:
+        print(f"run {run.run_id} is alive; helmsman why {run.run_id} explains what it waits for")
+    text, is_closed = postmortem(run.log_dir)
+    print(text)
+    return OK if is_closed else NO
+
+
+def _confirm(options: argparse.Namespace, text: str) -> bool:
+    if options.yes:
+        return True
+    print(f"{text}? [y/N] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _act(options: argparse.Namespace) -> int:
+    run = find_run(options.run_id, alive=True)
+    number = getattr(options, "number", 0)
+    text = f"{options.action} {options.target}" + (f" to {number}" if number else "")
+    if not _confirm(options, f"{text} of run {run.run_id}"):
+        return NO
+    query = Query(
+        kind=options.action, target=options.target, number=number, limit_s=options.timeout
+    )
+    print(act(run, query))
+    return OK
+
+
+def _stop(options: argparse.Namespace) -> int:
+    run = find_run(options.run_id, alive=True)
+    assert run.record is not None
+    if not _confirm(options, f"stop run {run.run_id} ({run.record.command})"):
+        return NO
+    process = os.pidfd_open(run.record.pid)
+    signals = (signal.SIGINT, options.timeout), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)
+    for number, limit_s in signals:
+        signal.pidfd_send_signal(process, number)
+        if select.select([process], [], [], limit_s)[0]:
+            print(f"run {run.run_id} has ended after {number.name}")
+            return OK
+    print(f"run {run.run_id}: its process {run.record.pid} does not end", file=sys.stderr)
+    return NO
 
 
 def _json(value: RunSnapshot | Any) -> str:

@@ -15,7 +15,7 @@ from helmsman.api.errors import HelmsmanError
 from helmsman.api.run_state import RunSnapshot
 from helmsman.controller._node.control_socket import Query, Refusal, ask
 from helmsman.controller._node.run_registry import RunRecord, log_dirs, read_runs
-from helmsman.controller._operator.outside import complete, is_stuck, observe_run
+from helmsman.controller._schedulers.outside import complete, is_stuck, observe_run
 
 T = TypeVar("T")
 
@@ -25,6 +25,10 @@ _ANSWER_S = 3.0
 
 class RunNotFoundError(HelmsmanError):
     """No run, or more than one, fits the command line."""
+
+
+class RunSilentError(HelmsmanError):
+    """A run does not answer on its control socket."""
 
 
 class FoundRun(NamedTuple):
@@ -108,10 +112,10 @@ def take_snapshot(run: FoundRun, *, reports: bool, role: str | None = None) -> R
         return observe_run(record, reports=reports)
     query = Query(kind="snapshot", role=role, reports=reports, limit_s=_ANSWER_S)
     try:
-        answer = ask(run.run_id, query)
-    except (OSError, EOFError, ValueError):
+        snapshot = _ask(run, query, RunSnapshot)
+    except RunSilentError:
         return observe_run(record, reports=reports)
-    return complete(_decoded(answer, RunSnapshot), reports=reports)
+    return complete(snapshot, reports=reports)
 
 
 def take_two(run: FoundRun, role: str | None = None, apart_s: float = 1.0) -> list[RunSnapshot]:
@@ -125,14 +129,28 @@ def take_stacks(run: FoundRun, role: str | None) -> dict[str, str]:
     """Return the stacks of all threads by worker id.
 
     Raises:
-        HelmsmanError: The run refused the query, such as for an unknown role.
-        OSError: The run does not answer.
+        HelmsmanError: The run refused the query, such as for an unknown role, or is silent.
     """
-    query = Query(kind="stacks", role=role, limit_s=_ANSWER_S)
-    return _decoded(ask(run.run_id, query), dict[str, str])
+    return _ask(run, Query(kind="stacks", role=role, limit_s=_ANSWER_S), dict[str, str])
 
 
-def _decoded(answer: bytes, kind: type[T]) -> T:
+def act(run: FoundRun, query: Query) -> str:
+    """Send an action to a run; returns the description of its effect.
+
+    Raises:
+        HelmsmanError: The run refused the action, it failed, or the run is silent.
+    """
+    return _ask(run, query, str)
+
+
+def _ask(run: FoundRun, query: Query, kind: type[T]) -> T:
+    try:
+        answer = ask(run.run_id, query)
+    except (OSError, EOFError, ValueError) as error:
+        raise RunSilentError(
+            f"run {run.run_id} does not answer: {error}. helmsman why {run.run_id} observes its "
+            "processes."
+        ) from error
     with contextlib.suppress(msgspec.MsgspecError):
         raise HelmsmanError(msgspec.msgpack.decode(answer, type=Refusal).refused)
     return msgspec.msgpack.decode(answer, type=kind)

@@ -106,7 +106,9 @@ class Instances(RoleController):
         self.is_supervised = supervision is not None
         supervision = supervision or SupervisionPolicy()
         self._goes_on_elsewhere = retries is not None and not isinstance(retries, RetryUnbegun)
-        self._requests = make_queue(self, why_hopeless=why_hopeless)
+        self._requests = make_queue(
+            self, why_hopeless=why_hopeless, record=scheduler.reporter.record
+        )
         self.supervisor = Supervisor(
             self._requests, supervision, scheduler.monitor, rebuild, engine_name
         )

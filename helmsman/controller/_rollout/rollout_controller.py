@@ -112,7 +112,7 @@ class RolloutController(Starting):
         self._pool = InstancePool(self._instances, self.weight_sink)
         self._naps = PartialSleep(self._instances, self._requests, self.weight_sink)
         me = weakref.ref(self)
-        scheduler.describe_by(self.role, lambda: _describe(me()))
+        scheduler.reporter.describe_by(self.role, lambda: _describe(me()), me)
 
     @property
     def role(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +23,10 @@ from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import tail_of
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._host.handles import HandleStore
+from helmsman.rpc_server._process.recorder import Recorder
 from helmsman.rpc_server._wire.messages import WorkerIdentity
+
+log = logging.getLogger(__name__)
 
 
 class Run:
@@ -31,11 +35,28 @@ class Run:
     def __init__(self, seed: int, log_dir: str | Path | None, timeouts: Timeouts | None) -> None:
         self.id = new_run_id()
         self.command = masked_command(sys.argv)[:500]
-        self.activity = Activity()
+        self.recorder = Recorder("script")
+        self.activity = Activity(self.recorder)
         self.seed = seed
         self.timeouts = timeouts or Timeouts()
         self.log_dir = Path(log_dir).absolute() if log_dir is not None else default_log_dir(self.id)
-        self.log = DriverLog(self.log_dir, self.id)
+        self._log = DriverLog(self.log_dir, self.id)
+        self._is_begun = False
+
+    def begin(self, scheduler: str) -> None:
+        """Write the run's log and events to its log directory from now on. Idempotent."""
+        self._log.begin(scheduler)
+        if not self._is_begun:
+            self._is_begun = True
+            try:
+                self.recorder.persist(str(self.log_dir / "script"), self.id)
+            except OSError as error:
+                log.warning("run %s has no flight recorder: %s", self.id, error)
+
+    def end(self) -> None:
+        """Close the log and the recorder. Idempotent."""
+        self._log.end()
+        self.recorder.close()
 
     def identity(self, job: Job, rank: int, node: str) -> WorkerIdentity:
         """Identity of a worker of this run, with the path of its log."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import threading
 import weakref
@@ -18,7 +17,7 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.fan_out import Fanout
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.plan import Node, Plan, Reservation
-from helmsman.api.run_state import RolloutSnapshot, RunSnapshot
+from helmsman.api.run_state import RunReporter
 from helmsman.api.scheduler import (
     Call,
     EngineSpec,
@@ -44,6 +43,7 @@ from helmsman.controller._schedulers.calls import CallService, ValueStore
 from helmsman.controller._schedulers.role_lifecycle import RoleLifecycle
 from helmsman.controller._schedulers.roles import Role, RoleRegistry, rank_of, stop_roles
 from helmsman.controller._schedulers.run_view import SCRIPT, RunView
+from helmsman.controller._schedulers.watchdog import Watchdog
 from helmsman.controller._schedulers.worker_requests import inject, probe
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
@@ -90,6 +90,7 @@ class BackendScheduler(Scheduler):
             self._roles,
             type(self).__name__,
             shares_process=backend.shares_process,
+            scale=self._lifecycle.scale,
         )
         self._end = _End(self)
         remove_old_logs()
@@ -106,6 +107,10 @@ class BackendScheduler(Scheduler):
     @property
     def log_dir(self) -> Path:
         return self._run.log_dir
+
+    @property
+    def reporter(self) -> RunReporter:
+        return self._view
 
     @property
     def timeouts(self) -> Timeouts:
@@ -200,21 +205,6 @@ class BackendScheduler(Scheduler):
     @checked
     def advise(self, role: str, next_step: str) -> None:
         self._lifecycle.advice[role] = next_step
-
-    # --- the run's state --------------------------------------------------------------------------
-
-    def describe_by(self, role: str, describe: Callable[[], RolloutSnapshot | None]) -> None:
-        self._view.describe_by(role, describe)
-
-    def phase(self, kind: str, detail: str = "") -> contextlib.AbstractContextManager[None]:
-        return self._run.activity.phase(kind, detail)
-
-    def report(self, name: str, value: object) -> None:
-        self._run.activity.facts[name] = str(value)
-
-    def snapshot(self, *, reports: bool = False, timeout: float = 5.0) -> RunSnapshot:
-        forbid_blocking()
-        return self._view.snapshot(None, reports=reports, limit_s=timeout)
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -421,7 +411,8 @@ class _End:
         self._platform_guard = self._backend.guard_platform()
         self._record = _open_record(self._run, type(scheduler).__name__)
         self._socket = _open_socket(self._run, scheduler._view)
-        self._pulse = _show_life(self._run.id)
+        self._pulse = _show_life(self._run)
+        self._watchdog = Watchdog(self._run, self._roles, scheduler._view)
         self._scheduler = weakref.ref(scheduler)
         atexit.register(self.close)
         weakref.finalize(scheduler, self._dropped).atexit = False
@@ -444,12 +435,13 @@ class _End:
             self._values.forget_all()
             await self._backend.close()
             self._platform_guard.close()
+            self._watchdog.stop()
             self._pulse.stop()
             if self._socket is not None:
                 self._socket.close()
             if self._record is not None:
                 self._record.release()
-            self._run.log.end()
+            self._run.end()
 
     def _dropped(self) -> None:
         """Close on another thread: garbage is collected on any, whose locks may be held."""
@@ -487,14 +479,19 @@ def _ask_all(
     return run_sync(ask_all())
 
 
-def _show_life(run_id: str) -> Pulse:
+def _show_life(run: Run) -> Pulse:
     """Let ``helmsman why`` observe this process while its interpreter cannot answer."""
-    pulse = Pulse(f"{run_id}/{SCRIPT}")
+    pulse, recorder = Pulse(f"{run.id}/{SCRIPT}"), run.recorder
+
+    def describe() -> bytes:
+        recorder.beat()
+        return b""
+
     try:
-        pulse.start(lambda: b"")
+        pulse.start(describe)
         offer_stacks()
     except (OSError, RuntimeError) as error:
-        log.warning("run %s cannot be observed from outside: %s", run_id, error)
+        log.warning("run %s cannot be observed from outside: %s", run.id, error)
     return pulse
 
 

@@ -104,7 +104,7 @@ class RoleLifecycle:
         operation: str,
         start: Callable[[], Coroutine[Any, Any, list[Role]]],
     ) -> list[Role]:
-        self._run.log.begin(type(self._backend).__name__)
+        self._run.begin(type(self._backend).__name__)
         begun, names = time.monotonic(), listed([job.role for job in jobs])
         with self._roles.claim(jobs, operation), self._run.activity.phase(operation, names):
             try:
@@ -176,6 +176,7 @@ class RoleLifecycle:
         job = start.job
         client.advice = self.advice
         client.durations = self._run.activity.calls_of(job.role)
+        client.recorder = self._run.recorder
         spec = job.spec(rank)
         limit_s = max(start.deadline.remaining_s, 0.001)
         try:

@@ -14,19 +14,24 @@ from typing import Any
 
 from helmsman.api import errors
 from helmsman.api.run_state import (
+    HangPolicy,
     OpenCall,
+    Operated,
     ProcessReport,
     RolloutSnapshot,
+    RunReporter,
     RunSnapshot,
     WorkerSnapshot,
 )
 from helmsman.api.scheduler import WorkerHealth
-from helmsman.controller._aio.event_loop import submit
+from helmsman.controller._aio.event_loop import forbid_blocking, submit
 from helmsman.controller._node.control_socket import Query
+from helmsman.controller._node.driver_log import story
 from helmsman.controller._schedulers.backend import Run
 from helmsman.controller._schedulers.roles import Role, RoleRegistry
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
+from helmsman.controller._validation.argument_types import checked
 from helmsman.rpc_server._host.examination import examine_script
 from helmsman.rpc_server._host.threads import all_stacks
 from helmsman.rpc_server._wire.messages import Verb
@@ -40,7 +45,7 @@ _LOOP_S = 2.0
 """Longer than this, the background loop is considered blocked."""
 
 
-class RunView:
+class RunView(RunReporter):
     """Snapshots of one run, for its control socket and watchdog.
 
     Args:
@@ -48,22 +53,49 @@ class RunView:
         roles: Its roles.
         scheduler: Name of the scheduler's class.
         shares_process: Whether the workers are threads of this process.
+        scale: Resizes a role without a controller of its own.
     """
 
     def __init__(
-        self, run: Run, roles: RoleRegistry, scheduler: str, *, shares_process: bool
+        self,
+        run: Run,
+        roles: RoleRegistry,
+        scheduler: str,
+        *,
+        shares_process: bool,
+        scale: Callable[[str, int], object],
     ) -> None:
         self._run, self._roles, self._scheduler = run, roles, scheduler
-        self._shares_process = shares_process
+        self._shares_process, self._scale = shares_process, scale
         self._describers: dict[str, Callable[[], RolloutSnapshot | None]] = {}
+        self._operated: dict[str, Callable[[], Operated | None]] = {}
         self._started_at = time.time()
+        self.hang_policy = HangPolicy()
 
-    def describe_by(self, role: str, describe: Callable[[], RolloutSnapshot | None]) -> None:
-        """Add a controller's description of a role; it runs on the background loop.
+    @checked
+    def watch(self, policy: HangPolicy) -> None:
+        self.hang_policy = policy
 
-        It replaces an earlier one of the role. A description of None is omitted.
-        """
+    @checked
+    def phase(self, kind: str, detail: str = "") -> contextlib.AbstractContextManager[None]:
+        return self._run.activity.phase(kind, detail)
+
+    @checked
+    def figure(self, name: str, value: object) -> None:
+        self._run.activity.facts[name] = str(value)
+
+    def record(self, kind: int, name: str, number: int = 0, value: float = 0.0) -> None:
+        self._run.recorder.note(kind, self._run.recorder.name(name), number, value)
+
+    @checked
+    def describe_by(
+        self,
+        role: str,
+        describe: Callable[[], RolloutSnapshot | None],
+        operated: Callable[[], Operated | None] = lambda: None,
+    ) -> None:
         self._describers[role] = describe
+        self._operated[role] = operated
 
     def answer(self, query: Query) -> Any:
         """Answer a query, from any thread except the background loop's.
@@ -74,19 +106,48 @@ class RunView:
         if query.role not in (None, SCRIPT):
             self._roles.role(str(query.role))
         if query.kind == "snapshot":
-            return self.snapshot(query.role, reports=query.reports, limit_s=query.limit_s)
+            return self.snapshot(query.role, reports=query.reports, timeout=query.limit_s)
         if query.kind == "stacks":
             return self.stacks(query.role, query.limit_s)
-        raise errors.HelmsmanError(f"a run does not support the query {query.kind!r}")
+        return self._act(query)
 
-    def snapshot(self, role: str | None, *, reports: bool, limit_s: float) -> RunSnapshot:
-        """Return the state of the run; what does not answer within ``limit_s`` is left out."""
+    def _act(self, query: Query) -> str:
+        """Execute an operator's action, recorded in driver.log, and describe its effect."""
+        role = query.target if query.kind == "scale" else query.target.rpartition("/")[0]
+        self._roles.role(role)
+        controller = self._operated.get(role, lambda: None)()
+        number = f" to {query.number}" if query.kind == "scale" else ""
+        story.info("operator: %s %s%s", query.kind, query.target, number)
+        if query.kind == "kill":
+            client = self._roles.client(query.target)
+            submit(client.kill("was ended by helmsman kill")).result(query.limit_s)
+            return f"{query.target} was killed"
+        if query.kind == "scale" and controller is None:
+            self._scale(role, query.number)
+        elif controller is None:
+            raise errors.HelmsmanError(
+                f"{query.target} cannot be drained: role {role!r} has no RolloutController"
+            )
+        else:
+            done = {
+                "drain": lambda: controller.async_drain([query.target], migrate=True),
+                "resume": lambda: controller.async_undrain([query.target]),
+                "scale": lambda: controller.async_scale(query.number, migrate=True),
+            }[query.kind]()
+            submit(done).result(query.limit_s)
+        return f"{query.kind} {query.target}{number}: done"
+
+    @checked
+    def snapshot(
+        self, role: str | None = None, *, reports: bool = False, timeout: float = 5.0
+    ) -> RunSnapshot:
+        forbid_blocking()
         script = None
         if reports and role in (None, SCRIPT):
             script = examine_script("", str(self._run.log_dir))
-        asked = submit(self._workers(role, limit_s, reports=reports))
+        asked = submit(self._workers(role, timeout, reports=reports))
         try:
-            workers, rollouts = asked.result(limit_s + _LOOP_S)
+            workers, rollouts = asked.result(timeout + _LOOP_S)
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
             asked.cancel()
             rollouts = []

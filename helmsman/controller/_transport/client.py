@@ -37,6 +37,7 @@ from helmsman.controller._node.activity import Durations
 from helmsman.controller._node.driver_log import story
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
+from helmsman.rpc_server._process.recorder import Kind, Recorder
 from helmsman.rpc_server._wire.codec import Payload, decode, encode, is_plain
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
 from helmsman.rpc_server._wire.wire import Outgoing
@@ -53,6 +54,8 @@ _UNKNOWN_YET = Ending(
     f"has ended; its node did not report the cause within {_CAUSE_S:g} s. The log shows it when "
     "it arrives"
 )
+_NO_RECORDER = Recorder("")
+"""Recorder of clients without a run; no file has its events."""
 _LATE_ANSWER_S = 60.0
 """Limit for a worker to withdraw or locate a late call; the caller does not wait for it."""
 
@@ -87,6 +90,9 @@ class WorkerClient:
         """
         self.durations = Durations()
         """Durations of the calls of its role, by method."""
+        self.recorder = _NO_RECORDER
+        self._labels: dict[str, int] = {}
+        """Method -> name in the recorder."""
         self._timeouts = timeouts
         self.in_flight: dict[int, PendingCall] = {}
         """Unanswered engine work, by request id."""
@@ -177,11 +183,25 @@ class WorkerClient:
         self._killed_because = cause
         await self.transport.kill()
 
-    def settled(self, request_id: int) -> None:
+    def begins(self, request_id: int, call: PendingCall) -> None:
+        """Count a call that is about to be sent; ``settled`` follows."""
+        self.in_flight[request_id] = call
+        self.durations.begun(call.started)
+        self.recorder.note(Kind.SENT, self._label(call.method), request_id)
+
+    def _label(self, method: str) -> int:
+        label = self._labels.get(method)
+        if label is None:
+            label = self._labels[method] = self.recorder.name(f"{self.worker_id} {method}")
+        return label
+
+    def settled(self, request_id: int, *, ok: bool = False) -> None:
+        """Count the outcome of a request: a result if ``ok``, else an error."""
         call = self.in_flight.pop(request_id, None)
         if call is not None:
             now = time.monotonic()
             self.durations.ended(call.method, now - call.started, now)
+            self.recorder.note(Kind.REPLIED, self._label(call.method), request_id, ok)
         self.overdue.discard(request_id)
         self.unanswered.pop(request_id, None)
 
@@ -378,8 +398,7 @@ class PendingCall(abc.ABC):
     def begin(self) -> None:
         """Send the request, from any thread; a failure to encode or send it is its outcome."""
         if self._outgoing.is_call:
-            self._client.in_flight[self._outgoing.request.id] = self
-            self._client.durations.begun(self.started)
+            self._client.begins(self._outgoing.request.id, self)
         try:
             self._client.transport.post(self._outgoing, self)
         except (
@@ -415,7 +434,7 @@ class PendingCall(abc.ABC):
 
     def replied(self, reply: Reply, payload: Payload) -> None:
         client, request = self._client, self._outgoing.request
-        client.settled(request.id)
+        client.settled(request.id, ok=reply.ok)
         if not reply.ok:
             if not self._given_up:
                 self._fail(error_in(payload))

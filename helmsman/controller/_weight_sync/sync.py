@@ -123,7 +123,7 @@ class WeightSync:
             self._source.scheduler.timeouts.call_s if timeout is None else timeout
         )
         scheduler, roles = self._source.scheduler, f"{self._source.role} to {self._sink.role}"
-        with scheduler.phase("weight sync", roles):
+        with scheduler.reporter.phase("weight sync", roles):
             async with self._sink.hold(self._in_flight, deadline - time.monotonic()):
                 version = await self._source.version(deadline - time.monotonic())
                 num_bytes, failures = await self._transport.transfer(

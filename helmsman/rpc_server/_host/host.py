@@ -26,6 +26,7 @@ from helmsman.api.scheduler import EngineSpec, ResultHandle, WorkerHealth
 from helmsman.api.suggestions import nearest
 from helmsman.api.workers import InstanceNodes, WorkerContext, within
 from helmsman.rpc_server._host import connectivity
+from helmsman.rpc_server._host.call_log import CallLog
 from helmsman.rpc_server._host.call_states import CallStates
 from helmsman.rpc_server._host.engine_calls import (
     arguments_of,
@@ -46,6 +47,7 @@ from helmsman.rpc_server._host.threads import (
 from helmsman.rpc_server._process.command import CommandEngine
 from helmsman.rpc_server._process.environment import Environment, follow_thread_count
 from helmsman.rpc_server._process.pulse import Pulse
+from helmsman.rpc_server._process.recorder import Recorder
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import (
     Reply,
@@ -92,14 +94,20 @@ class EngineHost:
     ) -> None:
         self.identity = identity
         self._nodes = nodes
-        self.engine_thread = EngineThread(pulse.thread_call if pulse else None)
+        self._recorder = Recorder(identity.worker_id)
+        self.engine_thread = EngineThread(
+            CallLog(self._recorder, pulse.thread_call, is_serial=True) if pulse else None
+        )
         self.on_shutdown: Callable[[], None] = lambda: None
         self.ends_at: float | None = None
         """time.monotonic() at which this process ends; None unless it was sent SIGTERM."""
         self._store = store
         self._seeding = seeding
         self._seed: int | None = None
-        self._loop = EngineLoop(f"{identity.worker_id} async", pulse.loop_call if pulse else None)
+        self._loop = EngineLoop(
+            f"{identity.worker_id} async",
+            CallLog(self._recorder, pulse.loop_call, is_serial=False) if pulse else None,
+        )
         self._engines: dict[str, Any] = {}
         self._creating: set[str] = set()
         self._call_states = CallStates(self.engine_thread, self._loop)
@@ -109,12 +117,25 @@ class EngineHost:
         self._environment = Environment("node" if seeding else "driver")
         self._listener = connectivity.Listener()
         self._faults = Faults()
-        self._journal = Journal(identity, title_end)
+        self._journal = Journal(identity, title_end, self._recorder)
         self._num_calls = 0
         self._is_closed = False
         self._pid = os.getpid()
         if pulse is not None:
-            pulse.start(lambda: msgspec.msgpack.encode(self._journal.beat(self._activity())))
+            self._record()
+            pulse.start(self._describe)
+
+    def _record(self) -> None:
+        """Write the flight recorder's events beside the worker's log."""
+        try:
+            path = os.path.splitext(self.identity.log_path)[0]
+            self._recorder.persist(path, self.identity.run_id)
+        except OSError as error:
+            self._journal.say("has no flight recorder: %s", error)
+
+    def _describe(self) -> bytes:
+        self._recorder.beat()
+        return msgspec.msgpack.encode(self._journal.beat(self._activity()))
 
     # --- requests ---------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from helmsman.api.scheduler import WorkerHealth
 from helmsman.api.version import __version__
+from helmsman.rpc_server._process.recorder import Kind, Recorder
 from helmsman.rpc_server._process.title import set_title
 from helmsman.rpc_server._wire.messages import Request, WorkerConfig, WorkerIdentity
 
@@ -43,10 +44,12 @@ class Journal:
     Args:
         identity: The worker.
         title_end: Appended to the titles of the process.
+        recorder: Receives the lines and weight versions, too.
     """
 
-    def __init__(self, identity: WorkerIdentity, title_end: str) -> None:
+    def __init__(self, identity: WorkerIdentity, title_end: str, recorder: Recorder) -> None:
         self._identity = identity
+        self._recorder = recorder
         self._title_end = title_end
         self._libraries: dict[str, str] = {}
         """Library versions that were already logged."""
@@ -86,12 +89,14 @@ class Journal:
             return
         if method in _STATES:
             self.say("engine %s %s", name, _STATES[method])
+            self._recorder.note(Kind.STATE, self._recorder.name(f"{name} {_STATES[method]}"))
             return
         with contextlib.suppress(
             Exception
         ):  # of get_version, an engine's own code: the call itself has succeeded
             version = result if method == "update_weights" else engine.get_version()
             self.say("engine %s %s weight version %s", name, _VERSIONS[method], version)
+            self._recorder.note(Kind.WEIGHTS, self._recorder.name(str(name)), int(str(version)))
 
     def beat(self, activity: WorkerHealth) -> WorkerHealth:
         """Show the running calls in the title, and log a SIGTERM, whose handler must not write.

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from helmsman.rpc_server._process.pulse import CallRecord
+from helmsman.rpc_server._host.call_log import CallLog
 
 _OWN_PACKAGE = "helmsman.rpc_server."
 SWITCH_INTERVAL_S = 1e-6
@@ -87,10 +87,10 @@ class EngineThread:
     current.
 
     Args:
-        record: Shows the running call to observers outside this process.
+        record: Shows and records the calls.
     """
 
-    def __init__(self, record: CallRecord | None = None) -> None:
+    def __init__(self, record: CallLog | None = None) -> None:
         self._record = record
         self._queue: queue.SimpleQueue[tuple[object, str, Callable[[], None]] | None] = (
             queue.SimpleQueue()
@@ -112,13 +112,13 @@ class EngineThread:
                     continue
                 self.occupant = running = Running(request_id, name, time.monotonic())
             if self._record is not None:
-                self._record.begun(name, running.since)
+                self._record.begun(name, request_id, running.since)
             try:
                 work()
             finally:
                 self.occupant = None
                 if self._record is not None:
-                    self._record.ended()
+                    self._record.ended(name, request_id)
                 del item, work  # else this call's arguments live until the next call
 
     def submit(
@@ -183,10 +183,10 @@ class EngineLoop:
 
     Args:
         name: Name of the thread.
-        record: Shows the call that began last to observers outside this process.
+        record: Shows and records the calls.
     """
 
-    def __init__(self, name: str, record: CallRecord | None = None) -> None:
+    def __init__(self, name: str, record: CallLog | None = None) -> None:
         self._record = record
         self.failure: str | None = None
         """Why the last attempt to start the thread failed. The next call tries again."""
@@ -226,11 +226,13 @@ class EngineLoop:
                     request_id, name, time.monotonic(), asyncio.current_task()
                 )
             if self._record is not None:
-                self._record.begun(name, running.since)
+                self._record.begun(name, request_id, running.since)
             try:
                 await coroutine()
             finally:
                 del self.running[key]
+                if self._record is not None:
+                    self._record.ended(name, request_id)
 
         loop = self._ensure()
         with self.waiting.lock:

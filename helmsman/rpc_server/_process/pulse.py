@@ -79,6 +79,7 @@ class Pulse:
         self._page = mmap.mmap(self.fd, PAGE_BYTES)
         self._slot = 0
         self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
         self.thread_call = CallRecord(self._page, _THREAD_AT)
         """The call on the engine thread."""
         self.loop_call = CallRecord(self._page, _LOOP_AT)
@@ -94,13 +95,18 @@ class Pulse:
             RuntimeError: The thread cannot be started.
         """
         self._beat(describe)
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._keep_beating, args=(describe,), name="helmsman-pulse", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     def stop(self) -> None:
         """Stop beating, and close the page. Idempotent."""
         self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(1.0)
+            if not self._thread.is_alive():
+                self._page.close()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

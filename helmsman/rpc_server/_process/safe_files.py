@@ -160,10 +160,21 @@ def log_directory(path: str | Path, run_id: str) -> Iterator[int]:
         yield folder
 
 
-def open_log(path: str | Path, run_id: str) -> int:
+def open_log(path: str | Path, run_id: str, *, mapped: bool = False) -> int:
+    """Open or create a file of a run's log directory; returns a descriptor.
+
+    Args:
+        path: The file.
+        run_id: The run.
+        mapped: For a memory mapping instead of appending.
+
+    Raises:
+        UntrustedPathError: The file or a directory could have been planted by another user.
+        OSError: It cannot be opened.
+    """
     whole = os.path.abspath(path)
     directory, name = os.path.split(whole)
-    flags = os.O_WRONLY | os.O_APPEND | _FILE
+    flags = (os.O_RDWR if mapped else os.O_WRONLY | os.O_APPEND) | _FILE
     with log_directory(directory, run_id) as folder:
         try:
             with _naming(whole):

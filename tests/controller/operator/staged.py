@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.utils.data import Dataset
+
 from helmsman import (
     Job,
     LocalScheduler,
     RayScheduler,
     RolloutController,
     SamplingParams,
-    Scheduler,
     SchedulingSpec,
     TrainController,
     WeightSync,
@@ -107,7 +108,7 @@ class Ranks:
             pipe.read(1)
 
 
-class _Stuck:
+class _Stuck(Dataset[int]):
     def __len__(self) -> int:
         return 1
 
@@ -214,7 +215,7 @@ def join(scheduler: LocalScheduler, ids: list[str]) -> None:
         call_all(scheduler, ids, "step")
 
 
-def ready(scheduler: Scheduler) -> None:
+def ready(scheduler: LocalScheduler | RayScheduler) -> None:
     print(f"run {scheduler.run_id}", flush=True)
 
 
@@ -293,7 +294,8 @@ def placement() -> None:
     import ray
 
     ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
-    holder = ray.remote(num_gpus=2)(Ranks).remote()
+    remote: Any = ray.remote(num_gpus=2)(Ranks)
+    holder = remote.remote()
     ray.get(holder.quick.remote())
     with RayScheduler() as scheduler:
         hangs(scheduler.create_workers, Job(role="rollout", tasks=[SchedulingSpec(cpu=0.5, gpu=1)]))

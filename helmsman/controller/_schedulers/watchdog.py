@@ -1,0 +1,141 @@
+"""Watchdog: reports calls and phases of a run that take much longer than earlier ones."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from helmsman.controller._aio.event_loop import run_on_loop
+from helmsman.controller._diagnosis.diagnosis import Diagnosis, diagnose_run
+from helmsman.controller._diagnosis.evidence import seconds
+from helmsman.controller._diagnosis.texts import stacks_text, why_text
+from helmsman.controller._schedulers.backend import Run
+from helmsman.controller._schedulers.outside import complete
+from helmsman.controller._schedulers.roles import RoleRegistry
+from helmsman.controller._schedulers.run_view import RunView
+from helmsman.controller._transport.client import PendingCall
+from helmsman.rpc_server._process.safe_files import open_log
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+_FIRST = 15.0
+"""The first call of a method is overdue after this multiple of the floor."""
+_MOST_REPORTS = 20
+_NOTIFY_S = 10.0
+
+
+class _Overdue(NamedTuple):
+    key: object
+    """Identifies the operation, which is reported once."""
+    text: str
+    call: PendingCall | None
+    age_s: float
+
+
+class Watchdog:
+    """Looks at the open calls and phases of a run on a thread of its own.
+
+    Args:
+        run: The run.
+        roles: Its roles.
+        view: Makes the snapshots.
+    """
+
+    def __init__(self, run: Run, roles: RoleRegistry, view: RunView) -> None:
+        self._run, self._roles, self._view = run, roles, view
+        self._reported: set[object] = set()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, name="helmsman-watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop watching. Idempotent."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_LOOK_S):
+            overdue = [each for each in self._overdue() if each.key not in self._reported]
+            if overdue and len(self._reported) < _MOST_REPORTS:
+                self._reported |= {each.key for each in overdue}
+                try:
+                    self._report(overdue)
+                except Exception:  # the watchdog must go on
+                    log.exception("run %s: the report of a hang failed", self._run.id)
+
+    def _overdue(self) -> Iterator[_Overdue]:
+        now = time.monotonic()
+        for role in self._roles:
+            durations = self._run.activity.calls_of(role.name)
+            for client in role.clients.values():
+                for request_id, call in list(client.in_flight.items()):
+                    median_s = durations.median(call.method)[0]
+                    if self._is_overdue(now - call.started, median_s):
+                        text = f"{call.name} on {client.worker_id}"
+                        yield _Overdue(request_id, text, call, now - call.started)
+        for phase in self._run.activity.phases(explain=False):
+            if phase.median_s is not None and self._is_overdue(phase.age_s, phase.median_s):
+                key = phase.kind, phase.detail, round(now - phase.age_s)
+                text = f"phase {phase.kind} {phase.detail}".rstrip()
+                yield _Overdue(key, text, None, phase.age_s)
+
+    def _is_overdue(self, age_s: float, median_s: float | None) -> bool:
+        policy = self._view.hang_policy
+        if median_s is None:
+            return age_s > _FIRST * policy.floor_s
+        return age_s > max(policy.floor_s, policy.factor * median_s)
+
+    def _report(self, overdue: list[_Overdue]) -> None:
+        before = complete(self._view.snapshot(reports=True), reports=True)
+        if self._stopped.wait(_LOOK_S):
+            return
+        now = complete(self._view.snapshot(reports=True), reports=True)
+        diagnosis = diagnose_run(now, before)
+        slow = [f"{each.text} ({seconds(each.age_s)})" for each in overdue]
+        text = f"Overdue: {', '.join(slow[:8])}\n\n{why_text(diagnosis)}\n\n{stacks_text(now)}\n"
+        path = self._write(text)
+        cause = next((each.cause for each in diagnosis.findings), diagnosis.waits_for)
+        log.warning("run %s may hang: %s is overdue. %s See %s", self._run.id, slow[0], cause, path)
+        policy = self._view.hang_policy
+        if policy.notify is not None:
+            _notify(policy.notify, diagnosis, f"{cause}\nSee {path}")
+        if policy.on_hang == "raise":
+            for each in overdue:
+                if each.call is not None:
+                    source = "the watchdog, by on_hang='raise'"
+                    run_on_loop(functools.partial(each.call.give_up, each.age_s, source))
+
+    def _write(self, text: str) -> str:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        path = str(self._run.log_dir / f"hang-{stamp}.txt")
+        with os.fdopen(open_log(path, self._run.id), "a", encoding="utf-8") as file:
+            file.write(text)
+        return path
+
+
+def _notify(target: str | Callable[[str], None], diagnosis: Diagnosis, text: str) -> None:
+    """Report a hang to a function, a URL or a program; a failure is logged."""
+    try:
+        if callable(target):
+            target(text)
+        elif target.startswith(("http://", "https://")):
+            body = {"run_id": diagnosis.run_id, "text": text}
+            content = json.dumps(body | {"findings": msgspec.to_builtins(diagnosis.findings)})
+            request = urllib.request.Request(
+                target, content.encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=_NOTIFY_S):
+                pass
+        else:
+            subprocess.run([target], input=text, text=True, timeout=_NOTIFY_S, check=True)
+    except Exception as error:  # noqa: BLE001 - the user's own code and network
+        log.warning("run %s: a hang was not reported to %r: %s", diagnosis.run_id, target, error)

@@ -1,0 +1,213 @@
+"""Flight recorder: the recent events of a process in a memory-mapped ring, which survives SIGKILL.
+
+A file has a header, a table of names, and a ring of slots of fixed size. A slot is written in one
+step of the interpreter; its number stands at its begin and its end, so that a reader recognises a
+slot that was only half written when the process was killed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
+
+from helmsman.rpc_server._process.safe_files import open_log, open_regular
+
+SUFFIX = ".events"
+NUM_SLOTS = 1 << 15
+NUM_NAMES = 2048
+
+_MAGIC = b"helmsman events 1\0"
+_HEADER = struct.Struct("=18sIIIqq110s")
+"""Magic, pid, slots, names, monotonic and wall-clock nanoseconds at the start, title."""
+_NAME = struct.Struct("=H110s")
+_SLOT = struct.Struct("=IqBxHqdI")
+"""Number, monotonic nanoseconds, kind, name, number of the event, value, and the number again."""
+_ALIVE = struct.Struct("=q")
+"""Monotonic nanoseconds of the last sign of life."""
+_ALIVE_AT, _NAMES_AT = 240, 256
+_SLOTS_AT = _NAMES_AT + NUM_NAMES * _NAME.size
+FILE_BYTES = _SLOTS_AT + NUM_SLOTS * _SLOT.size
+
+
+class Kind(IntEnum):
+    """Kinds of events; the comments give name, number and value."""
+
+    SENT = 1
+    """A call was sent: worker and method, request id."""
+    REPLIED = 2
+    """Its outcome arrived: the same; value 1 for a result, 0 for an error."""
+    BEGUN = 3
+    """A worker began a call: 'engine.method', request id."""
+    DONE = 4
+    """It ended: the same."""
+    PHASE = 5
+    """A phase of the script began: kind and detail, its id."""
+    PHASE_END = 6
+    """It ended: the same."""
+    QUEUED = 7
+    """A generation request was queued: role, its number."""
+    ASSIGNED = 8
+    """It was sent: instance, its number."""
+    ENDED = 9
+    """It ended: state, its number; value: new tokens."""
+    WEIGHTS = 10
+    """An engine has new weights: engine, version."""
+    STATE = 11
+    """A change of state: a text."""
+
+
+class Event(NamedTuple):
+    """An event of one process."""
+
+    at_ns: int
+    """By the monotonic clock of its node."""
+    kind: Kind
+    name: str
+    number: int
+    value: float
+
+
+class Recording(NamedTuple):
+    """The content of a recorder's file."""
+
+    title: str
+    """Worker id, or 'script'."""
+    pid: int
+    clock_ahead_ns: int
+    """Wall clock minus monotonic clock of its node."""
+    alive_ns: int
+    """Last sign of life by its monotonic clock; 0 without one."""
+    events: list[Event]
+    """Oldest first."""
+
+
+class Recorder:
+    """Records the events of this process: in memory first, in a file after ``persist``.
+
+    Args:
+        title: Worker id, or 'script'.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._page = mmap.mmap(-1, FILE_BYTES)
+        self._names: dict[str, int] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._start(title, self._page)
+        self.name("(other)")
+
+    @staticmethod
+    def _start(title: str, page: mmap.mmap) -> None:
+        _HEADER.pack_into(
+            *(page, 0, _MAGIC, os.getpid(), NUM_SLOTS, NUM_NAMES),
+            *(time.monotonic_ns(), time.time_ns(), title.encode()[:110]),
+        )
+
+    def persist(self, path: str, run_id: str) -> None:
+        """Write to a file from now on, and copy the events so far.
+
+        Args:
+            path: The file, without its ending; the pid is added.
+            run_id: The run, whose log directory contains the file.
+
+        Raises:
+            OSError: The file cannot be created, or the disk is full.
+        """
+        fd = open_log(f"{path}.{os.getpid()}{SUFFIX}", run_id, mapped=True)
+        try:
+            os.posix_fallocate(fd, 0, FILE_BYTES)  # else a full disk would raise SIGBUS later
+            page = mmap.mmap(fd, FILE_BYTES)
+        finally:
+            os.close(fd)
+        with self._lock:
+            page[:] = self._page[:]
+            self._page = page
+
+    def beat(self) -> None:
+        """Record that this process is alive now."""
+        _ALIVE.pack_into(self._page, _ALIVE_AT, time.monotonic_ns())
+
+    def close(self) -> None:
+        """Close the file; later events are lost. Idempotent."""
+        with self._lock:
+            self._page = mmap.mmap(-1, FILE_BYTES)
+
+    def name(self, text: str) -> int:
+        """Return the number of a name; that of '(other)' if the table is full."""
+        found = self._names.get(text)
+        if found is not None:
+            return found
+        with self._lock:
+            number = self._names.get(text, len(self._names))
+            if number >= NUM_NAMES:
+                return 0
+            encoded = text.encode()[:110]
+            offset = _NAMES_AT + number * _NAME.size
+            _NAME.pack_into(self._page, offset, len(encoded), encoded)
+            self._names[text] = number
+            return number
+
+    def note(
+        self,
+        kind: int,
+        name: int,
+        number: int = 0,
+        value: float = 0.0,
+        # bound here, since every call of an engine is recorded
+        pack_into: Callable[..., None] = _SLOT.pack_into,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """Record an event.
+
+        Args:
+            kind: A Kind.
+            name: Number of its name; see ``name``.
+            number: Its number.
+            value: Its value.
+            pack_into: Not for callers.
+            clock: Not for callers.
+        """
+        index = next(self._numbers)
+        offset = _SLOTS_AT + (index & (NUM_SLOTS - 1)) * 36
+        index &= 0xFFFFFFFF
+        pack_into(self._page, offset, index, clock(), kind, name, number, value, index)
+
+
+def read_recording(path: str | os.PathLike[str]) -> Recording | None:
+    """Read a recorder's file, also while it is written; None if it is not one.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with os.fdopen(open_regular(os.fspath(path)), "rb") as file:
+        content = file.read(FILE_BYTES)
+    if len(content) < FILE_BYTES or not content.startswith(_MAGIC):
+        return None
+    _, pid, _, _, monotonic, wall, title = _HEADER.unpack_from(content)
+    names = []
+    for number in range(NUM_NAMES):
+        length, text = _NAME.unpack_from(content, _NAMES_AT + number * _NAME.size)
+        names.append(text[:length].decode(errors="replace"))
+    found = []
+    for number, at_ns, kind, name, event, value, again in _SLOT.iter_unpack(content[_SLOTS_AT:]):
+        if number and number == again and kind in _KINDS and name < NUM_NAMES:
+            found.append((number, Event(at_ns, Kind(kind), names[name], event, value)))
+    found.sort(key=lambda each: each[1].at_ns)
+    return Recording(
+        title.rstrip(b"\0").decode(errors="replace"),
+        pid,
+        wall - monotonic,
+        _ALIVE.unpack_from(content, _ALIVE_AT)[0],
+        [event for _, event in found],
+    )
+
+
+_KINDS = frozenset(Kind)
+assert _SLOT.size == 36
