@@ -137,16 +137,15 @@ def ask(run_id: str, query: Query) -> bytes:
     with contextlib.ExitStack() as opened:
         peer = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         peer.settimeout(query.limit_s + 1.0)
-        missing: OSError = FileNotFoundError(f"no control socket of run {run_id}")
         for place in record_places():
             try:
                 folder = opened.enter_context(place.open(create=False))
                 peer.connect(_address(folder, f"{run_id}.sock"))
                 break
-            except (FileNotFoundError, ConnectionRefusedError) as error:
-                missing = error
+            except (FileNotFoundError, ConnectionRefusedError):
+                continue
         else:
-            raise missing
+            raise FileNotFoundError(f"no control socket of run {run_id}")
         if not _is_own(peer):
             raise PermissionError(f"the control socket of run {run_id} belongs to another user")
         _send(peer, msgspec.msgpack.encode(query))

@@ -115,11 +115,11 @@ class RunView(RunReporter):
         """Execute an operator's action, recorded in driver.log, and describe its effect."""
         role = query.target if query.kind == "scale" else query.target.rpartition("/")[0]
         self._roles.role(role)
+        client = None if query.kind == "scale" else self._roles.client(query.target)
         controller = self._operated.get(role, lambda: None)()
         number = f" to {query.number}" if query.kind == "scale" else ""
         story.info("operator: %s %s%s", query.kind, query.target, number)
-        if query.kind == "kill":
-            client = self._roles.client(query.target)
+        if query.kind == "kill" and client is not None:
             submit(client.kill("was ended by helmsman kill")).result(query.limit_s)
             return f"{query.target} was killed"
         if query.kind == "scale" and controller is None:

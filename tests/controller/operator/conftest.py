@@ -37,7 +37,7 @@ def run_of(process: subprocess.Popen[str]) -> Staged:
     for line in process.stdout:
         if line.startswith("run "):
             return Staged(line.split()[1], process)
-    raise AssertionError(f"{process.args} ended with {process.wait()} before it hung")
+    raise AssertionError(f"{process.args!r} ended with {process.wait()} before it hung")
 
 
 def end(process: subprocess.Popen[str]) -> None:

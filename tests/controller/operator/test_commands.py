@@ -1,0 +1,227 @@
+"""`helmsman status`, `stacks`, `logs`, `trace`, `postmortem` and the actions, on real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from helmsman import Job, LocalScheduler, RolloutController, SamplingParams, SchedulingSpec
+from helmsman.api.run_state import RunSnapshot
+from helmsman.controller._operator.logs import merged
+from helmsman.controller._operator.recordings import read_timeline
+from helmsman.controller.cli import main
+from tests.controller.operator.conftest import Staged, end
+from tests.controller.operator.staged import Answers
+
+pytestmark = pytest.mark.slow
+
+JOB = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
+
+
+@pytest.fixture(scope="module")
+def controller() -> Iterator[RolloutController]:
+    with LocalScheduler() as scheduler, RolloutController(scheduler, Answers, JOB) as controller:
+        scheduler.reporter.figure("step", "3 of 9")
+        controller.generate([[1]] * 4, SamplingParams(max_new_tokens=4))
+        yield controller
+
+
+def run_id_of(controller: RolloutController) -> str:
+    scheduler = controller.scheduler
+    assert isinstance(scheduler, LocalScheduler)
+    return scheduler.run_id
+
+
+def test_status(controller: RolloutController, capsys: pytest.CaptureFixture[str]) -> None:
+    run_id = run_id_of(controller)
+    with controller.scheduler.reporter.phase("evaluation", "held-out"):
+        assert main(["status", run_id]) == 0
+    text = capsys.readouterr().out
+    assert f"run {run_id}  LocalScheduler" in text
+    assert "step 3 of 9" in text
+    assert "phase: evaluation held-out" in text
+    assert "rollout/1  idle" in text
+    assert "rollout: 0 queued, 0 in flight, 4 done" in text
+    assert "instances: 2 healthy" in text
+    assert main(["status", run_id[:6], "--json"]) == 0
+    snapshot = msgspec.json.decode(capsys.readouterr().out, type=RunSnapshot)
+    assert [each.worker_id for each in snapshot.workers] == ["rollout/0", "rollout/1"]
+    assert snapshot.rollouts[0].num_done == 4
+
+
+def test_why_of_idle_run(controller: RolloutController, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", run_id_of(controller)]) == 0
+    text = capsys.readouterr().out
+    assert "no problem found" in text
+    assert "No call is open; the script runs its own code" in text
+    assert main(["why", run_id_of(controller), "rollout", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"] == []
+
+
+def test_stacks(controller: RolloutController, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stacks", run_id_of(controller)]) == 0
+    text = capsys.readouterr().out
+    assert "2 of 2 workers (rollout/0-1) have no call" in text
+    assert "script:\n  main" in text
+    assert main(["stacks", run_id_of(controller), "rollout", "--all"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("rollout/0:\nthread ")
+    assert "rollout/1:\nthread " in text
+    assert main(["stacks", run_id_of(controller), "absent"]) == 2
+    assert "no role 'absent'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["status", "ffff"], "no run 'ffff' of this user on this machine. helmsman runs lists"),
+        (["why", "ffff"], "no run 'ffff'"),
+        (["logs", "ffff"], "no run 'ffff'"),
+        (["trace", "ffff"], "no run 'ffff'"),
+        (["stop", "ffff", "--yes"], "no run 'ffff'"),
+    ],
+)
+def test_unknown_run(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_logs(controller: RolloutController, capsys: pytest.CaptureFixture[str]) -> None:
+    run_id = run_id_of(controller)
+    assert main(["logs", run_id]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("[script] ")
+    assert any(each.startswith("[rollout/1] ") and "is created" in each for each in lines)
+    times = [each.split("] ", 1)[1][:23] for each in lines]
+    assert times == sorted(times)
+    assert main(["logs", run_id, "rollout/1", "-n", "1"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("[rollout/1] ")
+    assert main(["logs", run_id, "absent"]) == 2
+    assert "it has logs of rollout/0, rollout/1, script" in capsys.readouterr().err
+
+
+def test_logs_follow_new_lines_and_files(tmp_path: Path) -> None:
+    (tmp_path / "driver.log").write_text("2026-01-01 00:00:00,001 INFO begins\n")
+    lines = merged(tmp_path, None, num_lines=0, follow=True)
+    assert next(lines) == ("script", "2026-01-01 00:00:00,001 INFO begins")
+    (tmp_path / "a-0.log").write_text("2026-01-01 00:00:01,000 first\nno time\nunfinished")
+    assert [next(lines)[1] for _ in range(2)] == ["2026-01-01 00:00:01,000 first", "no time"]
+    with (tmp_path / "a-0.log").open("a") as file:
+        file.write(" line\n")
+    assert next(lines) == ("a/0", "unfinished line")
+
+
+def test_drain_resume_scale_kill(
+    controller: RolloutController, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_id, requests = run_id_of(controller), controller.stats
+    assert main(["drain", "rollout/0", "--run", run_id, "--yes"]) == 0
+    assert requests().instances["rollout/0"].is_draining
+    assert main(["resume", "rollout/0", "--run", run_id, "--yes"]) == 0
+    assert not requests().instances["rollout/0"].is_draining
+    assert main(["scale", "rollout", "3", "--run", run_id, "--yes"]) == 0
+    assert "rollout/2" in requests().instances
+    assert main(["kill", "rollout/2", "--run", run_id, "--yes"]) == 0
+    assert "rollout/2 was killed" in capsys.readouterr().out
+    status = {each.worker_id: each.state.value for each in controller.scheduler.status()}
+    assert status["rollout/2"] == "failed"
+    assert main(["kill", "rollout/9", "--run", run_id, "--yes"]) == 2
+    assert "no worker 'rollout/9'" in capsys.readouterr().err
+    log = (controller.scheduler.log_dir / "driver.log").read_text()
+    for action in ("drain rollout/0", "resume rollout/0", "scale rollout to 3", "kill rollout/2"):
+        assert f"operator: {action}\n" in log
+
+
+def test_actions_ask_for_confirmation(
+    controller: RolloutController,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "answers").write_text("no\n")
+    with (tmp_path / "answers").open() as answers:
+        monkeypatch.setattr(sys, "stdin", answers)
+        assert main(["drain", "rollout/1", "--run", run_id_of(controller)]) == 1
+    assert "drain rollout/1 of run" in capsys.readouterr().out
+    assert not controller.stats().instances["rollout/1"].is_draining
+
+
+def test_stop(stage: Callable[[str], Staged], capsys: pytest.CaptureFixture[str]) -> None:
+    staged = stage("stuck_reward")
+    assert main(["stop", staged.run_id, "--yes"]) == 0
+    assert "has ended after SIGINT" in capsys.readouterr().out
+    assert staged.process.wait(30) != 0
+    assert main(["status", staged.run_id]) == 2
+
+
+def test_killed_run_leaves_trace_postmortem_and_logs(
+    stage: Callable[[str], Staged], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They work from a copy of its directory alone."""
+    staged = stage("straggler")
+    assert main(["status", staged.run_id, "--json"]) == 0
+    snapshot = msgspec.json.decode(capsys.readouterr().out, type=RunSnapshot)
+    for worker in snapshot.workers:
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGSTOP)  # so that no worker reports the script's end
+    end(staged.process)
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(snapshot.log_dir, copy)
+    assert main(["postmortem", str(copy)]) == 1
+    text = capsys.readouterr().out
+    assert "without being closed" in text
+    assert "No process reported a cause" in text
+    assert "rollout/1: agenerate for" in text or "rollout/0: agenerate for" in text
+    assert re.search(r"Generation requests open at the end: [12]\n", text)
+    assert main(["logs", str(copy), "script"]) == 0
+    assert "create_workers of rollout took" in capsys.readouterr().out
+    out = tmp_path / "run.perfetto-trace"
+    assert main(["trace", str(copy), "-o", str(out)]) == 0
+    events = json.loads(out.read_bytes())["traceEvents"]
+    slices = [each for each in events if each["ph"] == "X"]
+    assert {"agenerate", "create_workers rollout", "initialize"} <= {e["name"] for e in slices}
+    assert [e for e in slices if e["args"].get("unfinished") and e["cat"] == "call"]
+    begins = {each["id"] for each in events if each["ph"] == "s"}
+    ends = {each["id"] for each in events if each["ph"] == "f"}
+    assert ends <= begins
+
+
+def test_trace_clock_of_another_node(tmp_path: Path) -> None:
+    """Calls begin after they were sent, although the worker's monotonic clock differs."""
+    code = """
+import sys, time
+from helmsman.rpc_server._process.recorder import Kind, Recorder
+title, kinds, ahead_ns = sys.argv[2], sys.argv[3], int(sys.argv[4])
+recorder = Recorder(title)
+recorder.persist(sys.argv[1], "0123456789")
+label = recorder.name("a/0 step" if title == "script" else "a/0.step")
+begin, end = (Kind.SENT, Kind.REPLIED) if title == "script" else (Kind.BEGUN, Kind.DONE)
+for number in range(1, 4):
+    base = number * 1_000_000 + ahead_ns
+    early, late = (0, 900_000) if title == "script" else (300_000, 500_000)
+    recorder.note(begin, label, number, clock=lambda: base + early)
+    recorder.note(end, label, number, 1.0, clock=lambda: base + late)
+"""
+    for title, ahead_ns in (("script", 0), ("a/0", 5_000_000_000)):
+        path = str(tmp_path / title.replace("/", "-"))
+        command = [sys.executable, "-c", code, path, title, "", str(ahead_ns)]
+        subprocess.run(command, env={"PYTHONPATH": os.pathsep.join(sys.path)}, check=True)
+    timeline = read_timeline(tmp_path)
+    assert timeline is not None
+    for sent, run in zip(timeline.sent, timeline.run, strict=True):
+        assert run.end_ns is not None
+        assert sent.end_ns is not None
+        assert sent.begin_ns <= run.begin_ns < run.end_ns <= sent.end_ns
