@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -23,13 +22,12 @@ from helmsman.controller._node.cleanup import age, describe, leftovers, remove
 from helmsman.controller._node.environment import forwarding_report
 from helmsman.controller._node.observation import HEAD_PORTS, Observed, observe, skew_s
 from helmsman.controller._node.run_registry import read_runs, refused_places
+from helmsman.controller._operator.cluster import attach, on_all, start_on
 from helmsman.controller._operator.commands import add_commands as add_operator_commands
 from helmsman.controller._placement.admission import advise
 from helmsman.controller._placement.job_files import load_cluster, load_jobs
 from helmsman.controller._placement.planner import plan_jobs
 from helmsman.controller._placement.resources import ACCELERATORS, ClusterSnapshot
-
-T = TypeVar("T")
 
 OK, NO, USAGE = 0, 1, 2
 """Exit codes: success; jobs do not fit or problems remain; invalid command line or file."""
@@ -151,38 +149,10 @@ def _parser(recipes: Mapping[str, str] = MappingProxyType({})) -> argparse.Argum
     return parser
 
 
-def _connect(address: str | None) -> None:
-    """Attach to a running cluster; never start one."""
-    from helmsman.controller._ray_backend.cluster_state import choose_address
-
-    chosen = choose_address(address or os.environ.get("RAY_ADDRESS") or "auto")
-    if chosen is not None:
-        import ray
-
-        ray.init(
-            address=chosen,
-            namespace="helmsman-cli",
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-
-
-def _start_on(
-    node: Mapping[str, Any], function: Callable[..., Any], *arguments: Any, **keywords: Any
-) -> Any:
-    import ray
-
-    from helmsman.controller._ray_backend.placement_groups import on_node
-
-    task: Any = ray.remote(num_cpus=0, max_retries=0)(function)
-    return task.options(scheduling_strategy=on_node(node["NodeID"])).remote(*arguments, **keywords)
-
-
 def _doctor(options: argparse.Namespace) -> int:
     ports = HEAD_PORTS if options.port is None else options.port
     if options.address:
-        _connect(options.address)
-        seen, skews_s = _observe_cluster()
+        seen, skews_s = _observe_cluster(attach(options.address))
     else:
         here = observe(
             rank=options.node_rank, count=options.num_nodes, head=options.head, ports=ports
@@ -196,17 +166,17 @@ def _doctor(options: argparse.Namespace) -> int:
     return NO if diagnosis.state == "bad" else OK
 
 
-def _observe_cluster() -> tuple[dict[str, Observed], dict[str, float]]:
+def _observe_cluster(
+    nodes: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, Observed], dict[str, float]]:
     import ray
 
-    from helmsman.controller._ray_backend.cluster_state import alive_nodes
-
     seen, skews_s = {}, {}
-    for node in alive_nodes():
+    for node in nodes:
         name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
         name = name if name not in seen else f"{name} {node['NodeID'][:8]}"
         asked_at = time.time()
-        seen[name] = ray.get(_start_on(node, observe, ports=(), environ=None), timeout=60.0)
+        seen[name] = ray.get(start_on(node, observe, ports=(), environ=None), timeout=60.0)
         skews_s[name] = skew_s(seen[name], asked_at, time.time())
     return seen, skews_s
 
@@ -269,7 +239,7 @@ def _refusal(shortfall: Shortfall, ever: bool, holders: str) -> str:
 
 
 def _live(address: str | None, jobs: Sequence[Job]) -> tuple[ClusterSnapshot, str]:
-    _connect(address)
+    attach(address)
     from helmsman.controller._ray_backend.cluster_state import describe_holders, snapshot
 
     return snapshot(), describe_holders("helmsman/none", jobs)
@@ -374,24 +344,12 @@ def _clean_cluster(options: argparse.Namespace) -> int:
 
     First collect the dead runs, since only the controller's node can identify them.
     """
-    _connect(options.address)
-    import ray
-
-    from helmsman.controller._ray_backend.cluster_state import alive_nodes
-
-    nodes = alive_nodes()
-
-    def everywhere(function: Callable[..., list[T]], *arguments: Any) -> list[list[T]]:
-        return [
-            ray.get(each, timeout=60.0)
-            for each in [_start_on(node, function, *arguments) for node in nodes]
-        ]
-
-    found = [left for each in everywhere(leftovers, options.run_ids) for left in each]
+    nodes = attach(options.address)
+    found = [left for each in on_all(nodes, leftovers, options.run_ids) for left in each]
     alive = {left.run_id for left in found if left.state == "alive"}
     dead = sorted({left.run_id for left in found if left.state == "dead"} - alive)
-    done = everywhere(
-        _clean_here, options.run_ids, options.dry_run, options.logs, dead, sorted(alive)
+    done = on_all(
+        nodes, _clean_here, options.run_ids, options.dry_run, options.logs, dead, sorted(alive)
     )
     addresses = [node["NodeManagerAddress"] for node in nodes]
     return max(

@@ -78,7 +78,9 @@ def _row(name: str, workers: Sequence[WorkerSnapshot]) -> tuple[str, ...]:
     first = max(workers, key=lambda each: each.calls[0].age_s if each.calls else 0.0)
     call = first.calls[0] if first.calls else None
     nodes = {each.node for each in workers}
-    memory = sum(each.health.rss_bytes for each in workers if each.health is not None)
+    # Inline workers share a process.
+    sizes = {(e.node, e.pid): e.health.rss_bytes for e in workers if e.health is not None}
+    memory = sum(sizes.values())
     more = f" and {len(first.calls) - 1} more" if len(first.calls) > 1 else ""
     return (
         name,

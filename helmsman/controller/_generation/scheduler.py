@@ -479,6 +479,9 @@ class GenerateScheduler:
             role: Name of the role.
             version: Weight version that it serves.
             is_asleep: Whether all instances sleep.
+
+        Returns:
+            Counts, the health of each instance, and the oldest open requests.
         """
         now, flow = time.monotonic(), self._flow
         median_s, num_done = flow.durations.median("request")

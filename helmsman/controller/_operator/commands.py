@@ -8,8 +8,9 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,10 +18,20 @@ from helmsman.api.run_state import RunSnapshot
 from helmsman.controller._diagnosis.diagnosis import diagnose_run
 from helmsman.controller._diagnosis.texts import is_healthy, stacks_text, status_text, why_text
 from helmsman.controller._node.control_socket import Query
-from helmsman.controller._operator.logs import coloured, merged
+from helmsman.controller._operator.cluster import attach, lines_here, on_all, one_here, two_here
+from helmsman.controller._operator.logs import coloured, follow, merge, read_lines, sources
 from helmsman.controller._operator.postmortem import postmortem
-from helmsman.controller._operator.runs import act, find_run, take_snapshot, take_stacks, take_two
+from helmsman.controller._operator.runs import (
+    RunNotFoundError,
+    act,
+    find_run,
+    take_snapshot,
+    take_stacks,
+    take_two,
+)
 from helmsman.controller._operator.trace import write_trace
+
+T = TypeVar("T")
 
 OK, NO = 0, 1
 _WATCH_S = 2.0
@@ -34,6 +45,8 @@ def add_commands(commands: Any) -> None:
         "status", help="show a run: step, workers, calls, requests and weight versions"
     )
     status.add_argument("run_id", nargs="?", metavar="RUN", help=run_help)
+    address_help = "a Ray cluster, one of whose nodes runs the script"
+    status.add_argument("--address", help=address_help)
     status.add_argument("--json", action="store_true", help="print the snapshot as JSON")
     status.add_argument("--watch", action="store_true", help="repeat until interrupted")
     status.set_defaults(run=_status)
@@ -43,6 +56,7 @@ def add_commands(commands: Any) -> None:
     )
     logs.add_argument("run_id", nargs="?", metavar="RUN", help=f"{run_help}, or its log directory")
     logs.add_argument("chosen", nargs="?", metavar="ROLE|WORKER", help="only this role or worker")
+    logs.add_argument("--address", help="a Ray cluster, whose nodes have logs of the run")
     logs.add_argument("-f", "--follow", action="store_true", help="go on with new lines")
     logs.add_argument(
         "-n",
@@ -59,6 +73,7 @@ def add_commands(commands: Any) -> None:
     )
     stacks.add_argument("run_id", metavar="RUN", help=run_help)
     stacks.add_argument("role", nargs="?", metavar="ROLE", help="only this role, or 'script'")
+    stacks.add_argument("--address", help=address_help)
     stacks.add_argument("--all", action="store_true", help="all threads of all processes")
     stacks.set_defaults(run=_stacks)
 
@@ -67,6 +82,7 @@ def add_commands(commands: Any) -> None:
     )
     why.add_argument("run_id", nargs="?", metavar="RUN", help=run_help)
     why.add_argument("role", nargs="?", metavar="ROLE", help="only this role")
+    why.add_argument("--address", help=address_help)
     why.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
     why.set_defaults(run=_why)
 
@@ -114,9 +130,9 @@ def _add_actions(commands: Any) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    run, earlier = find_run(options.run_id, alive=True), None
+    earlier = None
     while True:
-        snapshot = take_snapshot(run, reports=False)
+        snapshot = _snapshot(options, reports=False, role=None)
         if options.json:
             print(_json(snapshot))
         else:
@@ -130,29 +146,59 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    run = find_run(options.run_id)
     colour = sys.stdout.isatty()
-    lines = merged(run.log_dir, options.chosen, num_lines=options.lines, follow=options.follow)
-    for source, line in lines:
-        print(coloured(source, line, colour=colour), flush=options.follow)
+    if options.address:
+        parts = on_all(attach(options.address), lines_here, options.run_id, options.chosen)
+        found, known = merge(parts), "none on any node"
+    else:
+        run = find_run(options.run_id)
+        if options.follow:
+            for source, line in follow(run.log_dir, options.chosen, options.lines):
+                print(coloured(source, line, colour=colour), flush=True)
+        found, known = read_lines(run.log_dir, options.chosen), ", ".join(sources(run.log_dir))
+    if not found:
+        chosen = options.chosen or "any worker"
+        raise RunNotFoundError(f"no log of {chosen}; the run has logs of {known or 'no worker'}.")
+    for _, source, line in found[-options.lines :]:
+        print(coloured(source, line, colour=colour))
     return OK
 
 
 def _stacks(options: argparse.Namespace) -> int:
-    run = find_run(options.run_id, alive=True)
-    if options.all:
+    if options.all and not options.address:
+        run = find_run(options.run_id, alive=True)
         for worker_id, text in take_stacks(run, options.role).items():
             print(f"{worker_id}:\n{text}\n")
         return OK
-    print(stacks_text(take_snapshot(run, reports=True, role=options.role)))
+    print(stacks_text(_snapshot(options, reports=True, role=options.role)))
     return OK
 
 
 def _why(options: argparse.Namespace) -> int:
-    run = find_run(options.run_id, alive=True)
-    diagnosis = diagnose_run(*take_two(run, options.role))
+    if options.address:
+        nodes = attach(options.address)
+        now, before = _first(on_all(nodes, two_here, options.run_id, options.role), options)
+    else:
+        now, before = take_two(find_run(options.run_id, alive=True), options.role)
+    diagnosis = diagnose_run(now, before)
     print(_json(diagnosis) if options.json else why_text(diagnosis))
     return OK if diagnosis.is_healthy else NO
+
+
+def _snapshot(options: argparse.Namespace, *, reports: bool, role: str | None) -> RunSnapshot:
+    if not options.address:
+        return take_snapshot(find_run(options.run_id, alive=True), reports=reports, role=role)
+    nodes = attach(options.address)
+    return _first(on_all(nodes, one_here, options.run_id, role, reports), options)
+
+
+def _first(answers: Iterable[T | None], options: argparse.Namespace) -> T:
+    for answer in answers:
+        if answer is not None:
+            return answer
+    raise RunNotFoundError(
+        f"no run {options.run_id or 'that is alive'} of this user on the nodes of the cluster."
+    )
 
 
 def _trace(options: argparse.Namespace) -> int:

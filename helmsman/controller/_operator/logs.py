@@ -7,10 +7,9 @@ import heapq
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from helmsman.controller._operator.runs import RunNotFoundError
 from helmsman.rpc_server._process.safe_files import open_regular
 
 _TIME = re.compile(r"^(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?)")
@@ -28,8 +27,8 @@ class _Log:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._time = ""
 
-    def read(self, *, whole: bool = False) -> list[tuple[str, str]]:
-        """Return (time, line) of the new complete lines; ``whole`` includes an unfinished one."""
+    def lines(self, *, whole: bool = False) -> list[tuple[str, str, str]]:
+        """Return (time, source, line) of the new lines; ``whole`` includes an unfinished one."""
         try:
             with os.fdopen(open_regular(self._path), "rb") as file:
                 if file.seek(0, 2) < self._offset:  # it was truncated
@@ -46,7 +45,7 @@ class _Log:
         for line in lines:
             if match := _TIME.match(line):
                 self._time = match[1].replace("T", " ").replace(".", ",")
-            found.append((self._time, line))
+            found.append((self._time, self.source, line))
         return found
 
 
@@ -58,43 +57,45 @@ def source_of(path: Path) -> str | None:
     return f"{match[1]}/{match[2]}" if match else None
 
 
-def merged(
-    log_dir: Path, chosen: str | None, *, num_lines: int, follow: bool
-) -> Iterator[tuple[str, str]]:
-    """Yield (source, line) of the logs of a run, in the order of time.
+def read_lines(log_dir: Path, chosen: str | None) -> list[tuple[str, str, str]]:
+    """Return (time, source, line) of the logs of a run, in the order of time.
 
     Args:
         log_dir: Folder of the logs.
         chosen: Only this role or worker; 'script' for driver.log.
-        num_lines: Only the last lines; 0 for all.
-        follow: Go on with new lines until the caller stops.
-
-    Raises:
-        RunNotFoundError: There is no such log.
     """
     logs: dict[Path, _Log] = {}
     _find(log_dir, chosen, logs)
-    if not logs and not follow:
-        known = sorted(filter(None, map(source_of, log_dir.glob("*.log"))))
-        raise RunNotFoundError(
-            f"no log of {chosen or 'any worker'} in {log_dir}; it has logs of "
-            f"{', '.join(known) or 'no worker'}."
-        )
-    lines = list(
-        heapq.merge(
-            *(
-                [(at, log.source, line) for at, line in log.read(whole=not follow)]
-                for log in logs.values()
-            ),
-            key=lambda each: each[0],
-        )
-    )
-    yield from ((source, line) for _, source, line in lines[-num_lines if num_lines else 0 :])
-    while follow:
+    return merge([log.lines(whole=True) for log in logs.values()])
+
+
+def merge(parts: Iterable[list[tuple[str, str, str]]]) -> list[tuple[str, str, str]]:
+    """Merge lists of (time, source, line) that are in the order of time."""
+    return list(heapq.merge(*parts, key=lambda each: each[0]))
+
+
+def follow(log_dir: Path, chosen: str | None, num_lines: int) -> Iterator[tuple[str, str]]:
+    """Yield (source, line) of the last lines of a run, and of new ones until the caller stops.
+
+    Args:
+        log_dir: Folder of the logs.
+        chosen: Only this role or worker; 'script' for driver.log.
+        num_lines: Number of earlier lines; 0 for all.
+    """
+    logs: dict[Path, _Log] = {}
+    _find(log_dir, chosen, logs)
+    lines = merge([log.lines() for log in logs.values()])
+    yield from ((source, line) for _, source, line in lines[-num_lines:])
+    while True:
         time.sleep(_POLL_S)
         _find(log_dir, chosen, logs)
-        new = [(at, log.source, line) for log in logs.values() for at, line in log.read()]
-        yield from ((source, line) for _, source, line in sorted(new, key=lambda each: each[0]))
+        new = merge([log.lines() for log in logs.values()])
+        yield from ((source, line) for _, source, line in new)
+
+
+def sources(log_dir: Path) -> list[str]:
+    """Return the worker ids, and 'script', of the logs in a folder."""
+    return sorted(filter(None, map(source_of, log_dir.glob("*.log"))))
 
 
 def _find(log_dir: Path, chosen: str | None, logs: dict[Path, _Log]) -> None:

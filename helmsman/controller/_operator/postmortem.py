@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from helmsman.controller._diagnosis.evidence import seconds
-from helmsman.controller._operator.logs import merged
+from helmsman.controller._operator.logs import read_lines
 from helmsman.controller._operator.recordings import Timeline, read_timeline
 from helmsman.controller._operator.runs import RunNotFoundError
 
@@ -78,7 +77,7 @@ def postmortem(log_dir: Path) -> tuple[str, bool]:
 def _lines(log_dir: Path) -> list[_Line]:
     found: list[_Line] = []
     at = dict[str, float]()
-    for source, text in merged_or_none(log_dir):
+    for _, source, text in read_lines(log_dir, None):
         if match := _TIME.match(text):
             moment = time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S"))
             at[source] = moment + float(f"0.{match[2]}")
@@ -86,14 +85,6 @@ def _lines(log_dir: Path) -> list[_Line]:
             rank = 0 if _ENDS.search(text) else 1 if _FAILS.search(text) else 2
             found.append(_Line(at[source], source, text[:300], rank))
     return found
-
-
-def merged_or_none(log_dir: Path) -> Sequence[tuple[str, str]]:
-    """Return the merged lines of a run's logs; empty without logs."""
-    try:
-        return list(merged(log_dir, None, num_lines=0, follow=False))
-    except RunNotFoundError:
-        return []
 
 
 def _in_flight(timeline: Timeline) -> list[str]:

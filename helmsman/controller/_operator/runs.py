@@ -14,7 +14,7 @@ import msgspec
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.run_state import RunSnapshot
 from helmsman.controller._node.control_socket import Query, Refusal, ask
-from helmsman.controller._node.run_registry import RunRecord, log_dirs, read_runs
+from helmsman.controller._node.run_registry import UP, RunRecord, log_dirs, read_runs
 from helmsman.controller._schedulers.outside import complete, is_stuck, observe_run
 
 T = TypeVar("T")
@@ -81,6 +81,8 @@ def _all_runs() -> list[FoundRun]:
     """Return all runs, those alive first, then those that ended last."""
     runs: dict[str, FoundRun] = {}
     for record, is_alive in reversed(read_runs()):
+        if record.scheduler == UP:
+            continue  # a node's supervisor, not a script
         runs[record.run_id] = FoundRun(record.run_id, Path(record.log_dir), record, is_alive)
     for run_id, path, _ in log_dirs():
         runs.setdefault(run_id, FoundRun(run_id, path, None, False))

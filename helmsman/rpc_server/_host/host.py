@@ -126,7 +126,9 @@ class EngineHost:
             pulse.start(self._describe)
 
     def _record(self) -> None:
-        """Write the flight recorder's events beside the worker's log."""
+        """Write the flight recorder's events beside the worker's log, if it has one."""
+        if not self.identity.log_path:
+            return
         try:
             path = os.path.splitext(self.identity.log_path)[0]
             self._recorder.persist(path, self.identity.run_id)

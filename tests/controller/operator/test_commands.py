@@ -17,7 +17,7 @@ import pytest
 
 from helmsman import Job, LocalScheduler, RolloutController, SamplingParams, SchedulingSpec
 from helmsman.api.run_state import RunSnapshot
-from helmsman.controller._operator.logs import merged
+from helmsman.controller._operator.logs import follow
 from helmsman.controller._operator.recordings import read_timeline
 from helmsman.controller.cli import main
 from tests.controller.operator.conftest import Staged, end
@@ -110,12 +110,12 @@ def test_logs(controller: RolloutController, capsys: pytest.CaptureFixture[str])
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("[rollout/1] ")
     assert main(["logs", run_id, "absent"]) == 2
-    assert "it has logs of rollout/0, rollout/1, script" in capsys.readouterr().err
+    assert "the run has logs of rollout/0, rollout/1, script" in capsys.readouterr().err
 
 
 def test_logs_follow_new_lines_and_files(tmp_path: Path) -> None:
     (tmp_path / "driver.log").write_text("2026-01-01 00:00:00,001 INFO begins\n")
-    lines = merged(tmp_path, None, num_lines=0, follow=True)
+    lines = follow(tmp_path, None, 0)
     assert next(lines) == ("script", "2026-01-01 00:00:00,001 INFO begins")
     (tmp_path / "a-0.log").write_text("2026-01-01 00:00:01,000 first\nno time\nunfinished")
     assert [next(lines)[1] for _ in range(2)] == ["2026-01-01 00:00:01,000 first", "no time"]

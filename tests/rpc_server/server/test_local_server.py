@@ -255,5 +255,5 @@ def test_worker_end_cancels_event_loop_tasks(tmp_path: Path) -> None:
         scheduler.delete_workers("busy")
         assert isinstance(call.exception(LIMIT_S), WorkerFailedError), "no answer of the engine's"
         assert ended.exists()
-    logs = "".join(path.read_text() for path in (tmp_path / "logs").rglob("*") if path.is_file())
+    logs = "".join(path.read_text() for path in (tmp_path / "logs").rglob("*.log"))
     assert "pending" not in logs, logs
