@@ -5,7 +5,7 @@ SHELL := /bin/bash
 
 PY := .venv/bin/python
 STAMP := .venv/.stamp
-EXTRAS := ray,torch,tensordict,server,examples
+EXTRAS := ray,torch,tensordict,server,examples,metrics
 RAY ?=
 PY_RAY := .venv-ray-$(patsubst %.*,%,$(RAY))/bin/python
 STAMP_RAY := .venv-ray-$(patsubst %.*,%,$(RAY))/.stamp

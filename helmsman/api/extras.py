@@ -17,6 +17,7 @@ _PACKAGES = {
     "math": ("math_verify",),
     "data": ("datasets",),
     "tracking": ("tensorboard", "wandb"),
+    "metrics": ("prometheus_client",),
 }
 EXTRA_OF: Mapping[str, str] = {
     package: extra for extra, packages in _PACKAGES.items() for package in packages

@@ -163,6 +163,17 @@ class PhaseSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """For a start: the holders of the resources that it waits for."""
 
 
+class MethodDurations(msgspec.Struct, frozen=True, kw_only=True):
+    """Durations of the calls of a method in a role."""
+
+    role: str
+    method: str
+    num_calls: int
+    """Calls with an outcome."""
+    median_s: float
+    """Median of the last 32."""
+
+
 class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """State of a run at one time."""
 
@@ -191,6 +202,8 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: list[RolloutSnapshot] = []
     phases: list[PhaseSnapshot] = []
     """Oldest first."""
+    durations: list[MethodDurations] = []
+    """Of the calls so far."""
     facts: dict[str, str] = {}
     """Further figures by name, such as the step of a recipe."""
 

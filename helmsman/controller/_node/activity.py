@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from helmsman.api.run_state import PhaseSnapshot
+from helmsman.api.run_state import MethodDurations, PhaseSnapshot
+from helmsman.controller._node.spans import phase_span
 from helmsman.rpc_server._process.recorder import Kind, Recorder
 
 _REMEMBERED = 32
@@ -56,6 +57,10 @@ class Durations:
         recent.append(seconds)
         self._counts[name] += 1
 
+    def names(self) -> list[str]:
+        """Return the names with a duration."""
+        return list(self._recent)
+
     def median(self, name: str) -> tuple[float | None, int]:
         """Return the median of recent durations in seconds, and the number of all."""
         recent = list(self._recent.get(name, ()))
@@ -92,6 +97,19 @@ class Activity:
         with self._lock:
             return self._calls.setdefault(role, Durations(self._pauses))
 
+    def durations(self) -> list[MethodDurations]:
+        """Return the durations of all methods that were called."""
+        found = []
+        for role, durations in list(self._calls.items()):
+            for method in durations.names():
+                median_s, num_calls = durations.median(method)
+                found.append(
+                    MethodDurations(
+                        role=role, method=method, num_calls=num_calls, median_s=median_s or 0.0
+                    )
+                )
+        return found
+
     @contextlib.contextmanager
     def phase(
         self, kind: str, detail: str = "", waits_for: Callable[[], str] = lambda: ""
@@ -108,7 +126,8 @@ class Activity:
         name = self._recorder.name(f"{kind} {detail}".strip())
         self._recorder.note(Kind.PHASE, name, key)
         try:
-            yield
+            with phase_span(kind, detail):
+                yield
         finally:
             del self._phases[key]
             self._recorder.note(Kind.PHASE_END, name, key)

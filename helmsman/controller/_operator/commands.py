@@ -20,6 +20,7 @@ from helmsman.controller._diagnosis.texts import is_healthy, stacks_text, status
 from helmsman.controller._node.control_socket import Query
 from helmsman.controller._operator.cluster import attach, lines_here, on_all, one_here, two_here
 from helmsman.controller._operator.logs import coloured, follow, merge, read_lines, sources
+from helmsman.controller._operator.metrics import serve_until_end
 from helmsman.controller._operator.postmortem import postmortem
 from helmsman.controller._operator.runs import (
     RunNotFoundError,
@@ -101,6 +102,11 @@ def add_commands(commands: Any) -> None:
     post.add_argument("run_id", nargs="?", metavar="RUN", help=f"{run_help}, or its log directory")
     post.set_defaults(run=_postmortem)
 
+    metrics = commands.add_parser("metrics", help="serve a run's metrics for Prometheus")
+    metrics.add_argument("run_id", nargs="?", metavar="RUN", help=run_help)
+    metrics.add_argument("--host", default="127.0.0.1", help="address (default %(default)s)")
+    metrics.add_argument("--port", type=int, default=9464, help="port (default %(default)s)")
+    metrics.set_defaults(run=_metrics)
     _add_actions(commands)
 
 
@@ -215,6 +221,24 @@ def _postmortem(options: argparse.Namespace) -> int:
     text, is_closed = postmortem(run.log_dir)
     print(text)
     return OK if is_closed else NO
+
+
+def _metrics(options: argparse.Namespace) -> int:
+    run = find_run(options.run_id, alive=True)
+
+    def take() -> RunSnapshot | None:
+        try:
+            return take_snapshot(find_run(run.run_id, alive=True), reports=False)
+        except RunNotFoundError:
+            return None
+
+    try:
+        serve_until_end(take, options.host, options.port)
+    except OSError as error:
+        where = f"{options.host}:{options.port}"
+        print(f"helmsman: metrics cannot be served at {where}: {error}", file=sys.stderr)
+        return NO
+    return OK
 
 
 def _confirm(options: argparse.Namespace, text: str) -> bool:

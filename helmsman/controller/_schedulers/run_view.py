@@ -171,6 +171,7 @@ class RunView(RunReporter):
             workers=workers,
             rollouts=rollouts,
             phases=activity.phases(explain=reports),
+            durations=activity.durations(),
             facts=dict(activity.facts),
         )
 

@@ -35,6 +35,7 @@ from helmsman.controller._aio.event_loop import (
 )
 from helmsman.controller._node.activity import Durations
 from helmsman.controller._node.driver_log import story
+from helmsman.controller._node.spans import record_call
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
 from helmsman.rpc_server._process.recorder import Kind, Recorder
@@ -202,6 +203,7 @@ class WorkerClient:
             now = time.monotonic()
             self.durations.ended(call.method, now - call.started, now)
             self.recorder.note(Kind.REPLIED, self._label(call.method), request_id, ok)
+            record_call(self.worker_id, call.method, now - call.started, ok=ok)
         self.overdue.discard(request_id)
         self.unanswered.pop(request_id, None)
 
