@@ -152,12 +152,12 @@ def stacks_text(run: RunSnapshot) -> str:
     parts = []
     if run.script is not None:
         own = [each for each in run.script.stacks if each.frames]
-        parts.append("script:\n" + "\n".join(map(_stack_text, own)))
+        parts.append("script:\n" + "\n".join(map(stack_text, own)))
     groups = grouped(found)
     heads = []
     for names, stacks in groups:
         heads.append(f"{len(names)} of {len(found)} workers ({named(names)}) {_doing(stacks)}")
-        parts.append(f"{named(names)}:\n" + "\n".join(map(_stack_text, stacks)))
+        parts.append(f"{named(names)}:\n" + "\n".join(map(stack_text, stacks)))
     parts += [
         f"{each.worker_id}: no stacks: {each.error or 'it does not answer'}"
         for each in run.workers
@@ -176,7 +176,8 @@ def _doing(stacks: Sequence[StackTrace]) -> str:
     return f"in {place(site)}" if site is not None else f"in {running[0].call}"
 
 
-def _stack_text(stack: StackTrace) -> str:
+def stack_text(stack: StackTrace) -> str:
+    """Format one stack, outermost frame first."""
     running = f", {stack.call} for {seconds(stack.running_s or 0.0)}" if stack.call else ""
     frames = [
         f"    {each.file}:{each.line} {each.function}" + (f": {each.text}" if each.text else "")

@@ -31,6 +31,7 @@ from helmsman.controller._operator.runs import (
     take_two,
 )
 from helmsman.controller._operator.trace import write_trace
+from helmsman.controller._operator.ui import Server, write_report
 
 T = TypeVar("T")
 
@@ -101,6 +102,22 @@ def add_commands(commands: Any) -> None:
     )
     post.add_argument("run_id", nargs="?", metavar="RUN", help=f"{run_help}, or its log directory")
     post.set_defaults(run=_postmortem)
+
+    page = commands.add_parser(
+        "ui", help="serve a web page about a run on this machine: timeline, workers, stacks, logs"
+    )
+    page.add_argument("run_id", nargs="?", metavar="RUN", help=run_help)
+    page.add_argument("--port", type=int, default=0, help="port (default: any free one)")
+    page.set_defaults(run=_ui)
+
+    report = commands.add_parser(
+        "report", help="write the page about a run, alive or ended, to a file"
+    )
+    report.add_argument(
+        "run_id", nargs="?", metavar="RUN", help=f"{run_help}, or its log directory"
+    )
+    report.add_argument("-o", "--out", default="run.html", metavar="FILE")
+    report.set_defaults(run=_report)
 
     metrics = commands.add_parser("metrics", help="serve a run's metrics for Prometheus")
     metrics.add_argument("run_id", nargs="?", metavar="RUN", help=run_help)
@@ -221,6 +238,27 @@ def _postmortem(options: argparse.Namespace) -> int:
     text, is_closed = postmortem(run.log_dir)
     print(text)
     return OK if is_closed else NO
+
+
+def _ui(options: argparse.Namespace) -> int:
+    run = find_run(options.run_id)
+    try:
+        server = Server(run.run_id, options.port)
+    except OSError as error:
+        where = f"127.0.0.1:{options.port}"
+        print(f"helmsman: the page cannot be served at {where}: {error}", file=sys.stderr)
+        return NO
+    print(server.url, flush=True)
+    with server:
+        server.serve_forever()
+    return OK
+
+
+def _report(options: argparse.Namespace) -> int:
+    run = find_run(options.run_id)
+    write_report(run, Path(options.out))
+    print(f"{options.out}: run {run.run_id}")
+    return OK
 
 
 def _metrics(options: argparse.Namespace) -> int:

@@ -22,6 +22,8 @@ class Span(NamedTuple):
     end_ns: int | None
     """None if it had not ended."""
     ok: bool = True
+    value: float = 0.0
+    """New tokens of a generation request."""
 
 
 class Timeline(NamedTuple):
@@ -43,15 +45,16 @@ class Timeline(NamedTuple):
     """(process, pid, time, text) of changes of states and weight versions."""
 
 
-def read_timeline(log_dir: Path) -> Timeline | None:
+def read_timeline(log_dir: Path, *, only_script: bool = False) -> Timeline | None:
     """Read all recorders of a run; None without any.
 
     Args:
         log_dir: The run's log directory.
+        only_script: Whether to omit those of the workers, which may be many.
     """
     recordings = [
         found
-        for path in sorted(log_dir.glob(f"*{SUFFIX}"))
+        for path in sorted(log_dir.glob(f"{SCRIPT if only_script else ''}*{SUFFIX}"))
         if (found := _read(path)) is not None and found.events
     ]
     if not recordings:
@@ -175,5 +178,6 @@ def _request(
         number=first.number,
         begin_ns=first.at_ns,
         end_ns=end.at_ns if end is not None else None,
+        value=end.value if end is not None else 0.0,
     )
     return span, last.at_ns if last is not None else None
