@@ -10,25 +10,31 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from helmsman import InlineScheduler, Job
 from helmsman.controller._node.control_socket import Query, ask
-from helmsman.controller._node.run_registry import record_places
 
 CONNECT = """
 import os, socket, sys
-folder = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECTORY)
 os.setgid(65534); os.setuid(65534)
 peer = socket.socket(socket.AF_UNIX)
 try:
-    peer.connect(f"/proc/self/fd/{folder}/{sys.argv[2]}")
+    peer.connect(sys.argv[1].replace("@", "\\0", 1))
     peer.sendall(b"\\0" * 8)
     print("answered" if peer.recv(1) else "closed")
 except OSError as error:
     print(type(error).__name__)
+"""
+LISTEN = """
+import os, socket, sys
+os.setgid(65534); os.setuid(65534)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1].replace("@", "\\0", 1))
+listener.listen()
+print("listens", flush=True)
+sys.stdin.read()
 """
 
 
@@ -39,43 +45,42 @@ def scheduler() -> Iterator[InlineScheduler]:
         yield scheduler
 
 
-def socket_path(scheduler: InlineScheduler) -> Path:
-    return record_places()[0].path / f"{scheduler.run_id}.sock"
+def address(run_id: str) -> str:
+    return f"\0helmsman/{os.geteuid()}/{run_id}"
 
 
 def answers(scheduler: InlineScheduler) -> bool:
     return b"actor/0" in ask(scheduler.run_id, Query(kind="snapshot"))
 
 
-def test_socket_is_private_and_removed(scheduler: InlineScheduler) -> None:
-    path = socket_path(scheduler)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+def test_socket_ends_with_scheduler(scheduler: InlineScheduler) -> None:
     assert answers(scheduler)
     scheduler.close()
-    assert not path.exists()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ConnectionRefusedError, match=f"run {scheduler.run_id} has no control"):
         ask(scheduler.run_id, Query(kind="snapshot"))
 
 
 @pytest.mark.root
 def test_socket_other_user(scheduler: InlineScheduler) -> None:
-    """Even with a descriptor of the directory, and with permissions that were opened up."""
-    path = socket_path(scheduler)
-
-    def outcome() -> str:
-        command = [sys.executable, "-c", CONNECT, str(path.parent), path.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    assert outcome() == "PermissionError"
-    mode = stat.S_IMODE(path.parent.stat().st_mode)
-    path.chmod(0o777)
-    path.parent.chmod(0o755)
-    try:
-        assert outcome() in ("closed", "ConnectionResetError", "BrokenPipeError")
-    finally:
-        path.parent.chmod(mode)
+    where = address(scheduler.run_id).replace("\0", "@")
+    command = [sys.executable, "-c", CONNECT, where]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert outcome in ("closed", "ConnectionResetError", "BrokenPipeError")
     assert answers(scheduler)
+
+
+@pytest.mark.root
+def test_socket_planted_listener() -> None:
+    """A query is not sent to a socket that another user listens on."""
+    command = [sys.executable, "-c", LISTEN, address("0123456789").replace("\0", "@")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as planted:
+        assert planted.stdout is not None
+        assert planted.stdout.readline() == "listens\n"
+        with pytest.raises(PermissionError, match="belongs to another user"):
+            ask("0123456789", Query(kind="snapshot"))
+        planted.terminate()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +97,7 @@ def test_socket_other_user(scheduler: InlineScheduler) -> None:
 )
 def test_socket_malformed_query(scheduler: InlineScheduler, message: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as peer:
-        peer.connect(str(socket_path(scheduler)))
+        peer.connect(address(scheduler.run_id))
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # with unread bytes
             peer.sendall(message)
             peer.shutdown(socket.SHUT_WR)
@@ -105,7 +110,7 @@ def test_socket_silent_clients(scheduler: InlineScheduler) -> None:
     peers = []
     for _ in range(30):
         peers.append(socket.socket(socket.AF_UNIX))
-        peers[-1].connect(str(socket_path(scheduler)))
+        peers[-1].connect(address(scheduler.run_id))
     dropped = 0
     for peer in peers:
         peer.settimeout(10.0)
@@ -115,13 +120,8 @@ def test_socket_silent_clients(scheduler: InlineScheduler) -> None:
     assert answers(scheduler)
 
 
-def test_ask_without_socket() -> None:
-    with pytest.raises(FileNotFoundError, match="no control socket of run 0123456789"):
-        ask("0123456789", Query(kind="snapshot"))
-
-
 @pytest.mark.root
-def test_recordings_are_private(tmp_path: Path) -> None:
+def test_recordings_are_private() -> None:
     from helmsman import LocalScheduler
 
     with LocalScheduler() as scheduler:

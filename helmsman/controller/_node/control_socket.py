@@ -1,7 +1,7 @@
 """A run's control socket: answers other processes of the same user while the script runs.
 
-The socket is in the private directory of the run's record. Each side checks by SO_PEERCRED that the
-other belongs to this user.
+The socket has an abstract address, so that the kernel removes it however the script ends. Each side
+checks by SO_PEERCRED that the other belongs to this user.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import contextlib
 import logging
 import os
 import socket
-import stat
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +20,6 @@ from typing import Any, Literal
 import msgspec
 
 from helmsman.api.errors import HelmsmanError
-from helmsman.controller._node.run_registry import record_places
 
 log = logging.getLogger(__name__)
 
@@ -64,29 +63,25 @@ class ControlSocket:
     """
 
     def __init__(self, run_id: str, answer: Callable[[Query], Any]) -> None:
-        self._name, self._answer = f"{run_id}.sock", answer
+        self._answer = answer
         self._free = threading.BoundedSemaphore(_MOST_CLIENTS)
         self._is_closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.ExitStack() as undo:
             undo.callback(self._listener.close)
-            with record_places()[0].open() as folder:
-                self._listener.bind(_address(folder, self._name))
-                os.chmod(self._name, stat.S_IRUSR | stat.S_IWUSR, dir_fd=folder)
+            self._listener.bind(_address(run_id))
             self._listener.listen(_MOST_CLIENTS)
             threading.Thread(target=self._accept, name="helmsman-control", daemon=True).start()
             undo.pop_all()
         os.register_at_fork(after_in_child=self._listener.close)
 
     def close(self) -> None:
-        """Stop answering and remove the socket. Idempotent."""
+        """Stop answering. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
-            with contextlib.suppress(OSError), record_places()[0].open(create=False) as folder:
-                os.unlink(self._name, dir_fd=folder)
 
     def _accept(self) -> None:
         while not self._is_closed:
@@ -134,27 +129,23 @@ def ask(run_id: str, query: Query) -> bytes:
         EOFError: The run closed the connection.
         PermissionError: Another user's process listens there.
     """
-    with contextlib.ExitStack() as opened:
-        peer = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(query.limit_s + 1.0)
-        for place in record_places():
-            try:
-                folder = opened.enter_context(place.open(create=False))
-                peer.connect(_address(folder, f"{run_id}.sock"))
-                break
-            except (FileNotFoundError, ConnectionRefusedError):
-                continue
-        else:
-            raise FileNotFoundError(f"no control socket of run {run_id}")
+        try:
+            peer.connect(_address(run_id))
+        except ConnectionRefusedError as error:
+            raise ConnectionRefusedError(f"run {run_id} has no control socket here") from error
         if not _is_own(peer):
             raise PermissionError(f"the control socket of run {run_id} belongs to another user")
         _send(peer, msgspec.msgpack.encode(query))
         return _receive(peer, 1 << 30)
 
 
-def _address(folder: int, name: str) -> str:
-    """Return the path of a socket in an open directory, short enough for an address."""
-    return f"/proc/self/fd/{folder}/{name}"
+def _address(run_id: str) -> str:
+    """Return the abstract address of a run's socket; raises OSError where there are none."""
+    if sys.platform != "linux":
+        raise OSError("a control socket needs Linux")
+    return f"\0helmsman/{os.geteuid()}/{run_id}"
 
 
 def _is_own(peer: socket.socket) -> bool:

@@ -221,8 +221,6 @@ def forget_run(run_id: str) -> None:
             contextlib.suppress(FileNotFoundError, UntrustedPathError),
             place.open(create=False) as folder,
         ):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{run_id}.sock", dir_fd=folder)
             os.unlink(f"{run_id}.json", dir_fd=folder)
 
 

@@ -311,7 +311,7 @@ class RoleLifecycle:
                     raise not_found(next(each for each in old if each not in role.clients), role)
                 role.clients = dict(zip(old, clients, strict=True))
                 role.engine_names.clear()
-                role.num_restarts.update(role.clients)
+                role.num_restarts.update(list(role.clients))
                 role.resources.push_async_callback(resources.pop_all().aclose)
         story.info("restarted role %s: %s", role.name, _described(clients))
 

@@ -148,7 +148,7 @@ class Recorder:
             number = self._names.get(text, len(self._names))
             if number >= NUM_NAMES:
                 return 0
-            encoded = text.encode()[:110]
+            encoded = text.encode(errors="replace")[:110]
             offset = _NAMES_AT + number * _NAME.size
             _NAME.pack_into(self._page, offset, len(encoded), encoded)
             self._names[text] = number
