@@ -331,7 +331,7 @@ class RequestFlow:
         self.record(Kind.ENDED, state.value, ticket.number, num_tokens)
         if state is RequestState.DONE:
             now = time.monotonic()
-            self.durations.ended("request", now - ticket.since, now)
+            self.durations.ended(now - ticket.since, now)
             self.num_tokens_done += num_tokens
         if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
             return

@@ -484,18 +484,17 @@ class GenerateScheduler:
             Counts, the health of each instance, and the oldest open requests.
         """
         now, flow = time.monotonic(), self._flow
-        median_s, num_done = flow.durations.median("request")
         return RolloutSnapshot(
             role=role,
             num_queued=self.num_queued,
             num_in_flight=self.num_in_flight,
-            num_done=num_done,
+            num_done=flow.durations.count,
             num_tokens_done=flow.num_tokens_done,
             paused_by=sorted(flow.suspended),
             version=version,
             is_asleep=is_asleep,
             instances={id_: each.health.value for id_, each in self.instances.items()},
-            median_s=median_s,
+            median_s=flow.durations.median_s,
             requests=[
                 RequestSnapshot(
                     request_id=each.request_id,

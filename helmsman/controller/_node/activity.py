@@ -30,41 +30,39 @@ class _Pauses:
 
 
 class Durations:
-    """Recent durations by name. Thread-safe, since each operation is one step of the interpreter.
+    """Recent durations of an operation. Thread-safe, since each step is one of the interpreter.
 
     Args:
-        pauses: Updated with the begin and end of each call; None for durations of other operations.
+        pauses: Updated with the begin and end of each call; None for other operations.
     """
 
-    __slots__ = ("_counts", "_pauses", "_recent")
+    __slots__ = ("_pauses", "_recent", "count")
 
     def __init__(self, pauses: _Pauses | None = None) -> None:
-        self._recent: dict[str, collections.deque[float]] = {}
-        self._counts: collections.Counter[str] = collections.Counter()
+        self._recent: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
         self._pauses = pauses or _Pauses()
+        self.count = 0
+        """Number of all durations so far."""
 
     def begun(self, at: float) -> None:
         pauses = self._pauses
-        if pauses.last_at and at - pauses.last_at > pauses.longest_s:
-            pauses.longest_s = at - pauses.last_at
-        pauses.last_at = at
+        last_at, pauses.last_at = pauses.last_at, at
+        if at - last_at > pauses.longest_s and last_at:
+            pauses.longest_s = at - last_at
 
-    def ended(self, name: str, seconds: float, at: float) -> None:
+    def ended(self, seconds: float, at: float) -> None:
         self._pauses.last_at = at
-        recent = self._recent.get(name)
-        if recent is None:
-            recent = self._recent[name] = collections.deque(maxlen=_REMEMBERED)
-        recent.append(seconds)
-        self._counts[name] += 1
+        self._recent.append(seconds)
+        self.count += 1
 
-    def names(self) -> list[str]:
-        """Return the names with a duration."""
-        return list(self._recent)
+    @property
+    def median_s(self) -> float | None:
+        """Median of the last ones in seconds; None without any."""
+        recent = list(self._recent)
+        return statistics.median(recent) if recent else None
 
-    def median(self, name: str) -> tuple[float | None, int]:
-        """Return the median of recent durations in seconds, and the number of all."""
-        recent = list(self._recent.get(name, ()))
-        return (statistics.median(recent) if recent else None, self._counts[name])
+
+_NONE = Durations()
 
 
 class _Phase(NamedTuple):
@@ -84,31 +82,28 @@ class Activity:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._pauses = _Pauses()
-        self._calls: dict[str, Durations] = {}
+        self._calls: dict[tuple[str, str], Durations] = {}
         self._phases: dict[int, _Phase] = {}
-        self._durations = Durations()
+        self._durations: dict[str, Durations] = {}
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self.facts: dict[str, str] = {}
         """Further figures by name, such as the step of a recipe."""
 
-    def calls_of(self, role: str) -> Durations:
-        """Return the durations of the calls of a role, by method."""
+    def calls_of(self, role: str, method: str) -> Durations:
+        """Return the durations of the calls of a method in a role."""
         with self._lock:
-            return self._calls.setdefault(role, Durations(self._pauses))
+            return self._calls.setdefault((role, method), Durations(self._pauses))
 
     def durations(self) -> list[MethodDurations]:
         """Return the durations of all methods that were called."""
-        found = []
-        for role, durations in list(self._calls.items()):
-            for method in durations.names():
-                median_s, num_calls = durations.median(method)
-                found.append(
-                    MethodDurations(
-                        role=role, method=method, num_calls=num_calls, median_s=median_s or 0.0
-                    )
-                )
-        return found
+        return [
+            MethodDurations(
+                role=role, method=method, num_calls=each.count, median_s=each.median_s or 0.0
+            )
+            for (role, method), each in list(self._calls.items())
+            if each.count
+        ]
 
     @contextlib.contextmanager
     def phase(
@@ -132,7 +127,7 @@ class Activity:
             del self._phases[key]
             self._recorder.note(Kind.PHASE_END, name, key)
             now = time.monotonic()
-            self._durations.ended(kind, now - since, now)
+            self._durations.setdefault(kind, Durations()).ended(now - since, now)
 
     def phases(self, *, explain: bool) -> list[PhaseSnapshot]:
         """Return the open phases, oldest first.
@@ -146,7 +141,7 @@ class Activity:
                 kind=each.kind,
                 detail=each.detail,
                 age_s=now - each.since,
-                median_s=self._durations.median(each.kind)[0],
+                median_s=self._durations.get(each.kind, _NONE).median_s,
                 waits_for=each.waits_for() if explain else "",
             )
             for each in list(self._phases.values())

@@ -7,7 +7,8 @@ import sys
 import time
 from typing import Any
 
-_SDK = "opentelemetry.sdk.trace"
+SDK = "opentelemetry.sdk.trace"
+"""Module that is loaded where spans are wanted."""
 
 
 def phase_span(kind: str, detail: str) -> contextlib.AbstractContextManager[Any]:
@@ -17,7 +18,7 @@ def phase_span(kind: str, detail: str) -> contextlib.AbstractContextManager[Any]
         kind: Name of the span.
         detail: Becomes an attribute.
     """
-    if _SDK not in sys.modules:
+    if SDK not in sys.modules:
         return contextlib.nullcontext()
     attributes = {"helmsman.detail": detail} if detail else None
     span: contextlib.AbstractContextManager[Any] = _tracer().start_as_current_span(
@@ -27,7 +28,7 @@ def phase_span(kind: str, detail: str) -> contextlib.AbstractContextManager[Any]
 
 
 def record_call(worker_id: str, method: str, seconds: float, *, ok: bool) -> None:
-    """Record a span for a call that has just ended.
+    """Record a span for a call that has just ended; only with the SDK.
 
     Args:
         worker_id: The worker.
@@ -35,8 +36,6 @@ def record_call(worker_id: str, method: str, seconds: float, *, ok: bool) -> Non
         seconds: Duration of the call.
         ok: Whether it returned a result.
     """
-    if _SDK not in sys.modules:
-        return
     end_ns = time.time_ns()
     span = _tracer().start_span(
         f"helmsman call {method}",

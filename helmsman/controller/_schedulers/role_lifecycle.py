@@ -175,8 +175,8 @@ class RoleLifecycle:
         """Configure a new worker and lease its ports, before it is published."""
         job = start.job
         client.advice = self.advice
-        client.durations = self._run.activity.calls_of(job.role)
-        client.recorder = self._run.recorder
+        durations_of = functools.partial(self._run.activity.calls_of, job.role)
+        client.accounts.join(self._run.recorder, durations_of)
         spec = job.spec(rank)
         limit_s = max(start.deadline.remaining_s, 0.001)
         try:

@@ -250,16 +250,15 @@ class RunView(RunReporter):
         error: str,
     ) -> WorkerSnapshot:
         now = time.monotonic()
-        durations = self._run.activity.calls_of(role.name)
         calls = []
         for call in sorted(client.in_flight.copy().values(), key=lambda each: each.started):
-            median_s, num_before = durations.median(call.method)
+            durations = self._run.activity.calls_of(role.name, call.method)
             calls.append(
                 OpenCall(
                     name=call.name,
                     age_s=now - call.started,
-                    median_s=median_s,
-                    num_before=num_before,
+                    median_s=durations.median_s,
+                    num_before=durations.count,
                 )
             )
         is_restarting = client.worker_id in role.restarts

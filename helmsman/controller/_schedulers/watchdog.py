@@ -75,10 +75,9 @@ class Watchdog:
     def _overdue(self) -> Iterator[_Overdue]:
         now = time.monotonic()
         for role in self._roles:
-            durations = self._run.activity.calls_of(role.name)
             for client in role.clients.values():
                 for request_id, call in list(client.in_flight.items()):
-                    median_s = durations.median(call.method)[0]
+                    median_s = self._run.activity.calls_of(role.name, call.method).median_s
                     if self._is_overdue(now - call.started, median_s):
                         text = f"{call.name} on {client.worker_id}"
                         yield _Overdue(request_id, text, call, now - call.started)

@@ -33,12 +33,10 @@ from helmsman.controller._aio.event_loop import (
     run_in_executor,
     run_on_loop,
 )
-from helmsman.controller._node.activity import Durations
 from helmsman.controller._node.driver_log import story
-from helmsman.controller._node.spans import record_call
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
-from helmsman.rpc_server._process.recorder import Kind, Recorder
+from helmsman.controller._transport.call_accounts import CallAccounts
 from helmsman.rpc_server._wire.codec import Payload, decode, encode, is_plain
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
 from helmsman.rpc_server._wire.wire import Outgoing
@@ -55,8 +53,6 @@ _UNKNOWN_YET = Ending(
     f"has ended; its node did not report the cause within {_CAUSE_S:g} s. The log shows it when "
     "it arrives"
 )
-_NO_RECORDER = Recorder("")
-"""Recorder of clients without a run; no file has its events."""
 _LATE_ANSWER_S = 60.0
 """Limit for a worker to withdraw or locate a late call; the caller does not wait for it."""
 
@@ -89,11 +85,7 @@ class WorkerClient:
         """Role -> next step after the death of a worker, where a controller has a better one than
         the default.
         """
-        self.durations = Durations()
-        """Durations of the calls of its role, by method."""
-        self.recorder = _NO_RECORDER
-        self._labels: dict[str, int] = {}
-        """Method -> name in the recorder."""
+        self.accounts = CallAccounts(worker_id)
         self._timeouts = timeouts
         self.in_flight: dict[int, PendingCall] = {}
         """Unanswered engine work, by request id."""
@@ -187,23 +179,13 @@ class WorkerClient:
     def begins(self, request_id: int, call: PendingCall) -> None:
         """Count a call that is about to be sent; ``settled`` follows."""
         self.in_flight[request_id] = call
-        self.durations.begun(call.started)
-        self.recorder.note(Kind.SENT, self._label(call.method), request_id)
+        self.accounts.begun(request_id, call.method, call.started)
 
-    def _label(self, method: str) -> int:
-        label = self._labels.get(method)
-        if label is None:
-            label = self._labels[method] = self.recorder.name(f"{self.worker_id} {method}")
-        return label
-
-    def settled(self, request_id: int, *, ok: bool = False) -> None:
+    def settled(self, request_id: int, ok: bool = False) -> None:
         """Count the outcome of a request: a result if ``ok``, else an error."""
         call = self.in_flight.pop(request_id, None)
         if call is not None:
-            now = time.monotonic()
-            self.durations.ended(call.method, now - call.started, now)
-            self.recorder.note(Kind.REPLIED, self._label(call.method), request_id, ok)
-            record_call(self.worker_id, call.method, now - call.started, ok=ok)
+            self.accounts.ended(request_id, call.method, call.started, ok)
         self.overdue.discard(request_id)
         self.unanswered.pop(request_id, None)
 
@@ -436,7 +418,7 @@ class PendingCall(abc.ABC):
 
     def replied(self, reply: Reply, payload: Payload) -> None:
         client, request = self._client, self._outgoing.request
-        client.settled(request.id, ok=reply.ok)
+        client.settled(request.id, reply.ok)
         if not reply.ok:
             if not self._given_up:
                 self._fail(error_in(payload))
