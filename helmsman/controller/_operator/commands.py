@@ -22,6 +22,7 @@ from helmsman.controller._operator.cluster import attach, lines_here, on_all, on
 from helmsman.controller._operator.logs import coloured, follow, merge, read_lines, sources
 from helmsman.controller._operator.metrics import serve_until_end
 from helmsman.controller._operator.postmortem import postmortem
+from helmsman.controller._operator.replay import describe_calls, kept_calls, replay
 from helmsman.controller._operator.runs import (
     RunNotFoundError,
     act,
@@ -102,6 +103,16 @@ def add_commands(commands: Any) -> None:
     )
     post.add_argument("run_id", nargs="?", metavar="RUN", help=f"{run_help}, or its log directory")
     post.set_defaults(run=_postmortem)
+
+    again = commands.add_parser(
+        "replay", help="repeat a call whose arguments a run has kept, in this process, in pdb"
+    )
+    again.add_argument("run_id", metavar="RUN", help=f"{run_help}, or its log directory")
+    again.add_argument(
+        "call", nargs="?", type=int, metavar="CALL", help="number of the call; default: list them"
+    )
+    again.add_argument("--no-debugger", action="store_true", help="only run it")
+    again.set_defaults(run=_replay)
 
     page = commands.add_parser(
         "ui", help="serve a web page about a run on this machine: timeline, workers, stacks, logs"
@@ -238,6 +249,15 @@ def _postmortem(options: argparse.Namespace) -> int:
     text, is_closed = postmortem(run.log_dir)
     print(text)
     return OK if is_closed else NO
+
+
+def _replay(options: argparse.Namespace) -> int:
+    calls = kept_calls(find_run(options.run_id).log_dir)
+    if options.call is None:
+        print(describe_calls(calls) or "no call was kept; see scheduler.reporter.keep_calls")
+        return OK
+    print(repr(replay(calls, options.call, debugger=not options.no_debugger)))
+    return OK
 
 
 def _ui(options: argparse.Namespace) -> int:

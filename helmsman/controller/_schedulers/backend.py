@@ -22,6 +22,7 @@ from helmsman.controller._placement.allocator import Allocator
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import tail_of
 from helmsman.controller._transport.client import WorkerClient
+from helmsman.controller._transport.kept_calls import KeptCalls
 from helmsman.rpc_server._host.handles import HandleStore
 from helmsman.rpc_server._process.recorder import Recorder
 from helmsman.rpc_server._wire.messages import WorkerIdentity
@@ -42,6 +43,8 @@ class Run:
         self.log_dir = Path(log_dir).absolute() if log_dir is not None else default_log_dir(self.id)
         self._log = DriverLog(self.log_dir, self.id)
         self._is_begun = False
+        self.kept_calls: dict[str, KeptCalls] = {}
+        """By role."""
 
     def begin(self, scheduler: str) -> None:
         """Write the run's log and events to its log directory from now on. Idempotent."""

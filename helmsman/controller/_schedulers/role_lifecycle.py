@@ -177,6 +177,7 @@ class RoleLifecycle:
         client.advice = self.advice
         durations_of = functools.partial(self._run.activity.calls_of, job.role)
         client.accounts.join(self._run.recorder, durations_of)
+        client.kept_calls = self._run.kept_calls.get(job.role)
         spec = job.spec(rank)
         limit_s = max(start.deadline.remaining_s, 0.001)
         try:

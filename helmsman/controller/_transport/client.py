@@ -37,6 +37,7 @@ from helmsman.controller._node.driver_log import story
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
 from helmsman.controller._transport.call_accounts import CallAccounts
+from helmsman.controller._transport.kept_calls import KeptCalls
 from helmsman.rpc_server._wire.codec import Payload, decode, encode, is_plain
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
 from helmsman.rpc_server._wire.wire import Outgoing
@@ -86,6 +87,7 @@ class WorkerClient:
         the default.
         """
         self.accounts = CallAccounts(worker_id)
+        self.kept_calls: KeptCalls | None = None
         self._timeouts = timeouts
         self.in_flight: dict[int, PendingCall] = {}
         """Unanswered engine work, by request id."""
@@ -180,6 +182,8 @@ class WorkerClient:
         """Count a call that is about to be sent; ``settled`` follows."""
         self.in_flight[request_id] = call
         self.accounts.begun(request_id, call.method, call.started)
+        if self.kept_calls is not None:
+            call.keep_in(self.kept_calls)
 
     def settled(self, request_id: int, ok: bool = False) -> None:
         """Count the outcome of a request: a result if ``ok``, else an error."""
@@ -398,6 +402,13 @@ class PendingCall(abc.ABC):
     @property
     def name(self) -> str:
         return self._client.name_of(self._outgoing.request)
+
+    def keep_in(self, kept: KeptCalls) -> None:
+        """Keep the call's arguments for a replay."""
+        request = self._outgoing.request
+        if request.engine_name is None:
+            request = msgspec.structs.replace(request, engine_name=self._client.worker_id)
+        kept.keep(self._client.worker_id, request, self._outgoing.payload)
 
     @property
     def method(self) -> str:

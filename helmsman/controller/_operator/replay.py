@@ -1,0 +1,129 @@
+"""`helmsman replay`: repeats a kept call of a run in this process, under a debugger."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import pdb
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from helmsman.api.errors import HelmsmanError
+from helmsman.api.scheduler import EngineSpec
+from helmsman.api.workers import WorkerContext, within
+from helmsman.controller._operator.runs import RunNotFoundError
+from helmsman.controller._transport.kept_calls import FOLDER, KeptCall
+from helmsman.rpc_server._host.engine_calls import construct, import_engine
+from helmsman.rpc_server._process.safe_files import private_directory, read_own
+from helmsman.rpc_server._wire.codec import Payload, decode
+from helmsman.rpc_server._wire.messages import Verb
+
+
+def kept_calls(log_dir: Path) -> dict[int, KeptCall]:
+    """Return the kept calls of a run by number.
+
+    Args:
+        log_dir: The run's log directory. Only files of this user are read, since their arguments
+            are unpickled by ``replay``.
+    """
+    found = {}
+    try:
+        with private_directory(log_dir, FOLDER, create=False) as folder:
+            for name in os.listdir(folder):
+                content, fd = read_own(name, folder, str(log_dir / FOLDER / name))
+                os.close(fd)
+                found[int(name.partition(".")[0])] = msgspec.msgpack.decode(content, type=KeptCall)
+    except FileNotFoundError:
+        return {}
+    return dict(sorted(found.items()))
+
+
+def describe_calls(calls: dict[int, KeptCall]) -> str:
+    """List the calls that can be repeated."""
+    return "\n".join(
+        f"{number}: {call.request.method} on {call.worker_id}, {len(call.payload)} bytes"
+        for number, call in calls.items()
+        if call.before
+    )
+
+
+def replay(calls: dict[int, KeptCall], number: int, *, debugger: bool) -> Any:
+    """Construct the engine of a kept call here, prepare it as then, and repeat the call.
+
+    The engine has its initial weights, and those of the calls that prepared it.
+
+    Args:
+        calls: The kept calls of the run.
+        number: The call.
+        debugger: Whether to stop in pdb at the first line of the method.
+
+    Returns:
+        The result of the method.
+
+    Raises:
+        RunNotFoundError: There is no such call.
+        HelmsmanError: An argument was a handle, whose value ended with the run.
+    """
+    call = calls.get(number)
+    if call is None or not call.before:
+        known = describe_calls(calls) or "no call; scheduler.reporter.keep_calls keeps some"
+        raise RunNotFoundError(f"call {number} was not kept. The run has kept:\n{known}")
+    engines: dict[str | None, Any] = {}
+    context = WorkerContext(worker_id=call.worker_id, node="127.0.0.1")
+    with within(context):
+        for each in [calls[before] for before in call.before]:
+            if each.request.verb is Verb.CREATE_ENGINE:
+                engines[each.request.engine_name] = _construct(each)
+            elif each.request.verb is Verb.CALL:
+                _call(engines, each, _settled)
+        if not debugger:
+            return _call(engines, call, _settled)
+        return _call(engines, call, _debugged)
+
+
+def _construct(call: KeptCall) -> Any:
+    engine, args, kwargs = _arguments(call)
+    spec = engine if isinstance(engine, EngineSpec) else EngineSpec(target=engine)
+    kind: Any = spec.target
+    if isinstance(kind, str):
+        kind = import_engine(call.worker_id, str(call.request.engine_name), kind)
+    return construct(kind, spec.rank_info, args, {**spec.kwargs, **kwargs})
+
+
+def _call(engines: dict[str | None, Any], call: KeptCall, run: Callable[..., Any]) -> Any:
+    engine = engines[call.request.engine_name or call.worker_id]
+    args, kwargs = _arguments(call)
+    return run(getattr(engine, call.request.method), *args, **kwargs)
+
+
+def _settled(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = method(*args, **kwargs)
+    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+def _debugged(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    debugger = pdb.Pdb()
+    if inspect.iscoroutinefunction(method):
+        return debugger.runcall(_settled, method, *args, **kwargs)
+    return debugger.runcall(method, *args, **kwargs)
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _arguments(call: KeptCall) -> Any:
+    payload: Payload = pickle.loads(call.payload)
+
+    def lost(handle: Any) -> Any:
+        raise HelmsmanError(
+            f"call {call.request.id} on {call.worker_id} had the handle {handle.id} as an "
+            "argument, whose value ended with the run"
+        )
+
+    return decode(payload, resolve=lost)
