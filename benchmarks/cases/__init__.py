@@ -5,6 +5,7 @@ from benchmarks.cases import (  # noqa: F401
     end_to_end,
     groups,
     imports,
+    operator,
     packing,
     payload,
     planner,

@@ -1,0 +1,77 @@
+"""Cost of the flight recorder, and of questions about a run of 1,000 workers.
+
+The workers are simulated: threads of one process, each with a call that does not end.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from pathlib import Path
+
+from benchmarks.harness import Pair, case
+from benchmarks.world import World
+from helmsman import InlineScheduler
+from helmsman.api.scheduler import Call, Job, SchedulingSpec
+from helmsman.controller._aio.event_loop import run_sync
+from helmsman.controller._diagnosis.diagnosis import diagnose_run
+from helmsman.controller._operator.runs import FoundRun, find_run, take_snapshot, take_two
+from helmsman.rpc_server._process.recorder import Kind, Recorder
+
+NUM_WORKERS = 1000
+EVENTS = 10_000
+EVENT_LIMIT_US, STATUS_LIMIT_S, WHY_LIMIT_S = 2.0, 2.0, 10.0
+
+
+class Waiting:
+    """An engine whose call ends with the case."""
+
+    ended = threading.Event()
+
+    def step(self) -> None:
+        self.ended.wait()
+
+
+def _run(world: World) -> FoundRun:
+    """A run of 1,000 workers that are all in a call."""
+    Waiting.ended.clear()
+    folder = world.until_case_ends.enter_context(tempfile.TemporaryDirectory())
+    scheduler = InlineScheduler(log_dir=Path(folder) / "logs")
+    world.until_case_ends.callback(scheduler.close)
+    world.until_case_ends.callback(Waiting.ended.set)
+    spec = SchedulingSpec(cpu=0.001)
+    ids = scheduler.create_workers(Job(role="actor", replicas=NUM_WORKERS, tasks=[spec]))
+    scheduler.create_engines(ids, Waiting)
+
+    async def begin() -> None:
+        scheduler.call_many({each: Call((), {}, None) for each in ids}, "step")
+
+    run_sync(begin())
+    return find_run(scheduler.run_id)
+
+
+@case("operator.event", unit="us", floor="limit of 2 us", goal="<= 1")
+def event(world: World) -> Pair:
+    folder = world.until_case_ends.enter_context(tempfile.TemporaryDirectory())
+    recorder = Recorder("a/0")
+    recorder.persist(f"{folder}/a-0", "0123456789")
+    world.until_case_ends.callback(recorder.close)
+    name = recorder.name("a/0.step")
+
+    def record() -> None:
+        for number in range(EVENTS):
+            recorder.note(Kind.BEGUN, name, number)
+
+    return Pair(ours=record, floor=EVENT_LIMIT_US, per_run=EVENTS, repeats=5)
+
+
+@case("operator.status_1000", unit="s", floor="limit of 2 s", goal="<= 1")
+def status(world: World) -> Pair:
+    run = _run(world)
+    return Pair(ours=lambda: take_snapshot(run, reports=False), floor=STATUS_LIMIT_S)
+
+
+@case("operator.why_1000", unit="s", floor="limit of 10 s", goal="<= 1")
+def why(world: World) -> Pair:
+    run = _run(world)
+    return Pair(ours=lambda: diagnose_run(*take_two(run)), floor=WHY_LIMIT_S, rounds=3)
