@@ -51,7 +51,7 @@ test-vllm: $(STAMP_VLLM) ## the tests with a real vLLM, on the CPU
 	@$(PY_VLLM) -m pytest tests/vllm $(PYTEST_ARGS)
 
 soak: $(STAMP) ## 50 rounds of kills on each scheduler, and the other soak tests in full; HELMSMAN_SOAK_SEED=n for other rounds
-	@HELMSMAN_SOAK_ROUNDS=$${HELMSMAN_SOAK_ROUNDS:-50} $(PY) -m pytest tests/hostile/test_kills.py tests/multinode/test_transactions.py tests/controller/bootstrap/test_up.py tests/controller/ray_backend/test_embedded.py tests/controller/generation/test_soak.py tests/controller/rollout/test_soak_on_processes.py $(PYTEST_ARGS)
+	@HELMSMAN_SOAK_ROUNDS=$${HELMSMAN_SOAK_ROUNDS:-50} $(PY) -m pytest tests/hostile/test_kills.py tests/multinode/test_transactions.py tests/controller/bootstrap/test_up.py tests/controller/ray_backend/test_embedded.py tests/controller/generation/test_soak.py tests/controller/rollout/test_soak_on_processes.py tests/controller/operator/test_healthy.py $(PYTEST_ARGS)
 
 bench: $(STAMP) ## what things cost beside their floors; results in benchmarks/out; CASE=name,... for some of it
 	@$(PY) -m benchmarks $(CASE)

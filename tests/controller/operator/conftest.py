@@ -20,11 +20,13 @@ class Staged(NamedTuple):
 
     run_id: str
     process: subprocess.Popen[str]
+    address: str = ""
+    """Of its Ray cluster."""
 
 
-def start(fault: str) -> subprocess.Popen[str]:
+def start(*arguments: str, script: Path = STAGED) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(STAGED), fault],
+        [sys.executable, str(script), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -34,9 +36,13 @@ def start(fault: str) -> subprocess.Popen[str]:
 
 def run_of(process: subprocess.Popen[str]) -> Staged:
     assert process.stdout is not None
+    address = ""
     for line in process.stdout:
-        if line.startswith("run "):
-            return Staged(line.split()[1], process)
+        word, _, value = line.strip().partition(" ")
+        if word == "address":
+            address = value
+        elif word == "run":
+            return Staged(value, process, address)
     raise AssertionError(f"{process.args!r} ended with {process.wait()} before it hung")
 
 

@@ -297,6 +297,7 @@ def placement() -> None:
     remote: Any = ray.remote(num_gpus=2)(Ranks)
     holder = remote.remote()
     ray.get(holder.quick.remote())
+    print(f"address {ray.get_runtime_context().gcs_address}", flush=True)
     with RayScheduler() as scheduler:
         hangs(scheduler.create_workers, Job(role="rollout", tasks=[SchedulingSpec(cpu=0.5, gpu=1)]))
         ready(scheduler)

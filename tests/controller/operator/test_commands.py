@@ -225,3 +225,21 @@ for number in range(1, 4):
         assert run.end_ns is not None
         assert sent.end_ns is not None
         assert sent.begin_ns <= run.begin_ns < run.end_ns <= sent.end_ns
+
+
+def test_commands_through_cluster(stage: Callable[[str], Staged]) -> None:
+    """By the address of a Ray cluster, from a process that is not on the script's node."""
+    staged = stage("placement")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "helmsman", *arguments, "--address", staged.address]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    status = run("status", staged.run_id)
+    assert f"run {staged.run_id}  RayScheduler" in status.stdout, status.stderr
+    logs = run("logs", staged.run_id)
+    assert f"run {staged.run_id} begins" in logs.stdout, logs.stderr
+    missing = run("status", "ffff")
+    assert missing.returncode == 2
+    assert "no run ffff of this user on the nodes of the cluster" in missing.stderr

@@ -1,0 +1,240 @@
+"""Rules about states of nodes and workers that a test cannot cause: functions of snapshots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from helmsman.api.run_state import (
+    Frame,
+    NodeReport,
+    OpenCall,
+    ProcessReport,
+    RunSnapshot,
+    StackTrace,
+    WorkerSnapshot,
+)
+from helmsman.api.workers import WorkerHealth
+from helmsman.controller._diagnosis.diagnosis import Diagnosis, diagnose_run
+from helmsman.controller._diagnosis.evidence import Finding
+from helmsman.controller._diagnosis.stacks import named, place, site_of, wait_of
+from helmsman.controller._diagnosis.texts import why_text
+
+GIB = 1 << 30
+
+
+def report(**fields: Any) -> ProcessReport:
+    node = NodeReport(
+        node="10.0.0.1",
+        clock=0.0,
+        memory_available=fields.pop("memory_available", 8 * GIB),
+        disks=fields.pop("disks", {"/dev/shm": (8 * GIB, 16 * GIB)}),
+    )
+    defaults: dict[str, Any] = {
+        "pid": 1,
+        "cpu_s": 1.0,
+        "rss_bytes": GIB,
+        "swap_bytes": 0,
+        "clock_jump_s": 0.0,
+        "stacks": [],
+        "children": [],
+        "node": node,
+    }
+    return ProcessReport(**(defaults | fields))
+
+
+def worker(worker_id: str, **fields: Any) -> WorkerSnapshot:
+    node = fields.get("node", "10.0.0.1")
+    defaults: dict[str, Any] = {
+        "worker_id": worker_id,
+        "role": worker_id.rpartition("/")[0],
+        "node": node,
+        "pid": 7,
+        "state": "ready",
+        "log_path": "/logs/a-0.log",
+        "world_size": 2,
+        "is_group": True,
+        "health": WorkerHealth(worker_id=worker_id, pid=7, node=node, engines={}),
+        "report": report(),
+    }
+    return WorkerSnapshot(**(defaults | fields))
+
+
+def run(*workers: WorkerSnapshot, **fields: Any) -> RunSnapshot:
+    defaults: dict[str, Any] = {
+        "run_id": "0123456789",
+        "command": "train.py",
+        "scheduler": "RayScheduler",
+        "host": "head",
+        "pid": 3,
+        "log_dir": "/logs",
+        "started_at": 0.0,
+        "taken_at": 101.0,
+        "workers": list(workers),
+        "script": report(),
+    }
+    return RunSnapshot(**(defaults | fields))
+
+
+def diagnosed(now: RunSnapshot) -> Diagnosis:
+    return diagnose_run(now, msgspec.structs.replace(now, taken_at=now.taken_at - 1.0))
+
+
+def only(now: RunSnapshot) -> Finding:
+    (finding,) = diagnosed(now).findings
+    return finding
+
+
+def in_call(frame: Frame, **fields: Any) -> dict[str, Any]:
+    age_s = fields.pop("age_s", 100.0)
+    stack = StackTrace(thread="engine", frames=[frame], call="a/0.step", running_s=age_s)
+    call = OpenCall(name="a/0.step", age_s=age_s, median_s=1.0, num_before=9)
+    return {"calls": [call], "report": report(stacks=[stack], **fields)}
+
+
+def test_healthy_run() -> None:
+    diagnosis = diagnosed(run(worker("a/0"), worker("a/1")))
+    assert diagnosis.is_healthy
+    assert diagnosis.findings == []
+    assert "No call is open" in diagnosis.waits_for
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule", "text"),
+    [
+        (
+            {"disks": {"/dev/shm": (10 << 20, 16 * GIB)}},
+            "disk full",
+            "/dev/shm on 10.0.0.1 is full: 10 MiB of 16384 MiB are free.",
+        ),
+        (
+            {"memory_available": 100 << 20},
+            "memory full",
+            "10.0.0.1 has 100 MiB of memory left.",
+        ),
+        (
+            {"swap_bytes": GIB},
+            "swapping",
+            "1024 MiB of a/0 on 10.0.0.1 are swapped out.",
+        ),
+        (
+            {"clock_jump_s": -3600.0},
+            "clock set",
+            "The clock of 10.0.0.1 was set back by 60 min during the run.",
+        ),
+    ],
+)
+def test_nodes(fields: dict[str, Any], rule: str, text: str) -> None:
+    finding = only(run(worker("a/0", report=report(**fields))))
+    assert (finding.rule, finding.cause, finding.is_problem) == (rule, text, True)
+    assert finding.next_step
+
+
+def test_disk_of_script_full() -> None:
+    full = report(disks={"/logs": (0, GIB)})
+    finding = only(run(worker("a/0"), script=full))
+    assert finding.cause == "/logs on the script's node head is full: 0 MiB of 1024 MiB are free."
+
+
+def test_node_silent() -> None:
+    silent = {"node": "10.0.0.2", "health": None, "report": None, "error": "no answer in 1 s"}
+    finding = only(run(worker("a/0"), worker("a/1", **silent), worker("a/2", **silent)))
+    assert finding.rule == "node silent"
+    assert finding.subject == "10.0.0.2"
+    assert finding.workers == ["a/1", "a/2"]
+    assert finding.cause == "Node 10.0.0.2 is silent: none of its workers (a/1-2) answers."
+    assert finding.evidence == ["no answer in 1 s"]
+
+
+def test_worker_silent() -> None:
+    silent = worker("a/1", health=None, report=None, error="no answer in 1 s")
+    finding = only(run(worker("a/0"), silent))
+    assert finding.rule == "worker silent"
+    assert finding.cause == "a/1 on node 10.0.0.1 does not answer and cannot be observed."
+
+
+def test_collective_stuck() -> None:
+    frame = Frame("/home/me/train.py", 210, "train_batch", "dist.all_reduce(grad)")
+    finding = only(run(worker("a/0", **in_call(frame)), worker("a/1", **in_call(frame))))
+    assert finding.rule == "collective stuck"
+    assert "All 2 ranks of 'a' have entered the same collective" in finding.cause
+    assert "a/0-1 waits in all_reduce at train.py:210" in finding.cause
+
+
+def test_rank_that_computes_is_slow_only() -> None:
+    """Beside ranks that wait for it, until it takes ten times as long as usual."""
+    waits = Frame("/home/me/train.py", 210, "train_batch", "dist.all_reduce(grad)")
+    loads = Frame("/home/me/data.py", 88, "load", "json.loads(line)")
+    for age_s, cpu_s, is_healthy in ((8.0, 9.0, True), (100.0, 9.0, False), (8.0, 1.0, False)):
+        late = worker("a/1", **in_call(loads, age_s=age_s, cpu_s=cpu_s))
+        now = run(worker("a/0", **in_call(waits, age_s=age_s)), late)
+        before = run(
+            worker("a/0", **in_call(waits, age_s=age_s - 1)),
+            worker("a/1", **in_call(loads, age_s=age_s - 1, cpu_s=1.0)),
+            taken_at=100.0,
+        )
+        diagnosis = diagnose_run(now, before)
+        assert diagnosis.is_healthy is is_healthy, (age_s, cpu_s, diagnosis)
+        if not is_healthy:
+            (finding,) = [each for each in diagnosis.findings if each.is_problem]
+            assert finding.subject == "a/1"
+            assert "data.py:88 (json.loads(line))" in finding.cause
+
+
+def test_slow_call_is_a_note() -> None:
+    frame = Frame("/home/me/train.py", 10, "step", "x = f(x)")
+    busy = worker("a/0", world_size=1, **in_call(frame, cpu_s=5.0))
+    before = run(worker("a/0", world_size=1, **in_call(frame, cpu_s=4.0)), taken_at=100.0)
+    diagnosis = diagnose_run(run(busy), before)
+    assert diagnosis.is_healthy
+    assert [each.rule for each in diagnosis.findings] == ["slow call"]
+    assert "note: a/0.step on a/0 has run for 100.0 s; the median is 1.0 s." in why_text(diagnosis)
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "function", "kind"),
+    [
+        ("time.sleep(3)", "/home/me/a.py", "f", "sleep"),
+        ("await asyncio.sleep(3)", "/home/me/a.py", "f", "sleep"),
+        ("socket.getaddrinfo(host, 80)", "/home/me/a.py", "f", "name lookup"),
+        ("requests.get(url)", "/home/me/a.py", "f", "connection"),
+        ("self.lock.acquire()", "/home/me/a.py", "f", "lock"),
+        ("with self._lock:", "/home/me/a.py", "f", "lock"),
+        ("fcntl.flock(fd, fcntl.LOCK_EX)", "/home/me/a.py", "f", "lock"),
+        ("x = self.queue.get()", "/home/me/a.py", "f", "message"),
+        ("subprocess.run(command)", "/home/me/a.py", "f", "process"),
+        ("dist.barrier()", "/home/me/a.py", "f", "collective"),
+        ("torch.distributed.all_gather(out, x)", "/home/me/a.py", "f", "collective"),
+        (
+            "work.wait()",
+            "/usr/lib/x/torch/distributed/distributed_c10d.py",
+            "broadcast",
+            "collective",
+        ),
+        ("data = file.read()", "/home/me/a.py", "f", "file"),
+        ("x = x @ w", "/home/me/a.py", "f", None),
+        ("return self.model(x)", "/home/me/a.py", "f", None),
+        ("", "/home/me/a.py", "f", None),
+    ],
+)
+def test_wait_of(text: str, file: str, function: str, kind: str | None) -> None:
+    stack = StackTrace(thread="engine", frames=[Frame(file, 3, function, text)])
+    wait = wait_of(stack)
+    assert (wait.kind if wait is not None else None) == kind
+
+
+def test_site_is_in_users_code() -> None:
+    frames = [
+        Frame("/home/me/train.py", 210, "step", "loss.backward()"),
+        Frame("/usr/lib/python3/site-packages/torch/_tensor.py", 5, "backward"),
+    ]
+    site = site_of(StackTrace(thread="engine", frames=frames))
+    assert site is not None
+    assert place(site) == "train.py:210 (loss.backward())"
+
+
+def test_named_joins_ranges() -> None:
+    assert named(["a/0", "a/1", "a/2", "a/7", "b/3", "script"]) == "script, a/0-2, a/7, b/3"
+    assert named(f"r{n}/0" for n in range(9)) == "r0/0, r1/0, r2/0, r3/0, r4/0, r5/0 and 3 more"
