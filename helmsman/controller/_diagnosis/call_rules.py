@@ -9,6 +9,7 @@ from helmsman.controller._diagnosis.evidence import (
     Evidence,
     Finding,
     WorkerEvidence,
+    is_late,
     is_long,
     seconds,
     usual,
@@ -60,7 +61,8 @@ def _is_absent(worker: WorkerEvidence, waited_s: float, median_s: float | None) 
         return True
     if worker.stack is None or not worker.stack.call:
         return True
-    return (worker.is_idle and worker.is_still) or is_long(waited_s, median_s, factor=10.0)
+    is_blocked = worker.is_idle and worker.is_still
+    return (is_blocked and is_late(waited_s, median_s)) or is_long(waited_s, median_s, factor=10.0)
 
 
 def _absent(

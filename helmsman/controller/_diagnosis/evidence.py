@@ -43,6 +43,11 @@ def is_long(age_s: float, median_s: float | None, *, factor: float = FACTOR) -> 
     return age_s > (FIRST_S if median_s is None else max(FLOOR_S, factor * median_s))
 
 
+def is_late(age_s: float, median_s: float | None) -> bool:
+    """Return whether an operation that others wait for takes much longer than earlier ones."""
+    return age_s > max(FLOOR_S, FACTOR * (median_s or 0.0))
+
+
 def usual(median_s: float | None) -> str:
     """Describe the usual duration of an operation."""
     return "its first one" if median_s is None else f"the median is {seconds(median_s)}"

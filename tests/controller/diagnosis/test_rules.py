@@ -167,7 +167,12 @@ def test_rank_that_computes_is_slow_only() -> None:
     """Beside ranks that wait for it, until it takes ten times as long as usual."""
     waits = Frame("/home/me/train.py", 210, "train_batch", "dist.all_reduce(grad)")
     loads = Frame("/home/me/data.py", 88, "load", "json.loads(line)")
-    for age_s, cpu_s, is_healthy in ((8.0, 9.0, True), (100.0, 9.0, False), (8.0, 1.0, False)):
+    for age_s, cpu_s, is_healthy in (
+        (8.0, 9.0, True),
+        (8.0, 1.0, True),
+        (100.0, 9.0, False),
+        (11.0, 1.0, False),
+    ):
         late = worker("a/1", **in_call(loads, age_s=age_s, cpu_s=cpu_s))
         now = run(worker("a/0", **in_call(waits, age_s=age_s)), late)
         before = run(
