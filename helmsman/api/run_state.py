@@ -67,6 +67,8 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     rss_bytes: int
     swap_bytes: int
     """Memory of the process that is swapped out."""
+    runnable_s: float = 0.0
+    """Seconds in which its threads could run and had no CPU, added up."""
     clock_jump_s: float
     """Seconds by which the node's clock has been set since the process started; negative if it was
     set back.

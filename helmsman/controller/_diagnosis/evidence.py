@@ -94,19 +94,16 @@ class WorkerEvidence:
 
     @property
     def cpu_share(self) -> float | None:
-        """Cores that the process used between the snapshots; None if unknown."""
-        cpu_s = [
-            each.report.cpu_s if each.report else each.health.cpu_s if each.health else None
-            for each in (self.now, self.before)
-            if each is not None
-        ]
-        if len(cpu_s) < 2 or cpu_s[0] is None or cpu_s[1] is None or self._apart_s <= 0:
+        """Cores that the process used, or waited for, between the snapshots; None if unknown."""
+        now, before = self.now.report, self.before.report if self.before is not None else None
+        if now is None or before is None or self._apart_s <= 0:
             return None
-        return max(0.0, cpu_s[0] - cpu_s[1]) / self._apart_s
+        used_s = now.cpu_s - before.cpu_s
+        return max(0.0, used_s + now.runnable_s - before.runnable_s) / self._apart_s
 
     @property
     def is_idle(self) -> bool:
-        """Whether the process used almost no CPU between the snapshots."""
+        """Whether the process needed almost no CPU between the snapshots."""
         share = self.cpu_share
         return share is not None and share < BUSY
 

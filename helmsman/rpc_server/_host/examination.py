@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import linecache
 import os
@@ -139,6 +140,7 @@ def _report(node: str, log_dir: str, stacks: Sequence[StackTrace]) -> ProcessRep
         cpu_s=sum(each.ru_utime + each.ru_stime for each in used),
         rss_bytes=sizes.get("VmRSS", 0),
         swap_bytes=sizes.get("VmSwap", 0),
+        runnable_s=_runnable_s(),
         clock_jump_s=time.time() - time.monotonic() - _CLOCK_AHEAD_S,
         stacks=list(stacks),
         children=_children(int(time.monotonic())),
@@ -180,6 +182,19 @@ def _status_bytes() -> dict[str, int]:
     except OSError:
         return {}
     return {name: int(size) << 10 for name, size in found}
+
+
+def _runnable_s() -> float:
+    """Return the time that the threads spent in the run queue, from /proc/<pid>/schedstat."""
+    total = 0
+    with contextlib.suppress(OSError):  # the kernel has no statistics
+        for thread in os.listdir("/proc/self/task"):
+            with (
+                contextlib.suppress(FileNotFoundError),  # the thread has ended
+                open(f"/proc/self/task/{thread}/schedstat") as file,
+            ):
+                total += int(file.read().split()[1])
+    return total / 1e9
 
 
 @functools.lru_cache(maxsize=1)

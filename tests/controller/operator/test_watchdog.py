@@ -5,9 +5,10 @@ from __future__ import annotations
 import http.server
 import json
 import logging
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,37 @@ pytestmark = pytest.mark.slow
 FLOOR_S = 0.5
 
 
-class Sleeper:
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+class Waiter:
+    def wait(self, path: str) -> None:
+        while not os.path.exists(path):
+            time.sleep(0.01)
 
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
     with LocalScheduler(log_dir=tmp_path / "logs") as scheduler:
         scheduler.create_workers(Job(role="actor"))
-        scheduler.create_engines(["actor/0"], Sleeper)
+        scheduler.create_engines(["actor/0"], Waiter)
         for _ in range(3):
-            scheduler.call_engine("actor/0", "sleep", None, 0.001)
+            scheduler.call_engine("actor/0", "wait", None, "/")
         yield scheduler
+
+
+@pytest.fixture
+def hang(scheduler: LocalScheduler, tmp_path: Path) -> Iterator[threading.Thread]:
+    """A call that hangs until the test ends."""
+    end = tmp_path / "end"
+    call = threading.Thread(target=scheduler.call_engine, args=("actor/0", "wait", None, str(end)))
+    yield call
+    end.touch()
+    call.join()
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
 
 
 class Receiver:
@@ -63,7 +82,9 @@ class Receiver:
         return f"http://127.0.0.1:{self.server.server_port}/hang"
 
 
-def test_watchdog_reports_once(scheduler: LocalScheduler, caplog: pytest.LogCaptureFixture) -> None:
+def test_watchdog_reports_once(
+    scheduler: LocalScheduler, hang: threading.Thread, caplog: pytest.LogCaptureFixture
+) -> None:
     reported: list[str] = []
     arrived = threading.Event()
 
@@ -73,62 +94,64 @@ def test_watchdog_reports_once(scheduler: LocalScheduler, caplog: pytest.LogCapt
 
     scheduler.reporter.watch(HangPolicy(floor_s=FLOOR_S, notify=notify))
     with caplog.at_level(logging.WARNING, "helmsman"):
-        call = threading.Thread(target=scheduler.call_engine, args=("actor/0", "sleep", None, 6.0))
-        call.start()
-        assert arrived.wait(30)
-        call.join()
+        hang.start()
+        assert arrived.wait(60)
     (path,) = scheduler.log_dir.glob("hang-*.txt")
     text = path.read_text()
-    assert text.startswith("Overdue: actor/0.sleep on actor/0 (")
-    assert "sleep at" in text or "time.sleep(seconds)" in text
-    assert "actor/0:\n  engine, actor/0.sleep for" in text
+    assert text.startswith("Overdue: actor/0.wait on actor/0 (")
+    assert "actor/0:\n  engine, actor/0.wait for" in text
     assert f"See {path}" in reported[0]
     assert len(reported) == 1
     (warning,) = [each for each in caplog.messages if "may hang" in each]
-    assert "actor/0.sleep on actor/0" in warning
+    assert "actor/0.wait on actor/0" in warning
     assert str(path) in (scheduler.log_dir / "driver.log").read_text()
 
 
-def test_watchdog_fails_overdue_call(scheduler: LocalScheduler) -> None:
+def test_watchdog_fails_overdue_call(scheduler: LocalScheduler, tmp_path: Path) -> None:
     scheduler.reporter.watch(HangPolicy(floor_s=FLOOR_S, on_hang="raise"))
+    end = tmp_path / "end"
     with pytest.raises(CallTimeoutError, match="the watchdog, by on_hang='raise'"):
-        scheduler.call_engine("actor/0", "sleep", None, 8.0)
+        scheduler.call_engine("actor/0", "wait", None, str(end))
+    end.touch()
 
 
-def test_watchdog_notifies_url(scheduler: LocalScheduler) -> None:
+def test_watchdog_notifies_url(scheduler: LocalScheduler, hang: threading.Thread) -> None:
     receiver = Receiver()
     scheduler.reporter.watch(HangPolicy(floor_s=FLOOR_S, notify=receiver.url))
-    scheduler.call_engine("actor/0", "sleep", None, 5.0)
-    assert receiver.arrived.wait(30)
+    hang.start()
+    assert receiver.arrived.wait(60)
     receiver.server.shutdown()
     receiver.server.server_close()
     assert receiver.message["run_id"] == scheduler.run_id
     assert "hang-" in receiver.message["text"]
 
 
-def test_watchdog_notifies_program(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_watchdog_notifies_program(
+    scheduler: LocalScheduler, hang: threading.Thread, tmp_path: Path
+) -> None:
     program, out = tmp_path / "notify", tmp_path / "out"
     program.write_text(f"#!/bin/sh\ncat > {out}.part\nmv {out}.part {out}\n")
     program.chmod(0o700)
     scheduler.reporter.watch(HangPolicy(floor_s=FLOOR_S, notify=str(program)))
-    scheduler.call_engine("actor/0", "sleep", None, 5.0)
-    deadline = time.monotonic() + 30
-    while not out.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    hang.start()
+    assert eventually(out.exists)
     assert "hang-" in out.read_text()
 
 
 def test_watchdog_failed_notification_is_logged(
-    scheduler: LocalScheduler, caplog: pytest.LogCaptureFixture
+    scheduler: LocalScheduler, hang: threading.Thread, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler.reporter.watch(HangPolicy(floor_s=FLOOR_S, notify="/absent/program"))
     with caplog.at_level(logging.WARNING, "helmsman"):
-        scheduler.call_engine("actor/0", "sleep", None, 5.0)
-    assert any("a hang was not reported to '/absent/program'" in each for each in caplog.messages)
+        hang.start()
+        text = "a hang was not reported to '/absent/program'"
+        assert eventually(lambda: any(text in each for each in caplog.messages))
 
 
 def test_watchdog_ignores_usual_calls(scheduler: LocalScheduler) -> None:
-    """A call that takes as long as the earlier ones is not overdue, whatever the floor."""
-    scheduler.reporter.watch(HangPolicy(floor_s=0.01, factor=1e6))
-    scheduler.call_engine("actor/0", "sleep", None, 2.5)
+    """Calls that take no longer than the earlier ones are not overdue, whatever the floor."""
+    scheduler.reporter.watch(HangPolicy(floor_s=0.0, factor=1e9))
+    begun = time.monotonic()
+    while time.monotonic() < begun + 2.5:
+        scheduler.call_engine("actor/0", "wait", None, "/")
     assert not list(scheduler.log_dir.glob("hang-*"))
