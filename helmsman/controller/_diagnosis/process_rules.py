@@ -138,7 +138,8 @@ def nodes(evidence: Evidence) -> Iterator[Finding]:
         if worker.report is not None:
             reports[worker.node] = worker.report.node, worker.report.clock_jump_s
     if run.script is not None:
-        reports.setdefault(f"the script's node {run.host}", (run.script.node, 0.0))
+        own = run.script.node.node or f"the script's node {run.host}"
+        reports.setdefault(own, (run.script.node, 0.0))
     for node, (report, _) in reports.items():
         for path, (free, total) in report.disks.items():
             if total and (free < _LOW_BYTES or free < _LOW_SHARE * total):

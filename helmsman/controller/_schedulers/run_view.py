@@ -35,6 +35,7 @@ from helmsman.controller._transport.kept_calls import KeptCalls
 from helmsman.controller._validation.argument_types import checked
 from helmsman.rpc_server._host.examination import examine_script
 from helmsman.rpc_server._host.threads import all_stacks
+from helmsman.rpc_server._process.guardian import mark_of
 from helmsman.rpc_server._wire.messages import Verb
 
 log = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ class RunView(RunReporter):
         forbid_blocking()
         script = None
         if reports and role in (None, SCRIPT):
-            script = examine_script("", str(self._run.log_dir))
+            script = examine_script(self._own_node(), str(self._run.log_dir))
         asked = submit(self._workers(role, timeout, reports=reports))
         try:
             workers, rollouts = asked.result(timeout + _LOOP_S)
@@ -202,6 +203,14 @@ class RunView(RunReporter):
             with contextlib.suppress(concurrent.futures.TimeoutError):
                 found |= submit(ask_all()).result(limit_s + _LOOP_S)
         return found
+
+    def _own_node(self) -> str:
+        """Return the address of this node, if a worker runs on it; else ''."""
+        for client in self._roles.clients():
+            mark = mark_of(client.pid) if client.pid is not None else None
+            if mark is not None and mark.run_id == self._run.id:
+                return client.node
+        return ""
 
     def _chosen(self, role: str | None) -> list[tuple[Role, WorkerClient]]:
         """Return the workers of a role, or all; those shared by roles only once."""

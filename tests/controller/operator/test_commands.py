@@ -243,3 +243,24 @@ def test_commands_through_cluster(stage: Callable[[str], Staged]) -> None:
     missing = run("status", "ffff")
     assert missing.returncode == 2
     assert "no run ffff of this user on the nodes of the cluster" in missing.stderr
+
+
+@pytest.mark.root
+def test_why_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        with LocalScheduler(log_dir=disk / "logs") as scheduler:
+            scheduler.create_workers(Job(role="actor"))
+            free = shutil.disk_usage(disk).free
+            (disk / "filler").write_bytes(bytes(free))
+            assert main(["why", scheduler.run_id]) == 1
+        text = capsys.readouterr().out
+        assert f"disk full: {disk / 'logs'} on " in text
+        assert "is full: 0 MiB of 16 MiB are free." in text
+        assert "1 problem" in text
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
