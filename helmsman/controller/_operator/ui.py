@@ -142,17 +142,23 @@ def worker_detail(run: FoundRun, worker_id: str) -> dict[str, Any]:
     Raises:
         HelmsmanError: There is no such worker.
     """
-    log = [line for _, _, line in read_lines(run.log_dir, worker_id)][-_MOST_LINES:]
-    stacks = "the run has ended"
-    if run.is_alive:
-        role = worker_id.rpartition("/")[0]
-        workers = take_snapshot(run, reports=True, role=role).workers
-        found = next((each for each in workers if each.worker_id == worker_id), None)
-        if found is None:
-            raise RunNotFoundError(f"run {run.run_id} has no worker {worker_id!r}.")
-        shown = found.report.stacks if found.report is not None else []
-        stacks = "\n".join(map(stack_text, shown)) or f"no stacks: {found.error or 'no answer'}"
-    return {"stacks": stacks, "log": log}
+    if not run.is_alive:
+        return _detail(run, worker_id, "the run has ended")
+    role = worker_id.rpartition("/")[0]
+    for each in take_snapshot(run, reports=True, role=role).workers:
+        if each.worker_id == worker_id:
+            return _detail(run, worker_id, _stacks_of(each))
+    raise RunNotFoundError(f"run {run.run_id} has no worker {worker_id!r}.")
+
+
+def _detail(run: FoundRun, worker_id: str, stacks: str) -> dict[str, Any]:
+    log = [line for _, _, line in read_lines(run.log_dir, worker_id)]
+    return {"stacks": stacks, "log": log[-_MOST_LINES:]}
+
+
+def _stacks_of(worker: WorkerSnapshot) -> str:
+    shown = worker.report.stacks if worker.report is not None else []
+    return "\n".join(map(stack_text, shown)) or f"no stacks: {worker.error or 'no answer'}"
 
 
 def write_report(run: FoundRun, out: Path) -> None:
@@ -166,8 +172,13 @@ def write_report(run: FoundRun, out: Path) -> None:
         OSError: The file cannot be written.
     """
     data = state_of(run, shown_s=600.0)
-    workers = data["snapshot"].workers[:_MOST_DETAILS]
-    details = {each.worker_id: worker_detail(run, each.worker_id) for each in workers}
+    known = take_snapshot(run, reports=True) if run.is_alive else data["snapshot"]
+    details = {
+        each.worker_id: _detail(
+            run, each.worker_id, _stacks_of(each) if run.is_alive else "the run has ended"
+        )
+        for each in known.workers[:_MOST_DETAILS]
+    }
     out.write_text(page({**data, "details": details}))
 
 

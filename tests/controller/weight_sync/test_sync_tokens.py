@@ -34,6 +34,7 @@ NUM_PUSHES = 12
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_push_versions_of_tokens_among_faults(engines_scheduler: Scheduler, tmp_path: Path) -> None:
     """While instances are killed and rebuilt, come and go, and weights are brought in all
     ways.
