@@ -192,6 +192,8 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """'script', or 'observation' if the script's process did not answer."""
     script: ProcessReport | None = None
     """None if it was not requested or the script did not answer."""
+    loop_stack: StackTrace | None = None
+    """Stack of Helmsman's event loop if it is blocked, so that workers could not be asked."""
     script_stuck_s: float | None = None
     """Seconds since the script's interpreter last ran Python; None if it answered."""
     script_state: str = ""

@@ -25,6 +25,9 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+LOOP_THREAD = "helmsman-loop"
+"""Name of the loop's thread."""
+
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _loop_pid = 0
@@ -52,7 +55,7 @@ def background_loop() -> asyncio.AbstractEventLoop:
         return loop
     with _lock:
         if _loop is None or _loop_pid != os.getpid():
-            loop, _ = start_loop("helmsman-loop")
+            loop, _ = start_loop(LOOP_THREAD)
             _loop_pid, _loop = os.getpid(), loop
         return _loop
 

@@ -13,6 +13,7 @@ from helmsman.controller._diagnosis.stacks import named, place, site_of
 
 RULES: Sequence[Callable[[Evidence], Iterator[Finding]]] = (
     process_rules.script_process,
+    process_rules.event_loop,
     process_rules.worker_processes,
     process_rules.silent_nodes,
     process_rules.nodes,

@@ -144,7 +144,7 @@ def _straggler(evidence: Evidence, rollout: RolloutSnapshot) -> Iterator[Finding
 def script_waits(evidence: Evidence) -> Iterator[Finding]:
     """The script itself waits, without a limit, while no worker has anything to do."""
     run, before = evidence.now, evidence.before
-    if run.script is None or before.script is None or evidence.busy():
+    if run.script is None or before.script is None or evidence.busy() or run.loop_stack:
         return
     if any(each.num_in_flight or each.num_queued for each in run.rollouts):
         return

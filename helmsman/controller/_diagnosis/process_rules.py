@@ -36,6 +36,16 @@ def script_process(evidence: Evidence) -> Iterator[Finding]:
             if run.script_state == "T"
             else "Attach to or end the process that holds it.",
         )
+    elif since_s is not None and since_s < _STUCK_S:
+        yield Finding(
+            rule="script silent",
+            is_problem=True,
+            subject="script",
+            cause=f"The script's process {run.pid} runs, but does not answer on its control "
+            "socket.",
+            evidence=shown,
+            next_step="Ask again; it may have too many threads or open files.",
+        )
     else:
         doing = {"R": "computes", "D": "waits for a disk or for swapped memory"}
         yield Finding(
@@ -48,6 +58,26 @@ def script_process(evidence: Evidence) -> Iterator[Finding]:
             since_s=since_s,
             next_step=f"py-spy dump --native --pid {run.pid} shows the C function.",
         )
+
+
+def event_loop(evidence: Evidence) -> Iterator[Finding]:
+    """A callback or coroutine of the script blocks Helmsman's event loop."""
+    run = evidence.now
+    if run.loop_stack is None:
+        return
+    site = site_of(run.loop_stack)
+    at = f" at {place(site)}" if site is not None else ""
+    yield Finding(
+        rule="event loop blocked",
+        is_problem=True,
+        subject="script",
+        workers=[each.worker_id for each in run.workers],
+        cause=f"A callback or coroutine blocks Helmsman's event loop{at}, so that no worker can be "
+        "asked and no call ends.",
+        evidence=[f"its stack: {each}" for each in run.loop_stack.frames[-4:]],
+        next_step="Run it in a thread: await asyncio.to_thread(...); callbacks of futures must "
+        "return at once.",
+    )
 
 
 def worker_processes(evidence: Evidence) -> Iterator[Finding]:

@@ -27,6 +27,10 @@ _MOST_CLIENTS = 8
 _REQUEST_BYTES = 1 << 16
 _SILENT_S = 5.0
 """A client that sends or reads nothing for this long is dropped."""
+_BESIDE_S = 4.0
+"""Longest wait for an answer beyond the query's own limit; the script may have to find out first
+that its event loop is blocked.
+"""
 _LENGTH = struct.Struct("!Q")
 
 
@@ -125,12 +129,12 @@ def ask(run_id: str, query: Query) -> bytes:
     """Send a query to a run on this machine; returns the answer in msgpack.
 
     Raises:
-        OSError: The run has no socket, or did not answer within ``query.limit_s`` and a second.
+        OSError: The run has no socket, or did not answer within ``query.limit_s`` and a few seconds.
         EOFError: The run closed the connection.
         PermissionError: Another user's process listens there.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-        peer.settimeout(query.limit_s + 1.0)
+        peer.settimeout(query.limit_s + _BESIDE_S)
         try:
             peer.connect(_address(run_id))
         except ConnectionRefusedError as error:

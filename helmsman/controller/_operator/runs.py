@@ -19,7 +19,7 @@ from helmsman.controller._schedulers.outside import complete, is_stuck, observe_
 
 T = TypeVar("T")
 
-_ANSWER_S = 3.0
+_ANSWER_S = 2.0
 """Limit for the answer of a script; after it, its process is observed."""
 
 

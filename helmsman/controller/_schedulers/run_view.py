@@ -24,7 +24,7 @@ from helmsman.api.run_state import (
     WorkerSnapshot,
 )
 from helmsman.api.scheduler import WorkerHealth
-from helmsman.controller._aio.event_loop import forbid_blocking, submit
+from helmsman.controller._aio.event_loop import LOOP_THREAD, forbid_blocking, submit
 from helmsman.controller._node.control_socket import Query
 from helmsman.controller._node.driver_log import story
 from helmsman.controller._schedulers.backend import Run
@@ -33,7 +33,7 @@ from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
 from helmsman.controller._transport.kept_calls import KeptCalls
 from helmsman.controller._validation.argument_types import checked
-from helmsman.rpc_server._host.examination import examine_script
+from helmsman.rpc_server._host.examination import examine_script, thread_stack_of
 from helmsman.rpc_server._host.threads import all_stacks
 from helmsman.rpc_server._process.guardian import mark_of
 from helmsman.rpc_server._wire.messages import Verb
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 SCRIPT = "script"
 """Stands for the worker id of the script's process."""
 _MOST_CALLS = 20
-_LOOP_S = 2.0
+_LOOP_S = 1.0
 """Longer than this, the background loop is considered blocked."""
 
 
@@ -151,12 +151,13 @@ class RunView(RunReporter):
         script = None
         if reports and role in (None, SCRIPT):
             script = examine_script(self._own_node(), str(self._run.log_dir))
+        loop_stack = None
         asked = submit(self._workers(role, timeout, reports=reports))
         try:
             workers, rollouts = asked.result(timeout + _LOOP_S)
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
             asked.cancel()
-            rollouts = []
+            rollouts, loop_stack = [], thread_stack_of(LOOP_THREAD)
             workers = [
                 self._worker(each, client, None, None, "Helmsman's event loop does not run")
                 for each, client in self._chosen(role)
@@ -172,6 +173,7 @@ class RunView(RunReporter):
             started_at=self._started_at,
             taken_at=time.time(),
             script=script,
+            loop_stack=loop_stack,
             idle_s=activity.idle_s,
             longest_idle_s=activity.longest_idle_s,
             workers=workers,
@@ -214,9 +216,9 @@ class RunView(RunReporter):
 
     def _chosen(self, role: str | None) -> list[tuple[Role, WorkerClient]]:
         """Return the workers of a role, or all; those shared by roles only once."""
-        roles: Iterable[Role] = self._roles if role is None else [self._roles.role(role)]
         if role == SCRIPT:
-            roles = []
+            return []
+        roles: Iterable[Role] = self._roles if role is None else [self._roles.role(role)]
         found: dict[WorkerClient, Role] = {}
         for each in roles:
             for client in each.clients.values():

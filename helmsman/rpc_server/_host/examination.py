@@ -97,6 +97,15 @@ def examine_script(node: str, log_dir: str) -> ProcessReport:
     return _report(node, log_dir, stacks[:_MOST_TASKS])
 
 
+def thread_stack_of(name: str) -> StackTrace | None:
+    """Return the stack of a thread of this process by name; None if there is none."""
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        if thread.name == name and thread.ident in frames:
+            return StackTrace(thread=name, frames=_whole(frames[thread.ident]))
+    return None
+
+
 def _tasks_of(frame: FrameType | None) -> list[asyncio.Task[object]]:
     """Return the tasks of the event loop that a thread runs."""
     while frame is not None:

@@ -345,6 +345,16 @@ def dead_worker() -> None:
         time.sleep(3600)
 
 
+def blocked_loop() -> None:
+    with LocalScheduler() as scheduler:
+        job = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
+        with RolloutController(scheduler, Answers, job) as controller:
+            future = controller.submit([1], SamplingParams(max_new_tokens=4))
+            future.add_done_callback(lambda _: time.sleep(3600))
+            ready(scheduler)
+            controller.generate([[1]], SamplingParams(max_new_tokens=4))
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "sleeps_in_step": lambda: collective("sleeps_in_step"),
     "uncalled": lambda: collective("uncalled"),
@@ -368,6 +378,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "stuck_script": stuck_script,
     "stopped_script": stopped_script,
     "dead_worker": dead_worker,
+    "blocked_loop": blocked_loop,
 }
 
 if __name__ == "__main__":

@@ -77,6 +77,8 @@ def test_stacks(controller: RolloutController, capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     assert text.startswith("rollout/0:\nthread ")
     assert "rollout/1:\nthread " in text
+    assert main(["stacks", run_id_of(controller), "script"]) == 0
+    assert capsys.readouterr().out.startswith("script:\n  main")
     assert main(["stacks", run_id_of(controller), "absent"]) == 2
     assert "no role 'absent'" in capsys.readouterr().err
 

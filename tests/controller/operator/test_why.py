@@ -56,6 +56,7 @@ FAULTS = [
     Expected("stuck_reward", "script waits", "script", ("main waits for a network peer",)),
     Expected("stuck_script", "interpreter stuck", "script", ("computes", "interpreter lock")),
     Expected("stopped_script", "script stopped", "script", ("stopped",)),
+    Expected("blocked_loop", "event loop blocked", "script", ("staged.py", "time.sleep(3600)")),
     Expected("dead_worker", "worker dead", "actor/1", ("was ended by SIGKILL",)),
 ]
 GROUPS = [FAULTS[start : start + 7] for start in range(0, len(FAULTS), 7)]
