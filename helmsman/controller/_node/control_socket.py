@@ -129,7 +129,7 @@ def ask(run_id: str, query: Query) -> bytes:
     """Send a query to a run on this machine; returns the answer in msgpack.
 
     Raises:
-        OSError: The run has no socket, or did not answer within ``query.limit_s`` and a few seconds.
+        OSError: The run has no socket, or did not answer a few seconds after ``query.limit_s``.
         EOFError: The run closed the connection.
         PermissionError: Another user's process listens there.
     """
