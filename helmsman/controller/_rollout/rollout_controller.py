@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, overload
 
 from helmsman.api.closing import Starting
+from helmsman.api.errors import HelmsmanError
 from helmsman.api.generation import GenerationResult, InFlight, SamplingParams
 from helmsman.api.run_state import RolloutSnapshot
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker, ids_of
@@ -737,10 +738,14 @@ class RolloutController(Starting):
 
 
 def _describe(controller: RolloutController | None) -> RolloutSnapshot | None:
-    """Describe a rollout for the run's snapshots; None if it has no workers."""
-    if controller is None or not controller.is_started:
+    """Describe a rollout for the run's snapshots; None before its start and after its end."""
+    if controller is None:
         return None
-    weights, requests = controller.weight_sink, controller._instances.requests
+    try:
+        requests = controller._instances.requests
+    except HelmsmanError:
+        return None
+    weights = controller.weight_sink
     return requests.describe(
         controller.role, weights.version, is_asleep=not weights.state.is_serving
     )

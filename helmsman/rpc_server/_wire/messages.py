@@ -105,19 +105,18 @@ class CallState(msgspec.Struct, frozen=True, kw_only=True):
     running_s: float | None = None
 
     def describe(self, *, may_withdraw: bool = True) -> str:
-        running = (
-            f"{self.running} (for {self.running_s or 0.0:.1f} s)" if self.running else "nothing"
-        )
+        running = f"{self.running} (for {self.running_s or 0.0:.1f} s)" if self.running else ""
+        behind, name = (f" behind {running}", f": {running}") if running else ("", "")
         waits = (
             "will be withdrawn unless it begins first"
             if may_withdraw
-            else "will run after it, as other ranks may wait for it"
+            else "will still run, as other ranks may wait for it"
         )
         arrives = "will not be begun" if may_withdraw else "will still be begun"
         return {
-            "running": f"the call still runs there: {running}",
-            "waiting": f"the call had not begun behind {running}, and {waits}",
-            "withdrawn": f"the call had not begun behind {running} and was withdrawn",
+            "running": f"the call still runs there{name}",
+            "waiting": f"the call had not begun{behind}, and {waits}",
+            "withdrawn": f"the call had not begun{behind} and was withdrawn",
             "ended": "the call does not run there: it has just ended and its result was dropped, "
             "or it had not arrived and "
             f"{arrives}",

@@ -11,13 +11,31 @@ from pathlib import Path
 
 import pytest
 
-from helmsman import Job, LocalScheduler, RolloutController, SamplingParams, SchedulingSpec
+from helmsman import (
+    InlineScheduler,
+    Job,
+    LocalScheduler,
+    RolloutController,
+    SamplingParams,
+    SchedulingSpec,
+)
 from helmsman.controller._operator.metrics import METRICS
 from tests.controller.operator.staged import Answers
 
 ROOT = Path(__file__).parents[3]
 
 pytest.importorskip("prometheus_client")
+
+
+def test_snapshot_after_a_controller_is_closed() -> None:
+    job = Job(role="rollout", tasks=[SchedulingSpec(cpu=0.5)])
+    with InlineScheduler() as scheduler:
+        controller = RolloutController(scheduler, Answers, job)
+        assert scheduler.reporter.snapshot().rollouts == []
+        controller.initialize()
+        assert [each.role for each in scheduler.reporter.snapshot().rollouts] == ["rollout"]
+        controller.close()
+        assert scheduler.reporter.snapshot().rollouts == []
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_push_versions_of_tokens_among_faults(engines_scheduler: Scheduler, tmp_
             mark(threads, world, version)
             way, in_flight = draw.choice(ways), draw.choice(["keep", "wait", "abort"])
             form = WeightFormat(
-                bucket_bytes=draw.choice([1, 5000, 1 << 30]), checksum=draw.random() < 0.5
+                bucket_bytes=draw.choice([1000, 5000, 1 << 30]), checksum=draw.random() < 0.5
             )
             sync = world.sync(way, form=form, in_flight=in_flight)  # type: ignore[arg-type]
             if version > 1:
