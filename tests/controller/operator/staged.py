@@ -349,9 +349,11 @@ def blocked_loop() -> None:
     with LocalScheduler() as scheduler:
         job = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
         with RolloutController(scheduler, Answers, job) as controller:
+            controller.pause()  # so that the callback runs on the event loop, not here
             future = controller.submit([1], SamplingParams(max_new_tokens=4))
             future.add_done_callback(lambda _: time.sleep(3600))
             ready(scheduler)
+            controller.resume()
             controller.generate([[1]], SamplingParams(max_new_tokens=4))
 
 
