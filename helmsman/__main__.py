@@ -10,6 +10,10 @@ RECIPES = {
     "dpo": "train a model on preferences by DPO",
 }
 """Recipe commands and their help texts."""
+AGENTS = {
+    "chat-check": "check whether a model's chat template only appends, before training agents"
+}
+"""Commands for agents and their help texts."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,9 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from helmsman.recipes.command import main as run_recipe
 
         return run_recipe(given[0], given[1:])
+    if given and given[0] in AGENTS:
+        from helmsman.agents.checking import main as check_chat
+
+        return check_chat(given[1:])
     from helmsman.controller.cli import main as run_command
 
-    return run_command(given, recipes=RECIPES)
+    return run_command(given, recipes={**RECIPES, **AGENTS})
 
 
 if __name__ == "__main__":

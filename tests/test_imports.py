@@ -22,7 +22,8 @@ ALLOWED = {
     "engines": {"engines", "api"},
     "controller": {"controller", "api", "rpc_server"},
     "testing": {"testing", "api", ""},
-    "recipes": {"recipes", "engines", "api", ""},
+    "agents": {"agents", "api", ""},
+    "recipes": {"recipes", "agents", "engines", "api", ""},
     "compat": {"compat", "api", ""},
 }
 """Room -> rooms that it may import. '' is the package itself, whose names are public; it imports

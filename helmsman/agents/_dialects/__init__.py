@@ -1,0 +1,1 @@
+"""The APIs that agents speak: Chat Completions, Responses and Anthropic's Messages."""

@@ -1,0 +1,255 @@
+"""A session: one agent's conversation with the model, with its key, limits and reward."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from helmsman.agents._conversation import Conversation, Fork, Turn
+from helmsman.agents._dialects.anthropic import AnthropicMessages
+from helmsman.agents._dialects.base import Dialect
+from helmsman.agents._dialects.chat import ChatCompletions
+from helmsman.agents._dialects.responses import Responses
+from helmsman.agents._messages import Answer, BadRequestError
+from helmsman.agents._template import ChatTemplate
+from helmsman.agents.samples import Sample
+
+_NUM_REMEMBERED = 4
+"""Answers that a session keeps for requests that are sent again."""
+
+
+class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a session."""
+
+    max_tokens: int | None = None
+    """Most tokens that the model samples in the session; None for no limit."""
+    max_context: int | None = None
+    """Most tokens of a prompt and its answer together; None for the gateway's."""
+    max_turns: int | None = None
+    """Most turns of the model; None for no limit."""
+    truncated_reward: float | None = None
+    """Reward of a session that reached a limit, in place of its own; None keeps its own."""
+
+
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished session."""
+
+    name: str
+    """Given by the caller; the session's id if none was given."""
+    session_id: str
+    reward: float
+    samples: list[Sample]
+    is_truncated: bool = False
+    num_turns: int = 0
+    metadata: dict[str, Any] = {}
+    """Given by the caller, and returned unchanged."""
+    forks: dict[str, int] = {}
+    """Number of forks by reason."""
+    seconds: float = 0.0
+    """From its start to its end."""
+    model_seconds: float = 0.0
+    """Of these, how long turns of the model were in progress; the rest are tools and the agent."""
+
+
+class AgentSession:
+    """One agent's conversation with the model. Made by ``AgentGateway.session``.
+
+    Use it as a context manager, sync or async. Its end closes the session: its key is void and its
+    requests are aborted.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        url: str,
+        on_end: Callable[[AgentSession, bool], None],
+        *,
+        name: str | None,
+        limits: SessionLimits,
+        seed: int | None,
+        metadata: Mapping[str, Any],
+    ) -> None:
+        self.id = secrets.token_hex(8)
+        self.key = f"sk-{secrets.token_urlsafe(24)}"
+        """Key of the session's API, for ``api_key``."""
+        self.base_url = f"{url}/sessions/{self.id}/v1"
+        """URL of the session's API, for ``base_url``."""
+        self.name = self.id if name is None else name
+        self.limits, self.seed, self.metadata = limits, seed, dict(metadata)
+        self.conversation = Conversation(template)
+        self.reward = 0.0
+        """Reward of the session."""
+        self.is_truncated = False
+        """Whether a limit was reached."""
+        self.is_closed = False
+        self.version_at_start: int | None = None
+        """Oldest weight version of its tokens; None before the first."""
+        self._responses: Responses | None = None
+        self._on_end = on_end
+        self._answers: collections.OrderedDict[str, tuple[Answer, list[Turn]]] = (
+            collections.OrderedDict()
+        )
+        self._begun, self._model_seconds = time.monotonic(), 0.0
+        self._numbers = itertools.count()
+
+    # --- for scripts ------------------------------------------------------------------------------
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables by which the vendors' SDKs find the session."""
+        root = self.base_url.removesuffix("/v1")
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_API_KEY": self.key,
+            "HELMSMAN_SESSION_URL": root,
+        }
+
+    @property
+    def forks(self) -> list[Fork]:
+        """Prompts that did not continue an earlier turn, with the reason."""
+        return list(self.conversation.forks)
+
+    @property
+    def num_turns(self) -> int:
+        """Number of turns of the model."""
+        return len(self.conversation.turns)
+
+    def set_turn_reward(self, turn: int, reward: float) -> None:
+        """Set the reward of one turn of the model.
+
+        Args:
+            turn: Its number, from 0; negative numbers count from the last.
+            reward: The reward.
+
+        Raises:
+            IndexError: There is no such turn.
+        """
+        self.conversation.turns[turn].reward = reward
+
+    def samples(self) -> list[Sample]:
+        """Return one training sample per branch; see Sample."""
+        return self.conversation.samples(self.id, self.final_reward)
+
+    @property
+    def final_reward(self) -> float:
+        """The reward, or that of a truncated session."""
+        truncated = self.limits.truncated_reward
+        return truncated if self.is_truncated and truncated is not None else self.reward
+
+    def record(self) -> SessionRecord:
+        """Return the session with its samples."""
+        return SessionRecord(
+            name=self.name,
+            session_id=self.id,
+            reward=self.final_reward,
+            samples=self.samples(),
+            is_truncated=self.is_truncated,
+            num_turns=self.num_turns,
+            metadata=self.metadata,
+            forks=self.conversation.report(),
+            seconds=time.monotonic() - self._begun,
+            model_seconds=self._model_seconds,
+        )
+
+    def close(self, *, is_complete: bool = True) -> None:
+        """Close the session. Idempotent.
+
+        Args:
+            is_complete: Whether it counts as finished, and is persisted.
+        """
+        if not self.is_closed:
+            self.is_closed = True
+            self._on_end(self, is_complete)
+
+    def __enter__(self) -> AgentSession:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(is_complete=kind is None)
+
+    async def __aenter__(self) -> AgentSession:
+        return self
+
+    async def __aexit__(self, kind: object, *_: object) -> None:
+        self.close(is_complete=kind is None)
+
+    # --- for the server ---------------------------------------------------------------------------
+
+    def dialect(self, path: str) -> Dialect:
+        """Return the dialect of an API's path."""
+        if path == Responses.path:
+            self._responses = self._responses or Responses()
+            return self._responses
+        return DIALECTS[path]
+
+    def next_seed(self) -> int | None:
+        """Return the seed of the next turn; None if the session has none."""
+        number = next(self._numbers)
+        if self.seed is None:
+            return None
+        digest = hashlib.blake2b(f"{self.seed}/{number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest) >> 1
+
+    def allowance(self, num_prompt: int, wanted: int, max_context: int | None) -> int:
+        """Return the most tokens that a turn may sample.
+
+        Args:
+            num_prompt: Number of tokens of its prompt.
+            wanted: The number that was asked for.
+            max_context: The gateway's limit of prompt and answer together.
+
+        Raises:
+            BadRequestError: A limit is reached; the session is truncated.
+        """
+        limits, used = self.limits, self.conversation.num_sampled
+        context = max_context if limits.max_context is None else limits.max_context
+        if limits.max_turns is not None and self.num_turns >= limits.max_turns:
+            self.is_truncated = True
+            raise BadRequestError(
+                f"the session has had its {limits.max_turns} turns", code="turn_limit_exceeded"
+            )
+        room = [wanted]
+        if limits.max_tokens is not None:
+            room.append(limits.max_tokens - used)
+        if context is not None:
+            room.append(context - num_prompt)
+        if min(room) < 1:
+            self.is_truncated = True
+            raise BadRequestError(
+                f"no tokens are left: the prompt has {num_prompt} tokens of at most {context}, "
+                f"and {used} of at most {limits.max_tokens} were sampled in this session",
+                code="context_length_exceeded",
+            )
+        return min(room)
+
+    def took(self, seconds: float) -> None:
+        """Add the duration of a turn."""
+        self._model_seconds += seconds
+
+    def remember(self, key: str, answer: Answer, turns: list[Turn]) -> None:
+        """Keep an answer for a request that is sent again."""
+        self._answers[key] = answer, turns
+        while len(self._answers) > _NUM_REMEMBERED:
+            self._answers.popitem(last=False)
+
+    def remembered(self, key: str) -> Answer | None:
+        """Return the answer that a request received before."""
+        found = self._answers.get(key)
+        return None if found is None else found[0]
+
+
+DIALECTS: dict[str, Dialect] = {
+    each.path: each for each in (ChatCompletions(), AnthropicMessages())
+}
+DIALECT_PATHS = (*DIALECTS, Responses.path)
+"""Paths of the APIs below a session's ``/v1``."""
