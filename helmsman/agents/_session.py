@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from helmsman import SamplingParams
 from helmsman.agents._conversation import Conversation, Fork, Turn
 from helmsman.agents._dialects.anthropic import AnthropicMessages
 from helmsman.agents._dialects.base import Dialect
@@ -74,6 +75,8 @@ class AgentSession:
         name: str | None,
         limits: SessionLimits,
         seed: int | None,
+        sampling: SamplingParams,
+        is_kept: bool,
         metadata: Mapping[str, Any],
     ) -> None:
         self.id = secrets.token_hex(8)
@@ -83,14 +86,13 @@ class AgentSession:
         """URL of the session's API, for ``base_url``."""
         self.name = self.id if name is None else name
         self.limits, self.seed, self.metadata = limits, seed, dict(metadata)
+        self.sampling, self.is_kept = sampling, is_kept
         self.conversation = Conversation(template)
         self.reward = 0.0
         """Reward of the session."""
         self.is_truncated = False
         """Whether a limit was reached."""
         self.is_closed = False
-        self.version_at_start: int | None = None
-        """Oldest weight version of its tokens; None before the first."""
         self._responses: Responses | None = None
         self._on_end = on_end
         self._answers: collections.OrderedDict[str, tuple[Answer, list[Turn]]] = (

@@ -98,10 +98,7 @@ class AgentGateway(Starting):
         self.key = f"sk-{uuid.uuid4().hex}"
         """Key by which outside agents open sessions."""
         self._rollout, self._model = rollout, model
-        own = sampling or SamplingParams(max_new_tokens=1024)
-        self._sampling = msgspec.structs.replace(
-            own, stop_token_ids=tuple(sorted({*own.stop_token_ids, *self.template.stop_ids}))
-        )
+        self._sampling = self._with_stops(sampling or SamplingParams(max_new_tokens=1024))
         longest = int(getattr(tokenizer, "model_max_length", 0) or 0)
         self._max_context = max_context or (longest if 0 < longest < 1 << 30 else None)
         self._max_turns, self._max_pending = max_turns_in_flight, max_pending
@@ -187,7 +184,9 @@ class AgentGateway(Starting):
         *,
         limits: SessionLimits | None = None,
         seed: int | None = None,
+        sampling: SamplingParams | None = None,
         metadata: Mapping[str, Any] | None = None,
+        is_kept: bool = True,
     ) -> AgentSession:
         """Open a session.
 
@@ -195,7 +194,9 @@ class AgentGateway(Starting):
             name: Name in the journal, unique in the run; the session's id when None.
             limits: Limits of tokens and turns.
             seed: Seed of all sampling in the session; None draws one per turn.
+            sampling: Sampling of its turns; the gateway's when None. Its seed is not used.
             metadata: Returned with the finished session.
+            is_kept: Whether the journal, if there is one, keeps the session once it is finished.
 
         Returns:
             The session, to be used as a context manager.
@@ -208,7 +209,9 @@ class AgentGateway(Starting):
             name=name,
             limits=limits or SessionLimits(),
             seed=seed,
+            sampling=self._sampling if sampling is None else self._with_stops(sampling),
             metadata=metadata or {},
+            is_kept=is_kept,
         )
         self._sessions[session.id] = session
         self._by_key[_digest(session.key)] = session
@@ -253,10 +256,11 @@ class AgentGateway(Starting):
                 loop.call_soon_threadsafe(self._abort_turns, session.id)
         is_outside = session.id in self._outside
         self._outside.discard(session.id)
-        if is_complete and (is_outside or self._journal is not None):
+        journal = self._journal if session.is_kept else None
+        if is_complete and (is_outside or journal is not None):
             record = session.record()
-            if self._journal is not None:
-                self._journal.add(record)
+            if journal is not None:
+                journal.add(record)
             if is_outside and loop is not None:
                 loop.call_soon_threadsafe(self._finished.put_nowait, record)
 
@@ -319,9 +323,8 @@ class AgentGateway(Starting):
                 f"max_tokens is {request.max_tokens}; expected 1 or more", "max_tokens"
             )
         prompt = session.conversation.prepare(request)
-        wanted = min(
-            request.max_tokens or self._sampling.max_new_tokens, self._sampling.max_new_tokens
-        )
+        longest = session.sampling.max_new_tokens
+        wanted = min(request.max_tokens or longest, longest)
         most = session.allowance(prompt.num_tokens, wanted, self._max_context)
         return prompt, [self._sampling_of(session, request, most) for _ in range(request.n)]
 
@@ -433,9 +436,13 @@ class AgentGateway(Starting):
             given = {name: getattr(request, name) for name in names}
             changed |= {name: value for name, value in given.items() if value is not None}
         try:
-            return msgspec.structs.replace(self._sampling, **changed)
+            return msgspec.structs.replace(session.sampling, **changed)
         except ValueError as error:
             raise BadRequestError(str(error)) from error
+
+    def _with_stops(self, sampling: SamplingParams) -> SamplingParams:
+        ids = tuple(sorted({*sampling.stop_token_ids, *self.template.stop_ids}))
+        return msgspec.structs.replace(sampling, stop_token_ids=ids)
 
     def _is_at_limit(
         self, session: AgentSession, ids: Sequence[int], choices: Sequence[Choice]
@@ -445,7 +452,7 @@ class AgentGateway(Starting):
         context = self._max_context if limits.max_context is None else limits.max_context
         longest = max(len(choice.token_ids) for choice in choices)
         return (
-            longest >= self._sampling.max_new_tokens
+            longest >= session.sampling.max_new_tokens
             or (context is not None and len(ids) + longest >= context)
             or (
                 limits.max_tokens is not None

@@ -30,6 +30,11 @@ class Sample(msgspec.Struct, kw_only=True):
     is_truncated: bool = False
     """Whether its last turn was cut off, by a limit of tokens."""
 
+    @property
+    def continuation(self) -> list[int]:
+        """The tokens from the first sampled one on."""
+        return self.input_ids[self.loss_mask.index(1) :] if any(self.loss_mask) else []
+
     def returns(self, discount: float = 1.0) -> list[float]:
         """Return the discounted sum of later rewards for each turn.
 

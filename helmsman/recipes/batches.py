@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from helmsman import GenerationResult
+from helmsman.agents.samples import Sample, turn_advantages
 from helmsman.api.advantages import group_advantages, sequence_weights
 from helmsman.api.reward_shaping import soft_overlong_punishment
 from helmsman.recipes.prompts import Draw
@@ -19,7 +19,8 @@ from helmsman.recipes.settings import Algorithm, GRPOSettings
 class Answer(msgspec.Struct, frozen=True):
     """An answer and its reward."""
 
-    result: GenerationResult
+    samples: list[Sample]
+    """One, or the branches of an agent's session."""
     scored: Scored
     reward: float
     """Weighted sum of the rewards, minus the overlong penalty."""
@@ -27,7 +28,22 @@ class Answer(msgspec.Struct, frozen=True):
     @property
     def is_truncated(self) -> bool:
         """Whether the answer was cut at its maximum length."""
-        return self.result.stop_reason == "length"
+        return any(sample.is_truncated for sample in self.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return sum(sum(sample.loss_mask) for sample in self.samples)
+
+    @property
+    def versions(self) -> list[int]:
+        """Weight versions of the sampled tokens."""
+        return [
+            version
+            for sample in self.samples
+            for version, is_sampled in zip(sample.versions, sample.loss_mask, strict=True)
+            if is_sampled
+        ]
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -53,30 +69,52 @@ def overlong_cost(num_tokens: int, algorithm: Algorithm, max_new_tokens: int) ->
 
 
 def make_samples(groups: Sequence[Group], settings: GRPOSettings) -> list[dict[str, Any]]:
-    """Return one sample per answer, in order.
+    """Return the training samples of all answers, in order.
 
     Each has ``input_ids``, ``loss_mask``, ``logprobs`` and ``advantages``.
     """
     algorithm = settings.algorithm
     assert algorithm.normalize_std is not None
-    answers = [(group.draw.row.prompt_ids, answer) for group in groups for answer in group.answers]
-    advantages = group_advantages(
-        [answer.reward for _, answer in answers],
-        group_size=settings.samples_per_prompt,
-        normalize_std=algorithm.normalize_std,
-    )
-    samples: list[dict[str, Any]] = []
-    for (prompt, answer), advantage in zip(answers, advantages, strict=True):
-        tokens = answer.result.token_ids
-        counts = not (algorithm.overlong_filter and answer.is_truncated)
-        samples.append(
-            {
-                "input_ids": prompt + tokens,
-                "loss_mask": [0] * len(prompt) + [int(counts)] * len(tokens),
-                "logprobs": [0.0] * len(prompt) + answer.result.logprobs,
-                "advantages": advantage,
-            }
+    answers = [answer for group in groups for answer in group.answers]
+    advantages: list[list[Any]]
+    if settings.agent.credit == "turn":
+        advantages = [
+            [
+                sample.per_token(of_turns)
+                for sample, of_turns in zip(answer.samples, of_samples, strict=True)
+            ]
+            for group in groups
+            for answer, of_samples in zip(
+                group.answers,
+                turn_advantages(
+                    [answer.samples for answer in group.answers],
+                    settings.agent.discount,
+                    normalize_std=algorithm.normalize_std,
+                ),
+                strict=True,
+            )
+        ]
+    else:
+        of_answers = group_advantages(
+            [answer.reward for answer in answers],
+            group_size=settings.samples_per_prompt,
+            normalize_std=algorithm.normalize_std,
         )
+        advantages = [
+            [value] * len(answer.samples) for answer, value in zip(answers, of_answers, strict=True)
+        ]
+    samples: list[dict[str, Any]] = []
+    for answer, of_samples in zip(answers, advantages, strict=True):
+        counts = not (algorithm.overlong_filter and answer.is_truncated)
+        for sample, advantage in zip(answer.samples, of_samples, strict=True):
+            samples.append(
+                {
+                    "input_ids": sample.input_ids,
+                    "loss_mask": [int(each and counts) for each in sample.loss_mask],
+                    "logprobs": sample.logprobs,
+                    "advantages": advantage,
+                }
+            )
     return samples
 
 
@@ -114,8 +152,8 @@ def rollout_metrics(
     """
     answers = [answer for group in groups for answer in group.answers]
     rewards = [answer.reward for answer in answers]
-    lengths = [len(answer.result.token_ids) for answer in answers]
-    behind = [version - each for answer in answers for each in answer.result.versions]
+    lengths = [answer.num_tokens for answer in answers]
+    behind = [version - each for answer in answers for each in answer.versions]
     found = {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
@@ -142,27 +180,25 @@ def rollout_metrics(
 
 
 def logprob_differences(
-    answers: Sequence[tuple[Group, Answer]], logprobs: Sequence[Any], version: int
+    samples: Sequence[Sample], logprobs: Sequence[Any], version: int
 ) -> dict[str, float]:
     """Compare log-probabilities of rollout and trainer for tokens of the trainer's version.
 
     Args:
-        answers: Answers with their groups.
-        logprobs: The trainer's log-probabilities of prompt and answer, (T,) float32 each.
+        samples: Samples of answers.
+        logprobs: The trainer's log-probabilities of each sample, (T,) float32.
         version: Version of the trainer's weights.
 
     Returns:
         ``logprob_diff/max`` and ``logprob_diff/mean``; empty if no token has this version.
     """
     apart: list[float] = []
-    for (group, answer), row in zip(answers, logprobs, strict=True):
-        result, begin = answer.result, len(group.draw.row.prompt_ids)
+    for sample, row in zip(samples, logprobs, strict=True):
+        columns = (row.tolist(), sample.logprobs, sample.versions, sample.loss_mask)
         apart += [
             abs(ours - theirs)
-            for ours, theirs, made_by in zip(
-                row.tolist()[begin:], result.logprobs, result.versions, strict=True
-            )
-            if made_by == version
+            for ours, theirs, made_by, is_sampled in zip(*columns, strict=True)
+            if is_sampled and made_by == version
         ]
     return (
         {"logprob_diff/max": max(apart), "logprob_diff/mean": statistics.fmean(apart)}

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
-from helmsman import Job, Scheduler, TrainController
+from helmsman import Job, RolloutController, Scheduler, TrainController
+from helmsman.agents import AgentGateway
+from helmsman.recipes.answers import AgentAnswers, Answers, SingleAnswers, find_agent
 from helmsman.recipes.critic import CriticModel
 from helmsman.recipes.loop import Loop
 from helmsman.recipes.prompts import ChatTokenizer, Dataset, load_dataset
@@ -36,6 +38,9 @@ class GRPO(Recipe[GRPOSettings]):
         rewards: Functions, names of built-in rewards (``exact``, ``number``, ``format``, ``math``),
             import paths (``pkg.mod:fn`` or ``path/file.py:fn``), or mappings with the keys of
             ``rewards[]``.
+        agent: In place of rewards, an agent that uses the model through the API of OpenAI or
+            Anthropic, and returns its reward: a function, its import path, or a mapping with the
+            keys of ``agent``.
         **settings: The other arguments of Recipe: ``config``, ``resume``, ``overwrite``, and
             sections and keys of GRPOSettings.
 
@@ -53,13 +58,24 @@ class GRPO(Recipe[GRPOSettings]):
         model: str | Path | None = None,
         data: str | Path | Mapping[str, Any] | Iterable[Any] | None = None,
         rewards: Sequence[RewardLike] | None = None,
+        *,
+        agent: str | Callable[..., Any] | Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
-        """Rewards passed as functions, by ``Reward.use``."""
+        """Rewards and agents passed as functions, by ``use``."""
+        if agent is not None:
+            settings["agent"] = self._agent(agent)
         if rewards is not None:
             settings["rewards"] = [self._entries(reward) for reward in rewards]
         super().__init__(model, data, **settings)
+
+    def _agent(self, agent: str | Callable[..., Any] | Mapping[str, Any]) -> dict[str, Any]:
+        if isinstance(agent, Mapping):
+            return {**agent, **(self._agent(agent["use"]) if callable(agent.get("use")) else {})}
+        if isinstance(agent, str):
+            return {"use": agent}
+        return {"use": self._entries(agent)["use"]}
 
     def _entries(self, reward: RewardLike) -> dict[str, Any]:
         if isinstance(reward, str):
@@ -88,6 +104,9 @@ class GRPO(Recipe[GRPOSettings]):
         dataset = load_dataset(self.settings.data, self.tokenizer, self.settings.seed, self.rows)
         for reward in self.settings.rewards:
             make_caller(reward, self.functions)
+        agent = self.settings.agent
+        if agent.use and agent.use not in self.functions:
+            find_agent(agent.use)
         return dataset
 
     def jobs(self) -> list[Job]:
@@ -99,7 +118,9 @@ class GRPO(Recipe[GRPOSettings]):
     ) -> Callable[[Trackers], Loop]:
         """Start rewards, trainer, reference, critic and rollout."""
         settings = self.settings
-        scorer = held.enter_context(Scorer(settings.rewards, scheduler, self.functions))
+        scorer = None
+        if not settings.agent.is_given:
+            scorer = held.enter_context(Scorer(settings.rewards, scheduler, self.functions))
         trainer = make_trainer(settings, scheduler, jobs["train"])
         rollout = make_rollout(settings, scheduler, jobs["rollout"])
         ranks = (
@@ -118,6 +139,13 @@ class GRPO(Recipe[GRPOSettings]):
             if values is None
             else CriticModel(values, settings.critic, takes_turns=takes_turns)
         )
+        answers: Answers
+        if scorer is None:
+            gateway = held.enter_context(self._gateway(rollout))
+            function = self.functions.get(settings.agent.use)
+            answers = AgentAnswers(gateway, settings.agent, settings.rollout.staleness, function)
+        else:
+            answers = SingleAnswers(rollout, self.tokenizer, scorer)
         return lambda trackers: Run(
             settings,
             self.dataset,
@@ -126,8 +154,20 @@ class GRPO(Recipe[GRPOSettings]):
             rollout,
             reference,
             critic,
-            scorer,
+            answers,
             trackers,
+        )
+
+    def _gateway(self, rollout: RolloutController) -> AgentGateway:
+        settings = self.settings
+        return AgentGateway(
+            rollout,
+            self.tokenizer.tokenizer,
+            sampling=settings.sampling,
+            max_context=settings.max_model_len,
+            family=settings.agent.family,
+            stop_token_ids=self.tokenizer.stop_ids,
+            journal=Path(settings.out) / "sessions.jsonl",
         )
 
 

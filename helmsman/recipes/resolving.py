@@ -14,7 +14,14 @@ import msgspec
 from helmsman.api.suggestions import did_you_mean
 from helmsman.engines.train_config import TrainConfig
 from helmsman.recipes.roles import ENGINES
-from helmsman.recipes.settings import DPOSettings, GRPOSettings, RunSettings, SFTSettings, name_of
+from helmsman.recipes.settings import (
+    AGENT_REWARD,
+    DPOSettings,
+    GRPOSettings,
+    RunSettings,
+    SFTSettings,
+    name_of,
+)
 
 S = TypeVar("S", bound=RunSettings)
 PRESETS: dict[str, dict[str, Any]] = {
@@ -285,6 +292,13 @@ def _check_cluster(settings: GRPOSettings) -> None:
 
 def _check_rewards(settings: GRPOSettings) -> None:
     names = [name_of(reward) for reward in settings.rewards]
+    agent = settings.agent
+    if agent.use and agent.command:
+        raise ValueError("agent.use and agent.command are both given; expected one of them")
+    if agent.is_given and names:
+        raise ValueError("rewards and agent are both given; expected one, as agents return rewards")
+    if agent.is_given:
+        names = [AGENT_REWARD]
     if not names:
         raise ValueError("rewards is empty; expected one at least, such as [{use: exact}]")
     if twice := {name for name in names if names.count(name) > 1}:

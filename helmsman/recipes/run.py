@@ -14,14 +14,15 @@ import msgspec
 from helmsman import (
     BoundedStaleness,
     DeviceHandoff,
-    GenerationResult,
     HelmsmanError,
     RolloutController,
     SamplingParams,
     TrainController,
     WorkflowExecutor,
 )
+from helmsman.agents.samples import Sample
 from helmsman.api.errors import EngineCallError
+from helmsman.recipes.answers import Answers
 from helmsman.recipes.batches import (
     Answer,
     Group,
@@ -41,8 +42,8 @@ from helmsman.recipes.prompts import ChatTokenizer, Dataset, Draw, Draws, Row
 from helmsman.recipes.reference import Reference
 from helmsman.recipes.roles import learning_rate, make_sync
 from helmsman.recipes.samples import SampleRow
-from helmsman.recipes.scorer import Completion, Scored, Scorer
-from helmsman.recipes.settings import GRPOSettings, name_of
+from helmsman.recipes.scorer import Scored
+from helmsman.recipes.settings import AGENT_REWARD, GRPOSettings, name_of
 from helmsman.recipes.trackers import Trackers
 from helmsman.recipes.weight_check import Differences, WeightCheck
 
@@ -67,7 +68,7 @@ class Run(Loop):
         rollout: The controller of the rollout instances.
         reference: The frozen initial model; None without a KL term.
         critic: The value model of PPO; None without one.
-        scorer: The rewards.
+        answers: Answers prompts, and computes their rewards.
         trackers: Receivers of metrics.
     """
 
@@ -80,7 +81,7 @@ class Run(Loop):
         rollout: RolloutController,
         reference: Reference | None,
         critic: CriticModel | None,
-        scorer: Scorer,
+        answers: Answers,
         trackers: Trackers,
     ) -> None:
         draws = Draws(
@@ -91,12 +92,14 @@ class Run(Loop):
         )
         super().__init__(settings, trainer, draws, trackers)
         self.settings, self.dataset, self.tokenizer = settings, dataset, tokenizer
-        self.rollout, self.reference, self.scorer = rollout, reference, scorer
+        self.rollout, self.reference, self.answers = rollout, reference, answers
         self.critic = critic
         self.sampling = msgspec.structs.replace(
             settings.sampling, stop_token_ids=tokenizer.stop_ids
         )
-        self.right = settings.evaluation.reward or name_of(settings.rewards[0])
+        self.right = settings.evaluation.reward or (
+            name_of(settings.rewards[0]) if settings.rewards else AGENT_REWARD
+        )
         self.sync = make_sync(settings, trainer, rollout)
         # Over-sampled episodes may have open requests when a batch is complete: hold them until the
         # instances have the devices again.
@@ -115,6 +118,10 @@ class Run(Loop):
             else None
         )
         self.executor: WorkflowExecutor | None = None
+        self._used: list[Draw] = []
+        """Draws that were used since the last checkpoint."""
+        self._recorded: list[Draw] = []
+        """Draws that the last checkpoint has recorded as used."""
         self.num_filtered = 0
         """Prompts that dynamic sampling discarded since the last batch."""
 
@@ -134,8 +141,10 @@ class Run(Loop):
         return () if self.critic is None else (self.critic.ranks,)
 
     def add_files(self, folder: Path) -> None:
-        """Add the critic to a checkpoint."""
+        """Add the critic to a checkpoint, and drop answers that the one before has recorded."""
         super().add_files(folder)
+        self.answers.forget(self._recorded)
+        self._recorded, self._used = self._used, []
         if self.critic is not None:
             self.critic.save(folder)
 
@@ -169,7 +178,12 @@ class Run(Loop):
         metrics |= self._add_logprobs(samples, groups, version)
         if self.critic is not None:
             with clock.phase("critic"):
-                scores = [answer.reward for group in groups for answer in group.answers]
+                scores = [
+                    answer.reward
+                    for group in groups
+                    for answer in group.answers
+                    for _ in answer.samples
+                ]
                 self.critic.judge(samples, scores)
         self.trainer.set_lr(learning_rate(settings, step))
         with clock.phase("train"):
@@ -201,8 +215,10 @@ class Run(Loop):
             with self.clock.phase("logprobs"):
                 every = 1 if old != "rollout" else -(-len(tokens) // _MOST_COMPARED)
                 own = self.trainer.forward(tokens[::every])
-            answers = [(group, answer) for group in groups for answer in group.answers]
-            metrics = logprob_differences(answers[::every], own, version)
+            sampled = [
+                each for group in groups for answer in group.answers for each in answer.samples
+            ]
+            metrics = logprob_differences(sampled[::every], own, version)
             if old != "rollout":
                 for sample, logprobs in zip(samples, own, strict=True):
                     sample["logprobs" if old == "trainer" else "prox_logprobs"] = logprobs
@@ -218,7 +234,7 @@ class Run(Loop):
             SampleRow(
                 step=step,
                 prompt=group.draw.row.prompt,
-                completion=self.tokenizer.decode(group.answers[0].result.token_ids),
+                completion=self.tokenizer.decode(group.answers[0].samples[0].continuation),
                 reward=group.answers[0].reward,
                 values=group.answers[0].scored.values,
             )
@@ -275,6 +291,7 @@ class Run(Loop):
             )
             self.source = iter(self.draws)
         self.executor.set_version(step - 1)
+        self.answers.set_step(step)
         groups = [
             episode.value
             for episode in self.executor.prepare_batch(self.source, settings.prompts_per_step)
@@ -289,36 +306,22 @@ class Run(Loop):
                 "to false."
             )
         for group in groups:
-            self.draws.use(group.draw.number)
+            self._use(group.draw)
         return groups
 
     async def episode(self, draw: Draw) -> Group:
         """Generate and score all answers to a prompt."""
         samplings = [msgspec.structs.replace(self.sampling, seed=seed) for seed in draw.seeds]
 
-        def answer(result: GenerationResult, scored: Scored) -> Answer:
+        def answer(samples: list[Sample], scored: Scored) -> Answer:
+            made = Answer(samples, scored, scored.total)
             cost = overlong_cost(
-                len(result.token_ids), self.settings.algorithm, self.sampling.max_new_tokens
+                made.num_tokens, self.settings.algorithm, self.sampling.max_new_tokens
             )
-            return Answer(result, scored, scored.total - cost)
+            return msgspec.structs.replace(made, reward=scored.total - cost)
 
-        return Group(draw, [answer(*each) for each in await self.answers(draw.row, samplings)])
-
-    async def answers(
-        self, row: Row, samplings: Sequence[SamplingParams]
-    ) -> list[tuple[GenerationResult, Scored]]:
-        """Generate an answer per sampling, and compute the rewards of all."""
-
-        async def complete(sampling: SamplingParams) -> Completion:
-            result = await self.rollout.async_generate_one(row.prompt_ids, sampling)
-            return Completion(self.tokenizer.decode(result.token_ids), result)
-
-        completions = [asyncio.ensure_future(complete(sampling)) for sampling in samplings]
-        scored = await self.scorer.score(row, completions)
-        return [
-            (completion.result().result, each)
-            for completion, each in zip(completions, scored, strict=True)
-        ]
+        outcomes = await self.answers.answer(draw.row, samplings, draw)
+        return Group(draw, [answer(*each) for each in outcomes])
 
     def _keep(self, episode: Any) -> bool:
         """Whether a group is kept for training; called in the episodes' thread."""
@@ -327,9 +330,14 @@ class Run(Loop):
         if is_of_use or self.num_filtered > self._most_filtered:
             # Keep the group, so that the batch completes and next_groups() raises.
             return True
-        self.draws.use(group.draw.number)
+        self._use(group.draw)
         self.num_filtered += 1
         return False
+
+    def _use(self, draw: Draw) -> None:
+        """Mark a draw as used; its kept answers are needed until a checkpoint records that."""
+        self.draws.use(draw.number)
+        self._used.append(draw)
 
     @property
     def _most_filtered(self) -> int:
@@ -364,7 +372,7 @@ class Run(Loop):
         async def judge(row: Row, sampling: SamplingParams) -> bool:
             nonlocal failed
             try:
-                ((_, scored),) = await self.answers(row, [sampling])
+                ((_, scored),) = await self.answers.answer(row, [sampling])
             except (
                 EngineCallError,
                 ValueError,

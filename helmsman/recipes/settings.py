@@ -129,6 +129,45 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How requests are routed to instances."""
 
 
+AGENT_REWARD = "agent"
+"""Name of the reward that an agent returns."""
+
+
+class Agent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An agent that uses the model through an API, in place of single answers and rewards."""
+
+    use: str = ""
+    """Import path of its function, ``pkg.mod:fn`` or ``path/file.py:fn``. It has some of the
+    parameters ``task`` (the row), ``base_url``, ``api_key``, ``model`` and ``session``, and returns
+    its reward."""
+    command: str = ""
+    """A program instead of a function. It finds the row in HELMSMAN_TASK, the API by the variables
+    of the vendors' SDKs, and posts its reward to HELMSMAN_SESSION_URL/reward."""
+    timeout_s: float = 600.0
+    """Time limit of a session in seconds."""
+    max_turns: int | None = None
+    """Most turns of the model in a session."""
+    max_tokens: int | None = None
+    """Most tokens that the model samples in a session."""
+    max_context: int | None = None
+    """Most tokens of a turn's prompt and answer together; data.max_prompt_tokens plus
+    rollout.max_new_tokens when not given."""
+    truncated_reward: float | None = None
+    """Reward of a session that reached a limit; by default its own."""
+    credit: Literal["session", "turn"] = "session"
+    """``session`` compares the rewards of a group's sessions; ``turn`` compares, turn by turn, the
+    sums of the later rewards."""
+    discount: float = 1.0
+    """Factor per turn of later rewards, for ``turn``."""
+    family: str | None = None
+    """Form of the model's tool calls; recognised from the chat template when not given."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is an agent."""
+        return bool(self.use or self.command)
+
+
 class Data(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rows for training and evaluation: JSONL files or Hugging Face dataset folders.
 
@@ -402,7 +441,8 @@ class DPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=
 class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of GRPO, Dr. GRPO, DAPO or PPO."""
 
-    rewards: tuple[Reward, ...]
+    rewards: tuple[Reward, ...] = ()
+    agent: Agent = Agent()
     rollout: Rollout = Rollout()
     algorithm: Algorithm = Algorithm()
     critic: Critic = Critic()
@@ -424,7 +464,7 @@ class GRPOSettings(RunSettings, frozen=True, kw_only=True, forbid_unknown_fields
             self.evaluation.max_new_tokens or 0 if self.evaluation.every else 0,
             self.check.max_new_tokens if self.check.weights else 0,
         )
-        return self.data.max_prompt_tokens + longest
+        return max(self.data.max_prompt_tokens + longest, self.agent.max_context or 0)
 
     @property
     def sampling(self) -> SamplingParams:

@@ -37,6 +37,8 @@ class FolderTokenizer:
             raise ValueError(
                 f"the tokenizer in {folder!r} has no end token (eos_token), which answers need"
             )
+        self.tokenizer = self._tokenizer
+        """The Hugging Face tokenizer."""
         self.eos_id = int(self._tokenizer.eos_token_id)
 
     def encode_prompt(self, text: str) -> list[int]:

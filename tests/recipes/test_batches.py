@@ -6,6 +6,7 @@ import pytest
 
 from helmsman import GenerationResult
 from helmsman.api.generation import StopReason
+from helmsman.recipes.answers import single_sample
 from helmsman.recipes.batches import (
     Answer,
     Group,
@@ -32,7 +33,8 @@ def answer(
         versions=[version] * len(tokens),
         stop_reason=stop,
     )
-    return Answer(result, Scored({"exact": reward}, reward), reward)
+    sample = single_sample([8, 9], result, reward)
+    return Answer([sample], Scored({"exact": reward}, reward), reward)
 
 
 def group(*answers: Answer) -> Group:
@@ -98,13 +100,13 @@ def test_rollout_metrics() -> None:
 
 def test_logprob_differences_of_same_version() -> None:
     torch = pytest.importorskip("torch")
-    own = [torch.zeros(2 + len(each.result.token_ids)) for one in GROUPS for each in one.answers]
+    samples = [each.samples[0] for one in GROUPS for each in one.answers]
+    own = [torch.zeros(len(each.input_ids)) for each in samples]
     own[0][2:] = torch.tensor([-0.5, -0.75])
     own[2][2:], own[3][2:] = -0.5, -0.5
-    answers = [(group, answer) for group in GROUPS for answer in group.answers]
-    found = logprob_differences(answers, own, 3)
+    found = logprob_differences(samples, own, 3)
     assert found == {"logprob_diff/max": 0.25, "logprob_diff/mean": pytest.approx(0.05)}
-    assert logprob_differences(answers, own, 9) == {}
+    assert logprob_differences(samples, own, 9) == {}
 
 
 def test_train_metrics_mean_by_tokens() -> None:

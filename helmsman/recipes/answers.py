@@ -1,0 +1,258 @@
+"""Answers to prompts: single ones that rewards score, or sessions of an agent."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import inspect
+import math
+import numbers
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from helmsman import GenerationResult, RolloutController, SamplingParams
+from helmsman.agents import AgentGateway, AgentSession, Sample, SessionLimits, SessionRecord
+from helmsman.agents.programs import run_program
+from helmsman.api.forms import run_in_new_thread
+from helmsman.recipes.prompts import Draw, Row
+from helmsman.recipes.rewards import find_function
+from helmsman.recipes.scorer import Completion, Scored, Scorer
+from helmsman.recipes.settings import AGENT_REWARD, Agent
+from helmsman.recipes.tokens import FolderTokenizer
+
+Outcome = tuple[list[Sample], Scored]
+"""The samples of an answer, and its rewards."""
+
+
+class Answers(abc.ABC):
+    """Answers prompts with the current weights."""
+
+    @abc.abstractmethod
+    async def answer(
+        self, row: Row, samplings: Sequence[SamplingParams], draw: Draw | None = None
+    ) -> list[Outcome]:
+        """Answer a prompt once per sampling.
+
+        Args:
+            row: The row of the prompt.
+            samplings: One for each answer.
+            draw: The draw in training; None in an evaluation.
+        """
+
+    def set_step(self, step: int) -> None:  # noqa: B027 - a hook, empty by default
+        """Set the training step of later answers."""
+
+    def forget(self, draws: Sequence[Draw]) -> None:  # noqa: B027 - a hook, empty by default
+        """Drop kept answers: a checkpoint has recorded that they were trained on."""
+
+
+class SingleAnswers(Answers):
+    """One generated text per answer.
+
+    Args:
+        rollout: The instances that generate.
+        tokenizer: The tokenizer of the model.
+        scorer: The rewards.
+    """
+
+    def __init__(
+        self, rollout: RolloutController, tokenizer: FolderTokenizer, scorer: Scorer
+    ) -> None:
+        self._rollout, self._tokenizer, self._scorer = rollout, tokenizer, scorer
+
+    async def answer(
+        self, row: Row, samplings: Sequence[SamplingParams], draw: Draw | None = None
+    ) -> list[Outcome]:
+        """Generate an answer per sampling, and compute the rewards of all."""
+
+        async def complete(sampling: SamplingParams) -> Completion:
+            result = await self._rollout.async_generate_one(row.prompt_ids, sampling)
+            return Completion(self._tokenizer.decode(result.token_ids), result)
+
+        completions = [asyncio.ensure_future(complete(sampling)) for sampling in samplings]
+        scored = await self._scorer.score(row, completions)
+        return [
+            ([single_sample(row.prompt_ids, completion.result().result, each.total)], each)
+            for completion, each in zip(completions, scored, strict=True)
+        ]
+
+
+def single_sample(prompt_ids: list[int], result: GenerationResult, reward: float) -> Sample:
+    """Return the training sample of one generated answer.
+
+    Args:
+        prompt_ids: Tokens of the prompt.
+        result: The answer.
+        reward: Its reward.
+    """
+    num_prompt, num_new = len(prompt_ids), len(result.token_ids)
+    return Sample(
+        input_ids=prompt_ids + result.token_ids,
+        loss_mask=[0] * num_prompt + [1] * num_new,
+        logprobs=[0.0] * num_prompt + result.logprobs,
+        versions=[-1] * num_prompt + result.versions,
+        turn_ends=[num_prompt + num_new],
+        turn_rewards=[0.0],
+        reward=reward,
+        session_id="",
+        is_truncated=result.stop_reason == "length",
+    )
+
+
+_GIVEN = ("task", "base_url", "api_key", "model", "session")
+"""Parameters that an agent's function may have."""
+
+
+class AgentAnswers(Answers):
+    """Sessions of an agent, a function or a program, which returns the reward.
+
+    Finished sessions are kept in the gateway's journal until a checkpoint has recorded their draw.
+    A restarted run uses them again if they are not older than ``staleness`` allows.
+
+    Args:
+        gateway: The gateway in front of the instances.
+        settings: The agent and its limits.
+        staleness: Most steps between a session's start and its use.
+        function: The agent, if the script passed one.
+
+    Raises:
+        ValueError: There is no such agent, or it cannot be called.
+    """
+
+    def __init__(
+        self,
+        gateway: AgentGateway,
+        settings: Agent,
+        staleness: float = 0.0,
+        function: Callable[..., Any] | None = None,
+    ) -> None:
+        self._gateway, self._settings = gateway, settings
+        self._staleness, self._step = math.ceil(staleness), 0
+        self._function = None if settings.command else function or find_agent(settings.use)
+        self._limits = SessionLimits(
+            max_tokens=settings.max_tokens,
+            max_turns=settings.max_turns,
+            truncated_reward=settings.truncated_reward,
+        )
+
+    def set_step(self, step: int) -> None:
+        """Set the training step of later sessions."""
+        self._step = step
+
+    def forget(self, draws: Sequence[Draw]) -> None:
+        """Drop kept sessions."""
+        self._gateway.forget(
+            [_name(draw, index) for draw in draws for index in range(len(draw.seeds))]
+        )
+
+    async def answer(
+        self, row: Row, samplings: Sequence[SamplingParams], draw: Draw | None = None
+    ) -> list[Outcome]:
+        """Run a session per sampling."""
+
+        async def one(index: int, sampling: SamplingParams) -> Outcome:
+            name = None if draw is None else _name(draw, index)
+            record = None if name is None else self._kept(name)
+            if record is None:
+                record = await self._run(row, sampling, name)
+            value = {AGENT_REWARD: record.reward}
+            return record.samples, Scored(value, record.reward)
+
+        tasks = [asyncio.ensure_future(one(*each)) for each in enumerate(samplings)]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            raise
+
+    def _kept(self, name: str) -> SessionRecord | None:
+        record = self._gateway.finished(name)
+        if record is None:
+            return None
+        age = self._step - int(record.metadata.get("step", 0))
+        return record if 0 <= age <= self._staleness else None
+
+    async def _run(self, row: Row, sampling: SamplingParams, name: str | None) -> SessionRecord:
+        with self._gateway.session(
+            name,
+            limits=self._limits,
+            seed=sampling.seed,
+            sampling=sampling,
+            metadata={"step": self._step},
+            is_kept=name is not None,
+        ) as session:
+            async with asyncio.timeout(self._settings.timeout_s):
+                returned = await self._call(row, session)
+            reward = _reward_of(returned, session)
+            if not session.num_turns:
+                raise ValueError(
+                    "the agent ended without a turn of the model; expected it to use base_url, "
+                    f"which is {session.base_url}"
+                )
+            session.reward = reward
+        return session.record()
+
+    async def _call(self, row: Row, session: AgentSession) -> Any:
+        function = self._function
+        if function is None:
+            task = msgspec.json.encode(row.entry).decode()
+            environment = {**session.environment, "HELMSMAN_TASK": task}
+            await run_program(self._settings.command, environment)
+            return None
+        everything = {
+            "task": row.entry,
+            "base_url": session.base_url,
+            "api_key": session.key,
+            "model": self._gateway.model,
+            "session": session,
+        }
+        given = {name: everything[name] for name in _parameters(function)}
+        if inspect.iscoroutinefunction(function):
+            made: Awaitable[Any] = function(**given)
+            return await made
+        return await run_in_new_thread(lambda: function(**given))
+
+
+def find_agent(use: str) -> Callable[..., Any]:
+    """Import an agent's function.
+
+    Raises:
+        ValueError: There is no such function, or it has parameters that agents do not receive.
+    """
+    function = find_function(use)
+    _parameters(function)
+    return function
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    unknown = [
+        each.name for each in parameters if each.name not in _GIVEN and each.default is each.empty
+    ]
+    if unknown:
+        raise ValueError(
+            f"the agent {getattr(function, '__name__', function)!r} has the parameter "
+            f"{unknown[0]!r}; expected some of {', '.join(_GIVEN)}"
+        )
+    return [each.name for each in parameters if each.name in _GIVEN]
+
+
+def _reward_of(returned: Any, session: AgentSession) -> float:
+    if isinstance(returned, Mapping):
+        returned = returned.get("reward")
+    if returned is None:
+        return session.reward
+    if isinstance(returned, numbers.Real) and math.isfinite(returned):
+        return float(returned)
+    raise ValueError(
+        f"the agent returned {returned!r:.80}; expected its reward, a mapping with 'reward', or "
+        "None if it has set session.reward"
+    )
+
+
+def _name(draw: Draw, index: int) -> str:
+    return f"{draw.number}/{index}"
