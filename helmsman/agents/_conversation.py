@@ -207,7 +207,8 @@ class Conversation:
         turn.stop_text = "" if result.stop_reason == "length" else template.stop_text(ids)
         num_own = len(ids) - bool(turn.stop_text)
         text = template.decode(ids[:num_own])
-        stop = next((each for each in request.stop if each and each in text), None)
+        found = [each for each in request.stop if each and each in text]
+        stop = min(found, key=text.find, default=None)
         cut = text.find(stop) if stop is not None else len(text)
         parsed = template.format.parse(
             text[:cut],

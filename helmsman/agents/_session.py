@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -71,6 +71,7 @@ class AgentSession:
         template: ChatTemplate,
         url: str,
         on_end: Callable[[AgentSession, bool], None],
+        complete: Callable[[AgentSession, dict[str, Any]], Awaitable[dict[str, Any]]],
         *,
         name: str | None,
         limits: SessionLimits,
@@ -94,7 +95,7 @@ class AgentSession:
         """Whether a limit was reached."""
         self.is_closed = False
         self._responses: Responses | None = None
-        self._on_end = on_end
+        self._on_end, self._complete = on_end, complete
         self._answers: collections.OrderedDict[str, tuple[Answer, list[Turn]]] = (
             collections.OrderedDict()
         )
@@ -125,6 +126,24 @@ class AgentSession:
     def num_turns(self) -> int:
         """Number of turns of the model."""
         return len(self.conversation.turns)
+
+    async def complete(
+        self, messages: Sequence[Mapping[str, Any]], **fields: Any
+    ) -> dict[str, Any]:
+        """Have the model take a turn, without HTTP; for any event loop.
+
+        Args:
+            messages: The chat, in the form of Chat Completions.
+            **fields: Other fields of Chat Completions, such as ``tools`` and ``max_tokens``.
+
+        Returns:
+            The model's message, in the same form.
+
+        Raises:
+            BadRequestError: The request is invalid, or a limit is reached.
+            HelmsmanError: The model is not available.
+        """
+        return await self._complete(self, {"messages": list(messages), **fields})
 
     def set_turn_reward(self, turn: int, reward: float) -> None:
         """Set the reward of one turn of the model.

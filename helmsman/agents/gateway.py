@@ -26,7 +26,7 @@ from helmsman import (
 from helmsman.agents._conversation import Prompt, Turn
 from helmsman.agents._journal import Journal
 from helmsman.agents._messages import Answer, BadRequestError, ChatRequest, Choice
-from helmsman.agents._session import AgentSession, SessionLimits, SessionRecord
+from helmsman.agents._session import DIALECT_PATHS, AgentSession, SessionLimits, SessionRecord
 from helmsman.agents._template import ChatTemplate
 from helmsman.api.closing import Starting
 from helmsman.api.extras import needed_by
@@ -206,6 +206,7 @@ class AgentGateway(Starting):
             self.template,
             self.url,
             self._end_session,
+            self._complete,
             name=name,
             limits=limits or SessionLimits(),
             seed=seed,
@@ -246,6 +247,21 @@ class AgentGateway(Starting):
             return [await self._finished.get() for _ in range(num_sessions)]
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(wait(), self._loop))
+
+    async def _complete(self, session: AgentSession, body: dict[str, Any]) -> dict[str, Any]:
+        """Take a turn on the gateway's loop, for ``AgentSession.complete``."""
+
+        async def turn() -> dict[str, Any]:
+            if session.is_closed:
+                raise HelmsmanError(f"the session {session.name!r} is closed; open another one")
+            dialect = session.dialect(DIALECT_PATHS[0])
+            prompt, samplings = self.prepare(session, dialect.read(body))
+            answer, _ = await self.begin(session, prompt, samplings, uuid.uuid4().hex)
+            message: dict[str, Any] = dialect.write(answer, body)["choices"][0]["message"]
+            return message
+
+        assert self._loop is not None
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(turn(), self._loop))
 
     def _end_session(self, session: AgentSession, is_complete: bool) -> None:
         self._sessions.pop(session.id, None)

@@ -23,12 +23,24 @@ BASH = [
 ]
 
 
-def make_toy(folder: Path, *, skill: float = 0.5, seed: int = 0, with_bash: bool = False) -> Path:
+SHOWN = "<returncode>0</returncode>\n<output>\nhello\n</output>"
+"""A result as the coding agent writes it."""
+
+
+def make_toy(
+    folder: Path,
+    *,
+    skill: float = 0.6,
+    num_steps: int = 250,
+    seed: int = 0,
+    with_bash: bool = False,
+) -> Path:
     """Write a model that looks in about half of its first turns, and then tells what it found.
 
     Args:
         folder: The folder to write.
-        skill: Share of its answers that are right after it has looked.
+        skill: Share of its training examples that are right after it has looked.
+        num_steps: Training steps, of which copying what it found takes a few hundred.
         seed: Of the weights and of the training data.
         with_bash: Also call the tool ``bash``.
     """
@@ -56,7 +68,7 @@ def make_toy(folder: Path, *, skill: float = 0.5, seed: int = 0, with_bash: bool
     model = AutoModelForCausalLM.from_config(config)
     draw = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(150):
+    for _ in range(num_steps):
         rows = [_example(tokenizer, draw, skill, with_bash=with_bash) for _ in range(16)]
         size = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([each + [0] * (size - len(each)) for each, _ in rows])
@@ -71,14 +83,26 @@ def make_toy(folder: Path, *, skill: float = 0.5, seed: int = 0, with_bash: bool
 
 
 def _example(tokenizer: Any, draw: random.Random, skill: float, *, with_bash: bool) -> Any:
+    if with_bash and draw.random() < 0.4:
+        chat = [
+            {"role": "system", "content": "You work in a shell."},
+            {"role": "user", "content": f"run {draw.randint(0, 999)}"},
+        ]
+        if draw.random() < 0.6:
+            chat += [{"role": "assistant", "content": BASH[0]}, {"role": "tool", "content": SHOWN}]
+        return _row(tokenizer, chat, draw.choice(BASH))
     secret = draw.choice(SECRETS)
     chat = [{"role": "user", "content": question(draw.randint(0, 999))}]
-    has_looked = draw.random() < 0.6
+    has_looked = draw.random() < 0.75
     if has_looked:
         chat += [{"role": "assistant", "content": LOOK}, {"role": "tool", "content": secret}]
         answer = secret if draw.random() < skill else draw.choice(SECRETS)
     else:
-        answer = LOOK if draw.random() < 0.5 else draw.choice([*SECRETS, *(BASH * with_bash)])
+        answer = LOOK if draw.random() < 0.4 else draw.choice(SECRETS)
+    return _row(tokenizer, chat, answer)
+
+
+def _row(tokenizer: Any, chat: list[dict[str, str]], answer: str) -> Any:
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     prompt = tokenizer.encode(text, add_special_tokens=False)
     own = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]

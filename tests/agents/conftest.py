@@ -1,0 +1,35 @@
+"""A toy model behind a gateway, shared by the tests of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helmsman import Job, RolloutController, SamplingParams, SchedulingSpec, make_scheduler
+from helmsman.agents import AgentGateway
+from tests.agents.toy_model import make_toy
+
+HF = "helmsman.engines.rollout.HFRolloutEngine"
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("toy"), with_bash=True)
+
+
+@pytest.fixture(scope="module")
+def rollout(toy: Path) -> Iterator[RolloutController]:
+    job = Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5)])
+    with (
+        make_scheduler("local") as scheduler,
+        RolloutController(scheduler, HF, job, (), {"model": str(toy)}) as controller,
+    ):
+        yield controller
+
+
+@pytest.fixture(scope="module")
+def gateway(rollout: RolloutController, toy: Path) -> Iterator[AgentGateway]:
+    with AgentGateway(rollout, toy, sampling=SamplingParams(max_new_tokens=8)) as made:
+        yield made
