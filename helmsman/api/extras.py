@@ -13,6 +13,7 @@ _PACKAGES = {
     "tensordict": ("tensordict",),
     "examples": ("reasoning_gym", "rich", "matplotlib"),
     "server": ("aiohttp",),
+    "agents": ("jinja2", "mcp"),
     "vllm": ("vllm",),
     "math": ("math_verify",),
     "data": ("datasets",),
