@@ -1,6 +1,7 @@
 """All cases, declared by being imported."""
 
 from benchmarks.cases import (  # noqa: F401
+    agents,
     calls,
     end_to_end,
     groups,
