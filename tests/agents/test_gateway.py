@@ -119,22 +119,23 @@ async def test_branches_share_tokens_that_are_trained_once(gateway: AgentGateway
 async def test_stop_text_ends_the_turn(gateway: AgentGateway) -> None:
     sampling = SamplingParams(max_new_tokens=200, temperature=3.0)
     with gateway.session(sampling=sampling, seed=5) as session:
-        body = {"messages": CHAT["messages"], "stop": ["e", "a", "t"], "return_token_ids": True}
+        stops = ["e", "a", "t"]
+        body = {"messages": CHAT["messages"], "stop": stops, "return_token_ids": True}
         found = await answer(session, body)
         choice = found["choices"][0]
         (sample,) = session.samples()
     text = gateway.template.decode(choice["token_ids"])
     assert choice["finish_reason"] == "stop"
     assert text.startswith(choice["message"]["content"])
-    assert not any(each in choice["message"]["content"] for each in body["stop"])
+    assert not any(each in choice["message"]["content"] for each in stops)
     assert sample.continuation == choice["token_ids"]
-    assert sum(text[:-1].count(each) for each in body["stop"]) == 0 or len(choice["token_ids"]) == 1
+    assert sum(text[:-1].count(each) for each in stops) == 0 or len(choice["token_ids"]) == 1
 
 
 @pytest.mark.asyncio
 async def test_streams_of_each_dialect(gateway: AgentGateway) -> None:
     tool = TOOL["function"]
-    bodies = {
+    bodies: dict[str, tuple[dict[str, Any], str]] = {
         "chat/completions": (CHAT, "data: [DONE]"),
         "responses": (
             {"input": question(1), "tools": [{"type": "function", **tool}]},
