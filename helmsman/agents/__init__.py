@@ -9,57 +9,29 @@
 docs/agents.md is the guide.
 """
 
-from __future__ import annotations
+from helmsman.agents._session import AgentSession, SessionLimits, SessionRecord
+from helmsman.agents.checking import chat_check
+from helmsman.agents.environments import play, run_task_folder
+from helmsman.agents.gateway import AgentGateway
+from helmsman.agents.programs import ProgramFailedError, ProgramResult, run_program
+from helmsman.agents.samples import Sample, turn_advantages
+from helmsman.agents.tools import FunctionTools, McpTools, ToolLoop, Tools
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from helmsman.agents._session import AgentSession as AgentSession
-    from helmsman.agents._session import SessionLimits as SessionLimits
-    from helmsman.agents._session import SessionRecord as SessionRecord
-    from helmsman.agents.checking import chat_check as chat_check
-    from helmsman.agents.environments import play as play
-    from helmsman.agents.environments import run_task_folder as run_task_folder
-    from helmsman.agents.gateway import AgentGateway as AgentGateway
-    from helmsman.agents.programs import ProgramFailedError as ProgramFailedError
-    from helmsman.agents.programs import ProgramResult as ProgramResult
-    from helmsman.agents.programs import run_program as run_program
-    from helmsman.agents.samples import Sample as Sample
-    from helmsman.agents.samples import turn_advantages as turn_advantages
-    from helmsman.agents.tools import FunctionTools as FunctionTools
-    from helmsman.agents.tools import McpTools as McpTools
-    from helmsman.agents.tools import ToolLoop as ToolLoop
-    from helmsman.agents.tools import Tools as Tools
-
-_HOMES = {
-    "FunctionTools": "tools",
-    "McpTools": "tools",
-    "ProgramFailedError": "programs",
-    "ProgramResult": "programs",
-    "ToolLoop": "tools",
-    "Tools": "tools",
-    "play": "environments",
-    "run_program": "programs",
-    "run_task_folder": "environments",
-    "AgentGateway": "gateway",
-    "AgentSession": "_session",
-    "Sample": "samples",
-    "SessionLimits": "_session",
-    "SessionRecord": "_session",
-    "chat_check": "checking",
-    "turn_advantages": "samples",
-}
-
-__all__ = sorted(_HOMES)  # noqa: PLE0605 - the names above
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'helmsman.agents' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"helmsman.agents.{home}"), name)
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__all__ = [
+    "AgentGateway",
+    "AgentSession",
+    "FunctionTools",
+    "McpTools",
+    "ProgramFailedError",
+    "ProgramResult",
+    "Sample",
+    "SessionLimits",
+    "SessionRecord",
+    "ToolLoop",
+    "Tools",
+    "chat_check",
+    "play",
+    "run_program",
+    "run_task_folder",
+    "turn_advantages",
+]

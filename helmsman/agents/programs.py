@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shlex
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from helmsman import HelmsmanError
+from helmsman.api import process_guard
 
 _TAIL = 2000
 
@@ -57,8 +57,8 @@ async def run_program(
 ) -> ProgramResult:
     """Run a program, and end all its processes when it ends, fails or is cancelled.
 
-    Processes that leave the program's session or whose parent has exited are ended too: a
-    supervisor process adopts them.
+    Processes that leave the program's session or whose parent has exited are ended too: a guard
+    process adopts them.
 
     Args:
         command: The command, as a shell would split it, or its parts.
@@ -77,33 +77,39 @@ async def run_program(
         OSError: It cannot be started.
     """
     parts = shlex.split(command) if isinstance(command, str) else list(command)
-    supervisor = Path(__file__).with_name("_supervised.py")
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", str(supervisor), str(max_memory or 0), *parts),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, **env},
-        cwd=cwd,
-        start_new_session=True,
-    )
-    output = ""
-    try:
-        async with asyncio.timeout(timeout):
-            assert process.stdout is not None
-            while data := await process.stdout.read(1 << 16):
-                output = (output + data.decode("utf-8", "replace"))[-max_output:]
-            code = await process.wait()
-    finally:
-        await asyncio.shield(_end(process))
+    limited = parts
+    if max_memory is not None:
+        limited = ["sh", "-c", f'ulimit -v {max_memory >> 10} && exec "$@"', "sh", *parts]
+    report_fd, guards_fd = os.pipe()
+    with open(report_fd, "rb") as report:  # noqa: ASYNC230 - read after the guard's end
+        try:
+            guard = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", process_guard.__file__),
+                *(str(guards_fd), "0", "", "--", *limited),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, **env},
+                cwd=cwd,
+                pass_fds=[guards_fd],
+                process_group=0,
+            )
+        finally:
+            os.close(guards_fd)
+        output = ""
+        try:
+            async with asyncio.timeout(timeout):
+                assert guard.stdout is not None
+                while data := await guard.stdout.read(1 << 16):
+                    output = (output + data.decode("utf-8", "replace"))[-max_output:]
+                await guard.wait()
+        finally:
+            assert guard.stdin is not None
+            guard.stdin.close()  # ends all processes that remain
+            await asyncio.shield(guard.wait())
+        numbers = report.read().split()
+    # Without a status, the guard itself was killed.
+    code = os.waitstatus_to_exitcode(int(numbers[1])) if len(numbers) == 2 else -signal.SIGKILL
     if code:
         raise ProgramFailedError(shlex.join(parts), code, output[-_TAIL:])
     return ProgramResult(exit_code=code, output=output)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """End the supervisor, which ends all processes below it first."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        await process.wait()

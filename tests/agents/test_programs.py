@@ -94,7 +94,7 @@ async def test_failure_shows_the_end_of_the_output() -> None:
     with pytest.raises(ProgramFailedError, match=r"exited with 3; expected 0") as caught:
         await run_program("sh -c 'echo before; echo why >&2; exit 3'", {})
     assert caught.value.output == "before\nwhy\n"
-    with pytest.raises(ProgramFailedError, match="cannot start 'no-such-program'"):
+    with pytest.raises(ProgramFailedError, match="no-such-program cannot be started"):
         await run_program("no-such-program", {})
 
 

@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from helmsman.api import process_guard
 from helmsman.api.errors import ServerStartError
-from helmsman.engines._server import guard as server_guard
 
 _TAIL_CHUNKS = 64
 _CHUNK_BYTES = 4096
@@ -29,8 +29,8 @@ _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
 class ServerProcess:
     """A server process; it runs from construction on.
 
-    Its parent is a guard process (guard.py), which stops all of the server's processes when the
-    server or the worker ends. The server's output goes to the worker's output; its last part is
+    Its parent is a guard process (process_guard.py), which stops all of the server's processes when
+    the server or the worker ends. The server's output goes to the worker's output; its last part is
     kept.
 
     Args:
@@ -67,7 +67,7 @@ class ServerProcess:
         try:
             self._guard = subprocess.Popen(
                 [
-                    *(sys.executable, "-I", "-S", server_guard.__file__),
+                    *(sys.executable, "-I", "-S", process_guard.__file__),
                     *(str(their_report_fd), f"{stop_timeout_s:g}", folder, "--", *command),
                 ],
                 stdin=subprocess.PIPE,

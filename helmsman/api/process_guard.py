@@ -1,13 +1,13 @@
-"""Parent process of an inference server; stops all of the server's processes when it ends.
+"""Parent process of a program, such as an inference server; stops all its processes when it ends.
 
-It also stops them when the worker ends. A server's children may have changed their group, their
-session and, by setting a process title, the environment that others can read. Once their parent has
-exited they could not be found, so this process adopts them (PR_SET_CHILD_SUBREAPER).
+It also stops them when its own parent ends. A program's children may have changed their group,
+their session and, by setting a process title, the environment that others can read. Once their
+parent has exited they could not be found, so this process adopts them (PR_SET_CHILD_SUBREAPER).
 
-Standard library only: this file runs as a script, ``guard.py REPORT_FD LIMIT_S FOLDER -- COMMAND``.
-A byte on its standard input requests an orderly stop of the server within LIMIT_S seconds; end of
-input stops it at once. The guard reports the server's process id, and its wait status once all its
-processes have ended, and removes FOLDER.
+Standard library only: this file runs as a script,
+``process_guard.py REPORT_FD LIMIT_S FOLDER -- COMMAND``. A byte on its standard input requests an
+orderly stop of the program within LIMIT_S seconds; end of input stops it at once. The guard reports
+the program's process id, and its wait status once all its processes have ended, and removes FOLDER.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def watch(command: list[str], report_fd: int, limit_s: float, folder: str) -> None:
-    """Run the server and stop all of its processes when it or the worker ends.
+    """Run the program and stop all of its processes when it or the guard's parent ends.
 
     Args:
-        command: Program and arguments of the server.
+        command: Program and arguments.
         report_fd: Descriptor for the process id and the wait status, one decimal line each.
         limit_s: Seconds for an orderly stop.
         folder: Folder to remove at the end; '' for none.
@@ -36,22 +36,22 @@ def watch(command: list[str], report_fd: int, limit_s: float, folder: str) -> No
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake_fd = _wake_at_childs_end()
     try:
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+        program = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
     except OSError as error:
         print(f"{command[0]} cannot be started: {error}", file=sys.stderr, flush=True)
         _report(report_fd, 0)  # there is no process
         _end(report_fd, 127 << 8, folder)
         return
-    _report(report_fd, server.pid)
-    # Only the server keeps the output pipe open, so that its reader sees end of file.
+    _report(report_fd, program.pid)
+    # Only the program keeps the output pipe open, so that its reader sees end of file.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    status = _until_it_ends(server.pid, wake_fd, limit_s)
+    status = _until_it_ends(program.pid, wake_fd, limit_s)
     while (remaining := _descendants(os.getpid())) or status is None:
         for pid in remaining:
             _signal(pid, signal.SIGKILL)
-        ended = _reap(server.pid)
+        ended = _reap(program.pid)
         status = ended if status is None else status
         time.sleep(0.005)
     _end(report_fd, status, folder)
@@ -67,15 +67,15 @@ def _report(report_fd: int, number: int) -> None:
     try:
         os.write(report_fd, b"%d\n" % number)
     except OSError:
-        return  # the worker has exited, and the guard stops the server
+        return  # the parent has exited, and the guard stops the program
 
 
 def _wake_at_childs_end() -> int:
     """Return a descriptor that becomes readable when a child has ended.
 
-    Signals to the worker's group must not end the guard: only the engine's request or the worker's
-    end stops the server. The guard has handlers that do nothing, because the server would inherit
-    ignored signals.
+    Signals to the parent's group must not end the guard: only the parent's request or its end stops
+    the program. The guard has handlers that do nothing, because the program would inherit ignored
+    signals.
     """
     read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -84,12 +84,12 @@ def _wake_at_childs_end() -> int:
     return read_fd
 
 
-def _until_it_ends(server_pid: int, wake_fd: int, limit_s: float) -> int | None:
-    """Wait for the server; return its wait status, or None when it must be killed."""
+def _until_it_ends(program_pid: int, wake_fd: int, limit_s: float) -> int | None:
+    """Wait for the program; return its wait status, or None when it must be killed."""
     watched = [0, wake_fd]
     deadline: float | None = None
     while True:
-        status = _reap(server_pid)
+        status = _reap(program_pid)
         if status is not None:
             return status
         remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -100,13 +100,13 @@ def _until_it_ends(server_pid: int, wake_fd: int, limit_s: float) -> int | None:
             os.read(wake_fd, 4096)
         if 0 in ready:
             if not os.read(0, 1):
-                return None  # the worker has exited
-            _signal(server_pid, signal.SIGTERM)
+                return None  # the parent has exited
+            _signal(program_pid, signal.SIGTERM)
             deadline = time.monotonic() + limit_s
 
 
-def _reap(server_pid: int) -> int | None:
-    """Reap all ended children, adopted ones too; return the server's status if it is among them."""
+def _reap(program_pid: int) -> int | None:
+    """Reap all ended children, adopted ones too; return the program's status if it has ended."""
     found = None
     while True:
         try:
@@ -115,7 +115,7 @@ def _reap(server_pid: int) -> int | None:
             return found
         if pid == 0:
             return found
-        if pid == server_pid:
+        if pid == program_pid:
             found = status
 
 
