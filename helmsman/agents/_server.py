@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import msgspec
 from helmsman import HelmsmanError
 from helmsman.agents._dialects.base import Dialect
 from helmsman.agents._messages import BadRequestError
-from helmsman.agents._session import DIALECT_PATHS, AgentSession
+from helmsman.agents._session import DIALECT_PATHS, DIALECTS, AgentSession
 from helmsman.api.extras import needed_by
 
 if TYPE_CHECKING:
@@ -62,17 +61,15 @@ async def serve(
     with needed_by("AgentGateway", "aiohttp"):
         from aiohttp import web
 
-    app = web.Application(client_max_size=_MAX_BODY)
+    app = web.Application(client_max_size=_MAX_BODY, middlewares=[_failures])
     handlers = _Handlers(gateway)
-    for path in DIALECT_PATHS:
-        for root in ("/v1", "/sessions/{id}/v1", "/sessions/{id}/v1/v1"):
-            app.router.add_post(f"{root}/{path}", handlers.turn)
     for root in ("/v1", "/sessions/{id}/v1", "/sessions/{id}/v1/v1"):
+        for path in DIALECT_PATHS:
+            app.router.add_post(f"{root}/{path}", handlers.turn)
         app.router.add_get(f"{root}/models", handlers.models)
         app.router.add_post(f"{root}/messages/count_tokens", handlers.count)
     app.router.add_post("/sessions", handlers.open)
-    app.router.add_post("/sessions/{id}/reward", handlers.reward)
-    app.router.add_post("/sessions/{id}/finish", handlers.finish)
+    app.router.add_post("/sessions/{id}/{verb:reward|finish}", handlers.reward)
     app.router.add_route("*", "/{tail:.*}", handlers.unknown)
     # A client that disconnects cancels its turn.
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
@@ -97,30 +94,21 @@ class _Handlers:
 
     async def turn(self, request: web.Request) -> web.StreamResponse:
         """Answer a request of any dialect."""
-        from aiohttp import web
-
-        path = request.path.rpartition("/v1/")[2]
-        dialect: Dialect | None = None
-        try:
-            session = self._session(request)
-            dialect = session.dialect(path)
-            data = await _data(request)
-            body = _body(data)
-            chat = dialect.read(body)
-            key = _request_key(request, data)
-            known = session.remembered(key) if _is_repeated(request) else None
-            if known is not None:
-                answered = asyncio.get_running_loop().create_future()
-                answered.set_result((known, []))
-                work: asyncio.Future[Any] = answered
-            else:
-                work = self._begin(session, chat, key, is_repeated=_is_repeated(request))
-            if chat.stream:
-                return await self._stream(request, session, dialect, body, work)
-            answer = (await work)[0]
-            return web.json_response(dialect.write(answer, body))
-        except (HelmsmanError, ValueError) as error:
-            return _failure(error, dialect or _dialect_of(path))
+        session = self._session(request)
+        dialect = session.dialect(_api_path(request))
+        data = await _data(request)
+        body = _body(data)
+        chat = dialect.read(body)
+        key, is_repeated = _request_key(request, data), _is_repeated(request)
+        known = session.remembered(key) if is_repeated else None
+        if known is None:
+            work = self._begin(session, chat, key, is_repeated=is_repeated)
+        else:
+            work = asyncio.get_running_loop().create_future()
+            work.set_result((known, []))
+        if chat.stream:
+            return await self._stream(request, session, dialect, body, work)
+        return _json(dialect.write((await work)[0], body))
 
     def _begin(
         self, session: AgentSession, chat: Any, key: str, *, is_repeated: bool
@@ -160,8 +148,8 @@ class _Handlers:
                 await response.write(dialect.ping.encode())
             try:
                 answer, turns = work.result()
-            except HelmsmanError as error:
-                failure = _failure(error, dialect)
+            except Exception as error:  # noqa: BLE001 - the end of a request
+                failure = _failure(error, request)
                 await response.write(f"event: error\ndata: {failure.text}\n\n".encode())
                 return response
             for each in dialect.events(answer, body):
@@ -178,94 +166,61 @@ class _Handlers:
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """List the one model."""
-        from aiohttp import web
-
-        try:
-            self._session(request)
-        except _RefusedError as error:
-            return _failure(error, _dialect_of(""))
+        self._session(request)
         model = {"id": self._gateway.model, "object": "model", "created": 0, "owned_by": "helmsman"}
-        return web.json_response({"object": "list", "data": [model], "has_more": False})
+        return _json({"object": "list", "data": [model], "has_more": False})
 
     async def count(self, request: web.Request) -> web.StreamResponse:
         """Count the tokens of a prompt, in Anthropic's form."""
-        from aiohttp import web
-
-        dialect = _dialect_of("messages")
-        try:
-            session = self._session(request)
-            chat = dialect.read({**_body(await _data(request)), "count": True})
-            num_tokens = session.conversation.prepare(chat).num_tokens
-        except (HelmsmanError, ValueError) as error:
-            return _failure(error, dialect)
-        return web.json_response({"input_tokens": num_tokens})
+        session = self._session(request)
+        chat = DIALECTS["messages"].read({**_body(await _data(request)), "count": True})
+        return _json({"input_tokens": session.conversation.prepare(chat).num_tokens})
 
     async def open(self, request: web.Request) -> web.StreamResponse:
         """Open a session for an outside agent, which has the gateway's key."""
-        from aiohttp import web
-
-        try:
-            if not self._gateway.opens_sessions(_key(request)):
-                raise _RefusedError(401, "this key opens no sessions", "invalid_api_key")
-            body = _body(await _data(request, empty=b"{}"))
-            name, metadata = body.get("name"), body.get("metadata") or {}
-            if not isinstance(name, str | None) or not isinstance(metadata, dict):
-                raise BadRequestError("expected a text as name and an object as metadata")
-            session = self._gateway.open_outside(name, metadata)
-            if session is None:
-                raise _RefusedError(
-                    429,
-                    "sessions are ahead of the training as far as its staleness allows; try again "
-                    "after the next weight update",
-                    "rate_limit_exceeded",
-                )
-        except (HelmsmanError, ValueError) as error:
-            return _failure(error, _dialect_of(""))
-        found = {"id": session.id, "base_url": session.base_url, "api_key": session.key}
-        return web.json_response(found)
+        if not self._gateway.opens_sessions(_key(request)):
+            raise _RefusedError(401, "this key opens no sessions", "invalid_api_key")
+        body = _body(await _data(request, empty=b"{}"))
+        name, metadata = body.get("name"), body.get("metadata") or {}
+        if not isinstance(name, str | None) or not isinstance(metadata, dict):
+            raise BadRequestError("expected a text as name and an object as metadata")
+        session = self._gateway.open_outside(name, metadata)
+        if session is None:
+            raise _RefusedError(
+                429,
+                "sessions are ahead of the training as far as its staleness allows; try again "
+                "after the next weight update",
+                "rate_limit_exceeded",
+            )
+        return _json({"id": session.id, "base_url": session.base_url, "api_key": session.key})
 
     async def reward(self, request: web.Request) -> web.StreamResponse:
-        """Set the reward of a session, or of one of its turns."""
-        return await self._close(request, ends=False)
-
-    async def finish(self, request: web.Request) -> web.StreamResponse:
-        """End a session, with its reward if one is given."""
-        return await self._close(request, ends=True)
+        """Set the reward of a session or of one of its turns; ``finish`` also ends the session."""
+        session = self._session(request)
+        body = _body(await _data(request, empty=b"{}"))
+        ends = request.match_info["verb"] == "finish"
+        reward, turn = body.get("reward"), body.get("turn")
+        is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+        if not is_number and not (reward is None and ends):
+            raise BadRequestError(f"reward is {reward!r:.40}; expected a number", "reward")
+        if turn is not None:
+            if not isinstance(turn, int) or not 0 <= turn < session.num_turns:
+                raise BadRequestError(
+                    f"turn is {turn!r:.40}; the session has {session.num_turns}", "turn"
+                )
+            session.set_turn_reward(turn, float(reward or 0.0))
+        elif reward is not None:
+            session.reward = float(reward)
+        if ends:
+            session.close()
+        return _json({"reward": session.reward, "num_turns": session.num_turns})
 
     async def unknown(self, request: web.Request) -> web.StreamResponse:
         """Refuse any other path."""
         served = ", ".join(f"/v1/{path}" for path in DIALECT_PATHS)
-        error = _RefusedError(
+        raise _RefusedError(
             404, f"{request.path[:200]} is not served; expected {served}", "not_found"
         )
-        return _failure(error, _dialect_of(""))
-
-    async def _close(self, request: web.Request, *, ends: bool) -> web.StreamResponse:
-        from aiohttp import web
-
-        try:
-            session = self._session(request)
-            body = _body(await _data(request, empty=b"{}"))
-            reward, turn = body.get("reward"), body.get("turn")
-            if reward is not None and (
-                isinstance(reward, bool) or not isinstance(reward, int | float)
-            ):
-                raise BadRequestError(f"reward is {reward!r:.40}; expected a number", "reward")
-            if reward is None and not ends:
-                raise BadRequestError("reward is missing; expected a number", "reward")
-            if turn is not None:
-                if not isinstance(turn, int) or not 0 <= turn < session.num_turns:
-                    raise BadRequestError(
-                        f"turn is {turn!r:.40}; the session has {session.num_turns}", "turn"
-                    )
-                session.set_turn_reward(turn, float(reward or 0.0))
-            elif reward is not None:
-                session.reward = float(reward)
-            if ends:
-                session.close()
-        except (HelmsmanError, ValueError) as error:
-            return _failure(error, _dialect_of(""))
-        return web.json_response({"reward": session.reward, "num_turns": session.num_turns})
 
     def _session(self, request: web.Request) -> AgentSession:
         session = self._gateway.find(request.match_info.get("id"), _key(request))
@@ -279,10 +234,14 @@ class _Handlers:
         return session
 
 
-def _dialect_of(path: str) -> Dialect:
-    from helmsman.agents._session import DIALECTS
+def _json(body: Any) -> web.Response:
+    from aiohttp import web
 
-    return DIALECTS.get(path) or DIALECTS["chat/completions"]
+    return web.json_response(body)
+
+
+def _api_path(request: web.Request) -> str:
+    return request.path.rpartition("/v1/")[2]
 
 
 def _key(request: web.Request) -> str:
@@ -331,24 +290,39 @@ def _is_repeated(request: web.Request) -> bool:
     return "Idempotency-Key" in headers or headers.get("x-stainless-retry-count", "0") != "0"
 
 
-def _failure(error: Exception, dialect: Dialect) -> web.Response:
-    """Return an error in the vendor's form."""
+async def _failures(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Answer failed requests in the vendor's form."""
+    try:
+        return await handler(request)
+    except ConnectionError:
+        raise  # no one reads an answer
+    except Exception as error:  # noqa: BLE001 - the end of a request
+        return _failure(error, request)
+
+
+_failures.__middleware_version__ = 1  # type: ignore[attr-defined]
+
+
+def _failure(error: Exception, request: web.Request) -> web.Response:
     from aiohttp import web
 
-    field, headers = "", {}
+    field, headers, message = "", {}, str(error)
     if isinstance(error, _RefusedError):
         status, code = error.status, error.code
-        if status == 429:
-            headers["Retry-After"] = str(_RETRY_AFTER_S)
     elif isinstance(error, BadRequestError):
         status, code, field = 400, error.code, error.field
+    elif isinstance(error, ValueError):
+        status, code = 400, "invalid_request"
     elif isinstance(error, HelmsmanError):
         status, code = 503, "model_unavailable"
-        headers["Retry-After"] = str(_RETRY_AFTER_S)
         log.warning("a turn failed: %s", error)
     else:
-        status, code = 400, "invalid_request"
-    body = dialect.error(status, str(error), field=field, code=code)
-    return web.Response(
-        status=status, text=json.dumps(body), content_type="application/json", headers=headers
-    )
+        status, code, message = 500, "internal_error", "the gateway failed; see the script's log"
+        log.error("a request failed (%s)", request.path, exc_info=error)
+    if status in (429, 503):
+        headers["Retry-After"] = str(_RETRY_AFTER_S)
+    dialect = DIALECTS.get(_api_path(request)) or DIALECTS["chat/completions"]
+    body = dialect.error(status, message, field=field, code=code)
+    return web.json_response(body, status=status, headers=headers)
