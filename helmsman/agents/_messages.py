@@ -71,10 +71,6 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     parse_tools: bool = True
     """Whether calls of tools are recognised in the model's text."""
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
     stop: tuple[str, ...] = ()
     """Texts that end the answer and are not part of it."""
     n: int = 1

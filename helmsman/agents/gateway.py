@@ -46,9 +46,10 @@ class AgentGateway(Starting):
                 session.reward = await agent(base_url=session.base_url, api_key=session.key)
             samples = session.samples()
 
-    The trainer's ``sampling`` decides temperature, top_p and top_k, because the sampled policy must
-    be the trained one; agents decide limits of tokens and stop texts. The response to a streaming
-    request arrives as events once the turn is complete; until then it is kept open.
+    The trainer's ``sampling`` decides temperature, top_p, top_k and seed, because the sampled policy
+    must be the trained one; values of agents are ignored. Agents decide limits of tokens and stop
+    texts. The response to a streaming request arrives as events once the turn is complete; until
+    then it is kept open.
 
     Args:
         rollout: The instances that generate.
@@ -63,7 +64,6 @@ class AgentGateway(Starting):
         max_pending: Most sessions of outside agents that are open, or finished and not yet
             collected; further ones receive 429. With ``(1 + max_staleness) * batch_size``, no
             session is older than ``max_staleness`` versions when it is trained on.
-        agent_sampling: Let agents decide temperature, top_p, top_k and seed, for evaluation.
         family: Form of the model's tool calls; recognised from the chat template when None.
         stop_token_ids: Further tokens that end a turn.
         journal: File in which finished sessions are kept; None keeps none.
@@ -86,7 +86,6 @@ class AgentGateway(Starting):
         max_context: int | None = None,
         max_turns_in_flight: int = 4096,
         max_pending: int | None = None,
-        agent_sampling: bool = False,
         family: str | None = None,
         stop_token_ids: Sequence[int] = (),
         journal: str | Path | None = None,
@@ -102,7 +101,6 @@ class AgentGateway(Starting):
         longest = int(getattr(tokenizer, "model_max_length", 0) or 0)
         self._max_context = max_context or (longest if 0 < longest < 1 << 30 else None)
         self._max_turns, self._max_pending = max_turns_in_flight, max_pending
-        self._agent_sampling = agent_sampling
         self._host, self._port = host, port
         self._journal = None if journal is None else Journal(Path(journal))
         self._sessions: dict[str, AgentSession] = {}
@@ -342,7 +340,10 @@ class AgentGateway(Starting):
         longest = session.sampling.max_new_tokens
         wanted = min(request.max_tokens or longest, longest)
         most = session.allowance(prompt.num_tokens, wanted, self._max_context)
-        return prompt, [self._sampling_of(session, request, most) for _ in range(request.n)]
+        return prompt, [
+            msgspec.structs.replace(session.sampling, max_new_tokens=most, seed=session.next_seed())
+            for _ in range(request.n)
+        ]
 
     def begin(
         self,
@@ -442,19 +443,6 @@ class AgentGateway(Starting):
                 )
             if found.stop_reason != "length" or len(found.token_ids) >= sampling.max_new_tokens:
                 return found
-
-    def _sampling_of(
-        self, session: AgentSession, request: ChatRequest, most: int
-    ) -> SamplingParams:
-        changed: dict[str, Any] = {"max_new_tokens": most, "seed": session.next_seed()}
-        if self._agent_sampling:
-            names = ("temperature", "top_p", "top_k", "seed")
-            given = {name: getattr(request, name) for name in names}
-            changed |= {name: value for name, value in given.items() if value is not None}
-        try:
-            return msgspec.structs.replace(session.sampling, **changed)
-        except ValueError as error:
-            raise BadRequestError(str(error)) from error
 
     def _with_stops(self, sampling: SamplingParams) -> SamplingParams:
         ids = tuple(sorted({*sampling.stop_token_ids, *self.template.stop_ids}))

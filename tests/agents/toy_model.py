@@ -56,8 +56,8 @@ def make_toy(
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=2,  # vLLM on the CPU needs 32 dimensions or more
+        num_key_value_heads=2,
         vocab_size=len(tokenizer),
         max_position_embeddings=16384,
         bos_token_id=None,

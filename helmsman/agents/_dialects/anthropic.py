@@ -30,9 +30,6 @@ class _Body(msgspec.Struct):
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
 
@@ -72,9 +69,6 @@ class AnthropicMessages(Dialect):
             tools=tools,
             parse_tools=choice == "auto",
             max_tokens=found.max_tokens,
-            temperature=found.temperature,
-            top_p=found.top_p,
-            top_k=found.top_k,
             stop=tuple(found.stop_sequences or ()),
             stream=bool(found.stream),
         )

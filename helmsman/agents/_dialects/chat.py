@@ -53,10 +53,6 @@ class _Body(msgspec.Struct):
     tool_choice: Any = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
     n: int | None = None
     stream: bool | None = None
@@ -91,10 +87,6 @@ class ChatCompletions(Dialect):
             tools=tools,
             parse_tools=parses_tools(found.tool_choice),
             max_tokens=found.max_completion_tokens or found.max_tokens,
-            temperature=found.temperature,
-            top_p=found.top_p,
-            top_k=found.top_k,
-            seed=found.seed,
             stop=(found.stop,) if isinstance(found.stop, str) else tuple(found.stop or ()),
             n=1 if found.n is None else found.n,
             stream=bool(found.stream),

@@ -35,8 +35,6 @@ class _Body(msgspec.Struct):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     stream: bool | None = None
     text: dict[str, Any] | None = None
 
@@ -74,8 +72,6 @@ class Responses(Dialect):
             tools=tools,
             parse_tools=parses_tools(found.tool_choice),
             max_tokens=found.max_output_tokens,
-            temperature=found.temperature,
-            top_p=found.top_p,
             stream=bool(found.stream),
         )
 
