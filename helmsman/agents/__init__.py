@@ -11,7 +11,7 @@ docs/agents.md is the guide.
 
 from helmsman.agents._session import AgentSession, SessionLimits, SessionRecord
 from helmsman.agents.checking import chat_check
-from helmsman.agents.environments import play, run_task_folder
+from helmsman.agents.environments import play, run_nemo_gym, run_task_folder, run_verifiers
 from helmsman.agents.gateway import AgentGateway
 from helmsman.agents.programs import ProgramFailedError, ProgramResult, run_program
 from helmsman.agents.samples import Sample, turn_advantages
@@ -31,7 +31,9 @@ __all__ = [
     "Tools",
     "chat_check",
     "play",
+    "run_nemo_gym",
     "run_program",
     "run_task_folder",
+    "run_verifiers",
     "turn_advantages",
 ]

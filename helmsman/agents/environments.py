@@ -126,7 +126,7 @@ async def run_nemo_gym(
         The reward.
 
     Raises:
-        aiohttp.ClientError: A request failed, other than a call of a tool.
+        aiohttp.ClientError: A server cannot be reached, or refused a request other than a tool's.
         TimeoutError: A request took longer than 10 minutes.
     """
     import aiohttp
@@ -194,7 +194,8 @@ async def run_task_folder(
         FileNotFoundError: The folder has no instruction or tests.
         TimeoutError: The program or the tests did not end in time.
         ProgramFailedError: The program exited with an error.
-        ValueError: A file of the folder or the reward cannot be read.
+        ValueError: task.toml or the file of the reward cannot be decoded.
+        KeyError: reward.json has no ``reward``.
     """
     folder = Path(folder)
     instruction = (folder / "instruction.md").read_text()

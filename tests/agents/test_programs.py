@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helmsman.agents import AgentGateway, ProgramFailedError, run_program, run_task_folder
+from helmsman.agents import AgentGateway, ProgramFailedError, run_program
 from tests.agents.toy_model import question
 
 LEAVES = """
@@ -127,24 +126,3 @@ async def test_program_posts_its_reward(gateway: AgentGateway, tmp_path: Path) -
         await run_program([sys.executable, "-c", AGENT], environment, cwd=tmp_path)
     assert session.reward == 0.75
     assert session.num_turns == 1
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("test", "reward"),
-    [
-        ("test -s answer.txt && grep -q type answer.txt", 1.0),
-        ("exit 1", 0.0),
-        ("echo 0.25 > $HELMSMAN_LOGS/reward.txt", 0.25),
-    ],
-)
-async def test_task_folder(gateway: AgentGateway, tmp_path: Path, test: str, reward: float) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "environment").mkdir()
-    (tmp_path / "instruction.md").write_text(question(2))
-    (tmp_path / "tests" / "test.sh").write_text(test)
-    with gateway.session() as session:
-        found = await run_task_folder(tmp_path, [sys.executable, "-c", AGENT], session)
-    assert found == reward
-    assert not list((tmp_path / "environment").iterdir())
-    assert os.path.exists(tmp_path)

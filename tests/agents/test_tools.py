@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helmsman.agents import AgentGateway, FunctionTools, McpTools, ToolLoop, play
+from helmsman.agents import AgentGateway, FunctionTools, McpTools, ToolLoop
 from tests.agents.toy_model import SECRETS, question
 
 
@@ -128,47 +128,3 @@ async def test_two_tools_of_one_name() -> None:
 
     with pytest.raises(ValueError, match="two tools are called 'look'"):
         await enter()
-
-
-class Step:
-    def __init__(self, observation: str, reward: float, done: bool) -> None:
-        self.observation, self.reward, self.done = observation, reward, done
-
-
-class Counting:
-    """An environment in OpenEnv's form, of three steps."""
-
-    async def reset(self) -> Step:
-        self.steps = 0
-        return Step(question(0), 0.0, False)
-
-    async def step(self, action: str) -> Step:
-        assert isinstance(action, str)
-        self.steps += 1
-        return Step(question(self.steps), 0.5 * self.steps, self.steps == 3)
-
-
-class Gymnasium:
-    """An environment in Gymnasium's form."""
-
-    def reset(self) -> tuple[str, dict[str, str]]:
-        self.steps = 0
-        return question(0), {}
-
-    def step(self, _: str) -> tuple[str, float, bool, bool, dict[str, str]]:
-        self.steps += 1
-        return question(self.steps), 0.5 * self.steps, False, self.steps == 3, {}
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("environment", [Counting(), Gymnasium()])
-async def test_play(gateway: AgentGateway, environment: object) -> None:
-    with gateway.session() as session:
-        total = await play(environment, session, action=lambda m: m["content"] or "")
-        (sample,) = session.samples()
-    assert total == 3.0
-    assert sample.turn_rewards == [0.5, 1.0, 1.5]
-    assert sample.returns(0.5) == [0.5 + 0.5 * (1.0 + 0.5 * 1.5), 1.0 + 0.5 * 1.5, 1.5]
-    spread = sample.per_token([1.0, 2.0, 3.0])
-    assert len(spread) == len(sample.input_ids)
-    assert spread[sample.turn_ends[0]] == 2.0

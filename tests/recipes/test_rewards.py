@@ -4,8 +4,8 @@ time."""
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +102,8 @@ def test_reward_format() -> None:
         make_caller(Reward(use="number", args={"tolerance": "small"}))
 
 
-def test_reward_math_names_install_command() -> None:
-    if importlib.util.find_spec("math_verify") is not None:
-        pytest.skip("math-verify is installed here")
+def test_reward_math_names_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman\[math\]'"):
         make_caller(Reward(use="math"))
 
