@@ -1,29 +1,25 @@
-"""Finished sessions in a file, which survives the script."""
+"""Finished sessions in an SQLite file, which survives the script."""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import sqlite3
 import threading
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from helmsman.agents._session import SessionRecord
 
 
-class _Entry(msgspec.Struct, omit_defaults=True):
-    record: SessionRecord | None = None
-    forgotten: list[str] = []
-
-
 class Journal:
-    """A file with one line per finished session, on the disk before ``add`` returns.
-
-    A line that was cut off by a crash is dropped.
+    """A file with one row per finished session, on the disk before ``add`` returns.
 
     Args:
-        path: The file.
+        path: The file. One process may use it at a time.
 
     Raises:
         OSError: It cannot be read or written.
@@ -31,53 +27,56 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
-        self._records: dict[str, SessionRecord] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        decoder = msgspec.json.Decoder(_Entry)
-        kept = 0
-        if path.exists():
-            data = path.read_bytes()
-            for line in data.splitlines(keepends=True):
-                try:
-                    entry = decoder.decode(line)
-                except msgspec.DecodeError:
-                    break
-                if not line.endswith(b"\n"):
-                    break
-                kept += len(line)
-                self._apply(entry)
-        self._file = path.open("ab", buffering=0)
-        os.ftruncate(self._file.fileno(), kept)
+        # Locks of files do not work on all network file systems.
+        url = f"file:{urllib.parse.quote(str(path))}?nolock=1"
+        self._path = path
+        with self._translated():
+            self._file = sqlite3.connect(
+                url, uri=True, isolation_level=None, check_same_thread=False
+            )
+            self._file.execute("PRAGMA journal_mode = PERSIST")
+            self._file.execute(
+                "CREATE TABLE IF NOT EXISTS sessions (name TEXT PRIMARY KEY, record BLOB)"
+            )
 
-    def _apply(self, entry: _Entry) -> None:
-        if entry.record is not None:
-            self._records[entry.record.name] = entry.record
-        for name in entry.forgotten:
-            self._records.pop(name, None)
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        except sqlite3.Error as error:
+            raise OSError(f"the journal {self._path} cannot be used: {error}") from error
+
+    def _rows(self, query: str, values: Sequence[Any] = ()) -> list[SessionRecord]:
+        with self._translated():
+            rows = self._file.execute(query, values).fetchall()
+        return [msgspec.json.decode(record, type=SessionRecord) for (record,) in rows]
 
     def add(self, record: SessionRecord) -> None:
         """Keep a finished session."""
-        self._append(_Entry(record=record))
+        self._rows(
+            "INSERT OR REPLACE INTO sessions VALUES (?, ?)",
+            (record.name, msgspec.json.encode(record)),
+        )
 
     def forget(self, names: Sequence[str]) -> None:
-        """Remove finished sessions; the file becomes empty with the last one."""
-        known = [name for name in names if name in self._records]
-        if known:
-            self._append(_Entry(forgotten=known))
-        with self._lock:
-            if not self._records:
-                os.ftruncate(self._file.fileno(), 0)
+        """Remove finished sessions."""
+        with self._translated():
+            self._file.execute("BEGIN")
+            self._file.executemany(
+                "DELETE FROM sessions WHERE name = ?", [(each,) for each in names]
+            )
+            self._file.execute("COMMIT")
 
     def get(self, name: str) -> SessionRecord | None:
         """Return the finished session of a name; None if there is none."""
-        return self._records.get(name)
+        found = self._rows("SELECT record FROM sessions WHERE name = ?", (name,))
+        return found[0] if found else None
 
-    def _append(self, entry: _Entry) -> None:
-        data = msgspec.json.encode(entry) + b"\n"
-        with self._lock:
-            self._file.write(data)
-            os.fsync(self._file.fileno())
-            self._apply(entry)
+    def all(self) -> list[SessionRecord]:
+        """Return all finished sessions, in the order of their ends."""
+        return self._rows("SELECT record FROM sessions ORDER BY rowid")
 
     def close(self) -> None:
         """Close the file. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -103,25 +104,28 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     """Seconds since 1970."""
     model: str
-    prompt_ids: list[int]
+    prompt_ids: array[int]
     choices: list[Choice]
 
 
 class BadRequestError(HelmsmanError):
-    """A request of an agent is invalid or unsupported.
+    """A request of an agent is invalid, unsupported or refused.
 
     Args:
         message: The reason and the next step.
         field: Name of the field, or ''.
         code: Identifier of the vendor's API for this error, such as ``context_length_exceeded``.
+        status: HTTP status.
     """
 
-    def __init__(self, message: str, field: str = "", code: str = "invalid_request") -> None:
+    def __init__(
+        self, message: str, field: str = "", code: str = "invalid_request", status: int = 400
+    ) -> None:
         super().__init__(message)
-        self.field, self.code = field, code
+        self.field, self.code, self.status = field, code, status
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.field, self.code)
+        return type(self), (str(self), self.field, self.code, self.status)
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -145,9 +149,8 @@ class Digest:
     """Identifies a chat up to a message; equal chats have equal digests."""
 
     def __init__(self, tools: Sequence[Any], template_args: Mapping[str, Any]) -> None:
-        self._hash = hashlib.blake2b(
-            msgspec.json.encode([tools, template_args], order="sorted"), digest_size=16
-        )
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._update([tools, template_args])
 
     def add(self, message: Message) -> bytes:
         """Append a message; return the digest of the chat so far.
@@ -156,9 +159,7 @@ class Digest:
         when they send a message back.
         """
         calls = [(call.name, json_object(call.arguments)) for call in message.tool_calls]
-        self._hash.update(
-            msgspec.json.encode((message.role, message.content.strip(), calls), order="sorted")
-        )
+        self._update([message.role, message.content.strip(), calls])
         return self._hash.digest()
 
     def then(self, message: Message) -> bytes:
@@ -166,3 +167,7 @@ class Digest:
         longer = Digest([], {})
         longer._hash = self._hash.copy()
         return longer.add(message)
+
+    def _update(self, part: Any) -> None:
+        # ASCII, since JSON of agents may have lone surrogates, which UTF-8 cannot encode
+        self._hash.update(json.dumps(part, sort_keys=True).encode())

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import contextlib
 import hashlib
 import itertools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from helmsman import SamplingParams
-from helmsman.agents._conversation import Conversation, Fork, Turn
+from helmsman.agents._conversation import Conversation, Fork
 from helmsman.agents._dialects.anthropic import AnthropicMessages
 from helmsman.agents._dialects.base import Dialect
 from helmsman.agents._dialects.chat import ChatCompletions
 from helmsman.agents._dialects.responses import Responses
-from helmsman.agents._messages import Answer, BadRequestError
+from helmsman.agents._messages import BadRequestError, ChatRequest
 from helmsman.agents._template import ChatTemplate
 from helmsman.agents.samples import Sample
-
-_NUM_REMEMBERED = 4
-"""Answers that a session keeps for requests that are sent again."""
 
 
 class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +56,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """From its start to its end."""
     model_seconds: float = 0.0
     """Of these, how long turns of the model were in progress; the rest are tools and the agent."""
+    is_outside: bool = False
+    """Whether an outside agent opened the session, by HTTP."""
 
 
 class AgentSession:
@@ -78,6 +79,7 @@ class AgentSession:
         seed: int | None,
         sampling: SamplingParams,
         is_kept: bool,
+        is_outside: bool,
         metadata: Mapping[str, Any],
     ) -> None:
         self.id = secrets.token_hex(8)
@@ -87,7 +89,7 @@ class AgentSession:
         """URL of the session's API, for ``base_url``."""
         self.name = self.id if name is None else name
         self.limits, self.seed, self.metadata = limits, seed, dict(metadata)
-        self.sampling, self.is_kept = sampling, is_kept
+        self.sampling, self.is_kept, self.is_outside = sampling, is_kept, is_outside
         self.conversation = Conversation(template)
         self.reward = 0.0
         """Reward of the session."""
@@ -96,10 +98,13 @@ class AgentSession:
         self.is_closed = False
         self._responses: Responses | None = None
         self._on_end, self._complete = on_end, complete
-        self._answers: collections.OrderedDict[str, tuple[Answer, list[Turn]]] = (
-            collections.OrderedDict()
-        )
-        self._begun, self._model_seconds = time.monotonic(), 0.0
+        self.requests: collections.OrderedDict[str, Any] = collections.OrderedDict()
+        """Turns by the key of their request, for requests that are sent again."""
+        self.running: set[asyncio.Task[Any]] = set()
+        """Turns in progress."""
+        self._reserved_turns = self._reserved_tokens = 0
+        self._begun = self.last_used = time.monotonic()
+        self._model_seconds = 0.0
         self._numbers = itertools.count()
 
     # --- for scripts ------------------------------------------------------------------------------
@@ -180,6 +185,7 @@ class AgentSession:
             forks=self.conversation.report(),
             seconds=time.monotonic() - self._begun,
             model_seconds=self._model_seconds,
+            is_outside=self.is_outside,
         )
 
     def close(self, *, is_complete: bool = True) -> None:
@@ -221,52 +227,61 @@ class AgentSession:
         digest = hashlib.blake2b(f"{self.seed}/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest) >> 1
 
-    def allowance(self, num_prompt: int, wanted: int, max_context: int | None) -> int:
-        """Return the most tokens that a turn may sample.
+    @contextlib.contextmanager
+    def reserved(
+        self, request: ChatRequest, num_prompt: int, max_context: int | None
+    ) -> Iterator[int]:
+        """Reserve the turns and tokens of a request, for as long as it is in progress.
 
         Args:
+            request: The request.
             num_prompt: Number of tokens of its prompt.
-            wanted: The number that was asked for.
             max_context: The gateway's limit of prompt and answer together.
+
+        Yields:
+            The most tokens that each of its answers may have.
 
         Raises:
             BadRequestError: A limit is reached; the session is truncated.
         """
-        limits, used = self.limits, self.conversation.num_sampled
+        limits, num = self.limits, request.n
         context = max_context if limits.max_context is None else limits.max_context
-        if limits.max_turns is not None and self.num_turns >= limits.max_turns:
+        num_turns = self.num_turns + self._reserved_turns
+        if limits.max_turns is not None and num_turns + num > limits.max_turns:
             self.is_truncated = True
             raise BadRequestError(
-                f"the session has had its {limits.max_turns} turns", code="turn_limit_exceeded"
+                f"{num_turns} of the session's {limits.max_turns} turns are used, and {num} are "
+                "requested",
+                code="turn_limit_exceeded",
             )
-        room = [wanted]
+        longest = self.sampling.max_new_tokens
+        room = [longest if request.max_tokens is None else min(request.max_tokens, longest)]
+        used = self.conversation.num_sampled + self._reserved_tokens
         if limits.max_tokens is not None:
-            room.append(limits.max_tokens - used)
+            room.append((limits.max_tokens - used) // num)
         if context is not None:
             room.append(context - num_prompt)
-        if min(room) < 1:
+        most = min(room)
+        if most < 1:
             self.is_truncated = True
             raise BadRequestError(
                 f"no tokens are left: the prompt has {num_prompt} tokens of at most {context}, "
-                f"and {used} of at most {limits.max_tokens} were sampled in this session",
+                f"and {used} of at most {limits.max_tokens} are sampled or reserved in this "
+                "session",
                 code="context_length_exceeded",
             )
-        return min(room)
+        self._reserved_turns += num
+        self._reserved_tokens += num * most
+        try:
+            yield most
+        finally:
+            self._reserved_turns -= num
+            self._reserved_tokens -= num * most
 
     def took(self, seconds: float) -> None:
         """Add the duration of a turn."""
         self._model_seconds += seconds
-
-    def remember(self, key: str, answer: Answer, turns: list[Turn]) -> None:
-        """Keep an answer for a request that is sent again."""
-        self._answers[key] = answer, turns
-        while len(self._answers) > _NUM_REMEMBERED:
-            self._answers.popitem(last=False)
-
-    def remembered(self, key: str) -> Answer | None:
-        """Return the answer that a request received before."""
-        found = self._answers.get(key)
-        return None if found is None else found[0]
+        self.last_used = time.monotonic()
 
 
 DIALECTS: dict[str, Dialect] = {

@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import math
 import numbers
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -130,6 +131,8 @@ class AgentAnswers(Answers):
     ) -> None:
         self._gateway, self._settings = gateway, settings
         self._staleness, self._step = math.ceil(staleness), 0
+        self._first_step: int | None = None
+        self._run_id = uuid.uuid4().hex
         self._function = None if settings.command else function or find_agent(settings.use)
         self._limits = SessionLimits(
             max_tokens=settings.max_tokens,
@@ -140,6 +143,8 @@ class AgentAnswers(Answers):
     def set_step(self, step: int) -> None:
         """Set the training step of later sessions."""
         self._step = step
+        if self._first_step is None:
+            self._first_step = step
 
     def forget(self, draws: Sequence[Draw]) -> None:
         """Drop kept sessions."""
@@ -173,8 +178,10 @@ class AgentAnswers(Answers):
         record = self._gateway.finished(name)
         if record is None:
             return None
-        age = self._step - int(record.metadata.get("step", 0))
-        return record if 0 <= age <= self._staleness else None
+        step = int(record.metadata.get("step", 0))
+        if record.metadata.get("run") != self._run_id and step > (self._first_step or 0):
+            return None  # its weights were lost: they came after the checkpoint
+        return record if 0 <= self._step - step <= self._staleness else None
 
     async def _run(self, row: Row, sampling: SamplingParams, name: str | None) -> SessionRecord:
         with self._gateway.session(
@@ -182,7 +189,7 @@ class AgentAnswers(Answers):
             limits=self._limits,
             seed=sampling.seed,
             sampling=sampling,
-            metadata={"step": self._step},
+            metadata={"step": self._step, "run": self._run_id},
             is_kept=name is not None,
         ) as session:
             async with asyncio.timeout(self._settings.timeout_s):

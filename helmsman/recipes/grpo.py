@@ -167,7 +167,7 @@ class GRPO(Recipe[GRPOSettings]):
             max_context=settings.max_model_len,
             family=settings.agent.family,
             stop_token_ids=self.tokenizer.stop_ids,
-            journal=Path(settings.out) / "sessions.jsonl",
+            journal=Path(settings.out) / "sessions.sqlite",
         )
 
 

@@ -25,7 +25,13 @@ from helmsman.recipes.trackers import MetricsFile, Trackers, open_trackers, requ
 
 S = TypeVar("S", bound=RunSettings)
 
-FILES = ("checks.jsonl", "samples.jsonl", "sessions.jsonl", "wandb.json")
+FILES = (
+    "checks.jsonl",
+    "samples.jsonl",
+    "sessions.sqlite",
+    "sessions.sqlite-journal",
+    "wandb.json",
+)
 FOLDERS = ("evaluations", "model", "tensorboard", "wandb", "weights")
 """Files and folders of a run, in addition to those of every output folder."""
 

@@ -249,10 +249,11 @@ class Run(Loop):
 
     def _optimize(self, samples: list[dict[str, Any]]) -> dict[str, float]:
         """Run the optimizer steps of a step; minibatches without an unmasked token are skipped."""
-        algorithm, size = self.settings.algorithm, len(samples) // self.settings.train.minibatches
+        algorithm, num_parts = self.settings.algorithm, self.settings.train.minibatches
         every, values = [], dict[str, float]()
-        for begin in range(0, len(samples), size):
-            part = samples[begin : begin + size]
+        for number in range(num_parts):  # agents' branches may make them differ in size by one
+            begin, end = (len(samples) * each // num_parts for each in (number, number + 1))
+            part = samples[begin:end]
             if any(any(sample["loss_mask"]) for sample in part):
                 if self.critic is not None:
                     values = self.critic.train(part)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -156,9 +158,9 @@ def test_restarted_run_uses_finished_sessions(tmp_path: Path) -> None:
         return num_begun
 
     assert run(last=24) == 24  # it ends in the middle of the second step
-    lines = (tmp_path / "out/sessions.jsonl").read_text().splitlines()
-    names = {json.loads(line)["record"]["name"] for line in lines}
-    num_kept = len(names) - 16
+    with contextlib.closing(sqlite3.connect(tmp_path / "out/sessions.sqlite")) as journal:
+        ((num_names,),) = journal.execute("SELECT count(*) FROM sessions")
+    num_kept = num_names - 16
     assert num_kept > 0
     assert run(last=0) == 32 - num_kept
     (tmp_path / "begun").touch()

@@ -98,6 +98,55 @@ async def test_malformed_body(
         await works(session)
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("path", "change", "text"),
+    [
+        ("chat/completions", {"tools": [{"function": "x"}]}, "a tool is 'x'; expected an object"),
+        ("chat/completions", {"stream": True, "stream_options": "x"}, "Expected `object"),
+        ("chat/completions", {"max_completion_tokens": 0}, "max_tokens is 0; expected 1"),
+        ("responses", {"text": {"format": "x"}}, "Expected `object"),
+        ("../reward", {"reward": 10**400}, "expected a number"),
+    ],
+)
+async def test_wrong_values(
+    gateway: AgentGateway, path: str, change: dict[str, Any], text: str
+) -> None:
+    with gateway.session() as session:
+        status, found = await send(
+            session, path, json.dumps({**GOOD.get(path, {}), **change}).encode()
+        )
+        assert (status, session.num_turns) == (400, 0)
+        assert text in found["error"]["message"]
+
+
+async def first_line(gateway: AgentGateway, data: bytes) -> bytes:
+    host, _, port = gateway.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    found = await reader.readline()
+    writer.close()
+    return found
+
+
+@pytest.mark.asyncio
+async def test_bodies_that_cannot_be_decoded(gateway: AgentGateway) -> None:
+    with gateway.session() as session:
+        for encoding in ("gzip", "deflate"):
+            head = (
+                f"POST /sessions/{session.id}/v1/responses HTTP/1.1\r\nHost: x\r\nx-api-key: "
+                f"{session.key}\r\nContent-Encoding: {encoding}\r\nContent-Length: 4\r\n\r\n"
+            )
+            assert (await first_line(gateway, head.encode() + b"\0junk")).split()[1] == b"400"
+        await works(session)
+
+
+@pytest.mark.asyncio
+async def test_key_that_is_no_text(gateway: AgentGateway) -> None:
+    head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nx-api-key: \xff\xfe\r\n\r\n"
+    assert (await first_line(gateway, head)).split()[1] == b"401"
+
+
 def junk(draw: random.Random, depth: int = 0) -> Any:
     texts = ["", "a" * 50, "\ud800", "user", "function"]
     leaves: list[Any] = [None, True, -1, 1 << 70, 1e308, *texts, [], {}]
@@ -143,7 +192,7 @@ async def test_wrong_types(gateway: AgentGateway, path: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_slow_bodies_hold_up_nobody_else(gateway: AgentGateway) -> None:
+async def test_slow_bodies_delay_no_other_request(gateway: AgentGateway) -> None:
     with gateway.session() as session:
         host, _, port = gateway.url.removeprefix("http://").partition(":")
         peers = []

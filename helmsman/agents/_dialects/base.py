@@ -110,7 +110,7 @@ def text_of(content: Any, field: str, kinds: Sequence[str] = ("text",)) -> str:
     return "\n".join(texts)
 
 
-def function(tool: Mapping[str, Any], field: str, schema: str = "parameters") -> dict[str, Any]:
+def function(tool: Any, field: str, schema: str = "parameters") -> dict[str, Any]:
     """Return a tool in the form that chat templates read.
 
     Args:
@@ -119,8 +119,10 @@ def function(tool: Mapping[str, Any], field: str, schema: str = "parameters") ->
         schema: Key of the JSON schema of its arguments.
 
     Raises:
-        BadRequestError: The name is no text, or the schema is no object.
+        BadRequestError: The tool or its schema is no object, or its name is no text.
     """
+    if not isinstance(tool, dict):
+        raise BadRequestError(f"a tool is {tool!r:.40}; expected an object", field)
     name, parameters = tool.get("name"), tool.get(schema)
     if not isinstance(name, str) or not name:
         raise BadRequestError(f"a tool's name is {name!r}; expected a text", field)

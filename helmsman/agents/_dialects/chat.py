@@ -56,6 +56,7 @@ class _Body(msgspec.Struct):
     stop: str | list[str] | None = None
     n: int | None = None
     stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
     logprobs: bool | None = None
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -79,14 +80,16 @@ class ChatCompletions(Dialect):
                 "response_format",
             )
         tools = [
-            function(each.get("function") or {}, f"tools[{index}]")
+            function(each.get("function"), f"tools[{index}]")
             for index, each in enumerate(found.tools or ())
         ]
         return ChatRequest(
             messages=[_message(each, f"messages[{i}]") for i, each in enumerate(found.messages)],
             tools=tools,
             parse_tools=parses_tools(found.tool_choice),
-            max_tokens=found.max_completion_tokens or found.max_tokens,
+            max_tokens=found.max_tokens
+            if found.max_completion_tokens is None
+            else found.max_completion_tokens,
             stop=(found.stop,) if isinstance(found.stop, str) else tuple(found.stop or ()),
             n=1 if found.n is None else found.n,
             stream=bool(found.stream),
@@ -119,7 +122,11 @@ class ChatCompletions(Dialect):
             **_head(answer, "chat.completion"),
             "choices": choices,
             "usage": _usage(answer),
-            **({"prompt_token_ids": answer.prompt_ids} if body.get("return_token_ids") else {}),
+            **(
+                {"prompt_token_ids": list(answer.prompt_ids)}
+                if body.get("return_token_ids")
+                else {}
+            ),
         }
 
     def events(self, answer: Answer, body: Mapping[str, Any]) -> Iterator[str]:

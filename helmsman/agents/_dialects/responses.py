@@ -19,13 +19,21 @@ from helmsman.agents._messages import (
     ToolCall,
 )
 
-_MOST_REMEMBERED = 1000
+_MOST_REMEMBERED = 32
 _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 _UNSUPPORTED = {
     "conversation": "Use previous_response_id, or send the whole input",
     "background": "Omit it and wait for the response",
     "prompt": "Send `instructions` and `input`",
 }
+
+
+class _Format(msgspec.Struct):
+    type: str = "text"
+
+
+class _Text(msgspec.Struct):
+    format: _Format | None = None
 
 
 class _Body(msgspec.Struct):
@@ -36,7 +44,8 @@ class _Body(msgspec.Struct):
     tool_choice: Any = None
     max_output_tokens: int | None = None
     stream: bool | None = None
-    text: dict[str, Any] | None = None
+    store: bool | None = None
+    text: _Text | None = None
 
 
 class Responses(Dialect):
@@ -51,8 +60,7 @@ class Responses(Dialect):
         """See Dialect."""
         refuse(body, _UNSUPPORTED)
         found = convert(body, _Body)
-        kind = ((found.text or {}).get("format") or {}).get("type", "text")
-        if kind != "text":
+        if found.text and found.text.format and found.text.format.type != "text":
             raise BadRequestError(
                 "the engine cannot be bound to a JSON schema; ask for JSON in the prompt", "text"
             )
@@ -79,7 +87,9 @@ class Responses(Dialect):
         if body.previous_response_id is None:
             return []
         found = self._chats.get(body.previous_response_id)
-        if found is None:
+        if found is not None:
+            self._chats.move_to_end(body.previous_response_id)
+        else:
             raise BadRequestError(
                 f"no response of this session has the id {body.previous_response_id!r}; the last "
                 f"{_MOST_REMEMBERED} are remembered. Send the whole input",
@@ -91,11 +101,12 @@ class Responses(Dialect):
         """See Dialect."""
         choice = answer.choices[0]
         found = convert(body, _Body)
-        self._chats[f"resp_{answer.id}"] = [
-            *self._history(found),
-            *_messages(found.input),
-            choice.message,
-        ]
+        if found.store is not False:
+            self._chats[f"resp_{answer.id}"] = [
+                *self._history(found),
+                *_messages(found.input),
+                choice.message,
+            ]
         if len(self._chats) > _MOST_REMEMBERED:
             self._chats.popitem(last=False)
         num_new = len(choice.token_ids)
@@ -107,7 +118,7 @@ class Responses(Dialect):
             "output": list(_output(answer, choice)),
             "usage": {
                 "input_tokens": len(answer.prompt_ids),
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": num_new,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": len(answer.prompt_ids) + num_new,

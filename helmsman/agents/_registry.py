@@ -1,0 +1,168 @@
+"""The sessions of a gateway: their keys, their ends, and the finished ones."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import hashlib
+import hmac
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from helmsman import HelmsmanError
+from helmsman.agents._journal import Journal
+from helmsman.agents._messages import BadRequestError
+from helmsman.agents._session import AgentSession, SessionRecord
+
+
+class Registry:
+    """Sessions by key, and the finished sessions of outside agents.
+
+    Args:
+        open_session: Makes a session; called with its name and metadata.
+        journal: Keeps finished sessions; None for none.
+        max_pending: Most outside sessions that are open, or finished and not yet collected.
+        outside_timeout: Seconds without a request after which an outside session ends.
+    """
+
+    def __init__(
+        self,
+        open_session: Callable[[str | None, Mapping[str, Any]], AgentSession],
+        journal: Journal | None,
+        max_pending: int | None,
+        outside_timeout: float,
+    ) -> None:
+        self.key = f"sk-{uuid.uuid4().hex}"
+        self.journal = journal
+        self._open, self._max_pending = open_session, max_pending
+        self._outside_timeout = outside_timeout
+        self._lock = threading.Lock()
+        self._by_key: dict[bytes, AgentSession] = {}
+        self._names: set[str] = set()
+        self._changed = asyncio.Condition()
+        self._finished = collections.deque(
+            record for record in (journal.all() if journal else ()) if record.is_outside
+        )
+        self._is_closed = False
+
+    def add(self, session: AgentSession) -> None:
+        """Add an open session.
+
+        Raises:
+            ValueError: An open session has its name.
+            HelmsmanError: The gateway is closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise HelmsmanError("the gateway is closed; make a new one")
+            if session.name in self._names:
+                raise ValueError(f"an open session is called {session.name!r}; choose another name")
+            self._names.add(session.name)
+            self._by_key[_digest(session.key)] = session
+
+    def find(self, session_id: str | None, key: str) -> AgentSession | None:
+        """Return the session that a key opens.
+
+        Args:
+            session_id: Id in the request's path; None to look it up by its key.
+            key: Key of the request.
+        """
+        session = self._by_key.get(_digest(key))
+        return session if session is not None and session_id in (None, session.id) else None
+
+    def opens_sessions(self, key: str) -> bool:
+        """Whether a key is the gateway's."""
+        return hmac.compare_digest(_digest(key), _digest(self.key))
+
+    def open_outside(self, name: str | None, metadata: Mapping[str, Any]) -> AgentSession:
+        """Open a session for an outside agent.
+
+        Args:
+            name: Name in the journal.
+            metadata: Returned with the finished session.
+
+        Raises:
+            BadRequestError: The name is in use, or sessions are ahead of the training.
+        """
+        outside = [each for each in self.open_sessions() if each.is_outside]
+        for session in outside:
+            if time.monotonic() - session.last_used > self._outside_timeout and not session.running:
+                session.close(is_complete=False)
+        num_pending = sum(not each.is_closed for each in outside) + len(self._finished)
+        if self._max_pending is not None and num_pending >= self._max_pending:
+            raise BadRequestError(
+                "sessions are ahead of the training as far as its staleness allows; try again "
+                "after the next weight update",
+                code="rate_limit_exceeded",
+                status=429,
+            )
+        if name in self._names or (
+            name is not None and self.journal is not None and self.journal.get(name) is not None
+        ):
+            raise BadRequestError(
+                f"a session is called {name!r:.80}, and is open or finished; choose another name",
+                "name",
+                code="name_in_use",
+            )
+        return self._open(name, metadata)
+
+    def end(self, session: AgentSession, is_complete: bool) -> None:
+        """Remove a closed session, and keep it if it is complete.
+
+        Raises:
+            OSError: The journal cannot be written.
+        """
+        with self._lock:
+            self._by_key.pop(_digest(session.key), None)
+            self._names.discard(session.name)
+        journal = self.journal if session.is_kept else None
+        if is_complete and (session.is_outside or journal is not None):
+            record = session.record()
+            if session.is_outside:
+                self._finished.append(record)
+            if journal is not None:
+                journal.add(record)
+
+    async def collect(self, num_sessions: int) -> None:
+        """Wait, on the gateway's loop, until so many sessions are finished.
+
+        Raises:
+            HelmsmanError: The gateway is closed.
+        """
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._is_closed or len(self._finished) >= num_sessions
+            )
+        if self._is_closed:
+            raise HelmsmanError("the gateway is closed while collect() waits for sessions")
+
+    async def announce(self) -> None:
+        """Wake those who wait in ``collect``."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    def take(self, num_sessions: int) -> list[SessionRecord] | None:
+        """Return the first finished sessions; None if there are fewer."""
+        with self._lock:
+            if len(self._finished) < num_sessions:
+                return None
+            return [self._finished.popleft() for _ in range(num_sessions)]
+
+    def open_sessions(self) -> Sequence[AgentSession]:
+        """Return the open sessions."""
+        with self._lock:
+            return list(self._by_key.values())
+
+    def close(self) -> None:
+        """Close all sessions, and refuse further ones. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+        for session in self.open_sessions():
+            session.close(is_complete=False)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,285 @@
+"""Turns of the model: from an agent's request to the answer, at most once per request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from array import array
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from helmsman import GenerationResult, RequestOptions, RolloutController, SamplingParams
+from helmsman.agents._conversation import Turn
+from helmsman.agents._messages import Answer, BadRequestError, ChatRequest
+from helmsman.agents._session import AgentSession
+from helmsman.agents._template import ChatTemplate
+
+T = TypeVar("T")
+
+_MOST_ANSWERS = 128
+_MOST_REMEMBERED = 64
+"""Requests of a session whose answers are kept, in case that they are sent again."""
+_SEGMENT = 64
+"""Tokens between two looks for stop texts, which only the gateway knows."""
+_LONG_BODY = 1 << 16
+"""Bytes of a request from which on its prompt is made in a thread."""
+
+
+class RequestKey(msgspec.Struct, frozen=True):
+    """Identifies a request that may be sent again."""
+
+    name: str
+    """The key that the agent gave, or a digest of the body."""
+    digest: bytes
+    """Of the body."""
+    is_given: bool
+    """Whether the agent gave the key: it will send the request again until it has an answer."""
+    is_repeated: bool
+    """Whether the same request may have been received before."""
+
+
+class TurnRequest:
+    """A turn in progress or done, and the HTTP requests that wait for its answer."""
+
+    def __init__(self, task: asyncio.Task[tuple[Answer, list[Turn]]], digest: bytes) -> None:
+        self.task, self.digest = task, digest
+        self.num_waiting = 0
+        self.is_delivered = False
+        """Whether an agent has received the answer, as far as the server can tell."""
+
+    async def answer(self) -> Answer:
+        """Wait for the answer. Cancelling the wait does not cancel the turn."""
+        return (await asyncio.shield(self.task))[0]
+
+
+class Turns:
+    """Takes turns of sessions at the instances of a rollout, on one event loop.
+
+    Args:
+        rollout: The instances.
+        template: Chat template of the model.
+        model: Name of the model that agents see.
+        max_context: Most tokens of a prompt and its answer together; None for no limit.
+        max_in_flight: Most turns in progress.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutController,
+        template: ChatTemplate,
+        model: str,
+        max_context: int | None,
+        max_in_flight: int,
+    ) -> None:
+        self.model = model
+        self._rollout, self._template = rollout, template
+        self._max_context, self._max_in_flight = max_context, max_in_flight
+        self._num_turns = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a further turn must wait."""
+        return self._num_turns >= self._max_in_flight
+
+    def join(
+        self, session: AgentSession, request: ChatRequest, key: RequestKey, num_bytes: int
+    ) -> TurnRequest:
+        """Start a turn, or return the one that the same request has started.
+
+        Args:
+            session: The session.
+            request: The agent's request.
+            key: Identifies the request.
+            num_bytes: Size of the request.
+
+        Raises:
+            BadRequestError: The session is closed, the key belongs to another request, or too many
+                turns are in progress.
+        """
+        known: TurnRequest | None = session.requests.get(key.name) if key.is_repeated else None
+        if known is not None:
+            if known.digest != key.digest:
+                raise BadRequestError(
+                    f"the idempotency key {key.name!r:.80} belongs to another request; expected a "
+                    "key of its own",
+                    code="idempotency_key_reused",
+                    status=422,
+                )
+            return known
+        if self.is_full:
+            raise BadRequestError(
+                "too many turns are in progress; try again later",
+                code="rate_limit_exceeded",
+                status=429,
+            )
+        made = TurnRequest(self.begin(session, request, num_bytes), key.digest)
+        session.requests[key.name] = made
+        session.requests.move_to_end(key.name)
+        while len(session.requests) > _MOST_REMEMBERED:
+            session.requests.popitem(last=False)
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            if task.cancelled() or task.exception() is not None:
+                self._forget(session, made)
+
+        made.task.add_done_callback(ended)
+        return made
+
+    @contextlib.contextmanager
+    def waiting(self, session: AgentSession, turn: TurnRequest, key: RequestKey) -> Iterator[None]:
+        """Count a request as waiting for a turn while its body runs.
+
+        A turn whose answer reached no agent is cancelled, or withdrawn from the session: no agent
+        knows it, so none will continue it. With a key of its own, the request will be sent again.
+        """
+        turn.num_waiting += 1
+        try:
+            yield
+        finally:
+            turn.num_waiting -= 1
+            if not (turn.num_waiting or turn.is_delivered or key.is_given):
+                self._forget(session, turn)
+                turn.task.cancel()
+                if turn.task.done() and not (turn.task.cancelled() or turn.task.exception()):
+                    session.conversation.withdraw(turn.task.result()[1])
+
+    @staticmethod
+    def _forget(session: AgentSession, turn: TurnRequest) -> None:
+        for name in [name for name, each in session.requests.items() if each is turn]:
+            del session.requests[name]
+
+    def begin(
+        self, session: AgentSession, request: ChatRequest, num_bytes: int = 0
+    ) -> asyncio.Task[tuple[Answer, list[Turn]]]:
+        """Start a turn; cancelling it aborts it at the instances.
+
+        Args:
+            session: The session.
+            request: The agent's request.
+            num_bytes: Size of the request.
+
+        Raises:
+            BadRequestError: The session is closed.
+        """
+        if session.is_closed:
+            raise _closed(session)
+        self._num_turns += 1
+        task = asyncio.get_running_loop().create_task(
+            self._turn(session, request, in_thread=num_bytes > _LONG_BODY)
+        )
+        session.running.add(task)
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            self._num_turns -= 1
+            session.running.discard(task)
+
+        task.add_done_callback(ended)
+        return task
+
+    async def _turn(
+        self, session: AgentSession, request: ChatRequest, *, in_thread: bool
+    ) -> tuple[Answer, list[Turn]]:
+        started = time.monotonic()
+        conversation = session.conversation
+        try:
+            if not 1 <= request.n <= _MOST_ANSWERS:
+                raise BadRequestError(f"n is {request.n}; expected 1 to {_MOST_ANSWERS}", "n")
+            if request.max_tokens is not None and request.max_tokens < 1:
+                raise BadRequestError(
+                    f"max_tokens is {request.max_tokens}; expected 1 or more", "max_tokens"
+                )
+            if in_thread:
+                prompt = await asyncio.to_thread(conversation.prepare, request)
+            else:
+                prompt = conversation.prepare(request)
+            ids = prompt.ids()
+            with session.reserved(request, len(ids), self._max_context) as most:
+                results = await _all(
+                    [
+                        self._generate(
+                            session,
+                            ids,
+                            request.stop,
+                            msgspec.structs.replace(
+                                session.sampling, max_new_tokens=most, seed=session.next_seed()
+                            ),
+                        )
+                        for _ in range(request.n)
+                    ]
+                )
+                turns, choices = conversation.add(prompt, results)
+            is_own = request.max_tokens is not None and most == request.max_tokens
+            if not is_own and any(choice.finish == "length" for choice in choices):
+                session.is_truncated = True
+        except asyncio.CancelledError:
+            if session.is_closed:
+                raise _closed(session) from None
+            raise
+        finally:
+            session.took(time.monotonic() - started)
+        answer = Answer(
+            id=uuid.uuid4().hex,
+            created=int(time.time()),
+            model=self.model,
+            prompt_ids=array("i", ids),
+            choices=choices,
+        )
+        return answer, turns
+
+    async def _generate(
+        self,
+        session: AgentSession,
+        ids: list[int],
+        stops: Sequence[str],
+        sampling: SamplingParams,
+    ) -> GenerationResult:
+        """Generate until the end or a stop text, which only the gateway knows.
+
+        With stop texts, generation goes on in segments; tokens after a stop text are dropped.
+        """
+        options = RequestOptions(session=session.id)
+        if not any(stops):
+            return await self._rollout.async_generate_one(ids, sampling, options)
+        found: GenerationResult | None = None
+        while True:
+            num = 0 if found is None else len(found.token_ids)
+            part = msgspec.structs.replace(
+                sampling, max_new_tokens=min(sampling.max_new_tokens, num + _SEGMENT)
+            )
+            resumed = None if found is None else msgspec.structs.replace(found, stop_reason="abort")
+            found = await self._rollout.async_generate_one(ids, part, options, resume_from=resumed)
+            text = self._template.decode(found.token_ids)
+            places = [text.find(each) + len(each) for each in stops if each and each in text]
+            if places:
+                num = self._template.split(found.token_ids, min(places))
+                return msgspec.structs.replace(
+                    found,
+                    token_ids=found.token_ids[:num],
+                    logprobs=found.logprobs[:num],
+                    versions=found.versions[:num],
+                    stop_reason="stop",
+                )
+            if found.stop_reason != "length" or len(found.token_ids) >= sampling.max_new_tokens:
+                return found
+
+
+def _closed(session: AgentSession) -> BadRequestError:
+    return BadRequestError(
+        f"the session {session.name!r} is closed; open another one", code="session_closed"
+    )
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all; the failure of one cancels the others."""
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
