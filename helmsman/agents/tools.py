@@ -76,7 +76,7 @@ class FunctionTools(Tools):
         except Exception as error:  # transformers may raise any exception
             raise ValueError(f"a function cannot be described to the model: {error}") from error
         self._functions = {each.__name__: each for each in functions}
-        self._timeout, self._num_processes = timeout, num_processes
+        self._limit_s, self._num_processes = timeout, num_processes
         self._pool: RewardPool | None = None
 
     async def __aenter__(self) -> FunctionTools:
@@ -89,7 +89,7 @@ class FunctionTools(Tools):
             RewardPool.on_this_machine,
             call,
             self._num_processes,
-            self._timeout,
+            self._limit_s,
             max_restarts=1_000_000,
         )
         return self
@@ -127,7 +127,7 @@ class McpTools(Tools):
     """
 
     def __init__(self, server: Any, *, timeout: float = 30.0) -> None:
-        self._server, self._timeout = server, timeout
+        self._server, self._limit_s = server, timeout
         self._held = contextlib.AsyncExitStack()
         self._client: Any = None
 
@@ -139,7 +139,7 @@ class McpTools(Tools):
         if isinstance(server, str) and "://" not in server:
             command, *arguments = server.split()
             server = mcp.StdioServerParameters(command=command, args=arguments)
-        client: Any = mcp.Client(server, read_timeout_seconds=self._timeout)
+        client: Any = mcp.Client(server, read_timeout_seconds=self._limit_s)
         self._client = await self._held.enter_async_context(client)
         found = await self._client.list_tools()
         self.specs = [
@@ -161,10 +161,10 @@ class McpTools(Tools):
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool of the server; see Tools."""
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._limit_s):
                 result = await self._client.call_tool(name, dict(arguments))
         except TimeoutError:
-            return f"Error: {name} did not end within {self._timeout:g} s"
+            return f"Error: {name} did not end within {self._limit_s:g} s"
         except Exception as error:  # noqa: BLE001 - a server's failure is a result for the model
             return f"Error: {error}"
         text = "\n".join(str(part.text) for part in result.content if hasattr(part, "text"))
