@@ -51,7 +51,7 @@ async def play(
     seen, _, is_done = _unpacked(await _awaited(environment.reset()))
     messages: list[Mapping[str, Any]] = []
     total = 0.0
-    for turn in range(max_turns):
+    for _ in range(max_turns):
         if is_done:
             break
         shown = observation(seen)
@@ -59,7 +59,7 @@ async def play(
         message = await session.complete(messages, tools=tools)
         messages.append(message)
         seen, reward, is_done = _unpacked(await _awaited(environment.step(action(message))))
-        session.set_turn_reward(turn, reward)
+        session.set_turn_reward(-1, reward)
         total += reward
     return total
 

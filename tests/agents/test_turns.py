@@ -13,12 +13,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from helmsman import HelmsmanError, InlineScheduler, Job, RolloutController
+from helmsman import HelmsmanError, RolloutController
 from helmsman.agents import AgentGateway, AgentSession, SessionLimits
 from helmsman.agents._messages import BadRequestError
-from tests.agents.chat_models import tokenizer_for
-from tests.agents.toy_model import CHATML
-from tests.hostile.test_agent_gateway import Constant
+from tests.agents.constant_model import constant_rollout, plain_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 STREAM = {**CHAT, "stream": True}
@@ -26,18 +24,13 @@ STREAM = {**CHAT, "stream": True}
 
 @pytest.fixture(scope="module")
 def rollout() -> Iterator[RolloutController]:
-    with (
-        InlineScheduler() as scheduler,
-        RolloutController(scheduler, Constant, Job(role="rollout")) as made,
-    ):
+    with constant_rollout() as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    found = tokenizer_for("<|im_start|><|im_end|>")
-    found.chat_template = CHATML
-    return found
+    return plain_tokenizer()
 
 
 @pytest.fixture

@@ -12,11 +12,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from helmsman import InlineScheduler, Job, RolloutController
 from helmsman.agents import AgentGateway, AgentSession
-from helmsman.api.generation import GenerationRequest, GenerationResult
-from tests.agents.chat_models import tokenizer_for
-from tests.agents.toy_model import CHATML
+from tests.agents.constant_model import constant_rollout, plain_tokenizer
 
 PATHS = ("chat/completions", "responses", "messages")
 GOOD: dict[str, Any] = {
@@ -26,34 +23,9 @@ GOOD: dict[str, Any] = {
 }
 
 
-class Constant:
-    """A rollout engine that answers at once."""
-
-    def initialize(self) -> None:
-        return
-
-    async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        return GenerationResult(
-            request_id=request.request_id,
-            token_ids=[5],
-            logprobs=[-1.0],
-            versions=[0],
-            stop_reason="length",
-        )
-
-    async def abort(self, request_ids: Any) -> None:
-        return
-
-
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[AgentGateway]:
-    tokenizer = tokenizer_for("<|im_start|><|im_end|>")
-    tokenizer.chat_template = CHATML
-    with (
-        InlineScheduler() as scheduler,
-        RolloutController(scheduler, Constant, Job(role="rollout")) as rollout,
-        AgentGateway(rollout, tokenizer) as made,
-    ):
+    with constant_rollout() as rollout, AgentGateway(rollout, plain_tokenizer()) as made:
         yield made
 
 
