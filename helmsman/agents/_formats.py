@@ -6,14 +6,15 @@ import ast
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from helmsman.agents._messages import ToolCall
 
-Schemas = Mapping[str, Mapping[str, Any]]
-"""JSON schemas of the arguments, by tool."""
-Call = tuple[str, Mapping[str, Any]]
+Schemas = Mapping[str, Any]
+"""JSON schemas of the arguments, by tool; any JSON, since they come from agents."""
+Call = tuple[Any, Any]
+"""Name and arguments as the model wrote them."""
 
 
 class Parsed(NamedTuple):
@@ -34,10 +35,12 @@ class Format(NamedTuple):
     name: str
     marker: str
     """Text of a chat template by which the family is recognised."""
-    calls: re.Pattern[str]
-    """Matches one call, or a list of calls."""
-    read: Callable[[re.Match[str], Schemas], list[Call]]
-    """Returns the calls in a match; raises ValueError for malformed ones."""
+    opening: str
+    """Pattern of the text before a call, or a list of calls; its group is the tool's name."""
+    closing: str
+    """Pattern of the text after it. Both take linear time to search, for texts of any kind."""
+    read: Callable[[str, str, Schemas], list[Call]]
+    """Returns the calls between them; gets '' for the name if the opening has none."""
 
 
 class ModelFormat:
@@ -82,22 +85,14 @@ class ModelFormat:
             has_tools: Whether calls of tools are recognised.
         """
         if self.family == "gptoss":
-            return _parse_harmony(text, has_tools=has_tools)
+            return _parse_harmony(text, self._format, has_tools=has_tools)
         reasoning, span, body = self._split(text, prompt_end)
         rest = text[body:]
-        calls: list[Call] = []
-        content = rest
-        if has_tools and (found := list(self._format.calls.finditer(rest))):
-            schemas = {
-                each["function"]["name"]: each["function"].get("parameters") or {} for each in tools
-            }
-            try:
-                calls = [call for each in found for call in self._format.read(each, schemas)]
-            except (ValueError, TypeError, KeyError, SyntaxError, RecursionError):
-                calls = []  # malformed calls stay text, which the agent can answer
-            if calls:
-                content = rest[: found[0].start()]
-        return Parsed(reasoning, content.strip(), _made(calls), span, body)
+        found = list(_between(self._format.opening, self._format.closing, rest))
+        named = [("".join(head.groups()), inner) for head, inner in found if has_tools]
+        calls = _calls(self._format, named, tools)
+        content = rest[: found[0][0].start()] if calls else rest
+        return Parsed(reasoning, content.strip(), calls, span, body)
 
     def _split(self, text: str, prompt_end: str) -> tuple[str, tuple[int, int], int]:
         """Return the reasoning, its place, and the place where the answer begins."""
@@ -118,11 +113,36 @@ class ModelFormat:
         return text[start:end].strip(), (start, end), body
 
 
-def _made(calls: Sequence[Call]) -> tuple[ToolCall, ...]:
-    return tuple(
-        ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, json.dumps(arguments, ensure_ascii=False))
-        for name, arguments in calls
-    )
+def _between(opening: str, closing: str, text: str) -> Iterator[tuple[re.Match[str], str]]:
+    """Yield each match of ``opening``, and the text from there to the next match of ``closing``."""
+    start, stop, end = re.compile(opening), re.compile(closing), 0
+    while (head := start.search(text, end)) and (tail := stop.search(text, head.end())):
+        yield head, text[head.end() : tail.start()]
+        end = tail.end()
+
+
+def _calls(
+    form: Format, found: Iterable[tuple[str, str]], tools: Sequence[Mapping[str, Any]]
+) -> tuple[ToolCall, ...]:
+    """Return the calls in texts with their names; none if one is malformed, so that it is text."""
+    try:
+        functions = [each["function"] for each in tools]
+        schemas = {each["name"]: each.get("parameters") for each in functions}
+        return tuple(
+            _made(*call) for name, text in found for call in form.read(name, text, schemas)
+        )
+    except Exception:  # noqa: BLE001 - a model's text may break a reader in any way
+        return ()
+
+
+def _made(name: Any, arguments: Any) -> ToolCall:
+    """Return a call; raise an exception if it cannot be sent as plain JSON."""
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    json.loads("[" * 99 + text + "]" * 99)  # readers of the call, such as Digest, recurse further
+    (name + text).encode()
+    if not name or not isinstance(arguments, dict):
+        raise ValueError("a call needs a name and an object of arguments")
+    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, text)
 
 
 _THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
@@ -131,48 +151,29 @@ _THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # --- calls of tools -------------------------------------------------------------------------------
 
 
-def _of_json(found: Any) -> Iterator[Call]:
+def _read_json(name: str, text: str, _: Schemas) -> list[Call]:
+    found = json.loads(text)
+    if name:
+        return [(name.strip(), found)]
+    calls = []
     for each in found if isinstance(found, list) else [found]:
         arguments = each.get("arguments", each.get("parameters", {}))
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        if not isinstance(each["name"], str) or not isinstance(arguments, dict):
-            raise ValueError("a call needs a name and an object of arguments")
-        yield each["name"], arguments
+        is_text = isinstance(arguments, str)
+        calls.append((each["name"], json.loads(arguments) if is_text else arguments))
+    return calls
 
 
-def _read_json(match: re.Match[str], _: Schemas) -> list[Call]:
-    return list(_of_json(json.loads(match[1])))
-
-
-def _read_llama(match: re.Match[str], schemas: Schemas) -> list[Call]:
-    calls = [call for part in match[1].split(";") for call in _of_json(json.loads(part))]
+def _read_llama(_: str, text: str, schemas: Schemas) -> list[Call]:
+    parts = re.split(r"(?<=\});\s*(?=\{)", text)
+    calls = [call for part in parts for call in _read_json("", part, schemas)]
     if any(name not in schemas for name, _ in calls):
         raise ValueError("an answer in JSON, not a call")
     return calls
 
 
-def _read_named(match: re.Match[str], _: Schemas) -> list[Call]:
-    arguments = json.loads(match[2])
-    if not isinstance(arguments, dict):
-        raise ValueError("arguments are no object")
-    return [(match[1].strip(), arguments)]
-
-
-def _read_mistral(match: re.Match[str], schemas: Schemas) -> list[Call]:
-    text = match[1].strip()
-    if text.startswith("["):
-        return list(_of_json(json.loads(text)))
-    return [call for each in _MISTRAL_NAMED.finditer(text) for call in _read_named(each, schemas)]
-
-
-_MISTRAL_NAMED = re.compile(r"([\w.\-]+)(?:\[ARGS\])?\s*(\{.*\})\s*$", re.DOTALL)
-
-
 def _typed(value: str, schema: Any) -> Any:
     """Convert the text of an argument by its schema."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    if kind == "string":
+    if _child(schema, "type") == "string":
         return value
     try:
         return json.loads(value)
@@ -180,24 +181,24 @@ def _typed(value: str, schema: Any) -> Any:
         return value
 
 
-def _read_pairs(pairs: re.Pattern[str]) -> Callable[[re.Match[str], Schemas], list[Call]]:
-    def read(match: re.Match[str], schemas: Schemas) -> list[Call]:
-        name = match[1].strip()
-        if not name:
-            raise ValueError("a call without a name")
-        kinds = schemas.get(name, {}).get("properties", {})
-        return [
-            (name, {key: _typed(value, kinds.get(key)) for key, value in pairs.findall(match[2])})
-        ]
+def _child(schema: Any, key: str) -> Any:
+    return schema.get(key) if isinstance(schema, Mapping) else None
+
+
+def _read_pairs(opening: str, closing: str) -> Callable[[str, str, Schemas], list[Call]]:
+    def read(name: str, text: str, schemas: Schemas) -> list[Call]:
+        name = name.strip()
+        kinds = _child(schemas.get(name), "properties")
+        pairs = _between(opening, closing, text)
+        return [(name, {head[1]: _typed(value, _child(kinds, head[1])) for head, value in pairs})]
 
     return read
 
 
-def _read_python(match: re.Match[str], _: Schemas) -> list[Call]:
-    tree = ast.parse(match[1].strip(), mode="eval").body
-    calls = tree.elts if isinstance(tree, ast.List) else [tree]
+def _read_python(_: str, text: str, __: Schemas) -> list[Call]:
+    tree = ast.parse(text.strip(), mode="eval").body
     found: list[Call] = []
-    for each in calls:
+    for each in tree.elts if isinstance(tree, ast.List) else [tree]:
         if not isinstance(each, ast.Call) or each.args:
             raise ValueError("expected calls with named arguments")
         named = {str(word.arg): ast.literal_eval(word.value) for word in each.keywords}
@@ -205,76 +206,73 @@ def _read_python(match: re.Match[str], _: Schemas) -> list[Call]:
     return found
 
 
-def _pattern(text: str) -> re.Pattern[str]:
-    return re.compile(text, re.DOTALL)
-
-
 FORMATS = (
     Format(
         "deepseek",
         "tool▁calls▁begin",
-        _pattern(
-            r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
-            r"([^\n<]+?)(?:\n```json\n|<｜tool▁sep｜>)(.*?)(?:\n```)?<｜tool▁call▁end｜>"
-        ),
-        _read_named,
+        r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
+        r"([^\n<]++)(?:\n```json\n|<｜tool▁sep｜>)",
+        r"(?:\n```)?<｜tool▁call▁end｜>",
+        _read_json,
     ),
-    Format("gptoss", "<|channel|>", _pattern(r"(?!)"), _read_json),
+    Format(
+        "gptoss",
+        "<|channel|>",
+        r"(?: to=([\w.\-]++))?<\|channel\|>(\w++)(?: to=([\w.\-]++))?"
+        r"[^<]*+(?:<\|constrain\|>[^<]*+)?<\|message\|>",
+        r"<\|(?:end|start|call|return)\|>|\Z",
+        _read_json,
+    ),
     Format(
         "glm",
         "<arg_key>",
-        _pattern(r"<tool_call>([^\n<]*)(.*?)</tool_call>"),
-        _read_pairs(_pattern(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>")),
+        r"<tool_call>([^\n<]*+)",
+        r"</tool_call>",
+        _read_pairs(r"<arg_key>([^<]*+)</arg_key>\s*<arg_value>", r"</arg_value>"),
     ),
     Format(
         "qwen_xml",
         "<function=",
-        _pattern(r"<tool_call>\s*<function=([^>\n]*)>(.*?)</function>\s*</tool_call>"),
-        _read_pairs(_pattern(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>")),
+        r"<tool_call>\s*<function=([^<>\n]*+)>",
+        r"</function>\s*</tool_call>",
+        _read_pairs(r"<parameter=([^<>\n]*+)>\n?", r"\n?</parameter>"),
     ),
     Format(
         "mistral",
         "[TOOL_CALLS]",
-        _pattern(r"\[TOOL_CALLS\](.*?)(?=\[TOOL_CALLS\]|$)"),
-        _read_mistral,
+        r"\[TOOL_CALLS\]\s*([\w.\-]*+)(?:\[ARGS\])?",
+        r"(?=\[TOOL_CALLS\])|\Z",
+        _read_json,
     ),
     Format(
         "pythonic",
         "<|tool_call_start|>",
-        _pattern(r"<\|tool_call_start\|>(.*?)<\|tool_call_end\|>"),
+        r"<\|tool_call_start\|>",
+        r"<\|tool_call_end\|>",
         _read_python,
     ),
-    Format("hermes", "<tool_call>", _pattern(r"<tool_call>(.*?)</tool_call>"), _read_json),
-    Format(
-        "llama", '"parameters":', _pattern(r"^\s*(?:<\|python_tag\|>)?(\{.*\})\s*$"), _read_llama
-    ),
+    Format("hermes", "<tool_call>", r"<tool_call>", r"</tool_call>", _read_json),
+    Format("llama", '"parameters":', r"\A\s*(?:<\|python_tag\|>)?(?=\{)", r"\Z", _read_llama),
 )
 """Families whose template has the marker, most specific first."""
 
 
-_HARMONY = _pattern(
-    r"(?:<\|start\|>assistant)?(?: to=([\w.\-]+))?<\|channel\|>(\w+)(?: to=([\w.\-]+))?[^<]*"
-    r"(?:<\|constrain\|>[^<]*)?<\|message\|>(.*?)(?=<\|end\|>|<\|start\|>|<\|call\|>|<\|return\|>|$)"
-)
-
-
-def _parse_harmony(text: str, *, has_tools: bool) -> Parsed:
+def _parse_harmony(text: str, form: Format, *, has_tools: bool) -> Parsed:
     """Parse the channels of gpt-oss: analysis, commentary with calls, and final."""
-    reasoning, content, calls = [], [], list[Call]()
+    reasoning, content, calls = list[str](), list[str](), list[ToolCall]()
     span, body = (0, 0), 0
-    for match in _HARMONY.finditer(text):
-        to = match[1] or match[3] or ""
-        if to.startswith("functions.") and has_tools:
-            try:
-                arguments = json.loads(match[4])
-                calls += [(to.removeprefix("functions."), arguments)] * isinstance(arguments, dict)
-            except (ValueError, RecursionError):
-                content.append(match[4])
-        elif match[2] == "analysis":
-            reasoning.append(match[4])
-            span, body = match.span(4), match.end()
+    for head, inner in _between(form.opening, form.closing, text):
+        to = head[1] or head[3] or ""
+        is_call = has_tools and to.startswith("functions.")
+        if is_call and (made := _calls(form, [(to.removeprefix("functions."), inner)], ())):
+            calls += made
+        elif head[2] == "analysis" and not is_call:
+            reasoning.append(inner)
+            span = head.end(), head.end() + len(inner)
+            body = body if content else span[1]
         else:
-            content.append(match[4])
+            content.append(inner)
+            body = head.end()  # the template writes the header before it
     if not (reasoning or content or calls):
         content = [text]
-    return Parsed("\n".join(reasoning), "".join(content).strip(), _made(calls), span, body)
+    return Parsed("\n".join(reasoning), "".join(content).strip(), tuple(calls), span, body)

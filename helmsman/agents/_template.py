@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import re
 import secrets
@@ -131,6 +132,7 @@ class ChatTemplate:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a rendered text."""
+        text = text.encode(errors="replace").decode()  # agents may send lone surrogates
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -154,14 +156,10 @@ class ChatTemplate:
 
     def split(self, token_ids: Sequence[int], at: int) -> int:
         """Return the number of tokens that make at least the first ``at`` characters."""
-        low, high = 0, len(token_ids)
-        while low < high:
-            middle = (low + high) // 2
-            if len(self.decode(token_ids[:middle])) >= at:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        text, nums = self.decode(token_ids)[:at], range(len(token_ids) + 1)
+        low = bisect.bisect_left(nums, len(text), key=lambda num: len(self.decode(token_ids[:num])))
+        # The first bytes of a character already decode to one, U+FFFD.
+        return next(num for num in nums[low:] if self.decode(token_ids[:num]).startswith(text))
 
     # --- continuation of a chat -------------------------------------------------------------------
 
@@ -228,7 +226,8 @@ class ChatTemplate:
             text = self.render(chat, tools, template_args)
         except BadRequestError:
             text = ""  # some templates reject text beside calls of tools
-        if any(turns[i].body and _CONTENT.format(i) not in text for i in turns):
+        has_place = all(_CONTENT.format(i) in text or not turns[i].body for i in turns)
+        if self.format.family == "gptoss" or not has_place:
             # These calls are written by the template: there is no place for the model's own form.
             chat = [
                 messages[i] if i in turns and turns[i].message.tool_calls else each
