@@ -50,6 +50,7 @@ def test_reference_pages_name_modules() -> None:
     text = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
     assert {
         "helmsman",
+        "helmsman.agents",
         "helmsman.errors",
         "helmsman.testing",
         "helmsman.weights",

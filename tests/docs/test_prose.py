@@ -23,12 +23,15 @@ SEPARATORS = re.compile(r"_|\n\s*(#|\||-|>)?\s*")
 """Between the words of an identifier, and at the ends of lines of prose and comments."""
 MODULES = [
     "helmsman",
+    "helmsman.agents",
     "helmsman.policies",
     "helmsman.recipes",
     "helmsman.testing",
     "helmsman.weights",
     "helmsman.worker_groups",
 ]
+NOT_CONSTRUCTED = {"helmsman.agents.AgentSession"}
+"""Classes whose objects users receive; their constructors need no description."""
 
 
 def tracked_texts() -> list[str]:
@@ -96,7 +99,8 @@ def public_callables() -> Iterator[tuple[str, str, list[str], bool]]:
                 yield path, inspect.getdoc(value) or "", own_parameters(value), returns(value)
                 continue
             constructor = vars(value).get("__init__")
-            if inspect.isfunction(constructor) and is_ours(constructor):
+            is_own = inspect.isfunction(constructor) and is_ours(constructor)
+            if constructor is not None and is_own and path not in NOT_CONSTRUCTED:
                 parameters = own_parameters(constructor)
                 yield path, inspect.getdoc(value) or "", parameters, False
             for method_name, _ in inspect.getmembers(value):

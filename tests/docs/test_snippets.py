@@ -20,7 +20,13 @@ ELSEWHERE = {
 """Pages whose snippets another test runs."""
 
 HERE = [page for page in PAGES if python_of(page) and str(page.relative_to(ROOT)) not in ELSEWHERE]
-SCRIPTS = [each for page in HERE for each in python_of(page) if each.is_script]
+SCRIPTS = [
+    each
+    for page in HERE
+    for each in python_of(page)
+    if each.is_script and not (ROOT / "examples" / each.title).is_file()
+]
+"""Scripts to run here; tests/examples runs those of the folder examples."""
 RUN = [page for page in HERE if page.name != "README.md"]
 YAML = [each for page in PAGES for each in snippets(page) if each.language == "yaml"]
 PRINTS = {

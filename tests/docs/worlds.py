@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import itertools
+import json
 import random
 import shutil
+import sys
+import threading
+import urllib.request
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,6 +285,83 @@ def others(stack: contextlib.ExitStack) -> dict[str, Any]:
     return {**roles(stack, scheduler), "scheduler": scheduler, "tasks": tasks, "PPO": Role}
 
 
+SOLVE = """
+import os
+
+assert os.environ["HELMSMAN_SESSION_URL"] and os.environ["OPENAI_API_KEY"]
+print("done", os.environ["HELMSMAN_TASK"])
+"""
+
+
+SERVER = """
+from mcp.server import MCPServer
+
+server = MCPServer("docs")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+
+server.run()
+"""
+
+
+def agents(stack: contextlib.ExitStack) -> dict[str, Any]:
+    from helmsman.agents import AgentGateway
+    from helmsman.agents.gateway import load_tokenizer
+
+    scheduler = stack.enter_context(make_scheduler("inline"))
+    folder = str(make_model(Path("tiny"), num_layers=1, width=32))
+    tokenizer = load_tokenizer(folder)
+    model: dict[str, Any] = {"model": folder}
+    train = TrainController(scheduler, TRAINER, Job(role="train"), engine_kwargs=model)
+    rollout = RolloutController(scheduler, ROLLOUT, Job(role="rollout"), engine_kwargs=model)
+    for each in (train, rollout):
+        stack.enter_context(each)
+    gateway = stack.enter_context(AgentGateway(rollout, tokenizer, sampling=SAMPLING))
+    Path("solve.py").write_text(SOLVE)
+    Path("server.py").write_text(SERVER)
+    return {
+        "train": train,
+        "rollout": rollout,
+        "tokenizer": tokenizer,
+        "sys": sys,
+        "try_agent": functools.partial(try_agent, gateway),
+        "finish_outside": finish_outside,
+    }
+
+
+def try_agent(gateway: Any, agent: Callable[..., Any]) -> None:
+    """Run a session of an agent that a snippet has defined."""
+
+    async def run() -> None:
+        async with gateway.session() as session:
+            given = {"task": {"prompt": "2+2=", "answer": "4"}, "session": session}
+            assert (await agent(**given)) >= 0
+
+    done: list[None] = []
+    thread = threading.Thread(target=lambda: done.append(asyncio.run(run())))
+    thread.start()
+    thread.join()
+    assert done, "the agent has failed"
+
+
+def finish_outside(gateway: Any) -> None:
+    """Open and finish a session, as an agent elsewhere does."""
+
+    def post(url: str, key: str, body: Any) -> Any:
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+
+    made = post(f"{gateway.url}/sessions", gateway.key, {"metadata": {"task": 7}})
+    chat = {"messages": [{"role": "user", "content": "2+2="}]}
+    post(f"{made['base_url']}/chat/completions", made["api_key"], chat)
+    post(f"{gateway.url}/sessions/{made['id']}/finish", made["api_key"], {"reward": 1})
+
+
 REPLICAS = [
     ("replicas=8", "replicas=2"),
     ("num_processes=8", "num_processes=1"),
@@ -289,6 +371,21 @@ START = "rollout.close(); train.close(); globals().update(roles())"
 WORLDS: dict[str, World] = {
     "docs/tutorial.md": World(tutorial),
     "docs/notebooks.md": World(is_notebook=True),
+    "docs/agents.md": World(
+        agents,
+        is_notebook=True,
+        sizes=[
+            ("max_new_tokens=256", "max_new_tokens=4"),
+            ('McpTools("uvx my-server")', 'McpTools(f"{sys.executable} server.py")'),
+            ('"python solve.py"', 'f"{sys.executable} solve.py"'),
+            ("collect(32)", "collect(1)"),
+        ],
+        before={
+            "import McpTools": "try_agent(coding_agent)",
+            "import AgentGateway": "try_agent(tool_agent)",
+            "gateway.collect": "finish_outside(gateway)",
+        },
+    ),
     "docs/placement.md": World(planned, sizes=[("mem=64", "mem=0")]),
     "docs/engines.md": World(planned),
     "docs/training.md": World(
