@@ -43,7 +43,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         """
         found: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
-            found["reasoning_content"] = found["thinking"] = self.reasoning
+            found["reasoning_content"] = self.reasoning
+            # gpt-oss takes one of content and thinking beside calls.
+            found["thinking"] = "" if self.content and self.tool_calls else self.reasoning
         if self.tool_calls:
             found["tool_calls"] = [
                 {

@@ -35,7 +35,8 @@ class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_turns: int | None = None
     """Most turns of the model; None for no limit."""
     truncated_reward: float | None = None
-    """Reward of a session that reached a limit, in place of its own; None keeps its own."""
+    """Reward of a session that reached a limit, in place of its own; None keeps its own. Rewards of
+    turns are added to it."""
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +46,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Given by the caller; the session's id if none was given."""
     session_id: str
     reward: float
+    """The session's own reward and those of its turns together."""
     samples: list[Sample]
     is_truncated: bool = False
     num_turns: int = 0
@@ -92,7 +94,7 @@ class AgentSession:
         self.sampling, self.is_kept, self.is_outside = sampling, is_kept, is_outside
         self.conversation = Conversation(template)
         self.reward = 0.0
-        """Reward of the session."""
+        """Reward of the session, in addition to those of its turns."""
         self.is_truncated = False
         """Whether a limit was reached."""
         self.is_closed = False
@@ -164,21 +166,17 @@ class AgentSession:
 
     def samples(self) -> list[Sample]:
         """Return one training sample per branch; see Sample."""
-        return self.conversation.samples(self.id, self.final_reward)
-
-    @property
-    def final_reward(self) -> float:
-        """The reward, or that of a truncated session."""
-        truncated = self.limits.truncated_reward
-        return truncated if self.is_truncated and truncated is not None else self.reward
+        truncated = self.limits.truncated_reward if self.is_truncated else None
+        return self.conversation.samples(self.id, self.reward if truncated is None else truncated)
 
     def record(self) -> SessionRecord:
         """Return the session with its samples."""
+        samples, of_turns = self.samples(), [turn.reward for turn in self.conversation.turns]
         return SessionRecord(
             name=self.name,
             session_id=self.id,
-            reward=self.final_reward,
-            samples=self.samples(),
+            reward=(samples[0].reward if samples else self.reward) + sum(of_turns),
+            samples=samples,
             is_truncated=self.is_truncated,
             num_turns=self.num_turns,
             metadata=self.metadata,

@@ -25,12 +25,12 @@ async def play(
     observation: Callable[[Any], str | Sequence[Mapping[str, Any]]] = str,
     tools: Sequence[Mapping[str, Any]] = (),
     max_turns: int = 32,
-) -> float:
+) -> None:
     """Play an episode of an environment, in which each turn of the model is an action.
 
     The environment has ``reset()`` and ``step(action)``, both sync or async. A step returns an
     object with ``observation``, ``reward`` and ``done``, as OpenEnv's clients do, or Gymnasium's
-    tuple. The reward of each step becomes the reward of its turn.
+    tuple. The reward of each step becomes the reward of its turn, which counts for the session.
 
     Args:
         environment: The environment.
@@ -40,9 +40,6 @@ async def play(
         tools: Functions that the model may call, in the form of Chat Completions.
         max_turns: Most turns of the model.
 
-    Returns:
-        The sum of the rewards.
-
     Raises:
         BadRequestError: A limit of the session is reached.
         HelmsmanError: The model is not available.
@@ -50,7 +47,6 @@ async def play(
     """
     seen, _, is_done = _unpacked(await _awaited(environment.reset()))
     messages: list[Mapping[str, Any]] = []
-    total = 0.0
     for _ in range(max_turns):
         if is_done:
             break
@@ -60,8 +56,6 @@ async def play(
         messages.append(message)
         seen, reward, is_done = _unpacked(await _awaited(environment.step(action(message))))
         session.set_turn_reward(-1, reward)
-        total += reward
-    return total
 
 
 async def _awaited(value: Any) -> Any:

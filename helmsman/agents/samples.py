@@ -24,7 +24,7 @@ class Sample(msgspec.Struct, kw_only=True):
     turn_rewards: list[float]
     """Reward of each turn itself; 0.0 if it was not given one."""
     reward: float
-    """Reward of the session."""
+    """Reward of the session, in addition to those of its turns."""
     session_id: str
     """Shared by the samples of one session."""
     is_truncated: bool = False

@@ -9,7 +9,8 @@ from pathlib import Path
 CHARACTERS = string.digits + string.ascii_letters + " +-*/=?.:,\n\\{}$<>"
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{{ '<eos>' if message.role == 'assistant' else '' }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 

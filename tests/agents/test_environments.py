@@ -38,9 +38,9 @@ class Gymnasium:
 @pytest.mark.asyncio
 async def test_gymnasium(gateway: AgentGateway) -> None:
     with gateway.session() as session:
-        total = await play(Gymnasium(), session, action=lambda m: m["content"] or "")
+        await play(Gymnasium(), session, action=lambda m: m["content"] or "")
         (sample,) = session.samples()
-    assert total == 3.0
+    assert session.record().reward == 3.0
     assert sample.turn_rewards == [0.5, 1.0, 1.5]
     assert sample.returns(0.5) == [0.5 + 0.5 * (1.0 + 0.5 * 1.5), 1.0 + 0.5 * 1.5, 1.5]
     spread = sample.per_token([1.0, 2.0, 3.0])
@@ -103,14 +103,14 @@ async def test_openenv(gateway: AgentGateway, openenv_url: str) -> None:
     core = pytest.importorskip("openenv.core")
     async with core.GenericEnvClient(base_url=openenv_url) as environment:
         with gateway.session() as session:
-            total = await play(
+            await play(
                 environment,
                 session,
                 action=lambda message: {"text": message["content"] or ""},
                 observation=lambda seen: str(seen["text"]),
             )
             (sample,) = session.samples()
-    assert total == 3.0
+    assert session.record().reward == 3.0
     assert sample.turn_rewards == [0.5, 1.0, 1.5]
 
 

@@ -275,3 +275,16 @@ def test_rewritten_calls_of_harmony(text: str) -> None:
     prompt = conversation.prepare(ChatRequest(messages=chat, tools=tools))
     assert prompt.fork
     assert template.decode(prompt.ids()) == template.render(chat, tools)
+
+
+def test_text_and_reasoning_beside_a_call_of_harmony() -> None:
+    template = ChatTemplate(tokenizer_of("gptoss"))
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    told = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    conversation, turn = take_turn(template, ANALYSIS + told + CALL, tools=tools)
+    assert (turn.message.reasoning, turn.message.content) == ("Let me see.", "I look.")
+    result = Message(role="tool", content="7", tool_call_id=turn.message.tool_calls[0].id)
+    prompt = conversation.prepare(ChatRequest(messages=[USER, turn.message, result], tools=tools))
+    assert prompt.fork == "the template drops the reasoning of an earlier answer"
+    for text in ("I look.", '{"x": 1}', "7"):
+        assert text in template.decode(prompt.ids())
