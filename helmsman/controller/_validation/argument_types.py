@@ -195,6 +195,8 @@ def _is_collection(is_ordered: bool, may_be_text: bool, item_test: Test | None, 
         value, "__len__" if not is_ordered else "__getitem__"
     ):
         return False
-    return (
-        item_test is None or not isinstance(value, _PLAIN_COLLECTIONS) or all(map(item_test, value))
-    )
+    if item_test is None or not isinstance(value, _PLAIN_COLLECTIONS):
+        return True
+    # The test depends on an item's class alone: one item of each class suffices for long prompts.
+    one_of_each = dict(zip(map(type, value), value, strict=True))
+    return all(map(item_test, one_of_each.values()))
