@@ -101,6 +101,8 @@ def turn(world: World) -> Pair:
 def idle(world: World) -> Pair:
     process = psutil.Process()
 
+    _gateway(world, 1, 1)  # imports torch and transformers
+
     def memory() -> float:
         before = process.memory_info().rss
         sessions = _gateway(world, NUM_IDLE, 2)

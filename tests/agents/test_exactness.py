@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.agents._conversation import Conversation, Turn
+from helmsman.agents._conversation import Conversation, Prompt, Turn
 from helmsman.agents._messages import BadRequestError, ChatRequest, Message, ToolCall
 from helmsman.agents._template import ChatTemplate
 from helmsman.api.generation import GenerationResult
@@ -127,6 +127,15 @@ def returned(message: Message, draw: random.Random) -> Message:
     return Message(role="assistant", content=content, reasoning=kept, tool_calls=calls)
 
 
+def is_ambiguous(conversation: Conversation, prompt: Prompt) -> bool:
+    """Whether a turn of the chat has a sibling that an agent cannot tell from it."""
+    turns = prompt.parent.line() if prompt.parent else []
+    tokens: dict[bytes, set[tuple[int, ...]]] = collections.defaultdict(set)
+    for turn in conversation.turns:
+        tokens[turn.digest].add(tuple(turn.result.ids))
+    return any(len(tokens[turn.digest]) > 1 for turn in turns)
+
+
 def converse(name: str, seed: str, counts: collections.Counter[str]) -> None:
     model = Model(name, seed)
     draw = model.draw
@@ -148,7 +157,7 @@ def converse(name: str, seed: str, counts: collections.Counter[str]) -> None:
             return
         ids = prompt.ids()
         assert len(ids) == prompt.num_tokens
-        if id(chat) in plain and not prompt.fork:
+        if id(chat) in plain and not prompt.fork and not is_ambiguous(conversation, prompt):
             assert model.template.decode(ids) == model.template.render(chat, tools)
             counts["plain"] += 1
         results = [
