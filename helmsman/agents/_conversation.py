@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from helmsman.agents._messages import BadRequestError, ChatRequest, Choice, Digest, Message
@@ -124,6 +124,7 @@ class Conversation:
         self._template, self._lock = template, threading.Lock()
         self.turns: list[Turn] = []
         self.forks: list[Fork] = []
+        self.is_closed = False
         self._by_digest: dict[bytes, Turn] = {}
 
     def prepare(self, request: ChatRequest) -> Prompt:
@@ -145,13 +146,12 @@ class Conversation:
         tools, args = request.tools, request.template_args
         digest = Digest(tools, args)
         own: dict[int, Turn] = {}
-        with self._lock:
-            for index, message in enumerate(messages):
-                turn = self._by_digest.get(digest.add(message))
-                if turn is not None:
-                    own[index] = turn
-                    # Agents return less than the model said, such as no reasoning.
-                    messages[index] = turn.message
+        for index, message in enumerate(messages):
+            turn = self._by_digest.get(digest.add(message))
+            if turn is not None:
+                own[index] = turn
+                # Agents omit parts of the model's message, such as reasoning.
+                messages[index] = turn.message
         text = self._template.render(messages, tools, args)
         rendered = Rendered.of(text)
         if not own:
@@ -170,26 +170,28 @@ class Conversation:
         ids = self._template.encode_after(turn.stop_text, suffix.text)
         return Prompt(request, turn, ids, rendered, digest)
 
-    def add(
-        self, prompt: Prompt, results: Iterable[GenerationResult]
-    ) -> tuple[list[Turn], list[Choice]]:
-        """Record the turns that were sampled for a prompt, one per result.
+    def describe(self, prompt: Prompt, result: GenerationResult) -> tuple[Turn, Choice]:
+        """Return the turn that was sampled for a prompt, and the answer for the agent."""
+        turn = Turn(prompt, prompt.parent, result)
+        return turn, self._describe(turn, prompt, result)
 
-        Returns:
-            The turns, and the answers for the agent.
-        """
-        turns, choices = [], []
-        for result in results:
-            turn = Turn(prompt, prompt.parent, result)
-            choices.append(self._describe(turn, prompt, result))
-            turns.append(turn)
+    def add(self, prompt: Prompt, turns: Sequence[Turn]) -> bool:
+        """Record the turns of a prompt; return False if the session is closed."""
         with self._lock:
+            if self.is_closed:
+                return False
             if prompt.fork:
                 self.forks.append(Fork(len(self.turns), prompt.fork))
             for turn in turns:
                 self.turns.append(turn)
                 self._by_digest[turn.digest] = turn
-        return turns, choices
+        return True
+
+    def close(self) -> bool:
+        """Refuse further turns; return False if that was done before."""
+        with self._lock:
+            was_closed, self.is_closed = self.is_closed, True
+        return not was_closed
 
     def withdraw(self, turns: Sequence[Turn]) -> None:
         """Remove turns whose answer never reached the agent."""

@@ -90,7 +90,7 @@ class _Handlers:
         data = await _data(request)
         body = _body(data)
         chat, key = dialect.read(body), _request_key(request, data)
-        turn = self._turns.join(session, chat, key, len(data))
+        turn = self._turns.join(session, chat, key)
         with self._turns.waiting(session, turn, key):
             if chat.stream:
                 return await self._stream(request, dialect, body, turn)
@@ -138,7 +138,8 @@ class _Handlers:
         """Count the tokens of a prompt, in Anthropic's form."""
         session = self._session(request)
         chat = DIALECTS["messages"].read({**_body(await _data(request)), "count": True})
-        return _json({"input_tokens": session.conversation.prepare(chat).num_tokens})
+        prompt = await asyncio.to_thread(session.conversation.prepare, chat)
+        return _json({"input_tokens": len(prompt.ids())})
 
     async def open(self, request: web.Request) -> web.StreamResponse:
         """Open a session for an outside agent, which has the gateway's key."""
@@ -168,7 +169,7 @@ class _Handlers:
         elif reward is not None:
             session.reward = float(reward)
         if ends and session.is_outside:  # a script ends the sessions that it has opened
-            session.close()
+            await asyncio.to_thread(session.close)  # it writes to the disk
         return _json({"reward": session.reward, "num_turns": session.num_turns})
 
     async def unknown(self, request: web.Request) -> web.StreamResponse:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
-import hashlib
 import itertools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from random import Random
 from typing import Any
 
 import msgspec
@@ -20,7 +19,6 @@ from helmsman.agents._dialects.anthropic import AnthropicMessages
 from helmsman.agents._dialects.base import Dialect
 from helmsman.agents._dialects.chat import ChatCompletions
 from helmsman.agents._dialects.responses import Responses
-from helmsman.agents._messages import BadRequestError, ChatRequest
 from helmsman.agents._template import ChatTemplate
 from helmsman.agents.samples import Sample
 
@@ -97,15 +95,17 @@ class AgentSession:
         """Reward of the session, in addition to those of its turns."""
         self.is_truncated = False
         """Whether a limit was reached."""
-        self.is_closed = False
         self._responses: Responses | None = None
         self._on_end, self._complete = on_end, complete
         self.requests: collections.OrderedDict[str, Any] = collections.OrderedDict()
         """Turns by the key of their request, for requests that are sent again."""
         self.running: set[asyncio.Task[Any]] = set()
         """Turns in progress."""
-        self._reserved_turns = self._reserved_tokens = 0
-        self._begun = self.last_used = time.monotonic()
+        self.reserved_turns = self.reserved_tokens = 0
+        """Of turns in progress, against the limits."""
+        self.released = asyncio.Event()
+        """Set, and replaced, when a reservation ends."""
+        self._begun = self._busy_since = self.last_used = time.monotonic()
         self._model_seconds = 0.0
         self._numbers = itertools.count()
 
@@ -123,6 +123,11 @@ class AgentSession:
             "ANTHROPIC_API_KEY": self.key,
             "HELMSMAN_SESSION_URL": root,
         }
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the session has ended."""
+        return self.conversation.is_closed
 
     @property
     def forks(self) -> list[Fork]:
@@ -192,8 +197,7 @@ class AgentSession:
         Args:
             is_complete: Whether it counts as finished, and is persisted.
         """
-        if not self.is_closed:
-            self.is_closed = True
+        if self.conversation.close():
             self._on_end(self, is_complete)
 
     def __enter__(self) -> AgentSession:
@@ -220,66 +224,21 @@ class AgentSession:
     def next_seed(self) -> int | None:
         """Return the seed of the next turn; None if the session has none."""
         number = next(self._numbers)
-        if self.seed is None:
-            return None
-        digest = hashlib.blake2b(f"{self.seed}/{number}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest) >> 1
+        return None if self.seed is None else Random(f"{self.seed}/{number}").getrandbits(63)
 
-    @contextlib.contextmanager
-    def reserved(
-        self, request: ChatRequest, num_prompt: int, max_context: int | None
-    ) -> Iterator[int]:
-        """Reserve the turns and tokens of a request, for as long as it is in progress.
-
-        Args:
-            request: The request.
-            num_prompt: Number of tokens of its prompt.
-            max_context: The gateway's limit of prompt and answer together.
-
-        Yields:
-            The most tokens that each of its answers may have.
-
-        Raises:
-            BadRequestError: A limit is reached; the session is truncated.
-        """
-        limits, num = self.limits, request.n
-        context = max_context if limits.max_context is None else limits.max_context
-        num_turns = self.num_turns + self._reserved_turns
-        if limits.max_turns is not None and num_turns + num > limits.max_turns:
-            self.is_truncated = True
-            raise BadRequestError(
-                f"{num_turns} of the session's {limits.max_turns} turns are used, and {num} are "
-                "requested",
-                code="turn_limit_exceeded",
-            )
-        longest = self.sampling.max_new_tokens
-        room = [longest if request.max_tokens is None else min(request.max_tokens, longest)]
-        used = self.conversation.num_sampled + self._reserved_tokens
-        if limits.max_tokens is not None:
-            room.append((limits.max_tokens - used) // num)
-        if context is not None:
-            room.append(context - num_prompt)
-        most = min(room)
-        if most < 1:
-            self.is_truncated = True
-            raise BadRequestError(
-                f"no tokens are left: the prompt has {num_prompt} tokens of at most {context}, "
-                f"and {used} of at most {limits.max_tokens} are sampled or reserved in this "
-                "session",
-                code="context_length_exceeded",
-            )
-        self._reserved_turns += num
-        self._reserved_tokens += num * most
-        try:
-            yield most
-        finally:
-            self._reserved_turns -= num
-            self._reserved_tokens -= num * most
-
-    def took(self, seconds: float) -> None:
-        """Add the duration of a turn."""
-        self._model_seconds += seconds
+    def began(self, task: asyncio.Task[Any]) -> None:
+        """Add a turn in progress."""
         self.last_used = time.monotonic()
+        if not self.running:
+            self._busy_since = self.last_used
+        self.running.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self.last_used = time.monotonic()
+        self.running.discard(task)
+        if not self.running:
+            self._model_seconds += self.last_used - self._busy_since
 
 
 DIALECTS: dict[str, Dialect] = {

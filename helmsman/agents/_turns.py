@@ -7,7 +7,7 @@ import contextlib
 import time
 import uuid
 from array import array
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,9 +24,7 @@ _MOST_ANSWERS = 128
 _MOST_REMEMBERED = 64
 """Requests of a session whose answers are kept, in case that they are sent again."""
 _SEGMENT = 64
-"""Tokens between two looks for stop texts, which only the gateway knows."""
-_LONG_BODY = 1 << 16
-"""Bytes of a request from which on its prompt is made in a thread."""
+"""Tokens generated between two searches for stop texts; engines receive no stop texts."""
 
 
 class RequestKey(msgspec.Struct, frozen=True):
@@ -85,16 +83,8 @@ class Turns:
         """Whether a further turn must wait."""
         return self._num_turns >= self._max_in_flight
 
-    def join(
-        self, session: AgentSession, request: ChatRequest, key: RequestKey, num_bytes: int
-    ) -> TurnRequest:
+    def join(self, session: AgentSession, request: ChatRequest, key: RequestKey) -> TurnRequest:
         """Start a turn, or return the one that the same request has started.
-
-        Args:
-            session: The session.
-            request: The agent's request.
-            key: Identifies the request.
-            num_bytes: Size of the request.
 
         Raises:
             BadRequestError: The session is closed, the key belongs to another request, or too many
@@ -116,7 +106,7 @@ class Turns:
                 code="rate_limit_exceeded",
                 status=429,
             )
-        made = TurnRequest(self.begin(session, request, num_bytes), key.digest)
+        made = TurnRequest(self.begin(session, request), key.digest)
         session.requests[key.name] = made
         session.requests.move_to_end(key.name)
         while len(session.requests) > _MOST_REMEMBERED:
@@ -153,14 +143,9 @@ class Turns:
             del session.requests[name]
 
     def begin(
-        self, session: AgentSession, request: ChatRequest, num_bytes: int = 0
+        self, session: AgentSession, request: ChatRequest
     ) -> asyncio.Task[tuple[Answer, list[Turn]]]:
         """Start a turn; cancelling it aborts it at the instances.
-
-        Args:
-            session: The session.
-            request: The agent's request.
-            num_bytes: Size of the request.
 
         Raises:
             BadRequestError: The session is closed.
@@ -168,59 +153,51 @@ class Turns:
         if session.is_closed:
             raise _closed(session)
         self._num_turns += 1
-        task = asyncio.get_running_loop().create_task(
-            self._turn(session, request, in_thread=num_bytes > _LONG_BODY)
-        )
-        session.running.add(task)
+        task = asyncio.get_running_loop().create_task(self._turn(session, request))
+        session.began(task)
 
         def ended(task: asyncio.Task[Any]) -> None:
             self._num_turns -= 1
-            session.running.discard(task)
 
         task.add_done_callback(ended)
         return task
 
-    async def _turn(
-        self, session: AgentSession, request: ChatRequest, *, in_thread: bool
-    ) -> tuple[Answer, list[Turn]]:
-        started = time.monotonic()
+    async def _turn(self, session: AgentSession, request: ChatRequest) -> tuple[Answer, list[Turn]]:
+        if not 1 <= request.n <= _MOST_ANSWERS:
+            raise BadRequestError(f"n is {request.n}; expected 1 to {_MOST_ANSWERS}", "n")
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise BadRequestError(
+                f"max_tokens is {request.max_tokens}; expected 1 or more", "max_tokens"
+            )
         conversation = session.conversation
         try:
-            if not 1 <= request.n <= _MOST_ANSWERS:
-                raise BadRequestError(f"n is {request.n}; expected 1 to {_MOST_ANSWERS}", "n")
-            if request.max_tokens is not None and request.max_tokens < 1:
-                raise BadRequestError(
-                    f"max_tokens is {request.max_tokens}; expected 1 or more", "max_tokens"
-                )
-            if in_thread:
-                prompt = await asyncio.to_thread(conversation.prepare, request)
-            else:
-                prompt = conversation.prepare(request)
+            # Templates and tokenizers take long for long chats: in threads, other turns go on.
+            prompt = await asyncio.to_thread(conversation.prepare, request)
             ids = prompt.ids()
-            with session.reserved(request, len(ids), self._max_context) as most:
+            async with _reserved(session, request, len(ids), self._max_context) as most:
+                params = msgspec.structs.replace(session.sampling, max_new_tokens=most)
+                seeds = [session.next_seed() for _ in range(request.n)]
                 results = await _all(
                     [
                         self._generate(
-                            session,
-                            ids,
-                            request.stop,
-                            msgspec.structs.replace(
-                                session.sampling, max_new_tokens=most, seed=session.next_seed()
-                            ),
+                            session, ids, request.stop, msgspec.structs.replace(params, seed=seed)
                         )
-                        for _ in range(request.n)
+                        for seed in seeds
                     ]
                 )
-                turns, choices = conversation.add(prompt, results)
-            is_own = request.max_tokens is not None and most == request.max_tokens
-            if not is_own and any(choice.finish == "length" for choice in choices):
-                session.is_truncated = True
+                found = await asyncio.to_thread(
+                    lambda: [conversation.describe(prompt, each) for each in results]
+                )
+                turns, choices = [turn for turn, _ in found], [choice for _, choice in found]
+                if not conversation.add(prompt, turns):
+                    raise _closed(session)
         except asyncio.CancelledError:
             if session.is_closed:
                 raise _closed(session) from None
             raise
-        finally:
-            session.took(time.monotonic() - started)
+        is_own = request.max_tokens is not None and most == request.max_tokens
+        if not is_own and any(choice.finish == "length" for choice in choices):
+            session.is_truncated = True
         answer = Answer(
             id=uuid.uuid4().hex,
             created=int(time.time()),
@@ -237,10 +214,7 @@ class Turns:
         stops: Sequence[str],
         sampling: SamplingParams,
     ) -> GenerationResult:
-        """Generate until the end or a stop text, which only the gateway knows.
-
-        With stop texts, generation goes on in segments; tokens after a stop text are dropped.
-        """
+        """Generate until the end; with stop texts in segments, without the tokens after one."""
         options = RequestOptions(session=session.id)
         if not any(stops):
             return await self._rollout.async_generate_one(ids, sampling, options)
@@ -265,6 +239,60 @@ class Turns:
                 )
             if found.stop_reason != "length" or len(found.token_ids) >= sampling.max_new_tokens:
                 return found
+
+
+@contextlib.asynccontextmanager
+async def _reserved(
+    session: AgentSession, request: ChatRequest, num_prompt: int, max_context: int | None
+) -> AsyncIterator[int]:
+    """Reserve the turns and tokens of a request; yield the most tokens of each of its answers.
+
+    While turns in progress hold what the request needs, it waits for their ends.
+
+    Raises:
+        BadRequestError: A limit is reached; the session is truncated.
+    """
+    limits, num = session.limits, request.n
+    context = max_context if limits.max_context is None else limits.max_context
+    wanted = session.sampling.max_new_tokens
+    if request.max_tokens is not None:
+        wanted = min(wanted, request.max_tokens)
+    if context is not None:
+        wanted = min(wanted, context - num_prompt)
+    while True:
+        turns, tokens = session.num_turns, session.conversation.num_sampled
+        most, has_room = wanted, True
+        if limits.max_turns is not None:
+            has_room = turns + session.reserved_turns + num <= limits.max_turns
+        if limits.max_tokens is not None:
+            most = min(most, (limits.max_tokens - tokens) // num)
+            has_room &= tokens + session.reserved_tokens + num * most <= limits.max_tokens
+        if limits.max_turns is not None and turns + num > limits.max_turns:
+            session.is_truncated = True
+            raise BadRequestError(
+                f"{turns} of the session's {limits.max_turns} turns are used, and {num} are "
+                "requested",
+                code="turn_limit_exceeded",
+            )
+        if most < 1:
+            session.is_truncated = True
+            raise BadRequestError(
+                f"no tokens are left: the prompt has {num_prompt} tokens of at most {context}, "
+                f"and {tokens} of at most {limits.max_tokens} were sampled in this session",
+                code="context_length_exceeded",
+            )
+        if has_room:
+            break
+        await session.released.wait()
+    session.reserved_turns += num
+    session.reserved_tokens += num * most
+    try:
+        yield most
+    finally:
+        session.reserved_turns -= num
+        session.reserved_tokens -= num * most
+        session.released.set()
+        session.released = asyncio.Event()
 
 
 def _closed(session: AgentSession) -> BadRequestError:

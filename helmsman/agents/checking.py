@@ -155,7 +155,8 @@ def _examine(
                 versions=[0] * len(ids),
                 stop_reason="stop",
             )
-            choice = conversation.add(prompt, [result])[1][0]
+            turn, choice = conversation.describe(prompt, result)
+            conversation.add(prompt, [turn])
             if message.tool_calls:
                 found = [
                     (each.name, json.loads(each.arguments)) for each in choice.message.tool_calls

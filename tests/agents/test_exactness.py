@@ -164,7 +164,9 @@ def converse(name: str, seed: str, counts: collections.Counter[str]) -> None:
             model.sample(ids, prompt.rendered.end, calls=bool(tools) and draw.random() < 0.6)
             for _ in range(draw.choice([1, 1, 1, 2]))
         ]
-        turns, choices = conversation.add(prompt, results)
+        found = [conversation.describe(prompt, each) for each in results]
+        turns, choices = [turn for turn, _ in found], [choice for _, choice in found]
+        conversation.add(prompt, turns)
         if draw.random() < 0.05:  # the agent leaves before it has read the answer, and asks again
             conversation.withdraw(turns)
             counts["withdrawn"] += 1

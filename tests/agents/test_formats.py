@@ -46,7 +46,9 @@ def take_turn(template: ChatTemplate, text: str, **request: Any) -> tuple[Conver
     """Have the model answer ``USER`` by a text."""
     conversation = Conversation(template)
     prompt = conversation.prepare(ChatRequest(messages=[USER], **request))
-    return conversation, conversation.add(prompt, [sampled(template, text)])[0][0]
+    turn, _ = conversation.describe(prompt, sampled(template, text))
+    conversation.add(prompt, [turn])
+    return conversation, turn
 
 
 # --- malformed calls ------------------------------------------------------------------------------
@@ -270,7 +272,9 @@ def test_rewritten_calls_of_harmony(text: str) -> None:
     chat = [USER, turn.message, result]
     prompt = conversation.prepare(ChatRequest(messages=chat, tools=tools))
     assert prompt.parent is turn
-    conversation.add(prompt, [sampled(template, ANALYSIS + FINAL)])
+    conversation.add(
+        prompt, [conversation.describe(prompt, sampled(template, ANALYSIS + FINAL))[0]]
+    )
     chat += [Message(role="assistant", content="The answer is 42."), NEXT]
     prompt = conversation.prepare(ChatRequest(messages=chat, tools=tools))
     assert prompt.fork

@@ -181,7 +181,8 @@ async def test_limits_count_answers_and_parallel_turns(
         assert "0 of the session's 3 turns are used, and 4 are requested" in text
         rollout.pause()
         requests = [asyncio.create_task(send(session)) for _ in range(5)]
-        await until(lambda: sum(each.done() for each in requests) == 2)
+        await until(lambda: rollout.stats().num_queued == 3)
+        assert not any(each.done() for each in requests)  # two wait for the others
         rollout.resume()
         assert sorted(status for status, _ in await asyncio.gather(*requests)) == [
             200, 200, 200, 400, 400,
@@ -190,11 +191,15 @@ async def test_limits_count_answers_and_parallel_turns(
         rollout.pause()
         first = asyncio.create_task(send(session, {**CHAT, "max_tokens": 4}))
         await until(lambda: bool(rollout.stats().num_queued))
-        status, text = await send(session)
+        second = asyncio.create_task(send(session, {**CHAT, "n": 3, "max_tokens": 1}))
+        await until(lambda: len(session.running) == 2)
+        assert rollout.stats().num_queued == 1
         rollout.resume()
-        assert "4 of at most 4 are sampled or reserved" in text
-        assert (await first)[0] == 200
-        assert (await send(session, {**CHAT, "n": 3}))[0] == 200  # one token each is left
+        assert [(await each)[0] for each in (first, second)] == [200, 200]
+        assert not session.is_truncated
+        status, text = await send(session)
+        assert "4 of at most 4 were sampled in this session" in text
+        assert session.is_truncated
 
 
 @pytest.mark.asyncio
