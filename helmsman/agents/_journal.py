@@ -31,10 +31,8 @@ class Journal:
         # Locks of files do not work on all network file systems.
         url = f"file:{urllib.parse.quote(str(path))}?nolock=1"
         self._path = path
+        self._file = sqlite3.connect(url, uri=True, check_same_thread=False)
         with self._translated():
-            self._file = sqlite3.connect(
-                url, uri=True, isolation_level=None, check_same_thread=False
-            )
             self._file.execute("PRAGMA journal_mode = PERSIST")
             self._file.execute(
                 "CREATE TABLE IF NOT EXISTS sessions (name TEXT PRIMARY KEY, record BLOB)"
@@ -43,31 +41,29 @@ class Journal:
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
         try:
-            with self._lock:
+            with self._lock, self._file:  # commits, or rolls back
                 yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, msgspec.DecodeError) as error:
             raise OSError(f"the journal {self._path} cannot be used: {error}") from error
 
     def _rows(self, query: str, values: Sequence[Any] = ()) -> list[SessionRecord]:
         with self._translated():
             rows = self._file.execute(query, values).fetchall()
-        return [msgspec.json.decode(record, type=SessionRecord) for (record,) in rows]
+            return [msgspec.msgpack.decode(record, type=SessionRecord) for (record,) in rows]
 
     def add(self, record: SessionRecord) -> None:
         """Keep a finished session."""
         self._rows(
             "INSERT OR REPLACE INTO sessions VALUES (?, ?)",
-            (record.name, msgspec.json.encode(record)),
+            (record.name, msgspec.msgpack.encode(record)),
         )
 
     def forget(self, names: Sequence[str]) -> None:
         """Remove finished sessions."""
         with self._translated():
-            self._file.execute("BEGIN")
             self._file.executemany(
                 "DELETE FROM sessions WHERE name = ?", [(each,) for each in names]
             )
-            self._file.execute("COMMIT")
 
     def get(self, name: str) -> SessionRecord | None:
         """Return the finished session of a name; None if there is none."""

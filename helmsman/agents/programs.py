@@ -66,7 +66,7 @@ async def run_program(
         timeout: Limit in seconds; None for no limit.
         cwd: Folder in which it runs.
         max_memory: Limit of the address space of each of its processes, in bytes.
-        max_output: Characters of its output that are kept.
+        max_output: Bytes of its output that are kept, the last ones.
 
     Returns:
         Its exit code, which is 0, and its output.
@@ -96,18 +96,20 @@ async def run_program(
             )
         finally:
             os.close(guards_fd)
-        output = ""
+        written = bytearray()
         try:
             async with asyncio.timeout(timeout):
                 assert guard.stdout is not None
                 while data := await guard.stdout.read(1 << 16):
-                    output = (output + data.decode("utf-8", "replace"))[-max_output:]
+                    written += data
+                    del written[:-max_output]
                 await guard.wait()
         finally:
             assert guard.stdin is not None
             guard.stdin.close()  # ends all processes that remain
             await asyncio.shield(guard.wait())
         numbers = report.read().split()
+    output = written.decode("utf-8", "replace")
     # Without a status, the guard itself was killed.
     code = os.waitstatus_to_exitcode(int(numbers[1])) if len(numbers) == 2 else -signal.SIGKILL
     if code:

@@ -6,6 +6,7 @@ import abc
 import asyncio
 import contextlib
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -85,13 +86,20 @@ class FunctionTools(Tools):
         def call(name: str, arguments: dict[str, Any]) -> Any:
             return functions[name](**arguments)
 
-        self._pool = await asyncio.to_thread(
-            RewardPool.on_this_machine,
-            call,
-            self._num_processes,
-            self._limit_s,
-            max_restarts=1_000_000,
+        start = asyncio.ensure_future(
+            asyncio.to_thread(
+                RewardPool.on_this_machine,
+                call,
+                self._num_processes,
+                self._limit_s,
+                max_restarts=1_000_000,
+            )
         )
+        try:
+            self._pool = await asyncio.shield(start)
+        except asyncio.CancelledError:
+            await asyncio.to_thread((await start).close)
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -137,22 +145,28 @@ class McpTools(Tools):
 
         server = self._server
         if isinstance(server, str) and "://" not in server:
-            command, *arguments = server.split()
+            command, *arguments = shlex.split(server)
             server = mcp.StdioServerParameters(command=command, args=arguments)
         client: Any = mcp.Client(server, read_timeout_seconds=self._limit_s)
-        self._client = await self._held.enter_async_context(client)
-        found = await self._client.list_tools()
-        self.specs = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description or "",
-                    "parameters": tool.input_schema,
-                },
-            }
-            for tool in found.tools
-        ]
+        async with contextlib.AsyncExitStack() as held:
+            self._client = await held.enter_async_context(client)
+            page = await self._client.list_tools()
+            tools = list(page.tools)
+            while page.next_cursor:
+                page = await self._client.list_tools(cursor=page.next_cursor)
+                tools += page.tools
+            self.specs = [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": each.name,
+                        "description": each.description or "",
+                        "parameters": each.input_schema,
+                    },
+                }
+                for each in tools
+            ]
+            self._held = held.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -208,14 +222,15 @@ class ToolLoop:
         self._by_name: dict[str, Tools] = {}
 
     async def __aenter__(self) -> ToolLoop:
+        by_name: dict[str, Tools] = {}
         async with contextlib.AsyncExitStack() as held:
             for source in self._sources:
                 await held.enter_async_context(source)
                 for name in source.names:
-                    if name in self._by_name:
+                    if name in by_name:
                         raise ValueError(f"two tools are called {name!r}; rename one")
-                    self._by_name[name] = source
-            self._held = held.pop_all()
+                    by_name[name] = source
+            self._held, self._by_name = held.pop_all(), by_name
         return self
 
     async def __aexit__(self, *_: object) -> None:

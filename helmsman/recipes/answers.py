@@ -42,6 +42,9 @@ class Answers(abc.ABC):
             draw: The draw in training; None in an evaluation.
         """
 
+    def begin(self, step: int) -> None:  # noqa: B027 - a hook, empty by default
+        """Begin at a step, after a start, a restart or a recovery."""
+
     def set_step(self, step: int) -> None:  # noqa: B027 - a hook, empty by default
         """Set the training step of later answers."""
 
@@ -116,7 +119,7 @@ class AgentAnswers(Answers):
         gateway: The gateway in front of the instances.
         settings: The agent and its limits.
         staleness: Most steps between a session's start and its use.
-        function: The agent, if the script passed one.
+        functions: Functions that the script passed, by name.
 
     Raises:
         ValueError: There is no such agent, or it cannot be called.
@@ -127,24 +130,26 @@ class AgentAnswers(Answers):
         gateway: AgentGateway,
         settings: Agent,
         staleness: float = 0.0,
-        function: Callable[..., Any] | None = None,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         self._gateway, self._settings = gateway, settings
         self._staleness, self._step = math.ceil(staleness), 0
-        self._first_step: int | None = None
-        self._run_id = uuid.uuid4().hex
-        self._function = None if settings.command else function or find_agent(settings.use)
+        self._first_step, self._run_id = 0, ""
+        self._function = None if settings.command else find_agent(settings.use, functions or {})
         self._limits = SessionLimits(
             max_tokens=settings.max_tokens,
             max_turns=settings.max_turns,
+            max_context=settings.max_context,
             truncated_reward=settings.truncated_reward,
         )
 
     def set_step(self, step: int) -> None:
         """Set the training step of later sessions."""
         self._step = step
-        if self._first_step is None:
-            self._first_step = step
+
+    def begin(self, step: int) -> None:
+        """Begin at a step, with the weights of the step before."""
+        self._first_step, self._run_id = step, uuid.uuid4().hex
 
     def forget(self, draws: Sequence[Draw]) -> None:
         """Drop kept sessions."""
@@ -178,10 +183,11 @@ class AgentAnswers(Answers):
         record = self._gateway.finished(name)
         if record is None:
             return None
-        step = int(record.metadata.get("step", 0))
-        if record.metadata.get("run") != self._run_id and step > (self._first_step or 0):
-            return None  # its weights were lost: they came after the checkpoint
-        return record if 0 <= self._step - step <= self._staleness else None
+        newest = max((max(sample.versions) for sample in record.samples), default=0)
+        if record.metadata.get("run") != self._run_id and newest >= self._first_step:
+            return None  # weights that came after the checkpoint are lost
+        age = self._step - int(record.metadata.get("step", 0))
+        return record if 0 <= age <= self._staleness else None
 
     async def _run(self, row: Row, sampling: SamplingParams, name: str | None) -> SessionRecord:
         with self._gateway.session(
@@ -192,8 +198,13 @@ class AgentAnswers(Answers):
             metadata={"step": self._step, "run": self._run_id},
             is_kept=name is not None,
         ) as session:
-            async with asyncio.timeout(self._settings.timeout_s):
-                returned = await self._call(row, session)
+            try:
+                async with asyncio.timeout(self._settings.timeout_s):
+                    returned = await self._call(row, session)
+            except Exception:  # agents raise any exception when a limit ends their session
+                if not session.is_truncated or self._limits.truncated_reward is None:
+                    raise
+                returned = None
             reward = _reward_of(returned, session)
             if not session.num_turns:
                 raise ValueError(
@@ -218,19 +229,24 @@ class AgentAnswers(Answers):
             "session": session,
         }
         given = {name: everything[name] for name in _parameters(function)}
-        if inspect.iscoroutinefunction(function):
+        call = getattr(function, "__call__", function)  # noqa: B004 - of objects that are agents
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
             made: Awaitable[Any] = function(**given)
             return await made
         return await run_in_new_thread(lambda: function(**given))
 
 
-def find_agent(use: str) -> Callable[..., Any]:
-    """Import an agent's function.
+def find_agent(use: str, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """Return an agent's function, which is imported unless the script passed it.
+
+    Args:
+        use: Import path, or name of a function that the script passed.
+        functions: Those functions.
 
     Raises:
         ValueError: There is no such function, or it has parameters that agents do not receive.
     """
-    function = find_function(use)
+    function = functions.get(use) or find_function(use)
     _parameters(function)
     return function
 
@@ -252,7 +268,7 @@ def _reward_of(returned: Any, session: AgentSession) -> float:
     if isinstance(returned, Mapping):
         returned = returned.get("reward")
     if returned is None:
-        return session.reward
+        returned = session.reward
     if isinstance(returned, numbers.Real) and math.isfinite(returned):
         return float(returned)
     raise ValueError(

@@ -105,8 +105,8 @@ class GRPO(Recipe[GRPOSettings]):
         for reward in self.settings.rewards:
             make_caller(reward, self.functions)
         agent = self.settings.agent
-        if agent.use and agent.use not in self.functions:
-            find_agent(agent.use)
+        if agent.use:
+            find_agent(agent.use, self.functions)
         return dataset
 
     def jobs(self) -> list[Job]:
@@ -142,8 +142,9 @@ class GRPO(Recipe[GRPOSettings]):
         answers: Answers
         if scorer is None:
             gateway = held.enter_context(self._gateway(rollout))
-            function = self.functions.get(settings.agent.use)
-            answers = AgentAnswers(gateway, settings.agent, settings.rollout.staleness, function)
+            answers = AgentAnswers(
+                gateway, settings.agent, settings.rollout.staleness, self.functions
+            )
         else:
             answers = SingleAnswers(rollout, self.tokenizer, scorer)
         return lambda trackers: Run(

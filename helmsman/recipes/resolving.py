@@ -299,6 +299,11 @@ def _check_rewards(settings: GRPOSettings) -> None:
         raise ValueError("rewards and agent are both given; expected one, as agents return rewards")
     if agent.is_given:
         names = [AGENT_REWARD]
+        if settings.algorithm.overlong_buffer:
+            raise ValueError(
+                "algorithm.overlong_buffer is for single answers; use agent.max_tokens and "
+                "agent.truncated_reward for the sessions of an agent"
+            )
     if not names:
         raise ValueError("rewards is empty; expected one at least, such as [{use: exact}]")
     if twice := {name for name in names if names.count(name) > 1}:

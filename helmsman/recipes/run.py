@@ -133,6 +133,8 @@ class Run(Loop):
         if self.critic is not None and (folder := self.saved()) is not None:
             self.critic.load(folder)
         self.num_filtered = 0
+        self._used = []
+        self.answers.begin(step)
         if self.turns is None:
             self.sync.push()
 
@@ -374,11 +376,11 @@ class Run(Loop):
             nonlocal failed
             try:
                 ((_, scored),) = await self.answers.answer(row, [sampling])
-            except (
-                EngineCallError,
-                ValueError,
-            ) as error:
-                # As in training, only this answer fails.
+            except Exception as error:
+                # As in training, only this answer fails. Agents raise any exception.
+                expected = Exception if self.settings.agent.is_given else EngineCallError
+                if not isinstance(error, (expected, ValueError)):
+                    raise
                 if not failed:
                     log.warning(
                         "the reward of an evaluated answer failed, and the answer counts as wrong: "

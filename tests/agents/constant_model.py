@@ -15,6 +15,8 @@ from tests.agents.toy_model import CHATML
 class Constant:
     """A rollout engine that answers at once."""
 
+    version = 0
+
     def initialize(self) -> None:
         return
 
@@ -23,7 +25,7 @@ class Constant:
             request_id=request.request_id,
             token_ids=[5],
             logprobs=[-1.0],
-            versions=[0],
+            versions=[self.version],
             stop_reason="length",
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 
 from helmsman import SamplingParams
 from helmsman.agents import AgentGateway, AgentSession
+from helmsman.agents._messages import BadRequestError
 from helmsman.recipes.answers import AgentAnswers
 from helmsman.recipes.prompts import Draw, Row
 from helmsman.recipes.settings import Agent
-from tests.agents.constant_model import constant_rollout, plain_tokenizer
+from tests.agents.constant_model import Constant, constant_rollout, plain_tokenizer
 
 ROW = Row(prompt_ids=[], prompt="", answer=None, source="", entry={})
 DRAW = Draw(number=3, row=ROW, seeds=[1])
@@ -48,8 +50,12 @@ async def reward_at(answers: AgentAnswers, step: int) -> float:
     return scored.total
 
 
-def made(gateway: AgentGateway, agent: Any, staleness: float = 0.0) -> AgentAnswers:
-    return AgentAnswers(gateway, Agent(use="x"), staleness, agent.run)
+def made(
+    gateway: AgentGateway, agent: Any, staleness: float = 0.0, first_step: int = 1
+) -> AgentAnswers:
+    answers = AgentAnswers(gateway, Agent(use="x"), staleness, {"x": agent.run})
+    answers.begin(first_step)
+    return answers
 
 
 @pytest.mark.asyncio
@@ -65,12 +71,58 @@ async def test_finished_session_is_used_again_after_a_restart(gateway: AgentGate
 
 
 @pytest.mark.asyncio
-async def test_session_of_lost_weights_is_not_used(gateway: AgentGateway) -> None:
+async def test_session_of_lost_weights_is_not_used(
+    gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Constant, "version", 7)
     agent = Sessions()
-    assert await reward_at(made(gateway, agent), 8) == 1.0
-    restarted = made(gateway, agent)
-    restarted.set_step(6)  # the last checkpoint is that of step 5
-    assert await reward_at(restarted, 8) == 2.0
+    answers = made(gateway, agent)
+    assert await reward_at(answers, 8) == 1.0
+    assert await reward_at(made(gateway, agent, first_step=8), 8) == 1.0
+    # The last checkpoint is that of step 5: steps 6 and 7 come again, with other weights.
+    assert await reward_at(made(gateway, agent, first_step=6), 8) == 2.0
+    answers.begin(6)  # the same after a recovery within the script
+    assert await reward_at(answers, 8) == 3.0
+
+
+@pytest.mark.asyncio
+async def test_truncated_session_of_an_agent_that_fails(gateway: AgentGateway) -> None:
+    async def endless(session: AgentSession) -> None:
+        while True:
+            await session.complete([{"role": "user", "content": "a"}])
+
+    limits = Agent(use="x", max_turns=2, truncated_reward=-1.0)
+    answers = AgentAnswers(gateway, limits, 0.0, {"x": endless})
+    assert await reward_at(answers, 1) == -1.0
+    record = gateway.finished("3/0")
+    assert record is not None
+    assert (record.num_turns, record.is_truncated) == (2, True)
+    gateway.forget(["3/0"])
+    answers = AgentAnswers(gateway, Agent(use="x", max_turns=2), 0.0, {"x": endless})
+    with pytest.raises(BadRequestError, match="2 of the session's 2 turns are used"):
+        await reward_at(answers, 1)
+
+
+@pytest.mark.asyncio
+async def test_reward_that_is_no_number(gateway: AgentGateway) -> None:
+    async def agent(session: AgentSession) -> None:
+        await session.complete([{"role": "user", "content": "a"}])
+        session.reward = math.nan
+
+    with pytest.raises(ValueError, match="the agent returned nan; expected its reward"):
+        await reward_at(AgentAnswers(gateway, Agent(use="x"), 0.0, {"x": agent}), 1)
+
+
+@pytest.mark.asyncio
+async def test_agents_that_are_objects(gateway: AgentGateway) -> None:
+    class Callable:
+        async def __call__(self, session: AgentSession) -> float:
+            await session.complete([{"role": "user", "content": "a"}])
+            return 0.5
+
+    assert await reward_at(AgentAnswers(gateway, Agent(use="x"), 0.0, {"x": Callable()}), 1) == 0.5
+    with pytest.raises(ValueError, match="has the parameter 'question'; expected some of task"):
+        AgentAnswers(gateway, Agent(use="x"), 0.0, {"x": lambda question: question})
 
 
 @pytest.mark.asyncio
