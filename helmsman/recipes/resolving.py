@@ -299,6 +299,8 @@ def _check_rewards(settings: GRPOSettings) -> None:
         raise ValueError("rewards and agent are both given; expected one, as agents return rewards")
     if agent.is_given:
         names = [AGENT_REWARD]
+        if agent.credit == "turn" and settings.algorithm.preset == "ppo":
+            raise ValueError("agent.credit is 'turn'; expected 'session' with a critic")
         if settings.algorithm.overlong_buffer:
             raise ValueError(
                 "algorithm.overlong_buffer is for single answers; use agent.max_tokens and "
