@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,14 +11,6 @@ from helmsman.agents._messages import BadRequestError, ChatRequest, Choice, Dige
 from helmsman.agents._template import ChatTemplate, Rendered, Sampled
 from helmsman.agents.samples import Sample
 from helmsman.api.generation import GenerationResult
-
-
-class Fork(NamedTuple):
-    """A prompt that does not continue an earlier turn, and so starts a branch of its own."""
-
-    turn: int
-    """Number of the turn that the prompt belongs to."""
-    reason: str
 
 
 class Turn:
@@ -103,11 +94,6 @@ class Prompt(NamedTuple):
     fork: str = ""
     """Why the session forks here; '' if it does not."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of its tokens."""
-        return len(self.new_ids) + (self.parent.num_tokens if self.parent else 0)
-
     def ids(self) -> list[int]:
         """Return all its tokens."""
         return (self.parent.ids() if self.parent else []) + self.new_ids
@@ -123,7 +109,8 @@ class Conversation:
     def __init__(self, template: ChatTemplate) -> None:
         self._template, self._lock = template, threading.Lock()
         self.turns: list[Turn] = []
-        self.forks: list[Fork] = []
+        self.forks: list[str] = []
+        """Reasons of prompts that did not continue an earlier turn."""
         self.is_closed = False
         self._by_digest: dict[bytes, Turn] = {}
 
@@ -181,7 +168,7 @@ class Conversation:
             if self.is_closed:
                 return False
             if prompt.fork:
-                self.forks.append(Fork(len(self.turns), prompt.fork))
+                self.forks.append(prompt.fork)
             for turn in turns:
                 self.turns.append(turn)
                 self._by_digest[turn.digest] = turn
@@ -242,12 +229,7 @@ class Conversation:
         )
 
     def samples(self, session_id: str, reward: float) -> list[Sample]:
-        """Return one sample per branch, in the order of their last turns.
-
-        Args:
-            session_id: Of the session.
-            reward: Of the session.
-        """
+        """Return one sample per branch, in the order of their last turns."""
         with self._lock:
             turns = list(self.turns)
         continued = {id(turn.parent) for turn in turns}
@@ -263,11 +245,6 @@ class Conversation:
         """Number of sampled tokens."""
         with self._lock:
             return sum(len(turn.result.ids) for turn in self.turns)
-
-    def report(self) -> dict[str, int]:
-        """Return the numbers of forks by reason."""
-        with self._lock:
-            return dict(Counter(fork.reason for fork in self.forks))
 
 
 def _sample(line: Sequence[Turn], used: set[int], session_id: str, reward: float) -> Sample:

@@ -46,10 +46,6 @@ class Format(NamedTuple):
 class ModelFormat:
     """Splits the text of a model family into reasoning, content and calls of tools.
 
-    Args:
-        template: The model's chat template.
-        family: Name of the form of tool calls; recognised from the template when None.
-
     Raises:
         ValueError: The family is unknown.
     """
@@ -76,14 +72,7 @@ class ModelFormat:
     def parse(
         self, text: str, prompt_end: str, tools: Sequence[Mapping[str, Any]], *, has_tools: bool
     ) -> Parsed:
-        """Split a text that the model produced.
-
-        Args:
-            text: The text without its end token.
-            prompt_end: The end of the prompt, which may have opened the reasoning.
-            tools: The functions that the model may call.
-            has_tools: Whether calls of tools are recognised.
-        """
+        """Split a text that the model produced."""
         if self.family == "gptoss":
             return _parse_harmony(text, self._format, has_tools=has_tools)
         reasoning, span, body = self._split(text, prompt_end)
@@ -146,9 +135,6 @@ def _made(name: Any, arguments: Any) -> ToolCall:
 
 
 _THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-
-
-# --- calls of tools -------------------------------------------------------------------------------
 
 
 def _read_json(name: str, text: str, _: Schemas) -> list[Call]:

@@ -18,9 +18,6 @@ from helmsman.agents._session import SessionRecord
 class Journal:
     """A file with one row per finished session, on the disk before ``add`` returns.
 
-    Args:
-        path: The file. One process may use it at a time.
-
     Raises:
         OSError: It cannot be read or written.
     """

@@ -36,11 +36,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Of the call that a ``tool`` message answers."""
 
     def for_template(self, *, text_arguments: bool) -> dict[str, Any]:
-        """Return the message in the form that chat templates read.
-
-        Args:
-            text_arguments: Pass arguments of tool calls as JSON text instead of as mappings.
-        """
+        """Return the message in the form that chat templates read."""
         found: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
             found["reasoning_content"] = self.reasoning

@@ -8,7 +8,6 @@ import hashlib
 import hmac
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,23 +18,17 @@ from helmsman.agents._session import AgentSession, SessionRecord
 
 
 class Registry:
-    """Sessions by key, and the finished sessions of outside agents.
-
-    Args:
-        open_session: Makes a session; called with its name and metadata.
-        journal: Keeps finished sessions; None for none.
-        max_pending: Most outside sessions that are open, or finished and not yet collected.
-        outside_timeout: Seconds without a request after which an outside session ends.
-    """
+    """Sessions by key, and the finished sessions of outside agents."""
 
     def __init__(
         self,
         open_session: Callable[[str | None, Mapping[str, Any]], AgentSession],
         journal: Journal | None,
+        key: str,
         max_pending: int | None,
         outside_timeout: float,
     ) -> None:
-        self.key = f"sk-{uuid.uuid4().hex}"
+        self.key = key
         self.journal = journal
         self._open, self._max_pending = open_session, max_pending
         self._outside_timeout = outside_timeout
@@ -64,12 +57,7 @@ class Registry:
             self._by_key[_digest(session.key)] = session
 
     def find(self, session_id: str | None, key: str) -> AgentSession | None:
-        """Return the session that a key opens.
-
-        Args:
-            session_id: Id in the request's path; None to look it up by its key.
-            key: Key of the request.
-        """
+        """Return the session that a key opens."""
         session = self._by_key.get(_digest(key))
         return session if session is not None and session_id in (None, session.id) else None
 
@@ -79,10 +67,6 @@ class Registry:
 
     def open_outside(self, name: str | None, metadata: Mapping[str, Any]) -> AgentSession:
         """Open a session for an outside agent.
-
-        Args:
-            name: Name in the journal.
-            metadata: Returned with the finished session.
 
         Raises:
             BadRequestError: The name is in use, or sessions are ahead of the training.
@@ -94,8 +78,8 @@ class Registry:
         num_pending = sum(not each.is_closed for each in outside) + len(self._finished)
         if self._max_pending is not None and num_pending >= self._max_pending:
             raise BadRequestError(
-                "sessions are ahead of the training as far as its staleness allows; try again "
-                "after the next weight update",
+                f"{num_pending} sessions of outside agents are open or not yet collected, of at "
+                f"most {self._max_pending}; try again when the trainer has collected some",
                 code="rate_limit_exceeded",
                 status=429,
             )

@@ -6,9 +6,10 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+from aiohttp import web
 
 from helmsman import HelmsmanError
 from helmsman.agents._dialects.base import Dialect
@@ -16,10 +17,6 @@ from helmsman.agents._messages import BadRequestError
 from helmsman.agents._registry import Registry
 from helmsman.agents._session import DIALECT_PATHS, DIALECTS, AgentSession
 from helmsman.agents._turns import RequestKey, TurnRequest, Turns
-from helmsman.api.extras import needed_by
-
-if TYPE_CHECKING:
-    from aiohttp import web
 
 log = logging.getLogger(__name__)
 
@@ -36,22 +33,9 @@ async def serve(
 ) -> tuple[Callable[[], Awaitable[None]], int]:
     """Start the server on the current event loop.
 
-    Args:
-        registry: The sessions.
-        turns: Takes their turns.
-        host: Address to listen on.
-        port: Port to listen on; 0 for a free one.
-
-    Returns:
-        A coroutine function that stops the server, and its port.
-
     Raises:
-        BackendNotInstalledError: aiohttp is missing.
         OSError: The port is taken.
     """
-    with needed_by("AgentGateway", "aiohttp"):
-        from aiohttp import web
-
     app = web.Application(client_max_size=_MAX_BODY, middlewares=[_failures])
     handlers = _Handlers(registry, turns)
     for root in ("/v1", "/sessions/{id}/v1", "/sessions/{id}/v1/v1"):
@@ -81,8 +65,6 @@ class _Handlers:
     def __init__(self, registry: Registry, turns: Turns) -> None:
         self._registry, self._turns = registry, turns
 
-    # --- turns ------------------------------------------------------------------------------------
-
     async def turn(self, request: web.Request) -> web.StreamResponse:
         """Answer a request of any dialect."""
         session = self._session(request)
@@ -94,7 +76,7 @@ class _Handlers:
         with self._turns.waiting(session, turn, key):
             if chat.stream:
                 return await self._stream(request, dialect, body, turn)
-            response = _json(dialect.write(await turn.answer(), body))
+            response = web.json_response(dialect.write(await turn.answer(), body))
             turn.is_delivered |= request.transport is not None
             return response
 
@@ -102,8 +84,6 @@ class _Handlers:
         self, request: web.Request, dialect: Dialect, body: dict[str, Any], turn: TurnRequest
     ) -> web.StreamResponse:
         """Send events once the turn is done. A turn that fails early has a status of its own."""
-        from aiohttp import web
-
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
@@ -126,20 +106,18 @@ class _Handlers:
         turn.is_delivered = True
         return response
 
-    # --- other routes -----------------------------------------------------------------------------
-
     async def models(self, request: web.Request) -> web.StreamResponse:
         """List the one model."""
         self._session(request)
         model = {"id": self._turns.model, "object": "model", "created": 0, "owned_by": "helmsman"}
-        return _json({"object": "list", "data": [model], "has_more": False})
+        return web.json_response({"object": "list", "data": [model], "has_more": False})
 
     async def count(self, request: web.Request) -> web.StreamResponse:
         """Count the tokens of a prompt, in Anthropic's form."""
         session = self._session(request)
-        chat = DIALECTS["messages"].read({**_body(await _data(request)), "count": True})
+        chat = DIALECTS["messages"].read({"max_tokens": 1, **_body(await _data(request))})
         prompt = await asyncio.to_thread(session.conversation.prepare, chat)
-        return _json({"input_tokens": len(prompt.ids())})
+        return web.json_response({"input_tokens": len(prompt.ids())})
 
     async def open(self, request: web.Request) -> web.StreamResponse:
         """Open a session for an outside agent, which has the gateway's key."""
@@ -150,7 +128,9 @@ class _Handlers:
         if not isinstance(name, str | None) or not isinstance(metadata, dict):
             raise BadRequestError("expected a text as name and an object as metadata")
         session = self._registry.open_outside(name, metadata)
-        return _json({"id": session.id, "base_url": session.base_url, "api_key": session.key})
+        return web.json_response(
+            {"id": session.id, "base_url": session.base_url, "api_key": session.key}
+        )
 
     async def reward(self, request: web.Request) -> web.StreamResponse:
         """Set the reward of a session or of a turn; ``finish`` also ends an outside session."""
@@ -170,13 +150,15 @@ class _Handlers:
             session.reward = float(reward)
         if ends and session.is_outside:  # a script ends the sessions that it has opened
             await asyncio.to_thread(session.close)  # it writes to the disk
-        return _json({"reward": session.reward, "num_turns": session.num_turns})
+        return web.json_response({"reward": session.reward, "num_turns": session.num_turns})
 
     async def unknown(self, request: web.Request) -> web.StreamResponse:
         """Refuse any other path."""
         served = ", ".join(f"/v1/{path}" for path in DIALECT_PATHS)
         raise BadRequestError(
-            f"{request.path[:200]} is not served; expected {served}", code="not_found", status=404
+            f"{request.path[:200]} is not served; expected {served}. A base_url ends with /v1",
+            code="not_found",
+            status=404,
         )
 
     def _session(self, request: web.Request) -> AgentSession:
@@ -189,12 +171,6 @@ class _Handlers:
                 status=401,
             )
         return session
-
-
-def _json(body: Any) -> web.Response:
-    from aiohttp import web
-
-    return web.json_response(body)
 
 
 def _is_number(value: Any) -> bool:
@@ -213,8 +189,6 @@ def _key(request: web.Request) -> str:
 
 async def _data(request: web.Request, empty: bytes = b"") -> bytes:
     """Read a request's body, within limits of time and size."""
-    from aiohttp import web
-
     try:
         async with asyncio.timeout(_BODY_S):
             return await request.read() or empty
@@ -255,6 +229,7 @@ def _request_key(request: web.Request, data: bytes) -> RequestKey:
     )
 
 
+@web.middleware
 async def _failures(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
@@ -267,19 +242,14 @@ async def _failures(
         return _failure(error, request)
 
 
-_failures.__middleware_version__ = 1  # type: ignore[attr-defined]
-
-
 def _failure(error: Exception, request: web.Request) -> web.Response:
-    from aiohttp import web
-
     field, headers, message = "", {}, str(error)
     if isinstance(error, BadRequestError):
         status, code, field = error.status, error.code, error.field
     elif isinstance(error, ValueError):
         status, code = 400, "invalid_request"
     elif isinstance(error, HelmsmanError):
-        status, code = 503, "model_unavailable"
+        status, code, message = 503, "model_unavailable", message.partition("\n")[0]
         log.warning("a turn failed: %s", error)
     else:
         status, code, message = 500, "internal_error", "the gateway failed; see the script's log"

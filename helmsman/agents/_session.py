@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
+import math
+import numbers
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,7 +16,7 @@ from typing import Any
 import msgspec
 
 from helmsman import SamplingParams
-from helmsman.agents._conversation import Conversation, Fork
+from helmsman.agents._conversation import Conversation
 from helmsman.agents._dialects.anthropic import AnthropicMessages
 from helmsman.agents._dialects.base import Dialect
 from helmsman.agents._dialects.chat import ChatCompletions
@@ -75,12 +77,12 @@ class AgentSession:
         complete: Callable[[AgentSession, dict[str, Any]], Awaitable[dict[str, Any]]],
         *,
         name: str | None,
-        limits: SessionLimits,
-        seed: int | None,
         sampling: SamplingParams,
-        is_kept: bool,
-        is_outside: bool,
-        metadata: Mapping[str, Any],
+        limits: SessionLimits | None = None,
+        seed: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        is_kept: bool = True,
+        is_outside: bool = False,
     ) -> None:
         self.id = secrets.token_hex(8)
         self.key = f"sk-{secrets.token_urlsafe(24)}"
@@ -88,11 +90,13 @@ class AgentSession:
         self.base_url = f"{url}/sessions/{self.id}/v1"
         """URL of the session's API, for ``base_url``."""
         self.name = self.id if name is None else name
-        self.limits, self.seed, self.metadata = limits, seed, dict(metadata)
+        self.limits, self.seed = limits or SessionLimits(), seed
+        self.metadata = dict(metadata or {})
         self.sampling, self.is_kept, self.is_outside = sampling, is_kept, is_outside
         self.conversation = Conversation(template)
-        self.reward = 0.0
-        """Reward of the session, in addition to those of its turns."""
+        self._reward = 0.0
+        self.is_rated = False
+        """Whether the session or one of its turns was given a reward."""
         self.is_truncated = False
         """Whether a limit was reached."""
         self._responses: Responses | None = None
@@ -109,8 +113,6 @@ class AgentSession:
         self._model_seconds = 0.0
         self._numbers = itertools.count()
 
-    # --- for scripts ------------------------------------------------------------------------------
-
     @property
     def environment(self) -> dict[str, str]:
         """Variables by which the vendors' SDKs find the session."""
@@ -125,13 +127,22 @@ class AgentSession:
         }
 
     @property
+    def reward(self) -> float:
+        """Reward of the session, in addition to those of its turns; a finite number."""
+        return self._reward
+
+    @reward.setter
+    def reward(self, reward: float) -> None:
+        self._reward, self.is_rated = _finite(reward), True
+
+    @property
     def is_closed(self) -> bool:
         """Whether the session has ended."""
         return self.conversation.is_closed
 
     @property
-    def forks(self) -> list[Fork]:
-        """Prompts that did not continue an earlier turn, with the reason."""
+    def forks(self) -> list[str]:
+        """Reasons of prompts that did not continue an earlier turn."""
         return list(self.conversation.forks)
 
     @property
@@ -166,8 +177,9 @@ class AgentSession:
 
         Raises:
             IndexError: There is no such turn.
+            ValueError: The reward is no finite number.
         """
-        self.conversation.turns[turn].reward = reward
+        self.conversation.turns[turn].reward, self.is_rated = _finite(reward), True
 
     def samples(self) -> list[Sample]:
         """Return one training sample per branch; see Sample."""
@@ -185,7 +197,7 @@ class AgentSession:
             is_truncated=self.is_truncated,
             num_turns=self.num_turns,
             metadata=self.metadata,
-            forks=self.conversation.report(),
+            forks=dict(collections.Counter(self.forks)),
             seconds=time.monotonic() - self._begun,
             model_seconds=self._model_seconds,
             is_outside=self.is_outside,
@@ -212,8 +224,6 @@ class AgentSession:
     async def __aexit__(self, kind: object, *_: object) -> None:
         self.close(is_complete=kind is None)
 
-    # --- for the server ---------------------------------------------------------------------------
-
     def dialect(self, path: str) -> Dialect:
         """Return the dialect of an API's path."""
         if path == Responses.path:
@@ -239,6 +249,12 @@ class AgentSession:
         self.running.discard(task)
         if not self.running:
             self._model_seconds += self.last_used - self._busy_since
+
+
+def _finite(reward: Any) -> float:
+    if isinstance(reward, numbers.Real) and math.isfinite(reward):
+        return float(reward)
+    raise ValueError(f"the reward is {reward!r:.80}; expected a finite number")
 
 
 DIALECTS: dict[str, Dialect] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import re
 import secrets
@@ -64,11 +65,6 @@ class Suffix(NamedTuple):
 class ChatTemplate:
     """Renders and encodes the chats of one model.
 
-    Args:
-        tokenizer: A Hugging Face tokenizer with a chat template.
-        family: Form of the tool calls; recognised from the template when None.
-        stop_token_ids: Further tokens that end a turn.
-
     Raises:
         ValueError: The tokenizer has no chat template, or the family is unknown.
     """
@@ -82,7 +78,8 @@ class ChatTemplate:
         if not text:
             raise ValueError(
                 f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; "
-                "expected one, since agents send chats. Set tokenizer.chat_template"
+                "expected one, since agents send chats. Set tokenizer.chat_template, or "
+                "data.chat_template in a recipe"
             )
         self._tokenizer, self._text = tokenizer, text
         self.format = ModelFormat(text, family)
@@ -90,8 +87,6 @@ class ChatTemplate:
         self.stop_ids = self._find_stop_ids(stop_token_ids)
         """Tokens that end a turn of the model."""
         self._stop_texts = {id_: self.decode([id_]) for id_ in self.stop_ids}
-
-    # --- text and tokens --------------------------------------------------------------------------
 
     def render(
         self,
@@ -102,12 +97,6 @@ class ChatTemplate:
         generation: bool = True,
     ) -> str:
         """Return the text of a chat.
-
-        Args:
-            messages: The chat.
-            tools: Functions that the model may call.
-            template_args: Variables of the template.
-            generation: End with the start of the model's next turn.
 
         Raises:
             BadRequestError: The template rejects the chat.
@@ -129,6 +118,15 @@ class ChatTemplate:
                 f"the model's chat template rejects this chat: {type(error).__name__}: {error}",
                 "messages",
             ) from error
+
+    @functools.cached_property
+    def shows_tools(self) -> bool:
+        """Whether tools are part of the text of a chat."""
+        tool = {"type": "function", "function": {"name": _SECRET, "parameters": {}}}
+        try:
+            return _SECRET in self.render([Message(role="user", content="x")], [tool])
+        except BadRequestError:
+            return True  # such as a template that needs more of a tool
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a rendered text."""
@@ -161,8 +159,6 @@ class ChatTemplate:
         # The first bytes of a character already decode to one, U+FFFD.
         return next(num for num in nums[low:] if self.decode(token_ids[:num]).startswith(text))
 
-    # --- continuation of a chat -------------------------------------------------------------------
-
     def suffix(
         self,
         before: Sequence[Message],
@@ -176,14 +172,6 @@ class ChatTemplate:
 
         The turn's own text plays no part: a marker stands for it. So it does not matter that a
         template would write the same call of a tool in another way than the model did.
-
-        Args:
-            before: The chat before the turn.
-            turn: The turn of the model.
-            after: The messages since the turn, at least one.
-            prompt: Rendering of the turn's own prompt.
-            tools: Functions that the model may call.
-            template_args: Variables of the template.
         """
         marked = _marked(turn.message, 0, with_content=bool(turn.message.content))
         text = self.render([*before, marked, *after], tools, template_args)
@@ -211,12 +199,6 @@ class ChatTemplate:
         """Return the tokens of a chat whose history the template rewrites.
 
         The model's own text consists of the tokens that it sampled; the rest is encoded.
-
-        Args:
-            messages: The chat.
-            turns: The model's own turns, by their index in ``messages``.
-            tools: Functions that the model may call.
-            template_args: Variables of the template.
         """
         chat = [
             _marked(turns[index].message, index, with_content=True) if index in turns else message
@@ -267,11 +249,6 @@ class ChatTemplate:
     ) -> list[int]:
         """Return the tokens of a model's turn as the template itself writes it.
 
-        Args:
-            before: The chat before the turn.
-            message: The model's message.
-            tools: Functions that the model may call.
-
         Raises:
             BadRequestError: The template rejects the chat.
         """
@@ -287,8 +264,6 @@ class ChatTemplate:
             default=(len(own), 0),
         )
         return self.encode(own[: end + length])
-
-    # --- properties of the template ---------------------------------------------------------------
 
     def _needs_text_arguments(self) -> bool:
         """Whether the template joins the arguments of a call to a text, as DeepSeek's does."""

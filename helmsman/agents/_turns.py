@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from array import array
@@ -17,11 +18,13 @@ from helmsman.agents._conversation import Turn
 from helmsman.agents._messages import Answer, BadRequestError, ChatRequest
 from helmsman.agents._session import AgentSession
 from helmsman.agents._template import ChatTemplate
+from helmsman.api.errors import EngineCallError
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 _MOST_ANSWERS = 128
-_MOST_REMEMBERED = 64
+_MOST_WITH_KEY, _MOST_WITHOUT = 64, 4
 """Requests of a session whose answers are kept, in case that they are sent again."""
 _SEGMENT = 64
 """Tokens generated between two searches for stop texts; engines receive no stop texts."""
@@ -55,15 +58,7 @@ class TurnRequest:
 
 
 class Turns:
-    """Takes turns of sessions at the instances of a rollout, on one event loop.
-
-    Args:
-        rollout: The instances.
-        template: Chat template of the model.
-        model: Name of the model that agents see.
-        max_context: Most tokens of a prompt and its answer together; None for no limit.
-        max_in_flight: Most turns in progress.
-    """
+    """Takes turns of sessions at the instances of a rollout, on one event loop."""
 
     def __init__(
         self,
@@ -76,7 +71,7 @@ class Turns:
         self.model = model
         self._rollout, self._template = rollout, template
         self._max_context, self._max_in_flight = max_context, max_in_flight
-        self._num_turns = 0
+        self._num_turns, self._has_warned = 0, False
 
     @property
     def is_full(self) -> bool:
@@ -109,8 +104,9 @@ class Turns:
         made = TurnRequest(self.begin(session, request), key.digest)
         session.requests[key.name] = made
         session.requests.move_to_end(key.name)
-        while len(session.requests) > _MOST_REMEMBERED:
-            session.requests.popitem(last=False)
+        alike = [name for name in session.requests if name.startswith("key:") == key.is_given]
+        for name in alike[: -(_MOST_WITH_KEY if key.is_given else _MOST_WITHOUT)]:
+            del session.requests[name]
 
         def ended(task: asyncio.Task[Any]) -> None:
             if task.cancelled() or task.exception() is not None:
@@ -169,6 +165,12 @@ class Turns:
             raise BadRequestError(
                 f"max_tokens is {request.max_tokens}; expected 1 or more", "max_tokens"
             )
+        if request.tools and not self._template.shows_tools and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "agents send tools, but the model does not see them: its chat template "
+                "does not show tools. Use one that does"
+            )
         conversation = session.conversation
         try:
             # Templates and tokenizers take long for long chats: in threads, other turns go on.
@@ -191,6 +193,12 @@ class Turns:
                 turns, choices = [turn for turn, _ in found], [choice for _, choice in found]
                 if not conversation.add(prompt, turns):
                     raise _closed(session)
+        except EngineCallError as error:
+            if error.remote_type != "ValueError":
+                raise
+            # The engine refuses the prompt, such as one that is longer than the model's positions.
+            session.is_truncated = True
+            raise BadRequestError(error.remote_message, code="context_length_exceeded") from error
         except asyncio.CancelledError:
             if session.is_closed:
                 raise _closed(session) from None

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -60,6 +61,11 @@ class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
         """Whether no accepted chat makes a session fork."""
         return all(each.outcome != "rewrites" for each in self.findings)
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether the template accepts a chat."""
+        return any(each.outcome != "rejected" for each in self.findings)
+
     def text(self) -> str:
         """Return the report for a terminal."""
         lines = [
@@ -74,7 +80,9 @@ class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
                 lines.append("      calls in the template's own form are not read; set `family`")
         lines += [
             "",
-            "Every chat that is accepted appends: a session is one training sample."
+            "The template rejects every chat; set another one."
+            if not self.is_usable
+            else "Every chat that is accepted appends: a session is one training sample."
             if self.appends
             else "A chat that is rewritten starts a further branch of its session. Each branch is "
             "a training sample\nof its own; a sampled token is trained on once, in the context in "
@@ -167,7 +175,7 @@ def _examine(
         prompt = conversation.prepare(ChatRequest(messages=chat, tools=tools))
     except BadRequestError as error:
         return Finding(chat=name, outcome="rejected", reason=str(error))
-    forks = [fork.reason for fork in conversation.forks] + [prompt.fork] * bool(prompt.fork)
+    forks = conversation.forks + [prompt.fork] * bool(prompt.fork)
     outcome = "rewrites" if forks else "appends"
     return Finding(
         chat=name, outcome=outcome, reason=forks[0] if forks else "", is_call_read=is_read
@@ -188,15 +196,19 @@ def main(arguments: Sequence[str]) -> int:
         description="Check whether a model's chat template only appends; needs no weights.",
     )
     parser.add_argument("model", help="folder with the model's tokenizer")
+    parser.add_argument("--chat-template", help="file with the template, in place of the model's")
     parser.add_argument("--family", help="form of the tool calls")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     given = parser.parse_args(arguments)
     try:
         from helmsman.agents.gateway import load_tokenizer
 
-        report = chat_check(load_tokenizer(given.model), given.family)
+        tokenizer = load_tokenizer(given.model)
+        if given.chat_template is not None:
+            tokenizer.chat_template = Path(given.chat_template).read_text()
+        report = chat_check(tokenizer, given.family)
     except (ValueError, OSError, BackendNotInstalledError) as error:
         print(f"helmsman chat-check: {error}", file=sys.stderr)
         return 2
     print(msgspec.json.encode(report).decode() if given.json else report.text())
-    return 0 if report.appends else 1
+    return 2 if not report.is_usable else 0 if report.appends else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import secrets
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,6 @@ import msgspec
 from helmsman import HelmsmanError, RolloutController, SamplingParams
 from helmsman.agents._journal import Journal
 from helmsman.agents._registry import Registry
-from helmsman.agents._server import serve
 from helmsman.agents._session import DIALECT_PATHS, AgentSession, SessionLimits, SessionRecord
 from helmsman.agents._template import ChatTemplate
 from helmsman.agents._turns import Turns
@@ -52,6 +52,7 @@ class AgentGateway(Starting):
             session is older than ``max_staleness`` versions when it is trained on.
         family: Form of the model's tool calls; recognised from the chat template when None.
         stop_token_ids: Further tokens that end a turn.
+        key: Key by which outside agents open sessions; a new one is drawn when None.
         outside_timeout: Seconds without a request after which an outside agent's session ends.
         journal: File in which finished sessions are kept until ``forget``; None keeps none.
 
@@ -75,6 +76,7 @@ class AgentGateway(Starting):
         max_pending: int | None = None,
         family: str | None = None,
         stop_token_ids: Sequence[int] = (),
+        key: str | None = None,
         outside_timeout: float = 3600.0,
         journal: str | Path | None = None,
     ) -> None:
@@ -95,6 +97,7 @@ class AgentGateway(Starting):
         self._registry = Registry(
             lambda name, metadata: self._open(name, metadata=metadata, is_outside=True),
             self._journal,
+            key or f"sk-{secrets.token_urlsafe(24)}",
             max_pending,
             outside_timeout,
         )
@@ -106,8 +109,6 @@ class AgentGateway(Starting):
         self._lock = threading.Lock()
         self._stop: Callable[[], Awaitable[None]] | None = None
         self._is_closed = False
-
-    # --- start and end ----------------------------------------------------------------------------
 
     @property
     def is_started(self) -> bool:
@@ -142,6 +143,8 @@ class AgentGateway(Starting):
                 raise HelmsmanError("the gateway is closed; make a new one")
             if self.is_started:
                 return
+            with needed_by("AgentGateway", "aiohttp"):
+                from helmsman.agents._server import serve
             if not self._thread.is_alive():
                 self._thread.start()
             self._stop, self._port = asyncio.run_coroutine_threadsafe(
@@ -170,8 +173,6 @@ class AgentGateway(Starting):
 
     def _on_loop(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    # --- sessions ---------------------------------------------------------------------------------
 
     def session(
         self,
@@ -211,15 +212,7 @@ class AgentGateway(Starting):
         )
 
     def _open(
-        self,
-        name: str | None,
-        *,
-        limits: SessionLimits | None = None,
-        seed: int | None = None,
-        sampling: SamplingParams | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        is_kept: bool = True,
-        is_outside: bool = False,
+        self, name: str | None, sampling: SamplingParams | None = None, **given: Any
     ) -> AgentSession:
         session = AgentSession(
             self.template,
@@ -227,12 +220,8 @@ class AgentGateway(Starting):
             self._end_session,
             self._complete,
             name=name,
-            limits=limits or SessionLimits(),
-            seed=seed,
             sampling=sampling or self._sampling,
-            metadata=metadata or {},
-            is_kept=is_kept,
-            is_outside=is_outside,
+            **given,
         )
         self._registry.add(session)
         return session
@@ -311,6 +300,10 @@ def load_tokenizer(folder: str | Path) -> Any:
         BackendNotInstalledError: transformers is missing.
         OSError: There is no tokenizer.
     """
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {str(folder)!r}; expected a local Hugging Face folder"
+        )
     with needed_by("the tokenizer of a model folder", "transformers"):
         from transformers import AutoTokenizer
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)

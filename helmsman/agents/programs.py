@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shlex
 import signal
@@ -108,6 +109,8 @@ async def run_program(
             assert guard.stdin is not None
             guard.stdin.close()  # ends all processes that remain
             await asyncio.shield(guard.wait())
+            with contextlib.suppress(OSError):
+                await guard.stdin.wait_closed()
         numbers = report.read().split()
     output = written.decode("utf-8", "replace")
     # Without a status, the guard itself was killed.

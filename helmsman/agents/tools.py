@@ -251,8 +251,10 @@ class ToolLoop:
 
         Raises:
             BadRequestError: The chat is invalid, or a limit of the session is reached.
-            HelmsmanError: The model is not available.
+            HelmsmanError: The model is not available, or the loop is not entered.
         """
+        if len(self._by_name) == 0 and self._sources:
+            raise HelmsmanError("the ToolLoop is not entered; use it in `async with`")
         messages: list[Mapping[str, Any]] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         )

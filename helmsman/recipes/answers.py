@@ -198,13 +198,19 @@ class AgentAnswers(Answers):
             metadata={"step": self._step, "run": self._run_id},
             is_kept=name is not None,
         ) as session:
+            limit = asyncio.timeout(self._settings.timeout_s)
             try:
-                async with asyncio.timeout(self._settings.timeout_s):
+                async with limit:
                     returned = await self._call(row, session)
-            except Exception:  # agents raise any exception when a limit ends their session
+            except Exception as error:  # agents raise any exception when a limit ends their session
+                if limit.expired():
+                    raise TimeoutError(
+                        f"the agent did not end within {self._settings.timeout_s:g} s "
+                        f"(agent.timeout_s), after {session.num_turns} turns of the model"
+                    ) from error
                 if not session.is_truncated or self._limits.truncated_reward is None:
                     raise
-                returned = None
+                returned = session.reward
             reward = _reward_of(returned, session)
             if not session.num_turns:
                 raise ValueError(
@@ -229,11 +235,11 @@ class AgentAnswers(Answers):
             "session": session,
         }
         given = {name: everything[name] for name in _parameters(function)}
-        call = getattr(function, "__call__", function)  # noqa: B004 - of objects that are agents
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
+        if inspect.iscoroutinefunction(function):
             made: Awaitable[Any] = function(**given)
             return await made
-        return await run_in_new_thread(lambda: function(**given))
+        returned = await run_in_new_thread(lambda: function(**given))
+        return await returned if inspect.isawaitable(returned) else returned
 
 
 def find_agent(use: str, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -246,7 +252,7 @@ def find_agent(use: str, functions: Mapping[str, Callable[..., Any]]) -> Callabl
     Raises:
         ValueError: There is no such function, or it has parameters that agents do not receive.
     """
-    function = functions.get(use) or find_function(use)
+    function = functions.get(use) or find_function(use, "agent")
     _parameters(function)
     return function
 
@@ -267,13 +273,13 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 def _reward_of(returned: Any, session: AgentSession) -> float:
     if isinstance(returned, Mapping):
         returned = returned.get("reward")
-    if returned is None:
+    if returned is None and session.is_rated:
         returned = session.reward
     if isinstance(returned, numbers.Real) and math.isfinite(returned):
         return float(returned)
     raise ValueError(
         f"the agent returned {returned!r:.80}; expected its reward, a mapping with 'reward', or "
-        "None if it has set session.reward"
+        "None if it has set session.reward or posted a reward"
     )
 
 

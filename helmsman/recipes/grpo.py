@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from helmsman import Job, RolloutController, Scheduler, TrainController
 from helmsman.agents import AgentGateway
+from helmsman.api.extras import needed_by
 from helmsman.recipes.answers import AgentAnswers, Answers, SingleAnswers, find_agent
 from helmsman.recipes.critic import CriticModel
 from helmsman.recipes.loop import Loop
@@ -105,6 +107,9 @@ class GRPO(Recipe[GRPOSettings]):
         for reward in self.settings.rewards:
             make_caller(reward, self.functions)
         agent = self.settings.agent
+        if agent.is_given:
+            with needed_by("the agent's gateway", "aiohttp"):
+                importlib.import_module("aiohttp")
         if agent.use:
             find_agent(agent.use, self.functions)
         return dataset

@@ -166,8 +166,12 @@ def _last_number(text: str) -> Decimal | None:
 # --- user-defined functions -----------------------------------------------------------------------
 
 
-def find_function(use: str) -> Callable[..., Any]:
+def find_function(use: str, what: str = "reward") -> Callable[..., Any]:
     """Import the function of ``module:function`` or ``path/to/file.py:function``.
+
+    Args:
+        use: The function.
+        what: Its purpose, for messages.
 
     Raises:
         ValueError: There is no such file, module or function.
@@ -176,14 +180,15 @@ def find_function(use: str) -> Callable[..., Any]:
     place, _, name = use.rpartition(":")
     if not place or not name:
         raise ValueError(
-            f"there is no reward {use!r}; expected {', '.join(_BY_NAME)}, 'module:function' or "
+            f"there is no {what} {use!r}; expected "
+            f"{', '.join(_BY_NAME) + ', ' if what == 'reward' else ''}'module:function' or "
             "'path/to/file.py:function'"
         )
     if place.endswith(".py"):
         path = Path(place)
         if not path.is_file():
             raise ValueError(
-                f"the reward {use!r} cannot be loaded: there is no file {str(path.absolute())!r}"
+                f"the {what} {use!r} cannot be loaded: there is no file {str(path.absolute())!r}"
             )
         spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
         assert spec is not None
@@ -195,10 +200,10 @@ def find_function(use: str) -> Callable[..., Any]:
         try:
             module = importlib.import_module(place)
         except ModuleNotFoundError as error:
-            raise ValueError(f"the reward {use!r}: {error}") from error
+            raise ValueError(f"the {what} {use!r}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"the reward {use!r}: {place} has no function {name!r}")
+        raise ValueError(f"the {what} {use!r}: {place} has no function {name!r}")
     found: Callable[..., Any] = function
     return found
 

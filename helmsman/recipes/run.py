@@ -232,10 +232,16 @@ class Run(Loop):
 
     def _sample_rows(self, step: int, groups: list[Group]) -> list[SampleRow]:
         """Return the first answer of each group, with its reward."""
+
+        def prompt_of(group: Group) -> str:
+            sample = group.answers[0].samples[0]
+            own = self.tokenizer.decode(sample.input_ids[: -len(sample.continuation)])
+            return own if self.settings.agent.is_given else group.draw.row.prompt
+
         return [
             SampleRow(
                 step=step,
-                prompt=group.draw.row.prompt,
+                prompt=prompt_of(group),
                 completion=self.tokenizer.decode(group.answers[0].samples[0].continuation),
                 reward=group.answers[0].reward,
                 values=group.answers[0].scored.values,

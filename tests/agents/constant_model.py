@@ -16,11 +16,14 @@ class Constant:
     """A rollout engine that answers at once."""
 
     version = 0
+    refuses = False
 
     def initialize(self) -> None:
         return
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
+        if self.refuses:
+            raise ValueError("the prompt is too long")
         return GenerationResult(
             request_id=request.request_id,
             token_ids=[5],

@@ -46,3 +46,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat-check", str(tmp_path / "appends"), "--family", "x"]) == 2
     assert "family is 'x'; expected one of" in capsys.readouterr().err
     assert main(["chat-check", str(tmp_path)]) == 2
+    assert main(["chat-check", str(tmp_path / "nosuch")]) == 2
+    assert "expected a local Hugging Face folder" in capsys.readouterr().err
+    (tmp_path / "rejects.jinja").write_text("{{ raise_exception('no') }}")
+    given = ["--chat-template", str(tmp_path / "rejects.jinja")]
+    assert main(["chat-check", str(tmp_path / "appends"), *given]) == 2
+    assert "The template rejects every chat; set another one." in capsys.readouterr().out

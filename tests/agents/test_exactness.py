@@ -156,7 +156,6 @@ def converse(name: str, seed: str, counts: collections.Counter[str]) -> None:
             counts["rejected"] += 1
             return
         ids = prompt.ids()
-        assert len(ids) == prompt.num_tokens
         if id(chat) in plain and not prompt.fork and not is_ambiguous(conversation, prompt):
             assert model.template.decode(ids) == model.template.render(chat, tools)
             counts["plain"] += 1

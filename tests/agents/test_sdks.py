@@ -180,7 +180,7 @@ async def test_sessions_of_an_sdk(
         # The agent sends everything back: the session is one sample, however many turns it has.
         assert len(samples) == 1, session.forks
         assert len(samples[0].turn_ends) == session.num_turns
-        forks.update(each.reason for each in session.forks)
+        forks.update(session.forks)
         return made
 
     for begin in range(0, NUM_SESSIONS, 10):

@@ -16,7 +16,7 @@ import pytest
 from helmsman import HelmsmanError, RolloutController
 from helmsman.agents import AgentGateway, AgentSession, SessionLimits
 from helmsman.agents._messages import BadRequestError
-from tests.agents.constant_model import constant_rollout, plain_tokenizer
+from tests.agents.constant_model import Constant, constant_rollout, plain_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 STREAM = {**CHAT, "stream": True}
@@ -296,6 +296,36 @@ async def test_outside_agent_that_never_returns(rollout: RolloutController, toke
             key = {"Authorization": f"Bearer {opened['api_key']}"}
             async with client.post("/v1/responses", json={"input": "a"}, headers=key) as response:
                 assert response.status == 401
+
+
+@pytest.mark.asyncio
+async def test_tools_that_the_model_does_not_see(
+    gateway: AgentGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool = {"type": "function", "function": {"name": "look"}}
+    with gateway.session() as session:
+        for _ in range(2):
+            assert (await send(session, {**CHAT, "tools": [tool]}))[0] == 200
+    warnings = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert warnings[0].endswith("its chat template does not show tools. Use one that does")
+
+
+@pytest.mark.asyncio
+async def test_prompt_that_the_engine_refuses(
+    gateway: AgentGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Constant, "refuses", True)
+    with gateway.session() as session:
+        status, text = await send(session)
+    assert status == 400
+    assert json.loads(text)["error"] == {
+        "message": "the prompt is too long",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "context_length_exceeded",
+    }
+    assert session.is_truncated
 
 
 @pytest.mark.asyncio

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from helmsman import SamplingParams
 from helmsman.agents import AgentGateway, AgentSession
 from helmsman.agents._messages import BadRequestError
-from helmsman.recipes.answers import AgentAnswers
+from helmsman.recipes.answers import AgentAnswers, find_agent
 from helmsman.recipes.prompts import Draw, Row
 from helmsman.recipes.settings import Agent
 from tests.agents.constant_model import Constant, constant_rollout, plain_tokenizer
@@ -104,13 +105,50 @@ async def test_truncated_session_of_an_agent_that_fails(gateway: AgentGateway) -
 
 
 @pytest.mark.asyncio
-async def test_reward_that_is_no_number(gateway: AgentGateway) -> None:
-    async def agent(session: AgentSession) -> None:
+@pytest.mark.parametrize(
+    ("given", "returned", "message"),
+    [
+        (math.nan, None, "the reward is nan; expected a finite number"),
+        ("good", None, "the reward is 'good'; expected a finite number"),
+        (None, math.inf, "the agent returned inf; expected its reward"),
+        (None, None, "the agent returned None; expected its reward, a mapping with 'reward', or"),
+    ],
+)
+async def test_reward_that_is_no_number(
+    gateway: AgentGateway, given: Any, returned: Any, message: str
+) -> None:
+    async def agent(session: AgentSession) -> Any:
         await session.complete([{"role": "user", "content": "a"}])
-        session.reward = math.nan
+        if given is not None:
+            session.set_turn_reward(-1, given)
+        return returned
 
-    with pytest.raises(ValueError, match="the agent returned nan; expected its reward"):
+    with pytest.raises(ValueError, match=message):
         await reward_at(AgentAnswers(gateway, Agent(use="x"), 0.0, {"x": agent}), 1)
+
+
+@pytest.mark.asyncio
+async def test_agent_that_does_not_end(gateway: AgentGateway) -> None:
+    async def agent(session: AgentSession) -> None:
+        await asyncio.Event().wait()
+
+    answers = AgentAnswers(gateway, Agent(use="x", timeout_s=0.01), 0.0, {"x": agent})
+    message = r"did not end within 0.01 s \(agent.timeout_s\), after 0 turns of the model"
+    with pytest.raises(TimeoutError, match=message):
+        await reward_at(answers, 1)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        ("nofile.py:solve", r"the agent 'nofile.py:solve' cannot be loaded: there is no file"),
+        ("nosuch.mod:solve", r"the agent 'nosuch.mod:solve': No module named 'nosuch'"),
+        ("solve", r"there is no agent 'solve'; expected 'module:function' or"),
+    ],
+)
+def test_agent_that_cannot_be_loaded(use: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_agent(use, {})
 
 
 @pytest.mark.asyncio

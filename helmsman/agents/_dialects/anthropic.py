@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from helmsman.agents._dialects.base import Dialect, convert, event, function, text_of
+from helmsman.agents._dialects.base import Dialect, convert, event, functions, parses_tools, text_of
 from helmsman.agents._messages import (
     Answer,
     BadRequestError,
@@ -38,43 +38,25 @@ class AnthropicMessages(Dialect):
     """Anthropic's Messages."""
 
     path: ClassVar[str] = "messages"
-    ping = event({"type": "ping"}, "ping")
+    ping = event({"type": "ping"})
 
     def read(self, body: dict[str, Any]) -> ChatRequest:
-        """See Dialect."""
-        found = convert({"max_tokens": 1, **body} if body.get("count") else body, _Body)
+        found = convert(body, _Body)
         messages = [Message(role="system", content=text_of(found.system, "system"))] * bool(
             found.system
         )
         for index, each in enumerate(found.messages):
             messages += _messages(each, f"messages[{index}]")
-        tools = []
-        for index, tool in enumerate(found.tools or ()):
-            if tool.get("type", "custom") != "custom":
-                raise BadRequestError(
-                    f"tools of type {tool['type']!r} run at the vendor; expected tools with an "
-                    "input_schema",
-                    f"tools[{index}]",
-                )
-            tools.append(function(tool, f"tools[{index}]", "input_schema"))
-        choice = (found.tool_choice or {}).get("type", "auto")
-        if choice not in ("auto", "none"):
-            raise BadRequestError(
-                f"tool_choice is {choice!r}, which forces the model to call a tool; expected "
-                "'auto' or 'none'",
-                "tool_choice",
-            )
         return ChatRequest(
             messages=messages,
-            tools=tools,
-            parse_tools=choice == "auto",
+            tools=functions(found.tools, "custom", schema="input_schema"),
+            parse_tools=parses_tools(found.tool_choice),
             max_tokens=found.max_tokens,
             stop=tuple(found.stop_sequences or ()),
             stream=bool(found.stream),
         )
 
     def write(self, answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
-        """See Dialect."""
         choice = answer.choices[0]
         reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(choice.finish, "end_turn")
         if choice.stop_text is not None and choice.finish == "stop":
@@ -88,28 +70,21 @@ class AnthropicMessages(Dialect):
         }
 
     def events(self, answer: Answer, body: Mapping[str, Any]) -> Iterator[str]:
-        """See Dialect."""
         whole = self.write(answer, body)
         start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
-        yield event({"type": "message_start", "message": start}, "message_start")
+        yield event({"type": "message_start", "message": start})
         for index, block in enumerate(whole["content"]):
             empty, deltas = _deltas(block)
             kinds = {"type": "content_block_start", "index": index, "content_block": empty}
-            yield event(kinds, "content_block_start")
+            yield event(kinds)
             for delta in deltas:
-                yield event(
-                    {"type": "content_block_delta", "index": index, "delta": delta},
-                    "content_block_delta",
-                )
-            yield event({"type": "content_block_stop", "index": index}, "content_block_stop")
+                yield event({"type": "content_block_delta", "index": index, "delta": delta})
+            yield event({"type": "content_block_stop", "index": index})
         ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-        yield event(
-            {"type": "message_delta", "delta": ended, "usage": whole["usage"]}, "message_delta"
-        )
-        yield event({"type": "message_stop"}, "message_stop")
+        yield event({"type": "message_delta", "delta": ended, "usage": whole["usage"]})
+        yield event({"type": "message_stop"})
 
     def error(self, status: int, message: str, *, field: str, code: str) -> dict[str, Any]:
-        """See Dialect."""
         kind = {
             401: "authentication_error",
             404: "not_found_error",

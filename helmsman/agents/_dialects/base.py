@@ -19,6 +19,8 @@ class Dialect(abc.ABC):
 
     path: ClassVar[str]
     """Path of the API below ``/v1``."""
+    ping = ": waiting for the model\n\n"
+    """Event that keeps a connection open while the model generates."""
 
     @abc.abstractmethod
     def read(self, body: dict[str, Any]) -> ChatRequest:
@@ -30,23 +32,18 @@ class Dialect(abc.ABC):
 
     @abc.abstractmethod
     def write(self, answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the body of the response.
-
-        Args:
-            answer: The answers of the model.
-            body: The body of the request.
-        """
+        """Return the response's body for the model's answers, and the body of the request."""
 
     @abc.abstractmethod
     def events(self, answer: Answer, body: Mapping[str, Any]) -> Iterator[str]:
         """Return the response as server-sent events."""
 
-    @abc.abstractmethod
     def error(self, status: int, message: str, *, field: str, code: str) -> dict[str, Any]:
-        """Return the body of an error, in the vendor's form."""
-
-    ping = ": waiting for the model\n\n"
-    """Event that keeps a connection open while the model generates."""
+        """Return the body of an error in the vendor's form, by default OpenAI's."""
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
+            status, "invalid_request_error" if status < 500 else "server_error"
+        )
+        return {"error": {"message": message, "type": kind, "param": field or None, "code": code}}
 
 
 def convert(body: Any, kind: type[T]) -> T:
@@ -63,11 +60,7 @@ def convert(body: Any, kind: type[T]) -> T:
 
 
 def refuse(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Refuse unsupported fields that are set.
-
-    Args:
-        body: The body of a request.
-        reasons: Fields, and the next step for each.
+    """Refuse unsupported fields that are set, with the next step for each.
 
     Raises:
         BadRequestError: A field is set.
@@ -77,13 +70,36 @@ def refuse(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
             raise BadRequestError(f"{field} is not supported by this gateway. {step}", field)
 
 
-def text_of(content: Any, field: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text of a message's content: a text, or a list of parts.
+def refuse_schema(form: Any, field: str) -> None:
+    """Refuse a form of answers other than text.
 
-    Args:
-        content: The content; None is an empty text.
-        field: Name of the field, for errors.
-        kinds: Types of parts that have a text.
+    Raises:
+        BadRequestError: Another form is requested.
+    """
+    if form is not None and not (isinstance(form, dict) and form.get("type", "text") == "text"):
+        raise BadRequestError(
+            "the engine cannot be bound to a JSON schema; ask for JSON in the prompt", field
+        )
+
+
+def parses_tools(choice: Any) -> bool:
+    """Return whether calls of tools are recognised.
+
+    Raises:
+        BadRequestError: The choice forces a call, which needs constrained decoding.
+    """
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind in (None, "auto", "none"):
+        return bool(kind != "none")
+    raise BadRequestError(
+        f"tool_choice is {kind!r}, which forces the model to call a tool; expected 'auto' or "
+        "'none'. Ask for the call in the prompt",
+        "tool_choice",
+    )
+
+
+def text_of(content: Any, field: str, kinds: Sequence[str] = ("text",)) -> str:
+    """Return the text of a message's content: a text, or a list of parts of some kinds.
 
     Raises:
         BadRequestError: A part is an image or of another type.
@@ -110,34 +126,44 @@ def text_of(content: Any, field: str, kinds: Sequence[str] = ("text",)) -> str:
     return "\n".join(texts)
 
 
-def function(tool: Any, field: str, schema: str = "parameters") -> dict[str, Any]:
-    """Return a tool in the form that chat templates read.
+def functions(
+    tools: Sequence[Any] | None, kind: str, key: str = "", schema: str = "parameters"
+) -> list[dict[str, Any]]:
+    """Return tools in the form that chat templates read.
 
     Args:
-        tool: The tool, with ``name`` and ``description``.
-        field: Name of its field in the body, for errors.
+        tools: The tools of a request.
+        kind: Type of the tools that run at the agent; others run at the vendor.
+        key: Key of a tool's description; '' if the tool is its own.
         schema: Key of the JSON schema of its arguments.
 
     Raises:
-        BadRequestError: The tool or its schema is no object, or its name is no text.
+        BadRequestError: A tool is of another type or not well-formed.
     """
-    if not isinstance(tool, dict):
-        raise BadRequestError(f"a tool is {tool!r:.40}; expected an object", field)
-    name, parameters = tool.get("name"), tool.get(schema)
-    if not isinstance(name, str) or not name:
-        raise BadRequestError(f"a tool's name is {name!r}; expected a text", field)
-    if parameters is not None and not isinstance(parameters, dict):
-        raise BadRequestError(f"the {schema} of {name!r} are no JSON schema", field)
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": tool.get("description") or "",
-            "parameters": parameters or {"type": "object", "properties": {}},
-        },
-    }
+    found = []
+    for index, tool in enumerate(tools or ()):
+        field = f"tools[{index}]"
+        if isinstance(tool, dict) and tool.get("type", kind) != kind:
+            raise BadRequestError(
+                f"tools of type {tool['type']!r} run at the vendor; expected {kind} tools", field
+            )
+        if key and isinstance(tool, dict):
+            tool = tool.get(key)
+        if not isinstance(tool, dict):
+            raise BadRequestError(f"a tool is {tool!r:.40}; expected an object", field)
+        name, parameters = tool.get("name"), tool.get(schema)
+        if not isinstance(name, str) or not name:
+            raise BadRequestError(f"a tool's name is {name!r}; expected a text", field)
+        if parameters is not None and not isinstance(parameters, dict):
+            raise BadRequestError(f"the {schema} of {name!r} are no JSON schema", field)
+        description = tool.get("description") or ""
+        parameters = parameters or {"type": "object", "properties": {}}
+        inner = {"name": name, "description": description, "parameters": parameters}
+        found.append({"type": "function", "function": inner})
+    return found
 
 
-def event(data: Any, name: str = "") -> str:
-    """Return one server-sent event."""
-    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"
+def event(data: Mapping[str, Any]) -> str:
+    """Return one server-sent event, which has the name of its type, if any."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data)}\n\n"

@@ -7,7 +7,16 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from helmsman.agents._dialects.base import Dialect, convert, event, function, refuse, text_of
+from helmsman.agents._dialects.base import (
+    Dialect,
+    convert,
+    event,
+    functions,
+    parses_tools,
+    refuse,
+    refuse_schema,
+    text_of,
+)
 from helmsman.agents._messages import (
     Answer,
     BadRequestError,
@@ -71,21 +80,12 @@ class ChatCompletions(Dialect):
     path: ClassVar[str] = "chat/completions"
 
     def read(self, body: dict[str, Any]) -> ChatRequest:
-        """See Dialect."""
         refuse(body, _UNSUPPORTED)
         found = convert(body, _Body)
-        if found.response_format and found.response_format.get("type") != "text":
-            raise BadRequestError(
-                "the engine cannot be bound to a JSON schema; ask for JSON in the prompt",
-                "response_format",
-            )
-        tools = [
-            function(each.get("function"), f"tools[{index}]")
-            for index, each in enumerate(found.tools or ())
-        ]
+        refuse_schema(found.response_format, "response_format")
         return ChatRequest(
             messages=[_message(each, f"messages[{i}]") for i, each in enumerate(found.messages)],
-            tools=tools,
+            tools=functions(found.tools, "function", "function"),
             parse_tools=parses_tools(found.tool_choice),
             max_tokens=found.max_tokens
             if found.max_completion_tokens is None
@@ -98,13 +98,11 @@ class ChatCompletions(Dialect):
         )
 
     def write(self, answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
-        """See Dialect."""
         choices = []
         for index, choice in enumerate(answer.choices):
             message = choice.message
-            made: dict[str, Any] = {"role": "assistant", "content": message.content or None}
-            if not message.tool_calls:
-                made["content"] = message.content
+            content = None if message.tool_calls and not message.content else message.content
+            made: dict[str, Any] = {"role": "assistant", "content": content}
             if message.reasoning:
                 made["reasoning_content"] = message.reasoning
             if message.tool_calls:
@@ -130,7 +128,6 @@ class ChatCompletions(Dialect):
         }
 
     def events(self, answer: Answer, body: Mapping[str, Any]) -> Iterator[str]:
-        """See Dialect."""
         head = _head(answer, "chat.completion.chunk")
 
         def chunk(index: int, delta: dict[str, Any], **more: Any) -> str:
@@ -151,34 +148,6 @@ class ChatCompletions(Dialect):
         if (body.get("stream_options") or {}).get("include_usage"):
             yield event({**head, "choices": [], "usage": _usage(answer)})
         yield "data: [DONE]\n\n"
-
-    def error(self, status: int, message: str, *, field: str, code: str) -> dict[str, Any]:
-        """See Dialect."""
-        return openai_error(status, message, field, code)
-
-
-def openai_error(status: int, message: str, field: str, code: str) -> dict[str, Any]:
-    """Return the body of an error in OpenAI's form."""
-    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
-        status, "invalid_request_error" if status < 500 else "server_error"
-    )
-    return {"error": {"message": message, "type": kind, "param": field or None, "code": code}}
-
-
-def parses_tools(choice: Any) -> bool:
-    """Return whether calls of tools are recognised.
-
-    Raises:
-        BadRequestError: The choice forces a call, which needs constrained decoding.
-    """
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind in (None, "auto", "none"):
-        return kind != "none"
-    raise BadRequestError(
-        f"tool_choice is {kind!r}, which forces the model to call a tool; expected 'auto' or "
-        "'none'. Ask for the call in the prompt",
-        "tool_choice",
-    )
 
 
 def _message(found: _Message, field: str) -> Message:

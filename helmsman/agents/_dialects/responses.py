@@ -8,8 +8,16 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from helmsman.agents._dialects.base import Dialect, convert, event, function, refuse, text_of
-from helmsman.agents._dialects.chat import openai_error, parses_tools
+from helmsman.agents._dialects.base import (
+    Dialect,
+    convert,
+    event,
+    functions,
+    parses_tools,
+    refuse,
+    refuse_schema,
+    text_of,
+)
 from helmsman.agents._messages import (
     Answer,
     BadRequestError,
@@ -21,19 +29,13 @@ from helmsman.agents._messages import (
 
 _MOST_REMEMBERED = 32
 _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+_EMPTY: dict[str, dict[str, Any]] = {"message": {"content": []}, "function_call": {"arguments": ""}}
+"""Content of items before their first delta."""
 _UNSUPPORTED = {
     "conversation": "Use previous_response_id, or send the whole input",
     "background": "Omit it and wait for the response",
     "prompt": "Send `instructions` and `input`",
 }
-
-
-class _Format(msgspec.Struct):
-    type: str = "text"
-
-
-class _Text(msgspec.Struct):
-    format: _Format | None = None
 
 
 class _Body(msgspec.Struct):
@@ -45,7 +47,7 @@ class _Body(msgspec.Struct):
     max_output_tokens: int | None = None
     stream: bool | None = None
     store: bool | None = None
-    text: _Text | None = None
+    text: dict[str, Any] | None = None
 
 
 class Responses(Dialect):
@@ -57,27 +59,15 @@ class Responses(Dialect):
         self._chats: collections.OrderedDict[str, list[Message]] = collections.OrderedDict()
 
     def read(self, body: dict[str, Any]) -> ChatRequest:
-        """See Dialect."""
         refuse(body, _UNSUPPORTED)
         found = convert(body, _Body)
-        if found.text and found.text.format and found.text.format.type != "text":
-            raise BadRequestError(
-                "the engine cannot be bound to a JSON schema; ask for JSON in the prompt", "text"
-            )
-        tools = []
-        for index, tool in enumerate(found.tools or ()):
-            if tool.get("type") != "function":
-                raise BadRequestError(
-                    f"tools of type {tool.get('type')!r} run at the vendor; expected functions",
-                    f"tools[{index}]",
-                )
-            tools.append(function(tool, f"tools[{index}]"))
+        refuse_schema((found.text or {}).get("format"), "text.format")
         messages = (
             [Message(role="system", content=found.instructions)] if found.instructions else []
         )
         return ChatRequest(
             messages=[*messages, *self._history(found), *_messages(found.input)],
-            tools=tools,
+            tools=functions(found.tools, "function"),
             parse_tools=parses_tools(found.tool_choice),
             max_tokens=found.max_output_tokens,
             stream=bool(found.stream),
@@ -98,7 +88,6 @@ class Responses(Dialect):
         return found
 
     def write(self, answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
-        """See Dialect."""
         choice = answer.choices[0]
         found = convert(body, _Body)
         if found.store is not False:
@@ -126,49 +115,35 @@ class Responses(Dialect):
         }
 
     def events(self, answer: Answer, body: Mapping[str, Any]) -> Iterator[str]:
-        """See Dialect."""
         whole = self.write(answer, body)
         number = -1
 
         def made(kind: str, **more: Any) -> str:
             nonlocal number
             number += 1
-            return event({"type": kind, "sequence_number": number, **more}, kind)
+            return event({"type": kind, "sequence_number": number, **more})
 
         begun = {**whole, "status": "in_progress", "output": [], "usage": None}
         yield made("response.created", response=begun)
         yield made("response.in_progress", response=begun)
         for index, item in enumerate(whole["output"]):
             place = {"item_id": item["id"], "output_index": index}
-            empty = {**item, "status": "in_progress"}
+            empty = {**item, "status": "in_progress", **_EMPTY.get(item["type"], {})}
+            yield made("response.output_item.added", output_index=index, item=empty)
             if item["type"] == "message":
                 part = item["content"][0]
                 spot = {**place, "content_index": 0}
-                yield made(
-                    "response.output_item.added", output_index=index, item={**empty, "content": []}
-                )
                 yield made("response.content_part.added", **spot, part={**part, "text": ""})
                 yield made("response.output_text.delta", **spot, delta=part["text"], logprobs=[])
                 yield made("response.output_text.done", **spot, text=part["text"], logprobs=[])
                 yield made("response.content_part.done", **spot, part=part)
             elif item["type"] == "function_call":
                 text = item["arguments"]
-                yield made(
-                    "response.output_item.added",
-                    output_index=index,
-                    item={**empty, "arguments": ""},
-                )
                 yield made("response.function_call_arguments.delta", **place, delta=text)
                 done = {**place, "arguments": text, "name": item["name"]}
                 yield made("response.function_call_arguments.done", **done)
-            else:
-                yield made("response.output_item.added", output_index=index, item=empty)
             yield made("response.output_item.done", output_index=index, item=item)
         yield made(f"response.{whole['status']}", response=whole)
-
-    def error(self, status: int, message: str, *, field: str, code: str) -> dict[str, Any]:
-        """See Dialect."""
-        return openai_error(status, message, field, code)
 
 
 def _messages(given: str | list[dict[str, Any]]) -> list[Message]:
