@@ -71,12 +71,17 @@ class Turns:
         self.model = model
         self._rollout, self._template = rollout, template
         self._max_context, self._max_in_flight = max_context, max_in_flight
-        self._num_turns, self._has_warned = 0, False
+        self._running: set[asyncio.Task[Any]] = set()
+        self._has_warned = False
 
     @property
     def is_full(self) -> bool:
         """Whether a further turn must wait."""
-        return self._num_turns >= self._max_in_flight
+        return len(self._running) >= self._max_in_flight
+
+    async def wait_ended(self) -> None:
+        """Wait until the turns in progress have ended, which were cancelled."""
+        await asyncio.gather(*self._running, return_exceptions=True)
 
     def join(self, session: AgentSession, request: ChatRequest, key: RequestKey) -> TurnRequest:
         """Start a turn, or return the one that the same request has started.
@@ -148,14 +153,10 @@ class Turns:
         """
         if session.is_closed:
             raise _closed(session)
-        self._num_turns += 1
         task = asyncio.get_running_loop().create_task(self._turn(session, request))
         session.began(task)
-
-        def ended(task: asyncio.Task[Any]) -> None:
-            self._num_turns -= 1
-
-        task.add_done_callback(ended)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
         return task
 
     async def _turn(self, session: AgentSession, request: ChatRequest) -> tuple[Answer, list[Turn]]:

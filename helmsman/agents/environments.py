@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import os
@@ -205,13 +206,13 @@ async def run_task_folder(
         work, logs = Path(place) / "work", Path(place) / "logs"
         logs.mkdir()
         if (folder / "environment").is_dir():
-            shutil.copytree(folder / "environment", work)
+            await asyncio.to_thread(shutil.copytree, folder / "environment", work)
         else:
             work.mkdir()
         environment = {**session.environment, "HELMSMAN_TASK": instruction}
         limit = limits[0] if timeout is None else timeout
         await run_program(command, environment, timeout=limit, cwd=work)
-        shutil.copytree(tests.parent, Path(place) / "tests")
+        await asyncio.to_thread(shutil.copytree, tests.parent, Path(place) / "tests")
         try:
             await run_program(
                 ["bash", str(Path(place) / "tests" / "test.sh")],

@@ -168,6 +168,7 @@ class AgentGateway(Starting):
 
     async def _end(self) -> None:
         await self._registry.announce()
+        await self._turns.wait_ended()
         if self._stop is not None:
             await self._stop()
 
