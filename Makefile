@@ -20,7 +20,8 @@ PYTEST_ARGS ?=
 # Processes that share the tests, file by file: most of a test's time is spent waiting for processes to start and end.
 TEST_PROCESSES ?= 2
 STAMP_DOCS := .venv/.stamp-docs
-PYTEST := $(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+# A process of tests that crashes is not replaced: pytest-xdist would wait forever for the rest of its file.
+PYTEST := $(PY) -m pytest -n $(TEST_PROCESSES) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
 # Tried in this order; one that is only a shim for a Python that is not installed does not run, and is passed over.
 PYTHONS := $(strip $(PYTHON) python3.11 python3 python)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -135,6 +136,8 @@ _current: EmbeddedRay | None = None
 """The embedded Ray that this process started last; a process has one at a time."""
 _shutdowns: set[concurrent.futures.Future[None]] = set()
 """Shutdown calls that have not returned."""
+_kept: list[object] = []
+"""References of Ray whose release waits for a shutdown; see keeping."""
 
 
 def remember(ray: EmbeddedRay | None) -> None:
@@ -267,10 +270,34 @@ def begin_shutdown(function: Callable[[], None]) -> concurrent.futures.Future[No
 
     This process starts its next Ray only after the call has returned.
     """
+    # A cycle of objects with references, which the collector finds, must wait, too; see keeping.
+    is_collecting = gc.isenabled()
+    gc.disable()
     call = begin_in_thread(function, name="helmsman-ray")
     _shutdowns.add(call)
-    call.add_done_callback(_shutdowns.discard)
+
+    def ended(call: concurrent.futures.Future[None]) -> None:
+        if is_collecting:
+            gc.enable()
+        _kept.clear()
+        _shutdowns.discard(call)
+
+    call.add_done_callback(ended)
     return call
+
+
+@contextlib.contextmanager
+def keeping(reference: object) -> Iterator[None]:
+    """Keep a reference of Ray beyond the block, until a shutdown in progress has returned.
+
+    Ray ends the process, without a message, if a reference is released while another thread is
+    inside of ``ray.shutdown``.
+    """
+    try:
+        yield
+    finally:
+        if _shutdowns:
+            _kept.append(reference)
 
 
 def _own_session(node: Any) -> Path | None:

@@ -23,7 +23,7 @@ from helmsman.controller._aio.event_loop import run_in_executor
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._ray_backend import cluster_state
 from helmsman.controller._ray_backend import placement_groups as placement
-from helmsman.controller._ray_backend.embedded import EmbeddedRay, blocking, bounded
+from helmsman.controller._ray_backend.embedded import EmbeddedRay, blocking, bounded, keeping
 from helmsman.controller._transport.base import (
     Ending,
     TransportLostError,
@@ -282,7 +282,8 @@ class RayWorker:
 
     async def _await(self, reference: Any) -> Any:
         try:
-            return await (reference if self._ray is None else self._ray.wait(reference))
+            with keeping((reference, self)):  # its handles of the actor are references, too
+                return await (reference if self._ray is None else self._ray.wait(reference))
         except errors.ClusterLostError as error:
             raise TransportLostError(str(error)) from error
         except ray.exceptions.RayTaskError as error:
@@ -344,7 +345,8 @@ class RayWorker:
         reference = there.remote(self.log_path, self._pid, self.log_start, self._oom, limit_s)
         try:
             async with asyncio.timeout(_READ_REMAINS_S):
-                remains: _Remains = await reference
+                with keeping(reference):
+                    remains: _Remains = await reference
                 return remains
         except (TimeoutError, ray.exceptions.RayError) as error:
             log.warning("%s: its exit record could not be read: %s", self._worker_id, error)
