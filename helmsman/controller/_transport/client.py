@@ -628,9 +628,17 @@ async def await_reply(
     lead_s = lead_of(limit_s)
     timer: asyncio.TimerHandle
 
+    def at_limit() -> None:
+        nonlocal timer
+        left_s = limit_s - (time.monotonic() - call.started)
+        if left_s > 0:  # uvloop rounds its timers to milliseconds, and may be early
+            timer = loop.call_later(max(left_s, 0.001), at_limit)
+        else:
+            run_on_loop(functools.partial(call.late, limit_s, source))
+
     def almost_late() -> None:
         nonlocal timer
-        timer = loop.call_later(lead_s, run_on_loop, functools.partial(call.late, limit_s, source))
+        timer = loop.call_later(lead_s, at_limit)
         run_on_loop(functools.partial(call.inquire, lead_s))
 
     timer = loop.call_later(limit_s - lead_s, almost_late)
