@@ -39,6 +39,9 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # adopted by init.
 os.environ[SESSION_ENV_VAR] = SESSION
 
+# As in workers: tests that compute in their own process leave the cores to the other processes.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 # The event loops of the controllers are then those of uvloop, as in scripts whose libraries install
 # it; `.ci/run` runs tests/contract so, too.
 if os.environ.get("HELMSMAN_TEST_UVLOOP"):

@@ -30,8 +30,9 @@ class EnvironmentVariable(msgspec.Struct, frozen=True):
     value: str
     source: str
     """'driver' (forwarded from the script's shell), 'spec.env_vars', 'devices' (the worker's device
-    masks), 'cpu count' (thread counts), 'set_worker_env', 'node' (already set on the worker's
-    node), 'helmsman' (set by Helmsman for its own use) or 'engine' (changed later in the worker).
+    masks), 'cpu count' (thread counts), 'default' (unless the script sets it), 'set_worker_env',
+    'node' (already set on the worker's node), 'helmsman' (set by Helmsman for its own use) or
+    'engine' (changed later in the worker).
     """
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from helmsman.api.errors import ClusterMismatchError, RayStartError
 from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.event_loop import Deadline, run_on_loop, submit
+from helmsman.controller._node.environment import short_spin
 from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE, make_log_dir
 from helmsman.controller._ray_backend.embedded import (
     EmbeddedRay,
@@ -122,7 +123,7 @@ def _connect(
         if start is None:
             init()
             return None
-        for name, value in _ENVIRONMENT.items():
+        for name, value in {**_ENVIRONMENT, **short_spin(os.environ)}.items():
             os.environ.setdefault(name, value)
         os.environ[TAG_VARIABLE] = (
             f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean

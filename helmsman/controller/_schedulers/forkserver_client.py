@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from helmsman.controller._aio.event_loop import Deadline, run_in_executor
+from helmsman.controller._node.environment import short_spin
 from helmsman.controller._transport.base import tail_of
 from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._process.driver_watch import NO_PIDFD, pidfd_of_this_process
@@ -100,7 +101,11 @@ class ForkServer(asyncio.Protocol):
                 stdout=log,
                 stderr=log,
                 pass_fds=[fd for fd in (theirs.fileno(), driver) if fd != NO_PIDFD],
-                env={**os.environ, guardian.TAG_VARIABLE: f"{run_id}/forkserver"},
+                env={
+                    **short_spin(os.environ),
+                    **os.environ,
+                    guardian.TAG_VARIABLE: f"{run_id}/forkserver",
+                },
                 start_new_session=True,
             )
             undo.pop_all()

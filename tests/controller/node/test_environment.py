@@ -66,6 +66,7 @@ def test_worker_environment_by_machine() -> None:
     )
     assert [each for each in found if each.name not in THREAD_VARIABLES] == [
         EnvironmentVariable("CUDA_VISIBLE_DEVICES", "1", "devices"),
+        EnvironmentVariable("GOMP_SPINCOUNT", "1000", "default"),
         EnvironmentVariable("NCCL_DEBUG", "INFO", "driver"),
     ]
     here = as_mapping(worker_environment(ENVIRON, SchedulingSpec(), {}, same_machine=True))
@@ -85,7 +86,18 @@ def test_worker_environment_thread_counts() -> None:
     for own, others in (("3", "3"), ("3,2", "3"), ("many", "4")):
         spec = SchedulingSpec(cpu=4, env_vars={"OMP_NUM_THREADS": own})
         values = as_mapping(worker_environment({}, spec, {}, same_machine=True))
+        del values["GOMP_SPINCOUNT"]
         assert values == {**dict.fromkeys(THREAD_VARIABLES, others), "OMP_NUM_THREADS": own}
+
+
+def test_worker_environment_spinning_of_the_script_wins() -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        of_driver = worker_environment({name: "9"}, SchedulingSpec(), {}, same_machine=False)
+        assert EnvironmentVariable(name, "9", "driver") in of_driver
+        of_spec = worker_environment({}, SchedulingSpec(env_vars={name: "9"}), {}, same_machine=True)
+        assert EnvironmentVariable(name, "9", "spec.env_vars") in of_spec
+        for found in (of_driver, of_spec):
+            assert "default" not in {each.source for each in found}
 
 
 def test_worker_environment_of_the_spec_wins() -> None:
