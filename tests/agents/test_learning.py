@@ -85,7 +85,7 @@ def test_agent_learns_while_an_instance_is_killed(tmp_path: Path, settings: dict
     draw = random.Random(0)
     rows = [{"prompt": question(n), "answer": draw.choice(SECRETS)} for n in range(300)]
     (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, rows[:48])))
-    agent = Agent(kill_at=100)
+    agent = Agent(kill_at=60)
 
     async def look_and_answer(task: dict[str, Any], base_url: str, api_key: str) -> float:
         return await agent.run(task, base_url, api_key)
@@ -94,12 +94,12 @@ def test_agent_learns_while_an_instance_is_killed(tmp_path: Path, settings: dict
         model,
         {"train": rows[48:], "held_out": str(tmp_path / "held_out.jsonl")},
         agent=look_and_answer,
-        steps=16,
+        steps=8,
         prompts_per_step=8,
-        samples_per_prompt=8,
-        train={"lr": 1e-3},
-        evaluation={"every": 16, "samples": 4, "k": [1], "greedy": False},
-        checkpoints={"every": 16},
+        samples_per_prompt=4,
+        train={"lr": 2e-3},
+        evaluation={"every": 8, "samples": 2, "k": [1], "greedy": False},
+        checkpoints={"every": 8},
         tracking={"to": ["console"], "samples": 0},
         out=str(tmp_path / "out"),
         **{"rollout": {"max_new_tokens": 4}, **settings},
@@ -109,7 +109,7 @@ def test_agent_learns_while_an_instance_is_killed(tmp_path: Path, settings: dict
     rewards = [line["eval/pass@1"] for line in lines if "eval/pass@1" in line]
     assert rewards[-1] - rewards[0] >= 0.3
     assert agent.num_killed == 1
-    assert agent.num_ended >= 16 * 64
+    assert agent.num_ended >= 8 * 32
     assert summary.logprob_diff_max is not None
     if settings is SYNCHRONOUS:
         assert summary.logprob_diff_max < 1e-4
