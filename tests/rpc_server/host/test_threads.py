@@ -30,10 +30,13 @@ KEY = b"k" * 32
 def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Have the operating system refuse new threads from now on; ``monkeypatch.undo`` ends that."""
 
-    def refuse(*_: object) -> NoReturn:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise RuntimeError("can't start new thread")
 
-    return lambda: monkeypatch.setattr(threading, "_start_new_thread", refuse)
+    # Python 3.13 has another name.
+    names = ("_start_joinable_thread", "_start_new_thread")
+    name = next(each for each in names if hasattr(threading, each))
+    return lambda: monkeypatch.setattr(threading, name, refuse)
 
 
 def test_engine_loop_after_failed_start(
