@@ -176,6 +176,26 @@ class MethodDurations(msgspec.Struct, frozen=True, kw_only=True):
     """Median of the last 32."""
 
 
+class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a node of `helmsman up`, as its supervisor sees it."""
+
+    rank: int
+    count: int
+    """Number of nodes."""
+    doing: str
+    """A predicate, such as 'runs the script'."""
+    since_s: float
+    """Seconds since this began."""
+    head: str
+    """Address of the head's supervisor; '' with one node."""
+    is_apart: bool = False
+    """Whether the connection to the head is not there."""
+    missing: str = ""
+    """Nodes that have not joined, as text."""
+    processes: dict[str, tuple[int, str]] = {}
+    """raylet, gcs_server and script -> pid and state in /proc, of those that run."""
+
+
 class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """State of a run at one time."""
 
@@ -189,7 +209,9 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch, as all times of day here."""
     taken_at: float
     answered_by: str = "script"
-    """'script', or 'observation' if the script's process did not answer."""
+    """'script'; 'observation' if the script's process did not answer; 'supervisor' for a node of
+    `helmsman up`.
+    """
     script: ProcessReport | None = None
     """None if it was not requested or the script did not answer."""
     loop_stack: StackTrace | None = None
@@ -202,6 +224,8 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the last call ended or began; None before the first."""
     longest_idle_s: float = 0.0
     """Longest earlier time without any call."""
+    node: NodeSnapshot | None = None
+    """If a supervisor answered."""
     workers: list[WorkerSnapshot] = []
     rollouts: list[RolloutSnapshot] = []
     phases: list[PhaseSnapshot] = []
