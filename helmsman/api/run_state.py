@@ -58,6 +58,21 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Path -> (free, total): shared memory, temporary files and logs."""
 
 
+class CollectiveState(msgspec.Struct, frozen=True, kw_only=True):
+    """The collective that a process entered last in a process group, by torch's flight recorder."""
+
+    group: str
+    number: int
+    """Counts the collectives of the group."""
+    name: str
+    """Backend and name: 'nccl:all_reduce'."""
+    sizes: list[list[int]]
+    """Shapes of its inputs, at most four."""
+    age_s: float
+    """Seconds since it was enqueued."""
+    is_done: bool
+
+
 class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """Report of a process about itself."""
 
@@ -77,6 +92,7 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of the threads and tasks that execute calls; of a script, its main thread and its tasks."""
     children: list[ChildProcess]
     node: NodeReport
+    collectives: list[CollectiveState] = []
 
 
 class OpenCall(msgspec.Struct, frozen=True, kw_only=True):

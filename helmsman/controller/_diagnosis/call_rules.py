@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from helmsman.api.run_state import OpenCall
+from helmsman.api.run_state import CollectiveState, OpenCall
 from helmsman.controller._diagnosis.evidence import (
     Evidence,
     Finding,
@@ -49,6 +49,67 @@ def collectives(evidence: Evidence) -> Iterator[Finding]:
             )
         elif is_due and all(each.is_still for each in inside):
             yield from _all_inside(role, inside, waited_s, median_s)
+
+
+def recorded_collectives(evidence: Evidence) -> Iterator[Finding]:
+    """By torch's flight recorders, ranks are behind in a group, or call another collective.
+
+    They also show collectives that no Python stack shows: those of NCCL, and asynchronous ones.
+    """
+    for ranks in evidence.groups().values():
+        groups: dict[str, list[tuple[WorkerEvidence, CollectiveState]]] = {}
+        for worker in ranks:
+            report = worker.now.report
+            for state in report.collectives if report is not None else ():
+                groups.setdefault(state.group, []).append((worker, state))
+        for members in groups.values():
+            yield from _recorded(members)
+
+
+def _recorded(members: Sequence[tuple[WorkerEvidence, CollectiveState]]) -> Iterator[Finding]:
+    number = max(state.number for _, state in members)
+    inside = [(w, s) for w, s in members if s.number == number and not s.is_done]
+    waited_s = max((s.age_s for _, s in inside), default=0.0)
+    median_s = next((w.call.median_s for w, _ in inside if w.call is not None), None)
+    if waited_s < _STRUCTURAL_S or not is_late(waited_s, median_s):
+        return
+    kinds: dict[str, list[str]] = {}
+    for worker, state in inside:
+        has_equal_sizes = state.name.rpartition(":")[2] in ("all_reduce", "broadcast")
+        sizes = f" of shapes {state.sizes}" if has_equal_sizes else ""
+        kinds.setdefault(f"{state.name}{sizes}", []).append(worker.id)
+    wanted = max(kinds, key=lambda kind: len(kinds[kind]))
+    text = f"collective {number} of group {inside[0][1].group!r}, {wanted}"
+    source = "torch's flight recorder shows the last collective of each rank"
+    for kind, ids in kinds.items():
+        if kind != wanted:
+            yield Finding(
+                rule="collective mismatch",
+                is_problem=True,
+                subject=named(ids),
+                workers=[*ids, *kinds[wanted]],
+                cause=f"{named(kinds[wanted])} entered {text}; {named(ids)} entered {kind}.",
+                evidence=[source],
+                since_s=waited_s,
+                next_step="Every rank must call the same collectives with the same shapes, in the "
+                "same order; look for a branch that depends on the rank or on its data.",
+            )
+    behind = [(w, s) for w, s in members if s.number < number]
+    for worker, state in behind:
+        if _is_absent(worker, waited_s, median_s):
+            doing = f"it {describe_wait(worker.wait)}" if worker.wait else worker.where()
+            yield Finding(
+                rule="rank missing in collective",
+                is_problem=True,
+                subject=worker.id,
+                workers=[worker.id, *(w.id for w, _ in inside)],
+                cause=f"{worker.id} does not enter {text}: {doing}. "
+                f"{_count(len(inside), 'rank')} for it: {named(w.id for w, _ in inside)}.",
+                evidence=[source, f"its last one is {state.number}, {state.name}"],
+                since_s=waited_s,
+                next_step=f"helmsman stacks shows all threads of {worker.id}. Every rank must call "
+                "the same collectives in the same order.",
+            )
 
 
 def _age(worker: WorkerEvidence) -> float:

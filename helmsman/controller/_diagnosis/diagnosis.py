@@ -20,6 +20,7 @@ RULES: Sequence[Callable[[Evidence], Iterator[Finding]]] = (
     process_rules.nodes,
     flow_rules.placement,
     call_rules.collectives,
+    call_rules.recorded_collectives,
     flow_rules.weight_sync,
     flow_rules.rollouts,
     call_rules.blocked_calls,

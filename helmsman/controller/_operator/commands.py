@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import importlib.util
 import os
 import select
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -164,19 +167,30 @@ def _add_actions(commands: Any) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    earlier = None
-    while True:
-        snapshot = _snapshot(options, reports=False, role=None)
-        if options.json:
-            print(_json(snapshot))
-        else:
-            text = status_text(snapshot, earlier)
-            print(f"\x1b[H\x1b[2J{text}" if options.watch and sys.stdout.isatty() else text)
-        if not options.watch:
-            return OK if is_healthy(snapshot) else NO
-        sys.stdout.flush()
-        earlier = snapshot
-        time.sleep(_WATCH_S)
+    snapshot = _snapshot(options, reports=False, role=None)
+    text = _json(snapshot) if options.json else status_text(snapshot)
+    if not options.watch:
+        print(text)
+        return OK if is_healthy(snapshot) else NO
+    with _screen() as show:
+        while True:
+            show(text)
+            time.sleep(_WATCH_S)
+            earlier, snapshot = snapshot, _snapshot(options, reports=False, role=None)
+            text = _json(snapshot) if options.json else status_text(snapshot, earlier)
+
+
+@contextlib.contextmanager
+def _screen() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows a text in place of the one before, or below it without rich."""
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        yield functools.partial(print, flush=True)
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(screen=True, auto_refresh=False) as live:
+        yield lambda text: live.update(Text(text), refresh=True)
 
 
 def _logs(options: argparse.Namespace) -> int:

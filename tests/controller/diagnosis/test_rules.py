@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from helmsman.api.run_state import (
+    CollectiveState,
     Frame,
     NodeReport,
     OpenCall,
@@ -162,6 +163,40 @@ def test_collective_stuck() -> None:
     assert finding.rule == "collective stuck"
     assert "All 2 ranks of 'a' have entered the same collective" in finding.cause
     assert "a/0-1 waits in all_reduce at train.py:210" in finding.cause
+
+
+def entered(number: int, name: str, sizes: list[list[int]], **fields: Any) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"group": "0 default_pg", "age_s": 100.0, "is_done": False}
+    state = CollectiveState(number=number, name=name, sizes=sizes, **(defaults | fields))
+    return in_call(Frame("train.py", 7, "step", "loss.item()"), collectives=[state])
+
+
+def test_recorded_collective_mismatch() -> None:
+    """All ranks wait at the same line, with tensors of different shapes."""
+    odd = entered(4, "nccl:all_reduce", [[8]])
+    same = entered(4, "nccl:all_reduce", [[4]])
+    now = run(*(worker(f"a/{i}", world_size=3, **(odd if i == 2 else same)) for i in range(3)))
+    finding = only(now)
+    assert (finding.rule, finding.subject) == ("collective mismatch", "a/2")
+    assert "a/0-1 entered collective 4 of group '0 default_pg'" in finding.cause
+    assert "a/2 entered nccl:all_reduce of shapes [[8]]" in finding.cause
+
+
+def test_recorded_collective_missing() -> None:
+    behind = entered(3, "nccl:all_gather", [[4]], is_done=True)
+    now = run(worker("a/0", **entered(4, "nccl:all_reduce", [[4]])), worker("a/1", **behind))
+    finding = only(now)
+    assert (finding.rule, finding.subject) == ("rank missing in collective", "a/1")
+    assert "does not enter collective 4" in finding.cause
+    assert "its last one is 3, nccl:all_gather" in finding.evidence
+
+
+@pytest.mark.parametrize("fields", [{"is_done": True}, {"age_s": 4.0}], ids=["done", "recent"])
+def test_recorded_collective_healthy(fields: dict[str, Any]) -> None:
+    ahead = entered(4, "gloo:all_reduce", [[4]], **fields)
+    behind = entered(3, "gloo:all_reduce", [[4]], is_done=True)
+    found = diagnosed(run(worker("a/0", **ahead), worker("a/1", **behind))).findings
+    assert "rank missing in collective" not in [each.rule for each in found]
 
 
 def test_rank_that_computes_is_slow_only() -> None:

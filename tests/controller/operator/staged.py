@@ -61,6 +61,18 @@ class Ranks:
             time.sleep(3600)
         dist.all_reduce(torch.ones(4))
 
+    def asynchronous(self) -> None:
+        """Rank 0 polls a collective that rank 1 does not enter; no stack shows it."""
+        import torch
+        import torch.distributed as dist
+
+        if self.rank == 1:
+            time.sleep(3600)
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        assert work is not None
+        while not work.is_completed():
+            time.sleep(0.5)
+
     def disordered(self) -> None:
         import torch
         import torch.distributed as dist
@@ -360,6 +372,7 @@ def blocked_loop() -> None:
 FAULTS: dict[str, Callable[[], None]] = {
     "sleeps_in_step": lambda: collective("sleeps_in_step"),
     "uncalled": lambda: collective("uncalled"),
+    "asynchronous": lambda: collective("asynchronous"),
     "disordered": lambda: collective("disordered"),
     "late_rank": lambda: collective("late_rank"),
     "sleep": lambda: single("sleep"),

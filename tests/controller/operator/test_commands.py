@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -57,6 +58,27 @@ def test_status(controller: RolloutController, capsys: pytest.CaptureFixture[str
     snapshot = msgspec.json.decode(capsys.readouterr().out, type=RunSnapshot)
     assert [each.worker_id for each in snapshot.workers] == ["rollout/0", "rollout/1"]
     assert snapshot.rollouts[0].num_done == 4
+
+
+@pytest.mark.parametrize("blocked", ["", "rich"], ids=["rich", "plain"])
+def test_status_watch_on_a_terminal(controller: RolloutController, blocked: str) -> None:
+    """With rich, each state replaces the one before; without, it follows."""
+    source = "import sys; from helmsman.controller.cli import main; "
+    source += "main(['status', sys.argv[1], '--watch'])"
+    if blocked:  # as where it is not installed
+        source = "import importlib.util as u; u.find_spec = lambda name: None; " + source
+    near, far = pty.openpty()
+    command = [sys.executable, "-c", source, run_id_of(controller)]
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=far, env=environment) as process:
+        os.close(far)
+        output = b""
+        while output.count(b"rollout/1") < 3:
+            output += os.read(near, 4096)
+        process.send_signal(signal.SIGINT)
+    os.close(near)
+    assert (b"\x1b[?1049h" in output) == (not blocked)  # the alternate screen
+    assert (b"\x1b" in output) == (not blocked)
 
 
 def test_why_of_idle_run(controller: RolloutController, capsys: pytest.CaptureFixture[str]) -> None:
