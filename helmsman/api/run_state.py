@@ -73,6 +73,19 @@ class CollectiveState(msgspec.Struct, frozen=True, kw_only=True):
     is_done: bool
 
 
+class NcclRank(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank of an NCCL communicator, as NCCL's RAS service reports it."""
+
+    communicator: str
+    rank: int
+    host: str
+    pid: int
+    num_collectives: int = 0
+    """Collectives of all kinds that it has called."""
+    problem: str = ""
+    """'dead' or 'unresponsive'; '' for a rank that answers."""
+
+
 class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """Report of a process about itself."""
 
@@ -93,6 +106,8 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     children: list[ChildProcess]
     node: NodeReport
     collectives: list[CollectiveState] = []
+    nccl_ranks: list[NcclRank] = []
+    """From rank 0, while a collective of it waits."""
 
 
 class OpenCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,6 +182,10 @@ class RolloutSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Median duration of recent requests."""
     requests: list[RequestSnapshot]
     """Oldest open requests, at most 20."""
+    num_behind: dict[int, int] = {}
+    """Weight versions between a sample's oldest token and ``version`` -> number of such samples
+    among the last 1,024.
+    """
 
 
 class PhaseSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from helmsman.api.run_state import CollectiveState, OpenCall
+from helmsman.api.run_state import CollectiveState, NcclRank, OpenCall
 from helmsman.controller._diagnosis.evidence import (
     Evidence,
     Finding,
@@ -109,6 +109,39 @@ def _recorded(members: Sequence[tuple[WorkerEvidence, CollectiveState]]) -> Iter
                 since_s=waited_s,
                 next_step=f"helmsman stacks shows all threads of {worker.id}. Every rank must call "
                 "the same collectives in the same order.",
+            )
+
+
+def nccl_ranks(evidence: Evidence) -> Iterator[Finding]:
+    """By NCCL's RAS service, a rank of a waiting communicator is dead, silent or behind."""
+    workers = {(each.now.node, each.now.pid): each for each in evidence.workers}
+    found: dict[str, list[NcclRank]] = {}
+    for worker in evidence.workers:
+        for each in worker.now.report.nccl_ranks if worker.now.report is not None else ():
+            found.setdefault(each.communicator, []).append(each)
+    for ranks in found.values():
+        if not any((each.host, each.pid) in workers for each in ranks):
+            continue  # of another job on the node
+        most = max(each.num_collectives for each in ranks)
+        for each in ranks:
+            if not each.problem and each.num_collectives >= most:
+                continue
+            worker_ = workers.get((each.host, each.pid))
+            name = worker_.id if worker_ is not None else f"process {each.pid} on {each.host}"
+            state = (
+                f"is {each.problem}"
+                if each.problem
+                else f"has called {each.num_collectives} collectives, others {most}"
+            )
+            yield Finding(
+                rule="NCCL rank lost" if each.problem else "rank missing in collective",
+                is_problem=True,
+                subject=name,
+                workers=[worker_.id] if worker_ is not None else [],
+                cause=f"{name}, rank {each.rank} of NCCL communicator {each.communicator}, "
+                f"{state}, by NCCL's RAS service.",
+                next_step=f"Look at process {each.pid} on {each.host}, and at its node's devices "
+                "and links.",
             )
 
 

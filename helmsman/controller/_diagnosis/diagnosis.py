@@ -21,6 +21,7 @@ RULES: Sequence[Callable[[Evidence], Iterator[Finding]]] = (
     flow_rules.placement,
     call_rules.collectives,
     call_rules.recorded_collectives,
+    call_rules.nccl_ranks,
     flow_rules.weight_sync,
     flow_rules.rollouts,
     call_rules.blocked_calls,

@@ -150,6 +150,9 @@ def _rollout_lines(
         + paused
         + ("; asleep" if rollout.is_asleep else "")
     ]
+    if any(rollout.num_behind):
+        shown = ", ".join(f"{n} by {behind}" for behind, n in rollout.num_behind.items())
+        lines.append(f"  recent samples behind these weights: {shown} versions")
     if rollout.requests:
         oldest = rollout.requests[0]
         where = f"on {oldest.instance_id}" if oldest.instance_id else "queued"

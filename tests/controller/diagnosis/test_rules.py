@@ -10,6 +10,7 @@ import pytest
 from helmsman.api.run_state import (
     CollectiveState,
     Frame,
+    NcclRank,
     NodeReport,
     OpenCall,
     ProcessReport,
@@ -197,6 +198,29 @@ def test_recorded_collective_healthy(fields: dict[str, Any]) -> None:
     behind = entered(3, "gloo:all_reduce", [[4]], is_done=True)
     found = diagnosed(run(worker("a/0", **ahead), worker("a/1", **behind))).findings
     assert "rank missing in collective" not in [each.rule for each in found]
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule", "text"),
+    [
+        ({"problem": "dead"}, "NCCL rank lost", "is dead, by NCCL's RAS service"),
+        (
+            {"num_collectives": 3},
+            "rank missing in collective",
+            "has called 3 collectives, others 4",
+        ),
+    ],
+)
+def test_nccl_ranks(fields: dict[str, Any], rule: str, text: str) -> None:
+    ranks = [
+        NcclRank(communicator="0xa", rank=0, host="10.0.0.1", pid=7, num_collectives=4),
+        NcclRank(**{"communicator": "0xa", "rank": 1, "host": "10.0.0.2", "pid": 7} | fields),
+        NcclRank(communicator="0xb", rank=0, host="10.0.0.3", pid=1, problem="dead"),
+    ]
+    now = run(worker("a/0", report=report(nccl_ranks=ranks)), worker("a/1", node="10.0.0.2"))
+    finding = only(now)
+    assert (finding.rule, finding.subject) == (rule, "a/1")
+    assert f"a/1, rank 1 of NCCL communicator 0xa, {text}" in finding.cause
 
 
 def test_rank_that_computes_is_slow_only() -> None:

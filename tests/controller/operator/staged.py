@@ -302,6 +302,20 @@ def rollout(fault: str) -> None:
             time.sleep(3600)
 
 
+@contextlib.contextmanager
+def stale_samples(scheduler: LocalScheduler) -> Iterator[None]:
+    """Two samples of weight version 0 and one of version 2, which is served now."""
+    spec = SchedulingSpec(cpu=0.5)
+    with RolloutController(scheduler, Answers, Job(role="rollout", tasks=[spec])) as controller:
+        trainer = TrainController(scheduler, Weights, Job(role="actor", tasks=[spec]))
+        trainer.initialize()
+        controller.generate([[1], [2]], SamplingParams(max_new_tokens=4))
+        trainer.set_version(2)
+        WeightSync(trainer, controller, ViaMemory()).push()
+        controller.generate([[1]], SamplingParams(max_new_tokens=4))
+        yield
+
+
 def placement() -> None:
     import ray
 

@@ -22,7 +22,7 @@ from helmsman.controller._operator.logs import follow
 from helmsman.controller._operator.recordings import read_timeline
 from helmsman.controller.cli import main
 from tests.controller.operator.conftest import Staged, end
-from tests.controller.operator.staged import Answers
+from tests.controller.operator.staged import Answers, stale_samples
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +79,13 @@ def test_status_watch_on_a_terminal(controller: RolloutController, blocked: str)
     os.close(near)
     assert (b"\x1b[?1049h" in output) == (not blocked)  # the alternate screen
     assert (b"\x1b" in output) == (not blocked)
+
+
+def test_status_shows_samples_of_older_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    with LocalScheduler() as scheduler, stale_samples(scheduler):
+        assert main(["status", scheduler.run_id]) == 0
+    text = capsys.readouterr().out
+    assert "recent samples behind these weights: 1 by 0, 2 by 2 versions" in text
 
 
 def test_why_of_idle_run(controller: RolloutController, capsys: pytest.CaptureFixture[str]) -> None:
