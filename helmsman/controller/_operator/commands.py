@@ -25,8 +25,10 @@ from helmsman.controller._operator.cluster import attach, lines_here, on_all, on
 from helmsman.controller._operator.logs import coloured, follow, merge, read_lines, sources
 from helmsman.controller._operator.metrics import serve_until_end
 from helmsman.controller._operator.postmortem import postmortem
+from helmsman.controller._operator.recordings import missing_recordings
 from helmsman.controller._operator.replay import describe_calls, kept_calls, replay
 from helmsman.controller._operator.runs import (
+    FoundRun,
     RunNotFoundError,
     act,
     find_run,
@@ -199,7 +201,7 @@ def _logs(options: argparse.Namespace) -> int:
         parts = on_all(attach(options.address), lines_here, options.run_id, options.chosen)
         found, known = merge(parts), "none on any node"
     else:
-        run = find_run(options.run_id)
+        run = _find_recorded(options)
         if options.follow:
             for source, line in follow(run.log_dir, options.chosen, options.lines):
                 print(coloured(source, line, colour=colour), flush=True)
@@ -249,15 +251,22 @@ def _first(answers: Iterable[T | None], options: argparse.Namespace) -> T:
     )
 
 
-def _trace(options: argparse.Namespace) -> int:
+def _find_recorded(options: argparse.Namespace) -> FoundRun:
     run = find_run(options.run_id)
+    for each in missing_recordings(run.log_dir):
+        print(f"helmsman: {each}", file=sys.stderr)
+    return run
+
+
+def _trace(options: argparse.Namespace) -> int:
+    run = _find_recorded(options)
     num_events = write_trace(run.log_dir, Path(options.out))
     print(f"{options.out}: {num_events} events of run {run.run_id}; open it at ui.perfetto.dev")
     return OK
 
 
 def _postmortem(options: argparse.Namespace) -> int:
-    run = find_run(options.run_id)
+    run = _find_recorded(options)
     if run.is_alive:
         print(f"run {run.run_id} is alive; helmsman why {run.run_id} explains what it waits for")
     text, is_closed = postmortem(run.log_dir)
@@ -289,7 +298,7 @@ def _ui(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    run = find_run(options.run_id)
+    run = _find_recorded(options)
     write_report(run, Path(options.out))
     print(f"{options.out}: run {run.run_id}")
     return OK

@@ -214,7 +214,7 @@ def test_recorded_collective_healthy(fields: dict[str, Any]) -> None:
 def test_nccl_ranks(fields: dict[str, Any], rule: str, text: str) -> None:
     ranks = [
         NcclRank(communicator="0xa", rank=0, host="10.0.0.1", pid=7, num_collectives=4),
-        NcclRank(**{"communicator": "0xa", "rank": 1, "host": "10.0.0.2", "pid": 7} | fields),
+        NcclRank(communicator="0xa", rank=1, host="10.0.0.2", pid=7, **fields),
         NcclRank(communicator="0xb", rank=0, host="10.0.0.3", pid=1, problem="dead"),
     ]
     now = run(worker("a/0", report=report(nccl_ranks=ranks)), worker("a/1", node="10.0.0.2"))

@@ -230,6 +230,26 @@ def test_killed_run_leaves_trace_postmortem_and_logs(
     assert ends <= begins
 
 
+def test_recordings_of_another_node_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = tmp_path / "logs"
+    with LocalScheduler(log_dir=logs) as scheduler:
+        scheduler.create_workers(Job(role="actor", replicas=3))
+    commands = [["trace", str(logs), "-o", str(tmp_path / "out")], ["postmortem", str(logs)]]
+    commands += [["logs", str(logs)], ["report", str(logs), "-o", str(tmp_path / "run.html")]]
+    for command in commands:
+        assert main(command) == 0
+        assert capsys.readouterr().err == ""
+    for path in [*logs.glob("actor-1.*"), *logs.glob("actor-2.*")]:
+        path.unlink()  # as if they had been written on a node of their own
+    for command in commands:
+        assert main(command) == 0
+        text = capsys.readouterr().err
+        assert "without the recordings of actor/1-2, which are on node 127.0.0.1" in text
+        assert f"scp '127.0.0.1:{logs}/" in text
+
+
 def test_trace_clock_of_another_node(tmp_path: Path) -> None:
     """Calls begin after they were sent, although the worker's monotonic clock differs."""
     code = """
