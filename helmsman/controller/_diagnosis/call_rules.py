@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from helmsman.api.run_state import CollectiveState, NcclRank, OpenCall
 from helmsman.controller._diagnosis.evidence import (
     Evidence,
@@ -42,8 +44,12 @@ def collectives(evidence: Evidence) -> Iterator[Finding]:
         outside = [each for each in ranks if each not in inside]
         is_due = waited_s > _STRUCTURAL_S and (median_s is None or waited_s > 3 * median_s)
         if outside:
+            wait = inside[0].wait
+            assert wait is not None
+            entered = f"{wait.what} at {place(wait.site)}" if wait.site is not None else wait.what
+            waited = f"they have waited for {seconds(waited_s)}; {usual(median_s)}"
             yield from (
-                _absent(each, inside, waited_s, median_s)
+                _absent(each, inside, entered, waited_s, [waited])
                 for each in outside
                 if is_due and _is_absent(each, waited_s, median_s)
             )
@@ -94,22 +100,13 @@ def _recorded(members: Sequence[tuple[WorkerEvidence, CollectiveState]]) -> Iter
                 next_step="Every rank must call the same collectives with the same shapes, in the "
                 "same order; look for a branch that depends on the rank or on its data.",
             )
-    behind = [(w, s) for w, s in members if s.number < number]
-    for worker, state in behind:
-        if _is_absent(worker, waited_s, median_s):
-            doing = f"it {describe_wait(worker.wait)}" if worker.wait else worker.where()
-            yield Finding(
-                rule="rank missing in collective",
-                is_problem=True,
-                subject=worker.id,
-                workers=[worker.id, *(w.id for w, _ in inside)],
-                cause=f"{worker.id} does not enter {text}: {doing}. "
-                f"{_count(len(inside), 'rank')} for it: {named(w.id for w, _ in inside)}.",
-                evidence=[source, f"its last one is {state.number}, {state.name}"],
-                since_s=waited_s,
-                next_step=f"helmsman stacks shows all threads of {worker.id}. Every rank must call "
-                "the same collectives in the same order.",
-            )
+    for worker, state in members:
+        if state.number < number and _is_absent(worker, waited_s, median_s):
+            last = f"its last one is {state.number}, {state.name}"
+            waiting = [each for each, _ in inside]
+            finding = _absent(worker, waiting, text, waited_s, [source, last])
+            # The others wait in calls that no stack explains.
+            yield msgspec.structs.replace(finding, workers=[worker.id, *(w.id for w in waiting)])
 
 
 def nccl_ranks(evidence: Evidence) -> Iterator[Finding]:
@@ -162,12 +159,10 @@ def _is_absent(worker: WorkerEvidence, waited_s: float, median_s: float | None) 
 def _absent(
     worker: WorkerEvidence,
     inside: Sequence[WorkerEvidence],
+    entered: str,
     waited_s: float,
-    median_s: float | None,
+    evidence: list[str],
 ) -> Finding:
-    wait = inside[0].wait
-    assert wait is not None
-    entered = f"{wait.what} at {place(wait.site)}" if wait.site is not None else wait.what
     if worker.now.health is not None and not worker.now.health.answered:
         doing = "its process does not answer"
     elif worker.stack is None or not worker.stack.call:
@@ -189,7 +184,7 @@ def _absent(
         workers=[worker.id],
         cause=f"{worker.id} does not enter {entered}: {doing}. "
         f"{_count(len(inside), 'rank')} for it: {named(each.id for each in inside)}.",
-        evidence=[f"they have waited for {seconds(waited_s)}; {usual(median_s)}", *cpu],
+        evidence=[*evidence, *cpu],
         since_s=waited_s,
         next_step=f"helmsman stacks shows all threads of {worker.id}. Every rank must call the "
         "same collectives in the same order.",
