@@ -89,6 +89,7 @@ def test_status_shows_samples_of_older_weights(capsys: pytest.CaptureFixture[str
 
 
 def test_why_of_idle_run(controller: RolloutController, capsys: pytest.CaptureFixture[str]) -> None:
+    controller.generate([[1]], SamplingParams(max_new_tokens=4))  # so that it has just become idle
     assert main(["why", run_id_of(controller)]) == 0
     text = capsys.readouterr().out
     assert "no problem found" in text
@@ -259,12 +260,12 @@ title, kinds, ahead_ns = sys.argv[2], sys.argv[3], int(sys.argv[4])
 recorder = Recorder(title)
 recorder.persist(sys.argv[1], "0123456789")
 label = recorder.name("a/0 step" if title == "script" else "a/0.step")
-begin, end = (Kind.SENT, Kind.REPLIED) if title == "script" else (Kind.BEGUN, Kind.DONE)
+kind = Kind.SENT if title == "script" else Kind.BEGUN
 for number in range(1, 4):
-    base = number * 1_000_000 + ahead_ns
-    early, late = (0, 900_000) if title == "script" else (300_000, 500_000)
-    recorder.note(begin, label, number, clock=lambda: base + early)
-    recorder.note(end, label, number, 1.0, clock=lambda: base + late)
+    base_s = number / 1000 + ahead_ns / 1e9
+    early_s, late_s = (0.0, 0.0009) if title == "script" else (0.0003, 0.0005)
+    slot = recorder.note(kind, label, number, at=base_s + early_s)
+    recorder.finish(slot, base_s + late_s, kind, label, number, base_s + early_s)
 """
     for title, ahead_ns in (("script", 0), ("a/0", 5_000_000_000)):
         path = str(tmp_path / title.replace("/", "-"))
