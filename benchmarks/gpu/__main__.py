@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import benchmarks.gpu.hangs
 import benchmarks.gpu.memory
 import benchmarks.gpu.rollouts
 import benchmarks.gpu.training  # noqa: F401 - they declare checks

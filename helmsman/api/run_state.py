@@ -58,6 +58,34 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Path -> (free, total): shared memory, temporary files and logs."""
 
 
+class CollectiveState(msgspec.Struct, frozen=True, kw_only=True):
+    """The collective that a process entered last in a process group, by torch's flight recorder."""
+
+    group: str
+    number: int
+    """Counts the collectives of the group."""
+    name: str
+    """Backend and name: 'nccl:all_reduce'."""
+    sizes: list[list[int]]
+    """Shapes of its inputs, at most four."""
+    age_s: float
+    """Seconds since it was enqueued."""
+    is_done: bool
+
+
+class NcclRank(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank of an NCCL communicator, as NCCL's RAS service reports it."""
+
+    communicator: str
+    rank: int
+    host: str
+    pid: int
+    num_collectives: int = 0
+    """Collectives of all kinds that it has called."""
+    problem: str = ""
+    """'dead' or 'unresponsive'; '' for a rank that answers."""
+
+
 class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """Report of a process about itself."""
 
@@ -77,6 +105,9 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of the threads and tasks that execute calls; of a script, its main thread and its tasks."""
     children: list[ChildProcess]
     node: NodeReport
+    collectives: list[CollectiveState] = []
+    nccl_ranks: list[NcclRank] = []
+    """From rank 0, while a collective of it waits."""
 
 
 class OpenCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +182,10 @@ class RolloutSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Median duration of recent requests."""
     requests: list[RequestSnapshot]
     """Oldest open requests, at most 20."""
+    num_behind: dict[int, int] = {}
+    """Weight versions between a sample's oldest token and ``version`` -> number of such samples
+    among the last 1,024.
+    """
 
 
 class PhaseSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +211,26 @@ class MethodDurations(msgspec.Struct, frozen=True, kw_only=True):
     """Median of the last 32."""
 
 
+class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a node of `helmsman up`, as its supervisor sees it."""
+
+    rank: int
+    count: int
+    """Number of nodes."""
+    doing: str
+    """A predicate, such as 'runs the script'."""
+    since_s: float
+    """Seconds since this began."""
+    head: str
+    """Address of the head's supervisor; '' with one node."""
+    is_apart: bool = False
+    """Whether the connection to the head is not there."""
+    missing: str = ""
+    """Nodes that have not joined, as text."""
+    processes: dict[str, tuple[int, str]] = {}
+    """raylet, gcs_server and script -> pid and state in /proc, of those that run."""
+
+
 class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """State of a run at one time."""
 
@@ -189,7 +244,9 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch, as all times of day here."""
     taken_at: float
     answered_by: str = "script"
-    """'script', or 'observation' if the script's process did not answer."""
+    """'script'; 'observation' if the script's process did not answer; 'supervisor' for a node of
+    `helmsman up`.
+    """
     script: ProcessReport | None = None
     """None if it was not requested or the script did not answer."""
     loop_stack: StackTrace | None = None
@@ -202,6 +259,8 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the last call ended or began; None before the first."""
     longest_idle_s: float = 0.0
     """Longest earlier time without any call."""
+    node: NodeSnapshot | None = None
+    """If a supervisor answered."""
     workers: list[WorkerSnapshot] = []
     rollouts: list[RolloutSnapshot] = []
     phases: list[PhaseSnapshot] = []

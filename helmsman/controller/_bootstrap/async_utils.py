@@ -93,13 +93,17 @@ _KILLED_S = 2.0
 
 
 async def run_script(
-    command: Sequence[str], environ: Mapping[str, str], stop: asyncio.Future[Any], grace_s: float
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    stop: asyncio.Future[Any],
+    grace_s: float,
+    started: Callable[[int], None] = lambda pid: None,
 ) -> int:
     """Run the script in this process's group: it may read the terminal and receives Ctrl-C.
 
     When ``stop`` is done, its result is the exception that ends the script. The signal of a
     StoppedError is forwarded; other exceptions send SIGTERM. After ``grace_s`` seconds (3 s without
-    a signal) the script is killed.
+    a signal) the script is killed. ``started`` receives its pid.
 
     Returns:
         The exit code, as a shell reports it.
@@ -114,6 +118,7 @@ async def run_script(
         raise PreflightError(
             f"the script cannot be started: {command[0]}: {error.strerror}"
         ) from error
+    started(process.pid)
     ending = asyncio.ensure_future(process.wait())
     await first(ending, stop)
     if not ending.done():

@@ -84,7 +84,7 @@ class Joined(Message, frozen=True):
 
 
 class Waiting(Message, frozen=True):
-    """The nodes that are still missing, as text for users."""
+    """The nodes that are still missing, as text for users; '' once all have joined."""
 
     text: str
 

@@ -32,6 +32,7 @@ from helmsman.controller._bootstrap.connection import (
     Welcome,
     proof_key,
 )
+from helmsman.controller._bootstrap.node_desk import NodeDesk
 from helmsman.controller._bootstrap.node_plan import NodePlan, node_environ, ray_token
 from helmsman.controller._bootstrap.ray_process import NodeSeen, NodeView, RayProcess
 from helmsman.controller._node.run_registry import RUN_VARIABLE
@@ -72,6 +73,7 @@ class Head:
         self._token = ray_token(plan.secret or secrets.token_hex(32), plan.run_id)
         self._environ = node_environ(plan, self._cluster, self._token, os.environ)
         self._ray = RayProcess(plan, self._environ, report)
+        self._desk = NodeDesk(plan, report)
         self._members: dict[int, Member] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         """One task per connection and per draining node."""
@@ -101,7 +103,9 @@ class Head:
             reason = str(error)
             raise
         finally:
+            self._desk.note(f"ends the run: {reason}")
             await self._end(Ended(reason, failed=not self._began))
+            self._desk.close()
         return code
 
     async def _live(self) -> int:
@@ -109,7 +113,9 @@ class Head:
         guard(os.getpid(), plan.tag)
         if plan.identity.count > 1:
             self._listen()
+        self._desk.note("starts Ray")
         self._address = await unless(self._stop, self._ray.start(plan.run_id))
+        self._desk.note("waits for the other nodes")
         self._ray.ended.add_done_callback(self._ray_has_died)
         self._view = self._make_view(self._address, self._environ)
         for member in self._members.values():
@@ -126,7 +132,11 @@ class Head:
             RUN_VARIABLE: plan.run_id,
             TAG_VARIABLE: plan.tag,
         }
-        return await run_script(plan.command, environ, self._stop, plan.grace_s)
+        return await run_script(plan.command, environ, self._stop, plan.grace_s, self._runs)
+
+    def _runs(self, pid: int) -> None:
+        self._desk.script_pid = pid
+        self._desk.note("runs the script")
 
     def _ray_has_died(self, ended: asyncio.Future[str]) -> None:
         self._interrupt(
@@ -155,11 +165,14 @@ class Head:
                 if (why := self._why_missing(rank, seen))
             }
             if not missing:
+                for member in self._members.values():
+                    member.connection.send(Waiting(""))
                 return seen
             news = (
                 f"{len(missing)} of {self._plan.identity.count} nodes are missing: "
                 f"{_listed(missing)}"
             )
+            self._desk.note("waits for the other nodes", missing=_listed(missing))
             if news != reported:
                 reported = news
                 self._report(

@@ -31,6 +31,7 @@ from helmsman.controller._bootstrap.connection import (
     connect,
     proof_key,
 )
+from helmsman.controller._bootstrap.node_desk import NodeDesk
 from helmsman.controller._bootstrap.node_plan import NodePlan, node_environ, ray_token
 from helmsman.controller._bootstrap.ray_process import RayProcess
 from helmsman.rpc_server._process.guardian import guard
@@ -51,6 +52,7 @@ class JoiningNode:
         self._run_id = ""
         self._has_joined = False
         self._reported: set[str] = set()
+        self._desk = NodeDesk(plan, report)
 
     async def run(self) -> int:
         """Join, and run until the head ends the run.
@@ -82,14 +84,17 @@ class JoiningNode:
                 await self._ray.stop()
             if self._connection is not None:
                 await self._connection.close()
+            self._desk.close()
         self._report(f"the run has ended: {ended.reason}; this node has left")
         return 0
 
     async def _live(self) -> Ended:
         plan = self._plan
+        self._desk.note("looks for the head", is_apart=True)
         welcome = await unless(self._stop, self._arrive(Deadline(plan.timeout_s)))
         assert self._connection is not None
         self._run_id = welcome.run_id
+        self._desk.note("starts Ray")
         token = ray_token(plan.secret, welcome.run_id) if plan.secret else welcome.token
         self._ray = ray = RayProcess(
             plan, node_environ(plan, welcome.variables, token, os.environ), self._report
@@ -102,6 +107,7 @@ class JoiningNode:
                 starting.result()
                 self._has_joined = True
                 self._connection.send(Joined())
+                self._desk.note("is part of the run")
                 self._report(f"joined the cluster at {welcome.address}")
                 await first(ray.ended, attending, self._stop)
                 while not (
@@ -177,6 +183,8 @@ class JoiningNode:
         )
         self._connection = connection
         self._report_once(f"the head at {self._where} answers; waiting for its Ray")
+        if not self._has_joined:
+            self._desk.note("waits for the head's Ray")
         try:
             while not isinstance(message := await self._next(connection), Welcome):
                 if isinstance(message, Refused) and message.ended:
@@ -194,7 +202,10 @@ class JoiningNode:
     async def _next(self, connection: PeerConnection) -> Message:
         """Return the next message, and print Waiting. Raises PeerLostError or BootstrapError."""
         while isinstance(message := await connection.receive(), Waiting):
-            self._report(message.text)
+            if message.text:
+                self._report(message.text)
+            doing = "waits for the other nodes" if message.text else "is part of the run"
+            self._desk.note(doing, missing=message.text)
         return self._required(message) if isinstance(message, Ended) else message
 
     def _required(self, ended: Ended) -> Ended:
@@ -215,6 +226,7 @@ class JoiningNode:
                 if isinstance(message := await self._next(self._connection), Ended):
                     return message
             except PeerLostError as error:
+                self._desk.note("looks for the head again", is_apart=True)
                 await self._connection.close()
                 if ended := await self._seek_again(str(error)):
                     return ended
@@ -231,6 +243,7 @@ class JoiningNode:
             try:
                 await self._introduce()
                 self._report("the connection to the head was lost and is restored")
+                self._desk.note("is part of the run")
                 return None
             except ConnectionRefusedError:
                 if refusals.passed:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from helmsman.api.run_state import OpenCall
+import msgspec
+
+from helmsman.api.run_state import CollectiveState, NcclRank, OpenCall
 from helmsman.controller._diagnosis.evidence import (
     Evidence,
     Finding,
@@ -42,13 +44,102 @@ def collectives(evidence: Evidence) -> Iterator[Finding]:
         outside = [each for each in ranks if each not in inside]
         is_due = waited_s > _STRUCTURAL_S and (median_s is None or waited_s > 3 * median_s)
         if outside:
+            wait = inside[0].wait
+            assert wait is not None
+            entered = f"{wait.what} at {place(wait.site)}" if wait.site is not None else wait.what
+            waited = f"they have waited for {seconds(waited_s)}; {usual(median_s)}"
             yield from (
-                _absent(each, inside, waited_s, median_s)
+                _absent(each, inside, entered, waited_s, [waited])
                 for each in outside
                 if is_due and _is_absent(each, waited_s, median_s)
             )
         elif is_due and all(each.is_still for each in inside):
             yield from _all_inside(role, inside, waited_s, median_s)
+
+
+def recorded_collectives(evidence: Evidence) -> Iterator[Finding]:
+    """By torch's flight recorders, ranks are behind in a group, or call another collective.
+
+    They also show collectives that no Python stack shows: those of NCCL, and asynchronous ones.
+    """
+    for ranks in evidence.groups().values():
+        groups: dict[str, list[tuple[WorkerEvidence, CollectiveState]]] = {}
+        for worker in ranks:
+            report = worker.now.report
+            for state in report.collectives if report is not None else ():
+                groups.setdefault(state.group, []).append((worker, state))
+        for members in groups.values():
+            yield from _recorded(members)
+
+
+def _recorded(members: Sequence[tuple[WorkerEvidence, CollectiveState]]) -> Iterator[Finding]:
+    number = max(state.number for _, state in members)
+    inside = [(w, s) for w, s in members if s.number == number and not s.is_done]
+    waited_s = max((s.age_s for _, s in inside), default=0.0)
+    median_s = next((w.call.median_s for w, _ in inside if w.call is not None), None)
+    if waited_s < _STRUCTURAL_S or not is_late(waited_s, median_s):
+        return
+    kinds: dict[str, list[str]] = {}
+    for worker, state in inside:
+        has_equal_sizes = state.name.rpartition(":")[2] in ("all_reduce", "broadcast")
+        sizes = f" of shapes {state.sizes}" if has_equal_sizes else ""
+        kinds.setdefault(f"{state.name}{sizes}", []).append(worker.id)
+    wanted = max(kinds, key=lambda kind: len(kinds[kind]))
+    text = f"collective {number} of group {inside[0][1].group!r}, {wanted}"
+    source = "torch's flight recorder shows the last collective of each rank"
+    for kind, ids in kinds.items():
+        if kind != wanted:
+            yield Finding(
+                rule="collective mismatch",
+                is_problem=True,
+                subject=named(ids),
+                workers=[*ids, *kinds[wanted]],
+                cause=f"{named(kinds[wanted])} entered {text}; {named(ids)} entered {kind}.",
+                evidence=[source],
+                since_s=waited_s,
+                next_step="Every rank must call the same collectives with the same shapes, in the "
+                "same order; look for a branch that depends on the rank or on its data.",
+            )
+    for worker, state in members:
+        if state.number < number and _is_absent(worker, waited_s, median_s):
+            last = f"its last one is {state.number}, {state.name}"
+            waiting = [each for each, _ in inside]
+            finding = _absent(worker, waiting, text, waited_s, [source, last])
+            # The others wait in calls that no stack explains.
+            yield msgspec.structs.replace(finding, workers=[worker.id, *(w.id for w in waiting)])
+
+
+def nccl_ranks(evidence: Evidence) -> Iterator[Finding]:
+    """By NCCL's RAS service, a rank of a waiting communicator is dead, silent or behind."""
+    workers = {(each.now.node, each.now.pid): each for each in evidence.workers}
+    found: dict[str, list[NcclRank]] = {}
+    for worker in evidence.workers:
+        for each in worker.now.report.nccl_ranks if worker.now.report is not None else ():
+            found.setdefault(each.communicator, []).append(each)
+    for ranks in found.values():
+        if not any((each.host, each.pid) in workers for each in ranks):
+            continue  # of another job on the node
+        most = max(each.num_collectives for each in ranks)
+        for each in ranks:
+            if not each.problem and each.num_collectives >= most:
+                continue
+            worker_ = workers.get((each.host, each.pid))
+            name = worker_.id if worker_ is not None else f"process {each.pid} on {each.host}"
+            state = (
+                f"is {each.problem}"
+                if each.problem
+                else f"has called {each.num_collectives} collectives, others {most}"
+            )
+            yield Finding(
+                rule="NCCL rank lost" if each.problem else "rank missing in collective",
+                is_problem=True,
+                subject=name,
+                workers=[worker_.id] if worker_ is not None else [],
+                cause=f"{name}, rank {each.rank} of NCCL communicator {each.communicator}, "
+                f"{state}, by NCCL's RAS service.",
+                next_step=f"Look at process {each.pid} on {each.host}, and at its node's devices "
+                "and links.",
+            )
 
 
 def _age(worker: WorkerEvidence) -> float:
@@ -68,12 +159,10 @@ def _is_absent(worker: WorkerEvidence, waited_s: float, median_s: float | None) 
 def _absent(
     worker: WorkerEvidence,
     inside: Sequence[WorkerEvidence],
+    entered: str,
     waited_s: float,
-    median_s: float | None,
+    evidence: list[str],
 ) -> Finding:
-    wait = inside[0].wait
-    assert wait is not None
-    entered = f"{wait.what} at {place(wait.site)}" if wait.site is not None else wait.what
     if worker.now.health is not None and not worker.now.health.answered:
         doing = "its process does not answer"
     elif worker.stack is None or not worker.stack.call:
@@ -95,7 +184,7 @@ def _absent(
         workers=[worker.id],
         cause=f"{worker.id} does not enter {entered}: {doing}. "
         f"{_count(len(inside), 'rank')} for it: {named(each.id for each in inside)}.",
-        evidence=[f"they have waited for {seconds(waited_s)}; {usual(median_s)}", *cpu],
+        evidence=[*evidence, *cpu],
         since_s=waited_s,
         next_step=f"helmsman stacks shows all threads of {worker.id}. Every rank must call the "
         "same collectives in the same order.",

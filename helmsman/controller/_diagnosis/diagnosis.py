@@ -13,12 +13,15 @@ from helmsman.controller._diagnosis.stacks import named, place, site_of
 
 RULES: Sequence[Callable[[Evidence], Iterator[Finding]]] = (
     process_rules.script_process,
+    process_rules.supervised_node,
     process_rules.event_loop,
     process_rules.worker_processes,
     process_rules.silent_nodes,
     process_rules.nodes,
     flow_rules.placement,
     call_rules.collectives,
+    call_rules.recorded_collectives,
+    call_rules.nccl_ranks,
     flow_rules.weight_sync,
     flow_rules.rollouts,
     call_rules.blocked_calls,
@@ -82,4 +85,7 @@ def waits_for(evidence: Evidence) -> str:
     main = run.script.stacks[0] if run.script is not None and run.script.stacks else None
     site = site_of(main) if main is not None else None
     at = f" at {place(site)}" if site is not None else ""
+    if run.node is not None:
+        here = f"Rank {run.node.rank} of {run.node.count} {run.node.doing}"
+        return f"{here} ({seconds(run.node.since_s)}){at}."
     return f"{prefix}No call is open; the script runs its own code{at}."

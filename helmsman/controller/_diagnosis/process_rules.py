@@ -9,6 +9,8 @@ from helmsman.controller._diagnosis.evidence import Evidence, Finding, WorkerEvi
 from helmsman.controller._diagnosis.stacks import named, place, site_of
 
 _STUCK_S = 2.0
+_NODE_S = 5.0
+"""Nodes of `helmsman up` that are not there are a finding after this time."""
 _LOW_SHARE, _LOW_BYTES = 0.005, 64 << 20
 _LOW_MEMORY_BYTES = 256 << 20
 _SWAPPED_SHARE = 0.2
@@ -19,7 +21,7 @@ _STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "a zombie", "gone"
 def script_process(evidence: Evidence) -> Iterator[Finding]:
     """The script's process is stopped, stuck or a zombie."""
     run = evidence.now
-    if run.answered_by == "script":
+    if run.answered_by != "observation":
         return
     since_s = run.script_stuck_s
     stack = run.script.stacks[0] if run.script and run.script.stacks else None
@@ -58,6 +60,36 @@ def script_process(evidence: Evidence) -> Iterator[Finding]:
             since_s=since_s,
             next_step=f"py-spy dump --native --pid {run.pid} shows the C function.",
         )
+
+
+def supervised_node(evidence: Evidence) -> Iterator[Finding]:
+    """A node of `helmsman up` waits for others, has lost the head, or has a stopped process."""
+    run, node = evidence.now, evidence.now.node
+    if node is None:
+        return
+    here = f"rank {node.rank} of {node.count}"
+    for name, (pid, state) in node.processes.items():
+        if state in _STATES:
+            yield Finding(
+                rule="process stopped",
+                is_problem=True,
+                subject=name,
+                cause=f"The {name} of {here} is {_STATES[state]}: process {pid} on {run.host}.",
+                next_step=f"kill -CONT {pid} lets it continue."
+                if state == "T"
+                else f"Look at the output of helmsman up on {run.host}.",
+            )
+    if node.since_s < _NODE_S or not (node.is_apart or node.missing):
+        return
+    reason = f"{node.head} does not answer" if node.is_apart else node.missing
+    yield Finding(
+        rule="head unreachable" if node.is_apart else "nodes missing",
+        is_problem=True,
+        subject=node.head if node.is_apart else here,
+        cause=f"{here} on {run.host} {node.doing}: {reason}.",
+        since_s=node.since_s,
+        next_step="Look at the output of helmsman up on these nodes; --timeout gives them longer.",
+    )
 
 
 def event_loop(evidence: Evidence) -> Iterator[Finding]:

@@ -25,10 +25,18 @@ _MOST_ROWS = 40
 
 
 def is_healthy(run: RunSnapshot) -> bool:
-    """Return whether the script and all workers answer."""
-    return run.answered_by == "script" and all(
-        each.state in ("ready", "restarting") and each.health is not None and each.health.answered
-        for each in run.workers
+    """Return whether the script, or the node's supervisor, and all workers answer."""
+    stopped = run.node is not None and any(s in "TtZ" for _, s in run.node.processes.values())
+    apart = run.node is not None and run.node.is_apart
+    return (
+        run.answered_by != "observation"
+        and not (stopped or apart)
+        and all(
+            each.state in ("ready", "restarting", "unknown")
+            and each.health is not None
+            and each.health.answered
+            for each in run.workers
+        )
     )
 
 
@@ -44,7 +52,13 @@ def status_text(run: RunSnapshot, earlier: RunSnapshot | None = None) -> str:
         f"run {run.run_id}  {run.scheduler}  up {seconds(age_s)}  pid {run.pid} on {run.host}",
         f"script: {run.command}",
     ]
-    if run.answered_by != "script":
+    if run.node is not None:
+        node = run.node
+        lines.append(f"rank {node.rank} of {node.count} {node.doing} ({seconds(node.since_s)})")
+        lines += [f"missing: {node.missing}"] if node.missing else []
+        lines += [f"head: {node.head}"] if node.head else []
+        lines += [f"{name}: pid {pid}, {state}" for name, (pid, state) in node.processes.items()]
+    if run.answered_by == "observation":
         stuck = f" for {seconds(run.script_stuck_s)}" if run.script_stuck_s is not None else ""
         lines.append(
             f"THE SCRIPT DOES NOT ANSWER{stuck}; its process is in state {run.script_state}"
@@ -136,6 +150,9 @@ def _rollout_lines(
         + paused
         + ("; asleep" if rollout.is_asleep else "")
     ]
+    if any(rollout.num_behind):
+        shown = ", ".join(f"{n} by {behind}" for behind, n in rollout.num_behind.items())
+        lines.append(f"  recent samples behind these weights: {shown} versions")
     if rollout.requests:
         oldest = rollout.requests[0]
         where = f"on {oldest.instance_id}" if oldest.instance_id else "queued"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,9 @@ from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._generation.routing import LeastOutstandingTokens, RoutingPolicy
 from helmsman.controller._node.activity import Durations
 from helmsman.rpc_server._process.recorder import Kind
+
+_MOST_SAMPLES = 1024
+"""Recent samples whose weight versions are shown."""
 
 
 class Backend(Protocol):
@@ -81,6 +85,8 @@ class RequestFlow:
         """Records an event: kind, name, number and value."""
         self.num_tokens_done = 0
         """Number of tokens of these requests."""
+        self.oldest_versions: collections.deque[int] = collections.deque(maxlen=_MOST_SAMPLES)
+        """Weight version of the oldest token of each of the last of them."""
         self.slots: asyncio.Semaphore | None = None
         """Queue room for ``submit``; None for no limit."""
         self.holds_slot: set[Ticket] = set()
@@ -333,6 +339,8 @@ class RequestFlow:
             now = time.monotonic()
             self.durations.ended(now - ticket.since, now)
             self.num_tokens_done += num_tokens
+            if isinstance(outcome, GenerationResult) and outcome.versions:
+                self.oldest_versions.append(min(outcome.versions))
         if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
             return
         if isinstance(outcome, BaseException):

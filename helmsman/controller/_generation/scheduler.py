@@ -8,6 +8,7 @@ clock (helmsman.testing.run_virtually).
 from __future__ import annotations
 
 import asyncio
+import collections
 import functools
 import itertools
 import time
@@ -495,6 +496,13 @@ class GenerateScheduler:
             is_asleep=is_asleep,
             instances={id_: each.health.value for id_, each in self.instances.items()},
             median_s=flow.durations.median_s,
+            num_behind=dict(
+                sorted(
+                    collections.Counter(
+                        max(0, (version or 0) - each) for each in flow.oldest_versions
+                    ).items()
+                )
+            ),
             requests=[
                 RequestSnapshot(
                     request_id=each.request_id,

@@ -9,7 +9,13 @@ from typing import Any, TypeVar
 
 from helmsman.api.run_state import RunSnapshot
 from helmsman.controller._operator.logs import read_lines
-from helmsman.controller._operator.runs import RunNotFoundError, find_run, take_snapshot, take_two
+from helmsman.controller._operator.runs import (
+    FoundRun,
+    RunNotFoundError,
+    find_run,
+    take_snapshot,
+    take_two,
+)
 
 T = TypeVar("T")
 
@@ -60,7 +66,7 @@ def on_all(nodes: Sequence[Mapping[str, Any]], function: Callable[..., T], *args
 def two_here(name: str | None, role: str | None) -> list[RunSnapshot] | None:
     """Return two snapshots of a run whose script runs on this node; None if there is none."""
     try:
-        return take_two(find_run(name, alive=True), role)
+        return take_two(_script_here(name), role)
     except RunNotFoundError:
         return None
 
@@ -68,9 +74,16 @@ def two_here(name: str | None, role: str | None) -> list[RunSnapshot] | None:
 def one_here(name: str | None, role: str | None, reports: bool) -> RunSnapshot | None:
     """Return a snapshot of a run whose script runs on this node; None if there is none."""
     try:
-        return take_snapshot(find_run(name, alive=True), reports=reports, role=role)
+        return take_snapshot(_script_here(name), reports=reports, role=role)
     except RunNotFoundError:
         return None
+
+
+def _script_here(name: str | None) -> FoundRun:
+    run = find_run(name, alive=True)
+    if run.is_node:
+        raise RunNotFoundError("no script runs on this node")
+    return run
 
 
 def lines_here(name: str, chosen: str | None) -> list[tuple[str, str, str]]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import importlib.util
 import os
 import select
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,8 +25,10 @@ from helmsman.controller._operator.cluster import attach, lines_here, on_all, on
 from helmsman.controller._operator.logs import coloured, follow, merge, read_lines, sources
 from helmsman.controller._operator.metrics import serve_until_end
 from helmsman.controller._operator.postmortem import postmortem
+from helmsman.controller._operator.recordings import missing_recordings
 from helmsman.controller._operator.replay import describe_calls, kept_calls, replay
 from helmsman.controller._operator.runs import (
+    FoundRun,
     RunNotFoundError,
     act,
     find_run,
@@ -164,19 +169,30 @@ def _add_actions(commands: Any) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    earlier = None
-    while True:
-        snapshot = _snapshot(options, reports=False, role=None)
-        if options.json:
-            print(_json(snapshot))
-        else:
-            text = status_text(snapshot, earlier)
-            print(f"\x1b[H\x1b[2J{text}" if options.watch and sys.stdout.isatty() else text)
-        if not options.watch:
-            return OK if is_healthy(snapshot) else NO
-        sys.stdout.flush()
-        earlier = snapshot
-        time.sleep(_WATCH_S)
+    snapshot = _snapshot(options, reports=False, role=None)
+    text = _json(snapshot) if options.json else status_text(snapshot)
+    if not options.watch:
+        print(text)
+        return OK if is_healthy(snapshot) else NO
+    with _screen() as show:
+        while True:
+            show(text)
+            time.sleep(_WATCH_S)
+            earlier, snapshot = snapshot, _snapshot(options, reports=False, role=None)
+            text = _json(snapshot) if options.json else status_text(snapshot, earlier)
+
+
+@contextlib.contextmanager
+def _screen() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows a text in place of the one before, or below it without rich."""
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        yield functools.partial(print, flush=True)
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(screen=True, auto_refresh=False) as live:
+        yield lambda text: live.update(Text(text), refresh=True)
 
 
 def _logs(options: argparse.Namespace) -> int:
@@ -185,7 +201,7 @@ def _logs(options: argparse.Namespace) -> int:
         parts = on_all(attach(options.address), lines_here, options.run_id, options.chosen)
         found, known = merge(parts), "none on any node"
     else:
-        run = find_run(options.run_id)
+        run = _find_recorded(options)
         if options.follow:
             for source, line in follow(run.log_dir, options.chosen, options.lines):
                 print(coloured(source, line, colour=colour), flush=True)
@@ -235,15 +251,22 @@ def _first(answers: Iterable[T | None], options: argparse.Namespace) -> T:
     )
 
 
-def _trace(options: argparse.Namespace) -> int:
+def _find_recorded(options: argparse.Namespace) -> FoundRun:
     run = find_run(options.run_id)
+    for each in missing_recordings(run.log_dir):
+        print(f"helmsman: {each}", file=sys.stderr)
+    return run
+
+
+def _trace(options: argparse.Namespace) -> int:
+    run = _find_recorded(options)
     num_events = write_trace(run.log_dir, Path(options.out))
     print(f"{options.out}: {num_events} events of run {run.run_id}; open it at ui.perfetto.dev")
     return OK
 
 
 def _postmortem(options: argparse.Namespace) -> int:
-    run = find_run(options.run_id)
+    run = _find_recorded(options)
     if run.is_alive:
         print(f"run {run.run_id} is alive; helmsman why {run.run_id} explains what it waits for")
     text, is_closed = postmortem(run.log_dir)
@@ -275,7 +298,7 @@ def _ui(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    run = find_run(options.run_id)
+    run = _find_recorded(options)
     write_report(run, Path(options.out))
     print(f"{options.out}: run {run.run_id}")
     return OK

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from helmsman.controller._diagnosis.stacks import named
+from helmsman.controller._operator.logs import read_lines
 from helmsman.controller._schedulers.run_view import SCRIPT
 from helmsman.rpc_server._process.recorder import SUFFIX, Event, Kind, Recording, read_recording
+
+_STARTED = re.compile(r"(\S+/\d+) \(pid (\d+), ([^)\s]+)\)")
+"""A worker in a line of driver.log about a start."""
 
 
 class Span(NamedTuple):
@@ -87,6 +93,27 @@ def read_timeline(log_dir: Path, *, only_script: bool = False) -> Timeline | Non
         requests=list(_requests(script, events)),
         marks=marks,
     )
+
+
+def missing_recordings(log_dir: Path) -> list[str]:
+    """Describe the workers whose recordings are on other nodes, with commands that copy them.
+
+    Args:
+        log_dir: The run's log directory.
+    """
+    text = "".join(line for _, _, line in read_lines(log_dir, SCRIPT))
+    scripts = {path.name.split(".")[1] for path in log_dir.glob(f"{SCRIPT}.*{SUFFIX}")}
+    by_node: dict[str, list[str]] = {}
+    for worker_id, pid, node in dict.fromkeys(_STARTED.findall(text)):
+        stem = worker_id.replace("/", "-")
+        # Inline workers are threads of the script, which records for them.
+        if pid not in scripts and not any(log_dir.glob(f"{stem}.*{SUFFIX}")):
+            by_node.setdefault(node, []).append(worker_id)
+    return [
+        f"without the recordings of {named(ids)}, which are on node {node}. This copies them: "
+        f"scp '{node}:{log_dir}/{{*.events,*.log}}' {log_dir}"
+        for node, ids in by_node.items()
+    ]
 
 
 def _read(path: Path) -> Recording | None:

@@ -40,12 +40,18 @@ class FoundRun(NamedTuple):
     """None if the run has ended normally."""
     is_alive: bool
 
+    @property
+    def is_node(self) -> bool:
+        """Whether it is a node of `helmsman up`, rather than the run of a script."""
+        return self.record is not None and self.record.scheduler == UP
+
 
 def find_run(name: str | None, *, alive: bool = False) -> FoundRun:
     """Find a run by id, by the beginning of an id, or by its log directory.
 
     Args:
-        name: None for the only run that is alive, else the one that ended last.
+        name: None for the only run of a script that is alive, else the one that ended last, else
+            the node of `helmsman up`.
         alive: Only runs that are alive.
 
     Raises:
@@ -60,7 +66,9 @@ def find_run(name: str | None, *, alive: bool = False) -> FoundRun:
     elif name is not None:
         found = [each for each in runs if each.run_id.startswith(name)]
     else:
-        found = [each for each in runs if each.is_alive] or ([] if alive else runs[:1])
+        scripts = [each for each in runs if not each.is_node]
+        found = [each for each in scripts if each.is_alive] or ([] if alive else scripts[:1])
+        found = found or [each for each in runs if each.is_alive]
     if alive:
         ended = [each for each in found if not each.is_alive]
         found = [each for each in found if each.is_alive]
@@ -81,8 +89,6 @@ def _all_runs() -> list[FoundRun]:
     """Return all runs, those alive first, then those that ended last."""
     runs: dict[str, FoundRun] = {}
     for record, is_alive in reversed(read_runs()):
-        if record.scheduler == UP:
-            continue  # a node's supervisor, not a script
         runs[record.run_id] = FoundRun(record.run_id, Path(record.log_dir), record, is_alive)
     for run_id, path, _ in log_dirs():
         runs.setdefault(run_id, FoundRun(run_id, path, None, False))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import time
+from collections.abc import Iterable
 
 import msgspec
 
 from helmsman.api.run_state import (
-    NodeReport,
     ProcessReport,
     RunSnapshot,
     StackTrace,
@@ -51,7 +52,7 @@ def observe_run(record: RunRecord, *, reports: bool) -> RunSnapshot:
     state = "gone" if script is None else seen.state if seen is not None else script.state
     report = None
     if reports and script is not None:
-        report = _report(record.pid, seen, dump_stacks(record.pid), record.log_dir)
+        report = observed_report(record.pid, record.log_dir, seen)
     return RunSnapshot(
         run_id=record.run_id,
         command=record.command,
@@ -65,35 +66,44 @@ def observe_run(record: RunRecord, *, reports: bool) -> RunSnapshot:
         script=report,
         script_stuck_s=seen.stuck_s if seen is not None else None,
         script_state=state,
-        workers=_workers(record, reports=reports),
+        workers=observe_workers(
+            run_members(record.run_id), record.host, record.log_dir, reports=reports
+        ),
     )
 
 
-def _workers(record: RunRecord, *, reports: bool) -> list[WorkerSnapshot]:
+def observe_workers(
+    pids: Iterable[int], host: str, log_dir: str, *, reports: bool
+) -> list[WorkerSnapshot]:
+    """Return the workers among these processes of this machine, of any run.
+
+    Args:
+        pids: The processes.
+        host: Node of a worker that does not describe itself.
+        log_dir: Folder whose disk is reported.
+        reports: Whether to include the stacks of processes that can be read.
+    """
     table, found = process_table(), dict[str, WorkerSnapshot]()
     # A forked child has its parent's page, too; the parent started first.
-    members = sorted(run_members(record.run_id), key=lambda pid: _start_of(table.get(pid)))
-    for pid in members:
-        for worker_id, page in pages_of(pid, record.run_id).items():
+    for pid in sorted(pids, key=lambda each: _start_of(table.get(each))):
+        mark = mark_of(pid)
+        for worker_id, page in pages_of(pid, mark.run_id).items() if mark is not None else ():
             if worker_id == SCRIPT or worker_id in found:
                 continue
             seen = read(observe(page, pid))
             health = as_health(seen) if seen is not None else None
-            role = worker_id.rpartition("/")[0]
             found[worker_id] = WorkerSnapshot(
                 worker_id=worker_id,
-                role=role,
-                node=health.node if health is not None else record.host,
+                role=worker_id.rpartition("/")[0],
+                node=health.node if health is not None else host,
                 pid=pid,
                 state="unknown",
                 log_path="",
                 process_state=seen.state if seen is not None else "gone",
                 health=health,
-                report=_report(pid, seen, dump_stacks(pid), record.log_dir) if reports else None,
+                report=observed_report(pid, log_dir, seen) if reports else None,
             )
-    sizes: dict[str, int] = {}
-    for each in found.values():
-        sizes[each.role] = sizes.get(each.role, 0) + 1
+    sizes = collections.Counter(each.role for each in found.values())
     return [
         msgspec.structs.replace(each, world_size=sizes[each.role])
         for _, each in sorted(found.items(), key=lambda pair: _order(pair[0]))
@@ -134,7 +144,7 @@ def _completed(run: RunSnapshot, worker: WorkerSnapshot, *, reports: bool) -> Wo
     report = None
     if reports and state not in ("Z", "gone"):
         stacks = _with_call(dump_stacks(pid), worker)
-        report = _report(pid, None, stacks, run.log_dir)
+        report = observed_report(pid, run.log_dir, None, stacks)
         if health is not None:
             report = msgspec.structs.replace(report, cpu_s=health.cpu_s, rss_bytes=health.rss_bytes)
     return msgspec.structs.replace(worker, process_state=state, report=report)
@@ -151,15 +161,24 @@ def _with_call(stacks: list[StackTrace], worker: WorkerSnapshot) -> list[StackTr
     return [first, *stacks[1:]]
 
 
-def _report(pid: int, seen: Seen | None, stacks: list[StackTrace], log_dir: str) -> ProcessReport:
-    node: NodeReport = observe_node("", log_dir)
+def observed_report(
+    pid: int, log_dir: str, seen: Seen | None = None, stacks: list[StackTrace] | None = None
+) -> ProcessReport:
+    """Report on a process of this machine from outside.
+
+    Args:
+        pid: The process.
+        log_dir: Folder whose disk is reported.
+        seen: What its page shows, if it has one.
+        stacks: Its stacks; read here when None.
+    """
     return ProcessReport(
         pid=pid,
         cpu_s=seen.cpu_s if seen is not None else 0.0,
         rss_bytes=seen.rss_bytes if seen is not None else 0,
         swap_bytes=0,
         clock_jump_s=0.0,
-        stacks=stacks,
+        stacks=dump_stacks(pid) if stacks is None else stacks,
         children=[],
-        node=node,
+        node=observe_node("", log_dir),
     )

@@ -36,7 +36,7 @@ from helmsman.controller._aio.event_loop import (
 from helmsman.controller._node.driver_log import story
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
-from helmsman.controller._transport.call_accounts import CallAccounts
+from helmsman.controller._transport.call_accounts import CallAccount, CallAccounts
 from helmsman.controller._transport.kept_calls import KeptCalls
 from helmsman.rpc_server._wire.codec import Payload, decode, encode, is_plain
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
@@ -180,16 +180,17 @@ class WorkerClient:
 
     def begins(self, request_id: int, call: PendingCall) -> None:
         """Count a call that is about to be sent; ``settled`` follows."""
+        call.account = account = self.accounts[call.method]
+        call.slot = account.begun(request_id, call.started)
         self.in_flight[request_id] = call
-        self.accounts.begun(request_id, call.method, call.started)
         if self.kept_calls is not None:
             call.keep_in(self.kept_calls)
 
     def settled(self, request_id: int, ok: bool = False) -> None:
         """Count the outcome of a request: a result if ``ok``, else an error."""
         call = self.in_flight.pop(request_id, None)
-        if call is not None:
-            self.accounts.ended(request_id, call.method, call.started, ok)
+        if call is not None and call.account is not None:
+            call.account.ended(call.slot, request_id, call.started, ok)
         self.overdue.discard(request_id)
         self.unanswered.pop(request_id, None)
 
@@ -342,10 +343,7 @@ class WorkerClient:
         """Look up how the worker ended, once for all its calls; may take longer than they wait."""
         try:
             ending = await self.transport.ending()
-            if self._killed_because and ending.exit_signal in (
-                None,
-                signal.SIGKILL,
-            ):
+            if self._killed_because and ending.exit_signal in (None, signal.SIGKILL):
                 # with another signal or exit code it ended before the kill
                 ending = msgspec.structs.replace(ending, cause=self._killed_because)
         except Exception as error:  # noqa: BLE001 - pending calls must still fail
@@ -367,6 +365,8 @@ class PendingCall(abc.ABC):
         "_may_withdraw",
         "_outgoing",
         "_seen",
+        "account",
+        "slot",
         "started",
     )
 
@@ -382,6 +382,9 @@ class PendingCall(abc.ABC):
         self._seen: CallState | None = None
         """State of the call as reported by the worker shortly before the limit."""
         self.started = time.monotonic() if started is None else started
+        self.account: CallAccount | None = None
+        self.slot = 0
+        """In the account's flight recorder."""
 
     def begin(self) -> None:
         """Send the request, from any thread; a failure to encode or send it is its outcome."""
@@ -389,10 +392,7 @@ class PendingCall(abc.ABC):
             self._client.begins(self._outgoing.request.id, self)
         try:
             self._client.transport.post(self._outgoing, self)
-        except (
-            TransportLostError,
-            errors.HelmsmanError,
-        ) as error:
+        except (TransportLostError, errors.HelmsmanError) as error:
             # the outcome of this request
             run_on_loop(functools.partial(self.failed, error))
         except BaseException:  # an interrupt

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from types import FrameType
 
 from helmsman.api.run_state import ChildProcess, Frame, NodeReport, ProcessReport, StackTrace
+from helmsman.rpc_server._host.collectives import last_collectives, waiting_nccl_ranks
 from helmsman.rpc_server._host.threads import EngineLoop, EngineThread, awaited_frames
 from helmsman.rpc_server._process.guardian import stat_fields
 
@@ -154,6 +155,8 @@ def _report(node: str, log_dir: str, stacks: Sequence[StackTrace]) -> ProcessRep
         stacks=list(stacks),
         children=_children(int(time.monotonic())),
         node=observe_node(node, log_dir),
+        collectives=(collectives := last_collectives()),
+        nccl_ranks=waiting_nccl_ranks(collectives),
     )
 
 

@@ -111,14 +111,15 @@ class EngineThread:
                 if not self.waiting.begins(request_id):
                     continue
                 self.occupant = running = Running(request_id, name, time.monotonic())
-            if self._record is not None:
-                self._record.begun(name, request_id, running.since)
+            record, slot = self._record, 0
+            if record is not None:
+                slot = record.begun(name, request_id, running.since)
             try:
                 work()
             finally:
                 self.occupant = None
-                if self._record is not None:
-                    self._record.ended(name, request_id)
+                if record is not None:
+                    record.ended(slot, name, request_id, running.since)
                 del item, work  # else this call's arguments live until the next call
 
     def submit(
@@ -225,14 +226,15 @@ class EngineLoop:
                 self.running[key] = running = Running(
                     request_id, name, time.monotonic(), asyncio.current_task()
                 )
-            if self._record is not None:
-                self._record.begun(name, request_id, running.since)
+            record, slot = self._record, 0
+            if record is not None:
+                slot = record.begun(name, request_id, running.since)
             try:
                 await coroutine()
             finally:
                 del self.running[key]
-                if self._record is not None:
-                    self._record.ended(name, request_id)
+                if record is not None:
+                    record.ended(slot, name, request_id, running.since)
 
         loop = self._ensure()
         with self.waiting.lock:

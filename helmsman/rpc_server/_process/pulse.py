@@ -44,6 +44,11 @@ _NAME = "helmsman_pulse-"
 _LOOK_S = 0.02
 
 
+def shown_name(name: str) -> bytes:
+    """Return the text of a call's name in the page."""
+    return name.encode()[:_CALL_NAME_BYTES]
+
+
 class CallRecord:
     """Record in a page of the call that began last."""
 
@@ -53,9 +58,9 @@ class CallRecord:
         self._note_end = functools.partial(_SINCE.pack_into, page, offset + _CALL_SINCE_AT, 0.0)
         self._number = 0
 
-    def begun(self, name: str, since: float) -> None:
+    def begun(self, text: bytes, since: float) -> None:
+        """Show a call; ``text`` is the result of ``shown_name``."""
         number = self._number = self._number + 1
-        text = name.encode()[:_CALL_NAME_BYTES]
         self._note(number, since, len(text), text, number)
 
     def ended(self) -> None:

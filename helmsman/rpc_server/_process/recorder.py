@@ -2,18 +2,19 @@
 
 A file has a header, a table of names, and a ring of slots of fixed size. A slot is written in one
 step of the interpreter; its number stands at its begin and its end, so that a reader recognises a
-slot that was only half written when the process was killed.
+slot that was only half written when the process was killed. A call has one slot, to which its end
+is added.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import mmap
 import os
 import struct
 import threading
 import time
-from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -23,17 +24,20 @@ SUFFIX = ".events"
 NUM_SLOTS = 1 << 15
 NUM_NAMES = 2048
 
-_MAGIC = b"helmsman events 1\0"
+_MAGIC = b"helmsman events 2\0"
 _HEADER = struct.Struct("=18sIIIqq110s")
 """Magic, pid, slots, names, monotonic and wall-clock nanoseconds at the start, title."""
 _NAME = struct.Struct("=H110s")
-_SLOT = struct.Struct("=IqBxHqdI")
-"""Number, monotonic nanoseconds, kind, name, number of the event, value, and the number again."""
+_SLOT = struct.Struct("=IBxHqddI4x")
+"""Number, kind, name, number of the event, monotonic seconds, value, and the number again."""
 _ALIVE = struct.Struct("=q")
 """Monotonic nanoseconds of the last sign of life."""
 _ALIVE_AT, _NAMES_AT = 240, 256
 _SLOTS_AT = _NAMES_AT + NUM_NAMES * _NAME.size
+_FIRST_VALUE = _SLOTS_AT // 8 + 3
 FILE_BYTES = _SLOTS_AT + NUM_SLOTS * _SLOT.size
+_LAST_CHANCE = NUM_SLOTS - 256
+"""A slot counts as overwritten after this many further ones, since other threads write, too."""
 
 
 class Kind(IntEnum):
@@ -42,11 +46,11 @@ class Kind(IntEnum):
     SENT = 1
     """A call was sent: worker and method, request id."""
     REPLIED = 2
-    """Its outcome arrived: the same; value 1 for a result, 0 for an error."""
+    """Its outcome arrived: the same; value 1 for a result, 0 for an error. By ``finish`` only."""
     BEGUN = 3
     """A worker began a call: 'engine.method', request id."""
     DONE = 4
-    """It ended: the same."""
+    """It ended: the same. By ``finish`` only."""
     PHASE = 5
     """A phase of the script began: kind and detail, its id."""
     PHASE_END = 6
@@ -96,12 +100,19 @@ class Recorder:
     """
 
     def __init__(self, title: str) -> None:
-        self._page = mmap.mmap(-1, FILE_BYTES)
+        self._write_to(mmap.mmap(-1, FILE_BYTES))
         self._names: dict[str, int] = {}
         self._numbers = itertools.count(1)
+        self._last = 0
         self._lock = threading.Lock()
         self._start(title, self._page)
         self.name("(other)")
+
+    def _write_to(self, page: mmap.mmap) -> None:
+        self._page = page
+        # bound here, since every call of an engine is recorded
+        self._pack = functools.partial(_SLOT.pack_into, page)
+        self._floats = memoryview(page).cast("d")
 
     @staticmethod
     def _start(title: str, page: mmap.mmap) -> None:
@@ -128,7 +139,7 @@ class Recorder:
             os.close(fd)
         with self._lock:
             page[:] = self._page[:]
-            self._page = page
+            self._write_to(page)
 
     def beat(self) -> None:
         """Record that this process is alive now."""
@@ -137,7 +148,7 @@ class Recorder:
     def close(self) -> None:
         """Close the file; later events are lost. Idempotent."""
         with self._lock:
-            self._page = mmap.mmap(-1, FILE_BYTES)
+            self._write_to(mmap.mmap(-1, FILE_BYTES))
 
     def name(self, text: str) -> int:
         """Return the number of a name; that of '(other)' if the table is full."""
@@ -155,15 +166,8 @@ class Recorder:
             return number
 
     def note(
-        self,
-        kind: int,
-        name: int,
-        number: int = 0,
-        value: float = 0.0,
-        # bound here, since every call of an engine is recorded
-        pack_into: Callable[..., None] = _SLOT.pack_into,
-        clock: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
+        self, kind: int, name: int, number: int = 0, value: float = 0.0, at: float | None = None
+    ) -> int:
         """Record an event.
 
         Args:
@@ -171,13 +175,36 @@ class Recorder:
             name: Number of its name; see ``name``.
             number: Its number.
             value: Its value.
-            pack_into: Not for callers.
-            clock: Not for callers.
+            at: Its ``time.monotonic()``; now when None.
+
+        Returns:
+            The slot, for ``finish``.
         """
-        index = next(self._numbers)
-        offset = _SLOTS_AT + (index & (NUM_SLOTS - 1)) * 36
-        index &= 0xFFFFFFFF
-        pack_into(self._page, offset, index, clock(), kind, name, number, value, index)
+        if at is None:
+            at = time.monotonic()
+        slot = self._last = next(self._numbers)
+        check = slot & 0xFFFFFFFF
+        offset = _SLOTS_AT + (slot & (NUM_SLOTS - 1)) * 40
+        self._pack(offset, check, kind, name, number, at, value, check)
+        return slot
+
+    def finish(
+        self, slot: int, end: float, kind: int, name: int, number: int, began: float
+    ) -> None:
+        """Record the end of a call.
+
+        Args:
+            slot: Its slot; if this has been overwritten, the call is recorded again.
+            end: Its ``time.monotonic()``; negative for an error.
+            kind: SENT or BEGUN, as at its begin.
+            name: As at its begin.
+            number: As at its begin.
+            began: As ``at`` at its begin.
+        """
+        if self._last - slot < _LAST_CHANCE:
+            self._floats[_FIRST_VALUE + (slot & (NUM_SLOTS - 1)) * 5] = end
+        else:
+            self.note(kind, name, number, end, began)
 
 
 def read_recording(path: str | os.PathLike[str]) -> Recording | None:
@@ -196,18 +223,26 @@ def read_recording(path: str | os.PathLike[str]) -> Recording | None:
         length, text = _NAME.unpack_from(content, _NAMES_AT + number * _NAME.size)
         names.append(text[:length].decode(errors="replace"))
     found = []
-    for number, at_ns, kind, name, event, value, again in _SLOT.iter_unpack(content[_SLOTS_AT:]):
-        if number and number == again and kind in _KINDS and name < NUM_NAMES:
-            found.append((number, Event(at_ns, Kind(kind), names[name], event, value)))
-    found.sort(key=lambda each: each[1].at_ns)
+    for number, kind, name, event, at, value, again in _SLOT.iter_unpack(content[_SLOTS_AT:]):
+        if not number or number != again or kind not in _KINDS or name >= NUM_NAMES:
+            continue
+        last = _ENDS.get(kind)
+        end, value = (value, 0.0) if last is not None else (0.0, value)
+        found.append(Event(int(at * 1e9), Kind(kind), names[name], event, value))
+        if last is not None and end:
+            found.append(Event(int(abs(end) * 1e9), last, names[name], event, float(end > 0)))
+    found.sort(key=lambda each: each.at_ns)
     return Recording(
         title.rstrip(b"\0").decode(errors="replace"),
         pid,
         wall - monotonic,
         _ALIVE.unpack_from(content, _ALIVE_AT)[0],
-        [event for _, event in found],
+        found,
     )
 
 
 _KINDS = frozenset(Kind)
-assert _SLOT.size == 36
+_ENDS = {int(Kind.SENT): Kind.REPLIED, int(Kind.BEGUN): Kind.DONE}
+"""Kind of a slot of a call -> kind of the event at its end."""
+assert _SLOT.size == 40
+assert _SLOTS_AT % 8 == 0

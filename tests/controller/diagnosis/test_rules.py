@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 from helmsman.api.run_state import (
+    CollectiveState,
     Frame,
+    NcclRank,
     NodeReport,
     OpenCall,
     ProcessReport,
@@ -162,6 +164,63 @@ def test_collective_stuck() -> None:
     assert finding.rule == "collective stuck"
     assert "All 2 ranks of 'a' have entered the same collective" in finding.cause
     assert "a/0-1 waits in all_reduce at train.py:210" in finding.cause
+
+
+def entered(number: int, name: str, sizes: list[list[int]], **fields: Any) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"group": "0 default_pg", "age_s": 100.0, "is_done": False}
+    state = CollectiveState(number=number, name=name, sizes=sizes, **(defaults | fields))
+    return in_call(Frame("train.py", 7, "step", "loss.item()"), collectives=[state])
+
+
+def test_recorded_collective_mismatch() -> None:
+    """All ranks wait at the same line, with tensors of different shapes."""
+    odd = entered(4, "nccl:all_reduce", [[8]])
+    same = entered(4, "nccl:all_reduce", [[4]])
+    now = run(*(worker(f"a/{i}", world_size=3, **(odd if i == 2 else same)) for i in range(3)))
+    finding = only(now)
+    assert (finding.rule, finding.subject) == ("collective mismatch", "a/2")
+    assert "a/0-1 entered collective 4 of group '0 default_pg'" in finding.cause
+    assert "a/2 entered nccl:all_reduce of shapes [[8]]" in finding.cause
+
+
+def test_recorded_collective_missing() -> None:
+    behind = entered(3, "nccl:all_gather", [[4]], is_done=True)
+    now = run(worker("a/0", **entered(4, "nccl:all_reduce", [[4]])), worker("a/1", **behind))
+    finding = only(now)
+    assert (finding.rule, finding.subject) == ("rank missing in collective", "a/1")
+    assert "does not enter collective 4" in finding.cause
+    assert "its last one is 3, nccl:all_gather" in finding.evidence
+
+
+@pytest.mark.parametrize("fields", [{"is_done": True}, {"age_s": 4.0}], ids=["done", "recent"])
+def test_recorded_collective_healthy(fields: dict[str, Any]) -> None:
+    ahead = entered(4, "gloo:all_reduce", [[4]], **fields)
+    behind = entered(3, "gloo:all_reduce", [[4]], is_done=True)
+    found = diagnosed(run(worker("a/0", **ahead), worker("a/1", **behind))).findings
+    assert "rank missing in collective" not in [each.rule for each in found]
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule", "text"),
+    [
+        ({"problem": "dead"}, "NCCL rank lost", "is dead, by NCCL's RAS service"),
+        (
+            {"num_collectives": 3},
+            "rank missing in collective",
+            "has called 3 collectives, others 4",
+        ),
+    ],
+)
+def test_nccl_ranks(fields: dict[str, Any], rule: str, text: str) -> None:
+    ranks = [
+        NcclRank(communicator="0xa", rank=0, host="10.0.0.1", pid=7, num_collectives=4),
+        NcclRank(communicator="0xa", rank=1, host="10.0.0.2", pid=7, **fields),
+        NcclRank(communicator="0xb", rank=0, host="10.0.0.3", pid=1, problem="dead"),
+    ]
+    now = run(worker("a/0", report=report(nccl_ranks=ranks)), worker("a/1", node="10.0.0.2"))
+    finding = only(now)
+    assert (finding.rule, finding.subject) == (rule, "a/1")
+    assert f"a/1, rank 1 of NCCL communicator 0xa, {text}" in finding.cause
 
 
 def test_rank_that_computes_is_slow_only() -> None:

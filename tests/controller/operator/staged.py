@@ -61,6 +61,18 @@ class Ranks:
             time.sleep(3600)
         dist.all_reduce(torch.ones(4))
 
+    def asynchronous(self) -> None:
+        """Rank 0 polls a collective that rank 1 does not enter; no stack shows it."""
+        import torch
+        import torch.distributed as dist
+
+        if self.rank == 1:
+            time.sleep(3600)
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        assert work is not None
+        while not work.is_completed():
+            time.sleep(0.5)
+
     def disordered(self) -> None:
         import torch
         import torch.distributed as dist
@@ -290,6 +302,20 @@ def rollout(fault: str) -> None:
             time.sleep(3600)
 
 
+@contextlib.contextmanager
+def stale_samples(scheduler: LocalScheduler) -> Iterator[None]:
+    """Two samples of weight version 0 and one of version 2, which is served now."""
+    spec = SchedulingSpec(cpu=0.5)
+    with RolloutController(scheduler, Answers, Job(role="rollout", tasks=[spec])) as controller:
+        trainer = TrainController(scheduler, Weights, Job(role="actor", tasks=[spec]))
+        trainer.initialize()
+        controller.generate([[1], [2]], SamplingParams(max_new_tokens=4))
+        trainer.set_version(2)
+        WeightSync(trainer, controller, ViaMemory()).push()
+        controller.generate([[1]], SamplingParams(max_new_tokens=4))
+        yield
+
+
 def placement() -> None:
     import ray
 
@@ -360,6 +386,7 @@ def blocked_loop() -> None:
 FAULTS: dict[str, Callable[[], None]] = {
     "sleeps_in_step": lambda: collective("sleeps_in_step"),
     "uncalled": lambda: collective("uncalled"),
+    "asynchronous": lambda: collective("asynchronous"),
     "disordered": lambda: collective("disordered"),
     "late_rank": lambda: collective("late_rank"),
     "sleep": lambda: single("sleep"),

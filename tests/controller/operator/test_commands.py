@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -21,7 +22,7 @@ from helmsman.controller._operator.logs import follow
 from helmsman.controller._operator.recordings import read_timeline
 from helmsman.controller.cli import main
 from tests.controller.operator.conftest import Staged, end
-from tests.controller.operator.staged import Answers
+from tests.controller.operator.staged import Answers, stale_samples
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +60,36 @@ def test_status(controller: RolloutController, capsys: pytest.CaptureFixture[str
     assert snapshot.rollouts[0].num_done == 4
 
 
+@pytest.mark.parametrize("blocked", ["", "rich"], ids=["rich", "plain"])
+def test_status_watch_on_a_terminal(controller: RolloutController, blocked: str) -> None:
+    """With rich, each state replaces the one before; without, it follows."""
+    source = "import sys; from helmsman.controller.cli import main; "
+    source += "main(['status', sys.argv[1], '--watch'])"
+    if blocked:  # as where it is not installed
+        source = "import importlib.util as u; u.find_spec = lambda name: None; " + source
+    near, far = pty.openpty()
+    command = [sys.executable, "-c", source, run_id_of(controller)]
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=far, env=environment) as process:
+        os.close(far)
+        output = b""
+        while output.count(b"rollout/1") < 3:
+            output += os.read(near, 4096)
+        process.send_signal(signal.SIGINT)
+    os.close(near)
+    assert (b"\x1b[?1049h" in output) == (not blocked)  # the alternate screen
+    assert (b"\x1b" in output) == (not blocked)
+
+
+def test_status_shows_samples_of_older_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    with LocalScheduler() as scheduler, stale_samples(scheduler):
+        assert main(["status", scheduler.run_id]) == 0
+    text = capsys.readouterr().out
+    assert "recent samples behind these weights: 1 by 0, 2 by 2 versions" in text
+
+
 def test_why_of_idle_run(controller: RolloutController, capsys: pytest.CaptureFixture[str]) -> None:
+    controller.generate([[1]], SamplingParams(max_new_tokens=4))  # so that it has just become idle
     assert main(["why", run_id_of(controller)]) == 0
     text = capsys.readouterr().out
     assert "no problem found" in text
@@ -201,6 +231,26 @@ def test_killed_run_leaves_trace_postmortem_and_logs(
     assert ends <= begins
 
 
+def test_recordings_of_another_node_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = tmp_path / "logs"
+    with LocalScheduler(log_dir=logs) as scheduler:
+        scheduler.create_workers(Job(role="actor", replicas=3))
+    commands = [["trace", str(logs), "-o", str(tmp_path / "out")], ["postmortem", str(logs)]]
+    commands += [["logs", str(logs)], ["report", str(logs), "-o", str(tmp_path / "run.html")]]
+    for command in commands:
+        assert main(command) == 0
+        assert capsys.readouterr().err == ""
+    for path in [*logs.glob("actor-1.*"), *logs.glob("actor-2.*")]:
+        path.unlink()  # as if they had been written on a node of their own
+    for command in commands:
+        assert main(command) == 0
+        text = capsys.readouterr().err
+        assert "without the recordings of actor/1-2, which are on node 127.0.0.1" in text
+        assert f"scp '127.0.0.1:{logs}/" in text
+
+
 def test_trace_clock_of_another_node(tmp_path: Path) -> None:
     """Calls begin after they were sent, although the worker's monotonic clock differs."""
     code = """
@@ -210,12 +260,12 @@ title, kinds, ahead_ns = sys.argv[2], sys.argv[3], int(sys.argv[4])
 recorder = Recorder(title)
 recorder.persist(sys.argv[1], "0123456789")
 label = recorder.name("a/0 step" if title == "script" else "a/0.step")
-begin, end = (Kind.SENT, Kind.REPLIED) if title == "script" else (Kind.BEGUN, Kind.DONE)
+kind = Kind.SENT if title == "script" else Kind.BEGUN
 for number in range(1, 4):
-    base = number * 1_000_000 + ahead_ns
-    early, late = (0, 900_000) if title == "script" else (300_000, 500_000)
-    recorder.note(begin, label, number, clock=lambda: base + early)
-    recorder.note(end, label, number, 1.0, clock=lambda: base + late)
+    base_s = number / 1000 + ahead_ns / 1e9
+    early_s, late_s = (0.0, 0.0009) if title == "script" else (0.0003, 0.0005)
+    slot = recorder.note(kind, label, number, at=base_s + early_s)
+    recorder.finish(slot, base_s + late_s, kind, label, number, base_s + early_s)
 """
     for title, ahead_ns in (("script", 0), ("a/0", 5_000_000_000)):
         path = str(tmp_path / title.replace("/", "-"))

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from helmsman import LocalScheduler
 from helmsman.controller._operator.runs import find_run
 from helmsman.controller._operator.ui import Server, write_report
 from helmsman.controller.cli import main
 from tests.controller.operator.conftest import Staged, end
+from tests.controller.operator.staged import stale_samples
 
 aiohttp = pytest.importorskip("aiohttp")
 
@@ -152,6 +154,23 @@ async def test_report_of_killed_run(
     await browser.open(out.as_uri())
     await rendered(browser)
     assert await browser.value("document.getElementById('state').textContent") == "has ended"
+    assert browser.problems == []
+
+
+@needs_chromium
+async def test_page_shows_samples_of_older_weights(browser: Browser, tmp_path: Path) -> None:
+    out = tmp_path / "run.html"
+
+    def write() -> None:
+        with LocalScheduler() as scheduler, stale_samples(scheduler):
+            write_report(find_run(scheduler.run_id), out)
+
+    await asyncio.to_thread(write)
+    await browser.open(out.as_uri())
+    await browser.until("document.querySelectorAll('#workers tr').length === 2")
+    figures = await browser.value("document.getElementById('figures').textContent")
+    assert "1.33rollout samples: versions behind, mean" in figures
+    assert "2rollout samples: versions behind, most" in figures
     assert browser.problems == []
 
 

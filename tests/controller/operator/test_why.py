@@ -33,6 +33,12 @@ FAULTS = [
         "actor/1",
         ("does not enter all_reduce at staged.py", "it sleeps at staged.py", "1 rank waits"),
     ),
+    Expected(
+        "asynchronous",
+        "rank missing in collective",
+        "actor/1",
+        ("of group '0 default_pg', gloo:all_reduce", "it sleeps at", "1 rank waits for it"),
+    ),
     Expected("uncalled", "rank missing in collective", "actor/1", ("it has no call", "actor/0")),
     Expected(
         "disordered",

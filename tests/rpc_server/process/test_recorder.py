@@ -73,12 +73,35 @@ def test_recorder_is_bounded_and_keeps_newest(tmp_path: Path) -> None:
     recorder.persist(str(tmp_path / "a-0"), RUN)
     name = recorder.name("x")
     for number in range(NUM_SLOTS + 100):
-        recorder.note(Kind.DONE, name, number)
+        recorder.note(Kind.STATE, name, number)
     found = [each.number for each in read(tmp_path).events]
     assert found == list(range(100, NUM_SLOTS + 100))
     (path,) = tmp_path.iterdir()
     assert path.stat().st_size == FILE_BYTES
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_recorder_call_has_one_slot(tmp_path: Path) -> None:
+    """Also a call whose slot was overwritten before its end keeps both times."""
+    recorder = Recorder("script")
+    recorder.persist(str(tmp_path / "script"), RUN)
+    name, state = recorder.name("a/0 step"), recorder.name("x")
+    early = recorder.note(Kind.SENT, name, 1, at=1.0)
+    for _ in range(NUM_SLOTS - 3):
+        recorder.note(Kind.STATE, state)
+    short = recorder.note(Kind.SENT, name, 2, at=2.0)
+    recorder.finish(early, 3.0, Kind.SENT, name, 1, 1.0)
+    recorder.finish(short, -4.0, Kind.SENT, name, 2, 2.0)
+    open_call = recorder.note(Kind.SENT, name, 3, at=5.0)
+    assert open_call > NUM_SLOTS
+    calls = [e for e in read(tmp_path).events if e.kind is not Kind.STATE]
+    assert [(e.at_ns // 10**9, e.kind, e.number, e.value) for e in calls] == [
+        (1, Kind.SENT, 1, 0.0),
+        (2, Kind.SENT, 2, 0.0),
+        (3, Kind.REPLIED, 1, 1.0),
+        (4, Kind.REPLIED, 2, 0.0),
+        (5, Kind.SENT, 3, 0.0),
+    ]
 
 
 def test_recorder_names_are_bounded(tmp_path: Path) -> None:
@@ -97,7 +120,7 @@ def test_recorder_many_threads(tmp_path: Path) -> None:
 
     def work(start: int) -> None:
         for number in range(start, start + 1000):
-            recorder.note(Kind.DONE, recorder.name(f"thread {start}"), number)
+            recorder.note(Kind.STATE, recorder.name(f"thread {start}"), number)
 
     threads = [threading.Thread(target=work, args=(start,)) for start in range(0, 8000, 1000)]
     for thread in threads:

@@ -1,0 +1,136 @@
+"""NodeDesk: a supervisor's control socket, by which `helmsman status` and `why` see its node."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from helmsman.api.environment import masked_command
+from helmsman.api.errors import HelmsmanError
+from helmsman.api.run_state import NodeSnapshot, ProcessReport, RunSnapshot, WorkerSnapshot
+from helmsman.controller._bootstrap.async_utils import StatusPrinter
+from helmsman.controller._bootstrap.node_plan import NodePlan
+from helmsman.controller._node.control_socket import ControlSocket, Query
+from helmsman.controller._node.run_registry import UP
+from helmsman.controller._schedulers.outside import observe_workers, observed_report
+from helmsman.controller._schedulers.run_view import SCRIPT
+from helmsman.rpc_server._process.guardian import family, process_of
+
+_RAY = ("gcs_server", "raylet")
+_STUCK_S = 1.0
+
+
+class _Doing(NamedTuple):
+    text: str
+    missing: str
+    is_apart: bool
+    since: float
+
+
+class NodeDesk:
+    """Answers queries about this node, on threads of its own.
+
+    Args:
+        plan: The node's plan.
+        report: Prints why there is no socket.
+    """
+
+    def __init__(self, plan: NodePlan, report: StatusPrinter) -> None:
+        self._plan, self._started_at = plan, time.time()
+        self._doing = _Doing("starts", "", False, time.monotonic())
+        self.script_pid: int | None = None
+        self._socket: ControlSocket | None = None
+        try:
+            self._socket = ControlSocket(plan.run_id, self.answer)
+        except OSError as error:
+            report(f"this node has no control socket, so helmsman why cannot ask it: {error}")
+
+    def close(self) -> None:
+        """Stop answering. Idempotent."""
+        if self._socket is not None:
+            self._socket.close()
+
+    def note(self, text: str, *, missing: str = "", is_apart: bool = False) -> None:
+        """Set what the supervisor does from now on.
+
+        Args:
+            text: A predicate, such as 'runs the script'.
+            missing: Nodes that have not joined.
+            is_apart: Whether the connection to the head is not there.
+        """
+        before = self._doing
+        since = before.since if before.text == text else time.monotonic()
+        self._doing = _Doing(text, missing, is_apart, since)
+
+    def answer(self, query: Query) -> RunSnapshot:
+        """Return the state of the node; raises HelmsmanError for other queries."""
+        plan = self._plan
+        if query.kind != "snapshot":
+            raise HelmsmanError(
+                f"{query.kind} needs the scheduler of a script; {plan.run_id} is a node of "
+                "helmsman up, which answers status, why and stacks. helmsman runs lists all runs"
+            )
+        pids, log_dir = family(os.getpid(), plan.tag), str(plan.folder)
+        doing, script = self._doing, self._script(reports=query.reports)
+        return RunSnapshot(
+            run_id=plan.run_id,
+            command=masked_command(plan.command)[:500],
+            scheduler=UP,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            log_dir=log_dir,
+            started_at=self._started_at,
+            taken_at=time.time(),
+            answered_by="supervisor",
+            script=script,
+            node=NodeSnapshot(
+                rank=plan.identity.rank,
+                count=plan.identity.count,
+                doing=doing.text,
+                since_s=time.monotonic() - doing.since,
+                head=f"{plan.identity.head}:{plan.control_port}" if plan.control_port else "",
+                is_apart=doing.is_apart,
+                missing=doing.missing,
+                processes=self._processes(pids),
+            ),
+            workers=[
+                _answering(each)
+                for each in observe_workers(pids, plan.address, log_dir, reports=query.reports)
+                if query.role in (None, each.role)
+            ],
+        )
+
+    def _script(self, *, reports: bool) -> ProcessReport | None:
+        if not reports or self.script_pid is None or process_of(self.script_pid) is None:
+            return None
+        return observed_report(self.script_pid, str(self._plan.folder))
+
+    def _processes(self, pids: set[int]) -> dict[str, tuple[int, str]]:
+        named = {name: pid for pid in pids if (name := _name_of(pid)) in _RAY}
+        if self.script_pid is not None:
+            named[SCRIPT] = self.script_pid
+        return {
+            name: (pid, process.state)
+            for name, pid in named.items()
+            if (process := process_of(pid)) is not None
+        }
+
+
+def _answering(worker: WorkerSnapshot) -> WorkerSnapshot:
+    """A worker whose page shows a recent beat counts as one that answers."""
+    health = worker.health
+    if health is not None and (health.stuck_s or 0.0) < _STUCK_S:
+        health = msgspec.structs.replace(health, stuck_s=None, process_state=None)
+    return msgspec.structs.replace(worker, health=health)
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
