@@ -42,7 +42,9 @@ def test_step_rounds_only_the_moments() -> None:
         for mine, theirs in zip(rounded, plain, strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
             for key in ("exp_avg", "exp_avg_sq"):
-                kept = reference.state[theirs][key] = reference.state[theirs][key].bfloat16().float()
+                kept = reference.state[theirs][key] = (
+                    reference.state[theirs][key].bfloat16().float()
+                )
                 assert optimizer.state[mine][key].dtype == torch.bfloat16
                 torch.testing.assert_close(
                     optimizer.state[mine][key].float(), kept, atol=1e-6, rtol=2**-8
@@ -61,9 +63,7 @@ def test_train_batch_bfloat16_moments_memory(make: Make) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
-def test_load_bfloat16_moments_continues_exactly(
-    make: Make, tmp_path: Path, offload: str
-) -> None:
+def test_load_bfloat16_moments_continues_exactly(make: Make, tmp_path: Path, offload: str) -> None:
     engine = make(moments_dtype="bfloat16", offload=offload)
     engine.train_batch(SAMPLES, "sft")
     engine.save(str(tmp_path / "saved"))
