@@ -25,10 +25,10 @@ class AdamW(torch.optim.AdamW):
         self._moments_dtype = moments_dtype
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step. Parameters without a gradient are skipped."""
         if self._moments_dtype == torch.float32:
-            super().step(closure)
+            super().step()
             return
         # torch's kernel takes moments of the parameters' type only.
         for group in self.param_groups:
