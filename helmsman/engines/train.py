@@ -60,7 +60,7 @@ from helmsman.engines._train.batching import (
     make_micro_batch,
 )
 from helmsman.engines._train.offload import HostMemory, offload_policy, place
-from helmsman.engines._train.optimizer import AdamW
+from helmsman.engines._train.optimizer import FusedAdamW
 from helmsman.engines._train.output_layer import return_statistics
 from helmsman.engines._train.parallel import (
     Layout,
@@ -104,7 +104,7 @@ class FSDPTrainEngine(TrainEngine):
         self._model: nn.Module | None = None
         self._in_files: CheckpointNames | None = None
         self._abort_reason = ""
-        self._optimizer: AdamW | None = None
+        self._optimizer: FusedAdamW | None = None
         self._progress = Progress(version=0, num_steps=0)
         self._memory = HostMemory(self.config.offload)
 
@@ -218,8 +218,8 @@ class FSDPTrainEngine(TrainEngine):
         assert self._mesh is not None
         return self._mesh
 
-    def _make_optimizer(self) -> AdamW:
-        return AdamW(
+    def _make_optimizer(self) -> FusedAdamW:
+        return FusedAdamW(
             self._built_model().parameters(),
             lr=self.config.lr,
             betas=self.config.betas,
@@ -245,7 +245,7 @@ class FSDPTrainEngine(TrainEngine):
             )
         return self._model
 
-    def _built_optimizer(self) -> AdamW:
+    def _built_optimizer(self) -> FusedAdamW:
         self._check_trainable()
         assert self._optimizer is not None
         return self._optimizer

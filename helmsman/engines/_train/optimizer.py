@@ -14,7 +14,7 @@ _CHUNK_BYTES = 256 << 20
 """Bytes of moments that are in float32 at once, or those of one parameter."""
 
 
-class AdamW(torch.optim.AdamW):
+class FusedAdamW(torch.optim.AdamW):
     """AdamW whose moments are kept in ``moments_dtype`` between steps, and computed in float32."""
 
     def __init__(

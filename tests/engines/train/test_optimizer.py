@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helmsman.engines._train.optimizer import AdamW
+from helmsman.engines._train.optimizer import FusedAdamW
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.conftest import Make
 from tests.engines.small_models import random_tokens
@@ -31,7 +31,7 @@ def test_step_rounds_only_the_moments() -> None:
     torch.manual_seed(0)
     rounded = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     plain = [torch.nn.Parameter(each.detach().clone()) for each in rounded]
-    optimizer = AdamW(rounded, moments_dtype=torch.bfloat16, **OPTIONS)
+    optimizer = FusedAdamW(rounded, moments_dtype=torch.bfloat16, **OPTIONS)
     reference = torch.optim.AdamW(plain, **OPTIONS)  # type: ignore[arg-type]
     for _ in range(4):
         for mine, theirs in zip(rounded, plain, strict=True):
