@@ -60,10 +60,12 @@ from helmsman.engines._train.batching import (
     make_micro_batch,
 )
 from helmsman.engines._train.offload import HostMemory, offload_policy, place
+from helmsman.engines._train.optimizer import FusedAdamW
 from helmsman.engines._train.output_layer import return_statistics
 from helmsman.engines._train.parallel import (
     Layout,
     ParallelMesh,
+    begin_backward,
     clip_gradients,
     reshard,
     shard_model,
@@ -102,7 +104,7 @@ class FSDPTrainEngine(TrainEngine):
         self._model: nn.Module | None = None
         self._in_files: CheckpointNames | None = None
         self._abort_reason = ""
-        self._optimizer: torch.optim.AdamW | None = None
+        self._optimizer: FusedAdamW | None = None
         self._progress = Progress(version=0, num_steps=0)
         self._memory = HostMemory(self.config.offload)
 
@@ -155,7 +157,8 @@ class FSDPTrainEngine(TrainEngine):
             model.requires_grad_(not self.config.frozen)
             plan = self._prepare(model)
         policy = MixedPrecisionPolicy(
-            param_dtype=resolve_dtype(self.config.compute_dtype), reduce_dtype=torch.float32
+            param_dtype=resolve_dtype(self.config.compute_dtype),
+            reduce_dtype=resolve_dtype(self.config.reduce_dtype),
         )
         shard_model(
             model,
@@ -164,6 +167,7 @@ class FSDPTrainEngine(TrainEngine):
             policy,
             reshard_after_forward=self.config.reshard_after_forward,
             offload_policy=offload_policy(self.config.offload),
+            num_prefetched_layers=self.config.num_prefetched_layers,
         )
         if deferred is not None:
             with failing_together("reading the model's weights"):
@@ -214,15 +218,14 @@ class FSDPTrainEngine(TrainEngine):
         assert self._mesh is not None
         return self._mesh
 
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(
+    def _make_optimizer(self) -> FusedAdamW:
+        return FusedAdamW(
             self._built_model().parameters(),
             lr=self.config.lr,
             betas=self.config.betas,
             eps=self.config.eps,
             weight_decay=self.config.weight_decay,
-            # For DTensor parameters torch would otherwise step one parameter at a time.
-            fused=True,
+            moments_dtype=resolve_dtype(self.config.moments_dtype),
         )
 
     def _built_model(self, *, may_sleep: bool = False) -> nn.Module:
@@ -242,7 +245,7 @@ class FSDPTrainEngine(TrainEngine):
             )
         return self._model
 
-    def _built_optimizer(self) -> torch.optim.AdamW:
+    def _built_optimizer(self) -> FusedAdamW:
         self._check_trainable()
         assert self._optimizer is not None
         return self._optimizer
@@ -354,7 +357,12 @@ class FSDPTrainEngine(TrainEngine):
         num_units = counts.get("num_pairs", num_tokens)
         sums: dict[str, torch.Tensor] = {}
         error: Exception | None = None
-        for on_host in micro_batches:
+        for number, on_host in enumerate(micro_batches, start=1):
+            begin_backward(
+                self._built_model(),
+                is_last=number == len(micro_batches),
+                reshard_after_backward=self.config.reshard_after_backward,
+            )
             micro_batch = on_host.to(self._device)
             outputs = self._outputs(micro_batch, loss)
             # The backward pass is a collective, so a rank without a loss here takes part too.
@@ -609,6 +617,7 @@ class FSDPTrainEngine(TrainEngine):
         self._check_trainable()
         optimizer = self._make_optimizer()
         self._progress = self._checkpointer.load(os.fspath(path), self._built_model(), optimizer)
+        optimizer.cast_moments()
         self._optimizer = optimizer
         self._memory.offload_optimizer(optimizer)
 

@@ -51,8 +51,17 @@ class TrainConfig(
     """
     compute_dtype: str = "auto"
     """Type of the forward and backward pass, such as ``bfloat16``; ``auto`` is bfloat16 on devices,
-    float32 on the host. Parameters, gradient reduction and optimizer state of a trained model are
-    always float32.
+    float32 on the host. Parameters and gradients of a trained model are always float32.
+    """
+    reduce_dtype: str = "float32"
+    """Type in which ranks sum gradients. ``bfloat16`` sends half of the bytes, and rounds the sum;
+    replicas then also add up micro-batches in it.
+    """
+    moments_dtype: str = "float32"
+    """Type that keeps AdamW's moments between steps. ``bfloat16`` takes 4 bytes per parameter
+    instead of 8; the step itself computes in float32. It rounds to nearest, so a second beta above
+    0.995 leaves the moments of falling gradients too large. Loss of a small regression after 2000
+    steps, beside float32: 0.2 % higher at 0.95, 1 % at 0.99, 16 % at 0.999.
     """
     seed: int = 0
     """Seed of randomly initialised weights; the same on every rank."""
@@ -63,6 +72,16 @@ class TrainConfig(
     reshard_after_forward: bool = True
     """Free each layer's gathered parameters between forward and backward (ZeRO-3) instead of
     keeping them (ZeRO-2).
+    """
+    reshard_after_backward: bool = True
+    """Free each layer's gathered parameters after the backward pass of every micro-batch. False
+    frees them after the last one: a step of several micro-batches then gathers each layer once per
+    micro-batch, or once in all if ``reshard_after_forward`` is False, too. The device needs room
+    for the whole model in ``compute_dtype``.
+    """
+    num_prefetched_layers: int = 0
+    """Layers whose parameters are gathered ahead of the one that computes. 0 leaves it to FSDP,
+    which gathers one ahead; more hide a slow network, and each keeps one more layer gathered.
     """
     tensor_parallel_size: int = 1
     """Ranks that split every layer's matrices and process the same tokens (arXiv:1909.08053). They
@@ -92,7 +111,7 @@ class TrainConfig(
 
     def __post_init__(self) -> None:
         """Raise ValueError for an invalid number; parallel sizes are checked by the engine."""
-        for name in ("lr", "eps", "weight_decay", "num_warmup_steps"):
+        for name in ("lr", "eps", "weight_decay", "num_warmup_steps", "num_prefetched_layers"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} is {value}; expected 0 or more, and not infinity")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -102,6 +121,11 @@ class TrainConfig(
                 f"max_grad_norm is {self.max_grad_norm}; expected a number above 0, or None for "
                 "no limit"
             )
+        for name in ("reduce_dtype", "moments_dtype"):
+            if getattr(self, name) not in ("float32", "bfloat16"):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; expected 'float32' or 'bfloat16'"
+                )
         if self.max_tokens_per_micro_batch < 1:
             raise ValueError(
                 f"max_tokens_per_micro_batch is {self.max_tokens_per_micro_batch}; expected 1 or "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import msgspec
@@ -153,11 +153,12 @@ def shard_model(
     *,
     reshard_after_forward: bool,
     offload_policy: OffloadPolicy,
+    num_prefetched_layers: int,
 ) -> None:
     """Keep only this rank's part of each parameter: the plan's shard, sharded again by FSDP.
 
     This goes layer by layer, so that a device holds at most one whole layer besides the parameters
-    outside of layers.
+    outside of layers. With 0 prefetched layers, FSDP itself chooses when to gather.
     """
     names = {id(module): name for name, module in model.named_modules()}
     layers = decoder_layers(model)
@@ -174,6 +175,34 @@ def shard_model(
     if plan is not None and mesh.tensor is not None:
         plan.apply(model, "", mesh.tensor, but_for=layers)
     fully_shard(model, mesh=mesh.data, mp_policy=policy, offload_policy=offload_policy)
+    if num_prefetched_layers:
+        _prefetch(layers, num_prefetched_layers)
+    if hasattr(model, "set_reduce_scatter_unused_params"):
+        # Replicas add up micro-batches by position in a layer's gradients: none may be missing.
+        model.set_reduce_scatter_unused_params(mesh.layout.num_replicas > 1)  # type: ignore[operator]
+
+
+def _prefetch(layers: Sequence[nn.Module], num: int) -> None:
+    """Make each layer start the all-gathers of the next ``num`` ones, in either direction."""
+    for index, layer in enumerate(layers):
+        assert isinstance(layer, FSDPModule)
+        following: list[FSDPModule] = layers[index + 1 : index + 1 + num]  # type: ignore[assignment]
+        preceding: list[FSDPModule] = layers[max(0, index - num) : index][::-1]  # type: ignore[assignment]
+        layer.set_modules_to_forward_prefetch(following)
+        layer.set_modules_to_backward_prefetch(preceding)
+
+
+def begin_backward(model: nn.Module, *, is_last: bool, reshard_after_backward: bool) -> None:
+    """Choose the communication of one micro-batch's backward pass; the last one completes the sum.
+
+    Replicas sum their gradients once, in the last one, instead of once per micro-batch. The last
+    one also frees gathered parameters, which would not see the optimizer's step.
+    """
+    assert isinstance(model, FSDPModule)
+    # torch before 2.13 would lose the sums of parameters that the last one does not use.
+    if hasattr(model, "set_reduce_scatter_unused_params"):
+        model.set_requires_all_reduce(is_last)
+    model.set_reshard_after_backward(is_last or reshard_after_backward)
 
 
 @contextlib.contextmanager
@@ -221,9 +250,9 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float | None
         total = (norms.square() * weights).sum()
     dist.all_reduce(total)
     norm = math.sqrt(total) if total >= 0 else math.nan
-    if shards and limit is not None and math.isfinite(norm):
-        # The same formula as in torch's clip_grad_norm_.
-        torch._foreach_mul_(shards, min(1.0, limit / (norm + 1e-6)))
+    # The same formula as in torch's clip_grad_norm_, which multiplies by 1, too.
+    if shards and limit is not None and math.isfinite(norm) and limit < norm + 1e-6:
+        torch._foreach_mul_(shards, limit / (norm + 1e-6))
     return norm
 
 

@@ -423,6 +423,9 @@ def test_train_config_invalid_fields() -> None:
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; expected a number above 0, or None"),
         ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
         ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch is 0; expected 1 or more"),
+        ({"num_prefetched_layers": -1}, "num_prefetched_layers is -1; expected 0 or more"),
+        ({"reduce_dtype": "auto"}, "reduce_dtype is 'auto'; expected 'float32' or 'bfloat16'"),
+        ({"moments_dtype": "float16"}, "moments_dtype is 'float16'; expected 'float32' or"),
         ({"rendezvous_timeout_s": 0.0}, "rendezvous_timeout_s is 0.0; expected seconds above 0"),
         ({"collective_timeout_s": math.inf}, "collective_timeout_s is inf"),
     ):
