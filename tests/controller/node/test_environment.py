@@ -94,7 +94,9 @@ def test_worker_environment_spinning_of_the_script_wins() -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         of_driver = worker_environment({name: "9"}, SchedulingSpec(), {}, same_machine=False)
         assert EnvironmentVariable(name, "9", "driver") in of_driver
-        of_spec = worker_environment({}, SchedulingSpec(env_vars={name: "9"}), {}, same_machine=True)
+        of_spec = worker_environment(
+            {}, SchedulingSpec(env_vars={name: "9"}), {}, same_machine=True
+        )
         assert EnvironmentVariable(name, "9", "spec.env_vars") in of_spec
         for found in (of_driver, of_spec):
             assert "default" not in {each.source for each in found}
