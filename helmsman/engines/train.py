@@ -549,7 +549,7 @@ class FSDPTrainEngine(TrainEngine):
             version=self._progress.version,
             is_root=dist.get_rank() == 0,
             group=self._weight_group,
-            full=self._memory.full,
+            gather=self._memory.gather,
             in_files=self._checkpoint_names(),
         )
 
@@ -643,7 +643,7 @@ class FSDPTrainEngine(TrainEngine):
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,
             source=source,
-            full=self._memory.full,
+            gather=self._memory.gather,
         )
 
     def _checkpoint_names(self) -> CheckpointNames:

@@ -30,14 +30,14 @@ from helmsman.api.weights import (
     WeightsOnDisk,
     WeightTarget,
 )
-from helmsman.engines._models.distributed import full_tensor
 from helmsman.engines._models.files import INDEX_FILE, FolderWriter, replace_folder
 from helmsman.engines._models.model import resolve_dtype
 from helmsman.engines._weights.checkpoint_names import CheckpointNames, Conversion
+from helmsman.engines._weights.gathering import gather
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines._weights.sending import (
     Bucket,
-    Full,
+    Gather,
     Packer,
     Sink,
     as_bytes,
@@ -59,7 +59,7 @@ def publish(
     version: int,
     is_root: bool,
     group: WeightGroup,
-    full: Full = full_tensor,
+    gather: Gather = gather,
     in_files: CheckpointNames | None = None,
 ) -> WeightsInMemory | WeightsOnDisk | int | None:
     """Send tensors by name to a target; rank 0 sends. A collective of all ranks that hold shards.
@@ -72,7 +72,7 @@ def publish(
         version: Weight version of the tensors.
         is_root: Whether this is rank 0.
         group: This process's membership in weight-sync groups.
-        full: Gathers a whole tensor of a dtype from its shards, on any device.
+        gather: Gathers whole tensors of a dtype from their shards, on any device.
         in_files: Converts the tensors of a model to the form of files; None if they have it.
 
     Returns:
@@ -125,7 +125,14 @@ def publish(
             checksum=form.checksum,
         )
 
-    return send_all(tensors, full, dtype, pack if is_root else None, "publishing the weights")
+    return send_all(
+        tensors,
+        gather,
+        dtype,
+        form.bucket_bytes,
+        pack if is_root else None,
+        "publishing the weights",
+    )
 
 
 def _sent_names(names: Iterable[str], form: WeightFormat) -> dict[str, str]:

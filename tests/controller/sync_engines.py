@@ -12,7 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from helmsman.api.weights import Weights, WeightsInMemory
-from helmsman.engines._models.distributed import full_tensor, named_tensors
+from helmsman.engines._models.distributed import named_tensors
+from helmsman.engines._weights.gathering import gather
 from helmsman.engines.rollout import HFRolloutEngine
 from helmsman.engines.train import FSDPTrainEngine
 
@@ -40,7 +41,7 @@ class Trainer(FSDPTrainEngine):
 
     def parameters(self) -> dict[str, torch.Tensor]:
         return {
-            name: full_tensor(tensor).cpu().clone()
+            name: next(gather([tensor])).cpu().clone()
             for name, tensor in named_tensors(self._built_model()).items()
         }
 

@@ -18,11 +18,9 @@ from helmsman.api.weights import (
     MemoryTarget,
     WeightFormat,
     Weights,
-    WeightsInMemory,
     WeightTarget,
 )
 from helmsman.engines._models.distributed import (
-    full_tensor,
     join_process_group,
     leave_process_group,
 )
@@ -176,23 +174,29 @@ def test_broadcast_large_tensor_in_pieces() -> None:
         group.close()
 
 
-def test_publish_cast_before_gather() -> None:
-    """Ranks exchange the bytes that leave, not those of the parameters."""
+def test_incoming_files_are_mapped(tmp_path: Path) -> None:
+    """Each rank of an instance copies its shards out of the files, and nothing else of them."""
+    target = DiskTarget(version=1, folder=str(tmp_path))
+    stored = send({"w": torch.ones(5, 3)}, target, WeightFormat(), WeightGroup(CPU))
+    with incoming(stored, WeightGroup(CPU)) as buckets:
+        for bucket in buckets:
+            assert _file_at(bucket["w"].data_ptr()).startswith(stored.path)
 
-    def full(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        assert dtype is torch.bfloat16
-        return full_tensor(tensor, dtype)
 
-    sent = publish(
-        {"w": torch.ones(2, 3), "ids": torch.arange(2)},
-        MemoryTarget(version=1),
-        WeightFormat(dtype="bfloat16"),
-        version=1,
-        is_root=True,
-        group=WeightGroup(CPU),
-        full=full,
-    )
-    assert isinstance(sent, WeightsInMemory)
+def _file_at(address: int) -> str:
+    """Return the path of the file that is mapped at an address of this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, path = line.split()
+        first, end = (int(each, 16) for each in addresses.split("-"))
+        if first <= address < end:
+            return path
+    return ""
+
+
+def test_publish_bfloat16_keeps_other_types() -> None:
+    form = WeightFormat(dtype="bfloat16")
+    tensors = {"w": torch.ones(2, 3), "ids": torch.arange(2)}
+    sent = send(tensors, MemoryTarget(version=1), form, WeightGroup(CPU))
     assert [each.dtype for each in sent.tensors.values()] == [torch.bfloat16, torch.int64]
 
 

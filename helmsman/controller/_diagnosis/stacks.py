@@ -25,10 +25,10 @@ WaitKind = Literal[
 ]
 
 _COLLECTIVES = (
-    "all_reduce|all_gather|all_gather_into_tensor|all_gather_object|all_to_all|all_to_all_single|"
-    "barrier|monitored_barrier|broadcast|broadcast_object_list|gather|gather_object|recv|reduce|"
-    "reduce_scatter|reduce_scatter_tensor|scatter|scatter_object_list|send|batch_isend_irecv|"
-    "new_group|init_process_group|init_device_mesh"
+    "all_reduce|all_gather|all_gather_into_tensor|all_gather_single|all_gather_object|all_to_all|"
+    "all_to_all_single|barrier|monitored_barrier|broadcast|broadcast_object_list|gather|"
+    "gather_object|recv|reduce|reduce_scatter|reduce_scatter_tensor|scatter|scatter_object_list|"
+    "send|batch_isend_irecv|new_group|init_process_group|init_device_mesh"
 )
 _COLLECTIVE_NAMES = frozenset(_COLLECTIVES.split("|"))
 _COLLECTIVE_CALL = re.compile(

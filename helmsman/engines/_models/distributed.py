@@ -1,4 +1,4 @@
-"""The process group of a training job, joint failure of its ranks, and sharded tensors by name.
+"""The process group of a training job, joint failure of its ranks, and tensors by name.
 
 Several engines of one process (such as an actor and its reference model) share the default group.
 The first engine creates it, and the last one to leave destroys it. A group created elsewhere is
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from helmsman.api.platforms import current_platform
 
@@ -150,15 +149,3 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())
-
-
-def full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Gather a possibly sharded tensor on its device. A collective of its shards' ranks.
-
-    Floating-point tensors are cast to ``dtype`` first, unless it is None, so that ranks exchange
-    no more bytes than the result has.
-    """
-    tensor = tensor.detach()
-    if dtype is not None and tensor.is_floating_point():
-        tensor = tensor.to(dtype)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

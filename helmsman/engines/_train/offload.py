@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from helmsman.api.platforms import current_platform
-from helmsman.engines._models.distributed import full_tensor
 from helmsman.engines._train.parallel import reshard
-from helmsman.engines._weights.host_swap import HostSwap, storage_of
+from helmsman.engines._weights.gathering import gather
+from helmsman.engines._weights.host_swap import HostSwap
 from helmsman.engines.train_config import Offload
 
 
@@ -76,14 +76,11 @@ class HostMemory:
             raise
         self.is_asleep = False
 
-    def full(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """See full_tensor. During sleep, one tensor at a time is on the device."""
-        with self._asleep.present(tensor):
-            whole = full_tensor(tensor, dtype)
-            # An unsharded tensor is returned as is, and its memory is released at the end of the
-            # block.
-            is_shard = storage_of(whole)._cdata == storage_of(tensor)._cdata
-            return whole.clone() if self.is_asleep and is_shard else whole
+    def gather(
+        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None
+    ) -> Iterator[torch.Tensor]:
+        """See ``gathering.gather``. During sleep, one shard at a time is on the device."""
+        return gather(tensors, dtype, self._asleep.present if self.is_asleep else None)
 
     @contextlib.contextmanager
     def optimizer_present(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:

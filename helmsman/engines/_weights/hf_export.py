@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helmsman.engines._models.distributed import full_tensor, named_tensors
+from helmsman.engines._models.distributed import named_tensors
 from helmsman.engines._models.files import (
     FolderWriter,
     check_replaceable,
@@ -29,7 +29,8 @@ from helmsman.engines._models.files import (
 from helmsman.engines._models.heads import plain_config, skeleton
 from helmsman.engines._models.model import resolve_dtype
 from helmsman.engines._weights.checkpoint_names import CheckpointNames, Conversion
-from helmsman.engines._weights.sending import Bucket, Full, Packer, Sink, send_all
+from helmsman.engines._weights.gathering import gather
+from helmsman.engines._weights.sending import Bucket, Gather, Packer, Sink, send_all
 
 MAX_SHARD_BYTES = 5 << 30
 
@@ -41,7 +42,7 @@ def export_hf(
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     source: str | None = None,
-    full: Full = full_tensor,
+    gather: Gather = gather,
 ) -> None:
     """Write the weights of all ranks as a Hugging Face folder; rank 0 writes. A collective.
 
@@ -53,7 +54,7 @@ def export_hf(
         dtype: Type to cast floating-point tensors to; None keeps theirs.
         max_shard_bytes: Largest size of a file in bytes; a larger tensor gets its own file.
         source: Folder from which the tokenizer is copied; None for no tokenizer.
-        full: Gathers a whole tensor of a dtype from its shards.
+        gather: Gathers whole tensors of a dtype from their shards.
 
     Raises:
         ValueError: The dtype is unknown, or ``max_shard_bytes`` is below 1.
@@ -74,8 +75,9 @@ def export_hf(
 
     send_all(
         named_tensors(model),
-        full,
+        gather,
         cast,
+        max_shard_bytes,
         pack if dist.get_rank() == 0 else None,
         f"exporting to {path}",
     )

@@ -5,17 +5,21 @@ from __future__ import annotations
 import abc
 import contextlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from helmsman.engines._models.distributed import failing_together
+from helmsman.engines._weights.gathering import type_in
 
 T = TypeVar("T")
 Convert = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]
-Full = Callable[[torch.Tensor, torch.dtype | None], torch.Tensor]
-"""Gathers a whole tensor of a dtype from its shards; see full_tensor."""
+Gather = Callable[[Sequence[torch.Tensor], torch.dtype | None], Iterator[torch.Tensor]]
+"""Gathers whole tensors of a dtype from their shards; see ``gathering.gather``."""
+
+_GATHERED_BYTES = 32 << 20
+"""Most bytes that are gathered at once. More would not be faster, and every rank allocates them."""
 
 
 def checksum_of(tensor: torch.Tensor) -> int:
@@ -98,15 +102,17 @@ class Packer(Generic[T]):
 
 def send_all(
     tensors: Mapping[str, torch.Tensor],
-    full: Full,
+    gather: Gather,
     dtype: torch.dtype | None,
+    bucket_bytes: int,
     pack: Callable[[contextlib.ExitStack], Packer[T]] | None,
     what: str,
 ) -> T | None:
     """Send tensors under their names to rank 0's sink; return its result on rank 0. A collective.
 
-    Every rank takes part until the end, even after rank 0 has failed. ``pack`` makes rank 0's
-    packer, with an exit stack that closes at the end of this call; it is None on other ranks.
+    Every rank takes part until the end, even after rank 0 has failed. At most ``bucket_bytes`` are
+    gathered at once, unless one tensor has more. ``pack`` makes rank 0's packer, with an exit stack
+    that closes at the end of this call; it is None on other ranks.
 
     Raises:
         Exception: The error of rank 0, on rank 0.
@@ -121,18 +127,20 @@ def send_all(
         # Raised below, after this rank has taken part in the remaining collectives.
         except Exception as exc:  # noqa: BLE001
             error = exc
-        for name, tensor in tensors.items():
+        for batch in _batches(tensors, dtype, min(bucket_bytes, _GATHERED_BYTES)):
             try:
-                whole = full(tensor, dtype)
+                wholes = gather(list(batch.values()), dtype)
             except Exception as exc:
                 if packer is not None:
                     packer.sink.give_up(error or exc)
                 raise  # a rank has left or is late, so the collectives are over
             try:
                 if packer is not None and error is None:
-                    packer.add(name, whole)
+                    for name, whole in zip(batch, wholes, strict=True):
+                        packer.add(name, whole)
             except Exception as exc:  # noqa: BLE001 - as above
                 error = exc
+            del wholes  # their memory is for the next ones
         try:
             if packer is not None and error is None:
                 result = packer.finish()
@@ -144,3 +152,20 @@ def send_all(
                     packer.sink.give_up(error)
                 raise error
     return result
+
+
+def _batches(
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, num_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield successive tensors that have at most so many bytes together, or are alone."""
+    batch: dict[str, torch.Tensor] = {}
+    left = num_bytes
+    for name, tensor in tensors.items():
+        size = tensor.numel() * type_in(tensor, dtype).itemsize
+        if batch and size > left:
+            yield batch
+            batch, left = {}, num_bytes
+        batch[name] = tensor
+        left -= size
+    if batch:
+        yield batch

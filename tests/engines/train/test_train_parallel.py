@@ -178,7 +178,8 @@ def published(folder: str) -> dict[str, Any]:
     engine = build("qwen2", **TENSOR)
     train(engine, 1)
     version = engine.get_version()
-    in_memory = engine.publish_weights(MemoryTarget(version=version), WeightFormat())
+    with CommDebugMode() as collectives:
+        in_memory = engine.publish_weights(MemoryTarget(version=version), WeightFormat())
     on_disk = engine.publish_weights(
         DiskTarget(version=version, folder=f"{folder}/published", num_kept=1), WeightFormat()
     )
@@ -193,7 +194,13 @@ def published(folder: str) -> dict[str, Any]:
         with incoming(sent, group) as buckets:
             read.append({name: each.clone() for bucket in buckets for name, each in bucket.items()})
     group.close()
-    return {"exported": exported, "memory": read[0], "disk": read[1]}
+    num_gathers = collectives.get_comm_counts()[torch.ops.c10d._allgather_base_]
+    return {
+        "exported": exported,
+        "memory": read[0],
+        "disk": read[1],
+        "num_gathers": num_gathers,
+    }
 
 
 def num_sums() -> int:
@@ -334,6 +341,11 @@ def test_publish_weights_whole_with_names(four_ranks: list[dict[str, Any]]) -> N
         assert published[way].keys() == published["exported"].keys()
         for name, each in published["exported"].items():
             assert torch.equal(published[way][name], each), name
+
+
+def test_publish_weights_gathers_together(four_ranks: list[dict[str, Any]]) -> None:
+    """Tensor-parallel shards along both axes of the mesh, norms in one of them or in both."""
+    assert four_ranks[0]["published"]["num_gathers"] <= 4
 
 
 def test_train_batch_failure_of_one_rank(
