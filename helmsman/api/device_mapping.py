@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from helmsman.api.errors import InvalidSpecError
@@ -22,36 +23,24 @@ def parse_device_mapping(mapping: str | Sequence[int], role: str) -> list[int]:
     Raises:
         InvalidSpecError: The mapping is empty or malformed, or repeats a device.
     """
-    if isinstance(mapping, str):
-        devices = _parsed(mapping, role)
-    else:
-        try:
-            devices = [operator.index(device) for device in mapping]
-        except TypeError:
-            raise wrong_mapping(
-                role, mapping, "whole numbers, or a text such as '0-7,16'"
-            ) from None
+    try:
+        devices = _parsed(mapping) if isinstance(mapping, str) else [*map(operator.index, mapping)]
+    except (SyntaxError, TypeError, ValueError) as error:
+        expected = f"whole numbers such as '0-7,16', or 'list(range(0, 8))': {error}"
+        raise wrong_mapping(role, mapping, expected) from None
     if not devices:
         raise wrong_mapping(role, mapping, "at least one device, or None for no devices")
     if min(devices) < 0:
         raise wrong_mapping(role, mapping, "device numbers of 0 or more")
-    if len(set(devices)) < len(devices):
-        twice = sorted({device for device in devices if devices.count(device) > 1})
-        raise wrong_mapping(
-            role, mapping, f"each device once; {', '.join(map(str, twice[:8]))} is repeated"
-        )
+    if twice := [str(device) for device, times in Counter(devices).items() if times > 1]:
+        raise wrong_mapping(role, mapping, f"each device once; {', '.join(twice[:8])} is repeated")
     return devices
 
 
-def _parsed(mapping: str, role: str) -> list[int]:
+def _parsed(mapping: str) -> list[int]:
     if "[" in mapping or "(" in mapping:
-        try:
-            return _listed(ast.parse(mapping.strip(), mode="eval").body)
-        except (SyntaxError, ValueError) as error:
-            raise wrong_mapping(
-                role, mapping, f"numbers such as '0-7,16', or 'list(range(0, 8))': {error}"
-            ) from None
-    return [device for part in mapping.split(",") for device in _devices_of(part, mapping, role)]
+        return _listed(ast.parse(mapping.strip(), mode="eval").body)
+    return [device for part in mapping.split(",") for device in _range_of(part.strip())]
 
 
 def _listed(node: ast.expr) -> list[int]:
@@ -66,10 +55,7 @@ def _listed(node: ast.expr) -> list[int]:
         case ast.Call(func=ast.Name(id="range"), args=arguments, keywords=[]) if (
             1 <= len(arguments) <= 3
         ):
-            numbers = range(*map(_number, arguments))
-            if len(numbers) > _MOST_DEVICES:
-                raise ValueError(f"{ast.unparse(node)} has {len(numbers)} devices")
-            return list(numbers)
+            return _devices(range(*map(_number, arguments)), ast.unparse(node))
     raise ValueError(f"{ast.unparse(node)!r} is neither a list nor a range")
 
 
@@ -80,18 +66,20 @@ def _number(node: ast.expr) -> int:
     return value
 
 
-def _devices_of(part: str, mapping: str, role: str) -> Sequence[int]:
-    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+def _range_of(part: str) -> list[int]:
+    match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
     if match is None:
-        expected = (
-            f"numbers and ranges separated by commas, such as '0-7,16'; {part.strip()!r} is neither"
-        )
-        raise wrong_mapping(role, mapping, expected)
-    first = int(match[1])
-    last = int(match[2] or first)
+        raise ValueError(f"{part!r} is neither a number nor a range")
+    first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
-        raise wrong_mapping(role, mapping, f"ascending ranges; {part.strip()!r} descends")
-    return range(first, last + 1)
+        raise ValueError(f"expected ascending ranges; {part!r} descends")
+    return _devices(range(first, last + 1), part)
+
+
+def _devices(numbers: range, text: str) -> list[int]:
+    if len(numbers) > _MOST_DEVICES:
+        raise ValueError(f"{text} has {len(numbers)} devices")
+    return list(numbers)
 
 
 def wrong_mapping(role: str, mapping: str | Sequence[int], expected: str) -> InvalidSpecError:

@@ -7,7 +7,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVar, cast, overload
 
 import msgspec
 
@@ -78,29 +78,23 @@ class ClusterConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=T
             InvalidSpecError: The fields do not give one number.
         """
 
-        def refuse(field: str, expected: str) -> InvalidSpecError:
-            return InvalidSpecError(
-                role=name, field=field, value=getattr(self, field), expected=expected
-            )
+        def require(holds: bool, field: str, expected: str) -> None:
+            if not holds:
+                value = getattr(self, field)
+                raise InvalidSpecError(role=name, field=field, value=value, expected=expected)
 
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise refuse("max_concurrency", "1 or more, or None for no limit")
+        limit, size, each = self.max_concurrency, self.world_size, self.num_gpus_per_worker
+        require(limit is None or limit >= 1, "max_concurrency", "1 or more, or None for no limit")
         if self.device_mapping is None:
-            if self.world_size is None:
-                raise refuse("world_size", "a number of workers, or a device_mapping that gives it")
-            return self.world_size
+            expected = "a number of workers, or a device_mapping that gives it"
+            require(size is not None, "world_size", expected)
+            return cast(int, size)
         devices = len(parse_device_mapping(self.device_mapping, name))
-        size, rest = divmod(devices, max(1, self.num_gpus_per_worker))
-        if self.num_gpus_per_worker < 1 or rest:
-            raise refuse(
-                "num_gpus_per_worker", f"a divisor of the {devices} devices of device_mapping"
-            )
-        if self.world_size not in (None, size):
-            each = self.num_gpus_per_worker
-            raise refuse(
-                "world_size", f"{size} ({devices} devices, {each} for each worker), or None"
-            )
-        return size
+        expected = f"a divisor of the {devices} devices of device_mapping"
+        require(each >= 1 and not devices % each, "num_gpus_per_worker", expected)
+        expected = f"{devices // each} ({devices} devices, {each} for each worker), or None"
+        require(size in (None, devices // each), "world_size", expected)
+        return devices // each
 
     def topology(self, name: str = "cluster") -> Topology:
         """Compute the coordinates of the ranks, also before any worker starts.

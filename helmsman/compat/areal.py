@@ -92,9 +92,7 @@ class Worker:
     id: str
     ip: str
     worker_ports: list[str] = field(default_factory=list)
-    """The worker's leased ports, at least two: the first for its ``cmd``, the second as a master
-    port.
-    """
+    """Its leased ports, at least two: the first for its ``cmd``, the second as a master port."""
     engine_ports: list[str] = field(default_factory=list)
     """Empty, as in AReaL."""
 
@@ -116,11 +114,8 @@ def _as_job(job: Any) -> helmsman.Job:
     )
     tasks = list(job.tasks) or [SchedulingSpec()]
     if ignored := sorted(set().union(*map(_ignored, filter(dataclasses.is_dataclass, tasks)))):
-        log.warning(
-            "job %r: these fields of its specs have no effect in Helmsman: %s",
-            job.role,
-            ", ".join(ignored),
-        )
+        names = ", ".join(ignored)
+        log.warning("job %r: these fields of its specs have no effect: %s", job.role, names)
     return helmsman.Job(
         role=job.role,
         replicas=job.replicas,
@@ -162,12 +157,8 @@ def _as_command(role: str, cmd: str | None) -> str | None:
 
 def _ignored(spec: Any) -> set[str]:
     """Return the fields with another value than their default that have no effect."""
-    defaults = {each.name: each.default for each in dataclasses.fields(spec)}
-    return {
-        name
-        for name, default in defaults.items()
-        if name not in _MAPPED and getattr(spec, name) != default
-    }
+    fields = [each for each in dataclasses.fields(spec) if each.name not in _MAPPED]
+    return {each.name for each in fields if getattr(spec, each.name) != each.default}
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -194,10 +185,6 @@ class WorkerCreationError(SchedulerError):
     reason: str
     details: str = ""
     template = "worker {worker_key!r} cannot be created: {reason}{details}"
-
-
-class WorkerConfigurationError(SchedulerError):
-    """Never raised: workers are configured as they start."""
 
 
 @dataclass(eq=False)
@@ -248,18 +235,6 @@ class WorkerTimeoutError(SchedulerError):
     template = "worker {worker_key!r} did not answer within {timeout} s"
 
 
-class PortAllocationError(SchedulerError):
-    """Never raised: WorkerCreationError is."""
-
-
-class GPUAllocationError(SchedulerError):
-    """Never raised: WorkerCreationError is."""
-
-
-class RPCConnectionError(SchedulerError):
-    """Never raised: a lost connection is a WorkerFailedError."""
-
-
 @dataclass(eq=False)
 class EngineImportError(SchedulerError):
     """An engine's import path that the worker cannot resolve."""
@@ -267,6 +242,11 @@ class EngineImportError(SchedulerError):
     import_path: str
     reason: str
     template = "the engine {import_path!r} cannot be imported: {reason}"
+
+
+WorkerConfigurationError = PortAllocationError = GPUAllocationError = WorkerCreationError
+RPCConnectionError = WorkerFailedError
+"""As in Helmsman, a worker whose connection is lost for good has failed."""
 
 
 @contextlib.contextmanager
@@ -284,8 +264,7 @@ def _as_areal_error(error: errors.HelmsmanError, worker: str, method: str) -> Sc
         case errors.WorkerNotFoundError():
             return WorkerNotFoundError(error.name)
         case errors.WorkerFailedError():
-            signal_code = -(error.exit_signal or 1)
-            code = signal_code if error.exit_code is None else error.exit_code
+            code = -(error.exit_signal or 1) if error.exit_code is None else error.exit_code
             return WorkerFailedError(error.worker_id, code, reason)
         case errors.EngineImportError():
             return EngineImportError(error.engine_path, error.reason)
@@ -354,9 +333,8 @@ class Scheduler(Closing):
             SchedulerError: A WorkerNotFoundError, WorkerFailedError or WorkerTimeoutError.
         """
         with _areal_errors(role):
-            found = self.helmsman.get_workers(
-                role, self.startup_timeout if timeout is None else timeout
-            )
+            limit_s = self.startup_timeout if timeout is None else timeout
+            found = self.helmsman.get_workers(role, limit_s)
         return [Worker(each.id, each.ip, list(each.engine_ports)) for each in found]
 
     def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
@@ -458,8 +436,8 @@ class Scheduler(Closing):
         if max_retries > 1 and not self._has_explained_retries:
             self._has_explained_retries = True
             log.warning(
-                "max_retries=%d and retry_delay=%g have no effect: a failed call may have run, so "
-                "Helmsman never sends it again. Catch EngineCallError to call the method again.",
+                "max_retries=%d, retry_delay=%g: no effect, since a failed call may have run and "
+                "is never sent again. Catch EngineCallError to call the method again.",
                 max_retries,
                 retry_delay,
             )

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from helmsman.api.batch import Batch
 from helmsman.api.dispatch import CustomDispatch, MethodSpec
 from helmsman.api.platforms import current_platform
-from helmsman.api.topology import Topology
 from helmsman.api.worker_group import GroupFuture, GroupMethod
 from helmsman.api.workers import worker_context
 from helmsman.worker_groups import Cluster as _Cluster
@@ -244,46 +243,40 @@ class Cluster:
     ) -> Any:
         if method == "initialize":  # It sets the coordinates for good.
             self.initialized, self._rank_infos = True, []
-        infos = self.worker_rank_info if dispatch_mode in _CUT else []
+        ranks: Any = self
+        if dispatch_mode in _CUT:  # asked once, and before the call, which would delay the answer
+            infos = self.worker_rank_info
+            ranks = SimpleNamespace(
+                world_size=len(infos), dp_size=infos[0].dp_size, get_rank_info=infos.__getitem__
+            )
         if isinstance(dispatch_mode, Mapping):
-            args, kwargs = dispatch_mode["dispatch_fn"](self, *args, **kwargs)
+            dispatch, collect = dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"]
         else:
-            rule = functools.partial(_dispatched, dispatch_mode, self.world_size, infos)
-            args = tuple(map(rule, args))
-            kwargs = {name: rule(value) for name, value in kwargs.items()}
+            dispatch = functools.partial(_dispatched, dispatch_mode)
+            collect = functools.partial(_collected, dispatch_mode)
+        args, kwargs = dispatch(ranks, *args, **kwargs)
         if execute_mode is Execute.RANK_ZERO:
             first = {name: value[0] for name, value in kwargs.items()}
             pending = self.workers[0].call(method, *(each[0] for each in args), **first)
             return pending.awaited() if blocking else pending
         future = self._each_its_own(method, args, kwargs)
-        joins = dispatch_mode in _JOINED
-        counts = [_is_last(info) for info in infos] if joins else [True] * self.world_size
-        if dispatch_mode is Dispatch.ONE_TO_ALL_ONE:
-            joins, counts = True, [rank == 0 for rank in range(self.world_size)]
-        if not blocking:
-            wrapped = [ObjectRefWrap(*pair) for pair in zip(future, counts, strict=True)]
-            return wrapped if joins else [each.obj_ref for each in wrapped]
-        results = future.awaited()
-        if isinstance(dispatch_mode, Mapping):
-            return dispatch_mode["collect_fn"](self, results)
-        if dispatch_mode is Dispatch.ONE_TO_ALL_ONE:
-            return results[0]
-        return _joined(list(itertools.compress(results, counts))) if joins else results
+        if blocking:
+            return collect(ranks, future.awaited())
+        if dispatch_mode in (*_JOINED, Dispatch.ONE_TO_ALL_ONE):
+            counts = _counts(dispatch_mode, ranks)
+            return [ObjectRefWrap(*pair) for pair in zip(future, counts, strict=True)]
+        return list(future)
 
     def _each_its_own(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> GroupFuture[Any]:
-        spec = MethodSpec(
-            name=method,
-            owner=self.cluster_name,
-            dispatch_mode=CustomDispatch(dispatch_fn=_as_given, collect_fn=_as_returned),
-        )
+        mode = CustomDispatch(dispatch_fn=dispatch_all_to_all, collect_fn=collect_all_to_all)
+        spec = MethodSpec(name=method, owner=self.cluster_name, dispatch_mode=mode)
         return GroupMethod[..., Any](self.helmsman, spec).submit(*args, **kwargs)
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call all ranks; if every argument is a list as long as the ranks, each gets its entry."""
-        values = [*args, *kwargs.values()]
-        size = self.world_size
+        values, size = [*args, *kwargs.values()], self.world_size
         if not all(isinstance(each, list) and len(each) == size for each in values):
             args = tuple([each] * size for each in args)
             kwargs = {name: [each] * size for name, each in kwargs.items()}
@@ -313,24 +306,26 @@ class WorkerProxy:
         return SimpleNamespace(remote=functools.partial(self.call, name))
 
 
+# --- dispatch -------------------------------------------------------------------------------------
+
 _JOINED = (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
 _CUT = (*_JOINED, Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL)
 
 
-def _as_given(topology: Topology, *args: Any, **kwargs: Any) -> Any:
-    return args, kwargs
-
-
-def _as_returned(topology: Topology, results: list[Any]) -> list[Any]:
-    return results
-
-
-def _dispatched(mode: Dispatch, world_size: int, infos: Sequence[Any], value: Any) -> Any:
-    if mode in (Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE):
-        return [value] * world_size
+def _dispatched(
+    mode: Dispatch, cluster: Any, *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if mode is Dispatch.ALL_TO_ALL:
-        return value
-    num_parts = infos[0].dp_size
+        return args, kwargs
+    if mode in (Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE):
+        rule: Callable[[Any], list[Any]] = lambda value: [value] * cluster.world_size  # noqa: E731
+    else:
+        infos = [cluster.get_rank_info(rank) for rank in range(cluster.world_size)]
+        rule = functools.partial(_shares, mode, cluster.dp_size, infos)
+    return tuple(map(rule, args)), {name: rule(value) for name, value in kwargs.items()}
+
+
+def _shares(mode: Dispatch, num_parts: int, infos: Sequence[Any], value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         size, rest = divmod(len(value), num_parts)
         if rest:
@@ -354,8 +349,23 @@ def _meta_of(rows: Any) -> Any:
     return type(rows)(batch=None, meta_info=rows.meta_info)
 
 
-def _is_last(info: Any) -> bool:
-    return not info.tp_rank and not info.cp_rank and info.is_pipeline_last_stage
+def _counts(mode: Dispatch | Mapping[str, Any], cluster: Any) -> list[bool]:
+    """Return whether the result of each rank is part of the call's."""
+    ranks = range(cluster.world_size)
+    if mode is Dispatch.ONE_TO_ALL_ONE:
+        return [rank == 0 for rank in ranks]
+    return [
+        not info.tp_rank and not info.cp_rank and info.is_pipeline_last_stage
+        for info in map(cluster.get_rank_info, ranks)
+    ]
+
+
+def _collected(mode: Dispatch, cluster: Any, results: list[Any]) -> Any:
+    if mode is Dispatch.ONE_TO_ALL_ONE:
+        return results[0]
+    if mode not in _JOINED:
+        return results
+    return _joined(list(itertools.compress(results, _counts(mode, cluster))))
 
 
 def _joined(results: list[Any]) -> Any:
@@ -367,3 +377,15 @@ def _joined(results: list[Any]) -> Any:
         "a method whose rows are cut returns rows to join: a list, or an object with chunk and "
         f"concat; got {type(results[0]).__name__}"
     )
+
+
+_of = functools.partial
+dispatch_one_to_all = _of(_dispatched, Dispatch.ONE_TO_ALL)
+"""``dispatch_fn(cluster, *args, **kwargs)`` of a mode, for dispatch modes of a script's own."""
+dispatch_all_to_all = _of(_dispatched, Dispatch.ALL_TO_ALL)
+dispatch_dp_mp_compute = _of(_dispatched, Dispatch.DP_MP_COMPUTE)
+dispatch_dp_mp_dispatch_first = _of(_dispatched, Dispatch.DP_MP_DISPATCH_FIRST)
+collect_all_to_all = _of(_collected, Dispatch.ALL_TO_ALL)
+"""``collect_fn(cluster, results)`` of a mode."""
+collect_all_to_one = _of(_collected, Dispatch.ONE_TO_ALL_ONE)
+collect_dp_mp_compute = _of(_collected, Dispatch.DP_MP_COMPUTE)

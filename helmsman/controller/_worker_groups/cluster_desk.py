@@ -23,7 +23,7 @@ from helmsman.rpc_server._server.channel import ChannelServer, listen_abstract, 
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import Reply, Request
 from helmsman.rpc_server._wire.tls import server_tls, uses_tls
-from helmsman.rpc_server.ports import RANGE_VARIABLE, port_range
+from helmsman.rpc_server.ports import port_range
 
 _ANSWER_THREADS = 4
 
@@ -69,11 +69,8 @@ class ClusterDesk(Closing):
         if shares_memory := address is None and sys.platform == "linux":
             listener = listen_abstract()
         else:
-            is_limited = bool(os.environ.get(RANGE_VARIABLE, "").strip())
             first, last = port_range(os.environ)
-            listener = listen_tcp(
-                address or "127.0.0.1", range(first, last + 1) if is_limited else None
-            )
+            listener = listen_tcp(address or "127.0.0.1", range(first, last + 1))
             tls = server_tls() if address is not None and uses_tls(os.environ) else None
         where = listener.getsockname()
         self.address = DeskAddress(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from helmsman.controller._transport.channel import Channel
 from helmsman.controller._validation.argument_types import require_seconds
 from helmsman.controller._worker_groups.calls_by_name import CallsByName, Method
 from helmsman.controller._worker_groups.cluster_desk import DeskAddress, GroupCall
+from helmsman.controller._worker_groups.rank_futures import settle
 from helmsman.rpc_server._wire.auth import connect
 from helmsman.rpc_server._wire.codec import Packed, Payload, decode, encode, encode_arguments
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb
@@ -121,8 +121,13 @@ class ClusterHandle(CallsByName[W_co], Closing):
                 channel.post(outgoing, answer)
             return decode(await answer.payload)
 
+        def parts() -> list[concurrent.futures.Future[Any]]:
+            futures = [concurrent.futures.Future[Any]() for _ in range(num_parts)]
+            settle(futures, sent)
+            return futures
+
         sent = submit(run())
-        return GroupFuture(sent, collect, forbid_blocking, lambda: _parts(sent, num_parts))
+        return GroupFuture(sent, collect, forbid_blocking, parts)
 
     async def _opened(self) -> Channel:
         if self._channel is None or not self._channel.is_open:
@@ -183,25 +188,3 @@ class _Controller:
 
     async def kill(self) -> None:
         """It goes on."""
-
-
-def _parts(
-    whole: concurrent.futures.Future[Any], num_parts: int
-) -> list[concurrent.futures.Future[Any]]:
-    """Make futures of the single results, which are done when all are."""
-    parts: list[concurrent.futures.Future[Any]] = [
-        concurrent.futures.Future() for _ in range(num_parts)
-    ]
-
-    def done(_: object) -> None:
-        for index, part in enumerate(parts):
-            with contextlib.suppress(concurrent.futures.InvalidStateError):
-                if whole.cancelled():
-                    part.cancel()
-                elif error := whole.exception():
-                    part.set_exception(error)
-                else:
-                    part.set_result(whole.result()[index])
-
-    whole.add_done_callback(done)
-    return parts

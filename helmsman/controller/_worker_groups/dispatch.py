@@ -207,14 +207,10 @@ def collect(
     Raises:
         DispatchError: The results cannot be joined, or their padding rows cannot be identified.
     """
-    if spec.execute_mode is Execute.RANK_ZERO and not isinstance(
-        spec.dispatch_mode, CustomDispatch
-    ):
-        return results[0]
-    if spec.dispatch_mode is Dispatch.ONE_TO_ALL_ONE:
-        return results[0]
     if isinstance(spec.dispatch_mode, CustomDispatch):
         return spec.dispatch_mode.collect_fn(topology, results)
+    if spec.execute_mode is Execute.RANK_ZERO or spec.dispatch_mode is Dispatch.ONE_TO_ALL_ONE:
+        return results[0]
     if spec.sharding is None or spec.collects_all or spec.collect is Collect.LIST:
         return results
     if not isinstance(spec.collect, Collect) and spec.collect is not None:

@@ -13,6 +13,27 @@ from helmsman.controller._aio.event_loop import run_on_loop
 _Future: TypeAlias = "concurrent.futures.Future[Any]"
 
 
+def settle(futures: Sequence[_Future], call: _Future) -> None:
+    """Give the futures that have no outcome when their call has ended that of the call.
+
+    Args:
+        futures: A future for each rank.
+        call: The call; its result is a list of the ranks' results.
+    """
+
+    def done(_: _Future) -> None:
+        for index, future in enumerate(futures):
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has an outcome
+                if call.cancelled():
+                    future.cancel()
+                elif (error := call.exception()) is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(call.result()[index])
+
+    call.add_done_callback(done)
+
+
 class RankFutures:
     """Makes the futures of a call's ranks when they are requested; most calls need none.
 
@@ -42,19 +63,11 @@ class RankFutures:
             worker_id: concurrent.futures.Future() for worker_id in self._worker_ids
         }
 
-        def settle(_: _Future) -> None:
-            for future in made.values():
-                with contextlib.suppress(concurrent.futures.InvalidStateError):
-                    if call.cancelled():
-                        future.cancel()
-                    elif (error := call.exception()) is not None:
-                        future.set_exception(error)
-
         def attach() -> None:
             self._futures = made
             if self._fanout is not None:
                 self.follow(self._fanout)
-            call.add_done_callback(settle)
+            settle(list(made.values()), call)
 
         run_on_loop(attach)
         return list(made.values())
