@@ -15,6 +15,7 @@ import torch
 from helmsman.api.errors import EngineDeadError
 from helmsman.api.generation import SamplingParams
 from helmsman.api.weights import CollectiveTarget
+from helmsman.engines._vllm.internals import usage_context
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.vllm_engine import VLLMEngine
 from helmsman.engines.weights import PartialWeightUpdateError
@@ -150,6 +151,14 @@ async def test_generate_cancelled(served: Served) -> None:
     assert (
         await served.engine.agenerate(msgspec.structs.replace(request, sampling=GREEDY))
     ).stop_reason == "length"
+
+
+def test_usage_context_has_defaults_of_vllm() -> None:
+    """For another context vLLM falls back to 2,048 tokens at once."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    for defaults in EngineArgs.get_batch_defaults(world_size=1):
+        assert usage_context() in defaults
 
 
 async def test_stats_load_and_cache(served: Served) -> None:

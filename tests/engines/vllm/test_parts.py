@@ -52,6 +52,11 @@ def test_vllm_engine_executor_backend(fields: dict[str, Any], backend: str | Non
     assert arguments.get("distributed_executor_backend") == backend
 
 
+def test_vllm_engine_arguments_for_throughput() -> None:
+    arguments = async_engine_arguments(VLLMConfig(model="anywhere", max_concurrency=96))
+    assert (arguments["stream_interval"], arguments["max_num_seqs"]) == (8, 96)
+
+
 def test_vllm_environment_lets_npus_wake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_ASCEND_ENABLE_NZ", raising=False)
     prepare_environment()
