@@ -320,6 +320,8 @@ async def remove_created(group: PlacementGroup) -> None:
 
 
 async def _removed(remove: Callable[[Any], None], groups: Any, limit_s: float) -> None:
+    if not ray.is_initialized():
+        return  # the script has shut Ray down, which removes its groups
     with contextlib.suppress(TimeoutError, ClusterLostError):
         await bounded(remove, groups, limit_s=limit_s)
 

@@ -357,8 +357,13 @@ class RayWorker:
             return
         if self._ray is not None and self._ray.loss is not None:
             return
-        with contextlib.suppress(TimeoutError, errors.ClusterLostError):
+        try:
             await bounded(lambda: ray.kill(self._made, no_restart=True), limit_s=_RAY_CALL_S)
+        except (TimeoutError, errors.ClusterLostError):
+            pass
+        except ray.exceptions.RayError:  # the script has shut Ray down, and its actors with it
+            self._killed = True
+            return
         with contextlib.suppress(TransportLostError, TimeoutError):
             async with asyncio.timeout(_DEATH_S):
                 # raises as soon as Ray reports the actor's death
