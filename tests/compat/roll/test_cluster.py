@@ -11,12 +11,14 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 
 from helmsman import Scheduler, make_scheduler
 from helmsman.api import errors
 from helmsman.api.batch import Batch
 from helmsman.compat import roll
 from helmsman.compat.roll import Cluster, Dispatch, RankInfo, ResourceManager, get, register
+from helmsman.compat.roll_data import DataProto
 from helmsman.worker_groups import ClusterConfig
 from tests.compat.roll.workers import Coroutines, Counter, Parallel, Rows
 
@@ -105,6 +107,10 @@ def test_cluster_dp_mp_compute(start: Callable[..., Cluster]) -> None:
     assert joined["x"] == [1, 2, 3, 4]
     rows = cluster.same(Rows([1, 2, 3, 4], {"step": 1}))
     assert (rows.batch, rows.meta_info) == ([1, 2, 3, 4], {"step": 1})
+    data = DataProto.from_single_dict({"x": torch.arange(4), "y": [*"abcd"]}, {"step": 1})
+    returned = cluster.same(data)
+    assert (returned["x"].tolist(), returned["y"].tolist()) == ([0, 1, 2, 3], [*"abcd"])
+    assert returned.meta_info == {"step": 1}
     with pytest.raises(ValueError, match="3 rows do not divide over 2 dp ranks"):
         cluster.add([1, 2, 3])
     with pytest.raises(ValueError, match="a list, or an object with chunk and concat; got int"):

@@ -1,0 +1,337 @@
+"""ROLL's DataProto on Helmsman's Batch, and its functions of rows. It needs tensordict."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy
+
+from helmsman.api.batch import Batch
+from helmsman.api.columns import kind_of
+from helmsman.api.extras import needed_by
+
+Names: TypeAlias = str | Sequence[str] | None
+
+
+class DataProto:
+    """Rows of tensors and objects, and metadata; ``rows`` is a Batch of the same.
+
+    Args:
+        batch: A TensorDict of batch size (N,), or name -> tensor (N, ...); None for no tensors.
+        non_tensor_batch: Name -> array (N, ...) of any dtype.
+        meta_info: Entries that apply to all rows.
+
+    Raises:
+        BackendNotInstalledError: The package tensordict is missing.
+        ValueError: The columns have different lengths.
+    """
+
+    def __init__(
+        self,
+        batch: Any = None,
+        non_tensor_batch: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> None:
+        if isinstance(batch, dict):
+            with needed_by("DataProto", "tensordict"):
+                from tensordict import TensorDict
+            batch = TensorDict(batch, [len(next(iter(batch.values())))]) if batch else None
+        self.batch = batch
+        self.non_tensor_batch, self.meta_info = dict(non_tensor_batch or {}), dict(meta_info or {})
+        self.check_consistency()
+
+    @classmethod
+    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Any = None) -> DataProto:
+        """Make rows of columns.
+
+        Args:
+            data: Name -> tensor (N, ...), array (N, ...), or list of N objects, which becomes an
+                array of objects.
+            meta_info: Entries that apply to all rows.
+
+        Returns:
+            The rows.
+        """
+        tensors = {name: each for name, each in data.items() if kind_of(each) == "tensor"}
+        others = {name: _objects(each) for name, each in data.items() if name not in tensors}
+        return cls(tensors, others, meta_info)
+
+    @classmethod
+    def from_dict(
+        cls, tensors: Mapping[str, Any], non_tensors: Any = None, meta_info: Any = None
+    ) -> DataProto:
+        """Make rows of tensors and of other columns.
+
+        Args:
+            tensors: Name -> tensor (N, ...).
+            non_tensors: Name -> array (N, ...) or list of N objects.
+            meta_info: Entries that apply to all rows.
+
+        Returns:
+            The rows.
+        """
+        return cls.from_single_dict({**tensors, **(non_tensors or {})}, meta_info)
+
+    @classmethod
+    def from_rows(cls, rows: Batch) -> DataProto:
+        """Make a DataProto of a Batch, without its padding; tensors and arrays share memory."""
+        return cls.from_single_dict(rows.unpad().columns, rows.meta)
+
+    @property
+    def rows(self) -> Batch:
+        """The same columns, in the same memory, and metadata."""
+        return Batch({**self._tensors(), **self.non_tensor_batch}, self.meta_info)
+
+    def check_consistency(self) -> None:
+        """Raise ValueError if columns have different lengths."""
+        len(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, item: Any) -> Any:
+        """Return a column by its name, or rows by an index, a slice, indices or a mask."""
+        if isinstance(item, str):
+            return self.rows[item]
+        if not isinstance(item, slice) and numpy.ndim(item) == 0:
+            row = operator.index(item)
+            item = slice(row, row + 1 or None)
+        return self.from_rows(self.rows[item] if isinstance(item, slice) else self.rows.take(item))
+
+    def select(
+        self,
+        batch_keys: Names = None,
+        non_tensor_batch_keys: Names = None,
+        meta_info_keys: Names = None,
+    ) -> DataProto:
+        """Return some columns and entries; None stands for all of a kind.
+
+        Args:
+            batch_keys: Names of tensors.
+            non_tensor_batch_keys: Names of other columns.
+            meta_info_keys: Names of entries.
+
+        Returns:
+            Rows that share memory with these.
+
+        Raises:
+            KeyError: A name does not exist.
+        """
+        return DataProto(
+            _chosen(self._tensors(), batch_keys),
+            _chosen(self.non_tensor_batch, non_tensor_batch_keys),
+            _chosen(self.meta_info, meta_info_keys),
+        )
+
+    def pop(
+        self,
+        batch_keys: Names = None,
+        non_tensor_batch_keys: Names = None,
+        meta_info_keys: Names = None,
+    ) -> DataProto:
+        """Remove columns and entries, and return them; None stands for none of a kind.
+
+        Args:
+            batch_keys: Names of tensors.
+            non_tensor_batch_keys: Names of other columns.
+            meta_info_keys: Names of entries.
+
+        Returns:
+            The removed ones.
+
+        Raises:
+            KeyError: A name does not exist; nothing is removed.
+        """
+        popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        for name in _listed(batch_keys):
+            del self.batch[name]
+        for name in popped.non_tensor_batch:
+            del self.non_tensor_batch[name]
+        for name in popped.meta_info:
+            del self.meta_info[name]
+        return popped
+
+    def rename(self, old_keys: Names = None, new_keys: Names = None) -> DataProto:
+        """Rename columns in place.
+
+        Args:
+            old_keys: Their names.
+            new_keys: As many new names.
+
+        Returns:
+            These rows.
+
+        Raises:
+            ValueError: There are not as many new names, or a new name is taken.
+        """
+        names = dict(zip(_listed(old_keys), _listed(new_keys), strict=True))
+        return self._become(self.rows.rename(names))
+
+    def union(self, other: DataProto) -> DataProto:
+        """Add another's columns and entries in place, and return these rows.
+
+        Raises:
+            ValueError: Both have a name with different values.
+        """
+        return self._become(self.rows.union(other.rows))
+
+    def reorder(self, indices: Any) -> None:
+        """Permute the rows in place."""
+        self._become(self.rows.reorder(indices))
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Return the rows several times.
+
+        Args:
+            repeat_times: How often.
+            interleave: Whether copies of a row follow each other, instead of all rows.
+
+        Returns:
+            New rows.
+        """
+        return self.from_rows(self.rows.repeat(repeat_times, interleave=interleave))
+
+    def to(self, device: Any) -> DataProto:
+        """Move the tensors in place, and return these rows."""
+        self.batch = None if self.batch is None else self.batch.to(device)
+        return self
+
+    def clone(self) -> DataProto:
+        """Return a copy that shares nothing."""
+        return copy.deepcopy(self)
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """Cut into parts; the first have one row more if the rows do not divide."""
+        return [*map(self.from_rows, self.rows.chunk(chunks, "uneven"))]
+
+    def group_by(self, keys: str | Sequence[str]) -> dict[str, DataProto]:
+        """Group rows by the texts of their values in some columns, joined by '|'.
+
+        Raises:
+            KeyError: A column does not exist.
+        """
+        rows = self.rows
+        for name in _listed(keys):
+            if name not in rows:
+                raise KeyError(
+                    f"Grouping key {name!r} is not a column; there are {', '.join(rows.columns)}"
+                )
+        texts = [numpy.asarray(rows[name]).astype(str).tolist() for name in _listed(keys)]
+        groups: dict[str, list[int]] = {}
+        for row, values in enumerate(zip(*texts, strict=True)):
+            groups.setdefault("|".join(values), []).append(row)
+        return {text: self.from_rows(rows.take(chosen)) for text, chosen in groups.items()}
+
+    @staticmethod
+    def concat(
+        data: Sequence[DataProto], *, global_keys: Collection[str] = ("metrics",)
+    ) -> DataProto:
+        """Join rows. Metadata is that of the first, but for entries that are merged.
+
+        Args:
+            data: The parts.
+            global_keys: Entries that are merged, beside ``metrics``: all their values become one
+                list; of dicts, those of each name.
+
+        Returns:
+            All rows.
+        """
+        meta = dict(data[0].meta_info)
+        for name in {*global_keys, "metrics"}:
+            values = [each.meta_info[name] for each in data if name in each.meta_info]
+            if values:
+                meta[name] = _merged(values)
+        rows = Batch.concat([each.rows.without_meta() for each in data])
+        return DataProto.from_single_dict(rows.columns, meta)
+
+    def _tensors(self) -> dict[str, Any]:
+        return {} if self.batch is None else dict(self.batch.items())
+
+    def _become(self, rows: Batch) -> DataProto:
+        vars(self).update(vars(self.from_rows(rows)))
+        return self
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Append copies of the last row until the number of rows is divisible.
+
+    Args:
+        data: The rows.
+        size_divisor: The divisor.
+
+    Returns:
+        New rows, and how many were added.
+    """
+    rows = data.rows.pad(size_divisor)
+    return DataProto.from_single_dict(rows.columns, rows.meta), rows.num_padding
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Return the rows without the last ones.
+
+    Args:
+        data: The rows.
+        pad_size: Number of rows to leave out.
+
+    Returns:
+        Rows that share memory with ``data``.
+    """
+    return DataProto.from_rows(data.rows[: len(data) - pad_size])
+
+
+def custom_np_concatenate(val: Sequence[Any]) -> Any:
+    """Join arrays; those whose rows differ in shape become one array of objects."""
+    if len({each.shape[1:] for each in val}) == 1:
+        return numpy.concatenate(val)
+    return _objects([row for each in val for row in each])
+
+
+def reduce_metrics(
+    metrics: dict[str, Any], reduce_func: Callable[..., Any] = numpy.mean
+) -> dict[str, Any]:
+    """Reduce lists and arrays in place; the end of a name, as in 'loss@max', chooses the function.
+
+    Args:
+        metrics: Name -> a number, or values.
+        reduce_func: For names that end with none of mean, max, min, std, sum, p50 and p99.
+
+    Returns:
+        ``metrics``.
+    """
+    for name, values in metrics.items():
+        if isinstance(values, (list, tuple, numpy.ndarray)) and len(values):
+            tag = re.search("[@_](?:p([0-9]+)|(mean|max|min|std|sum))$", name)
+            if tag and tag[1]:
+                metrics[name] = numpy.percentile(values, int(tag[1]))
+            else:
+                metrics[name] = (getattr(numpy, tag[2]) if tag else reduce_func)(values)
+    return metrics
+
+
+def _objects(column: Any) -> Any:
+    if isinstance(column, numpy.ndarray):
+        return column
+    made = numpy.empty(len(column), dtype=object)
+    for row, value in enumerate(column):
+        made[row] = value
+    return made
+
+
+def _listed(names: Names) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or ())
+
+
+def _chosen(values: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    return dict(values) if names is None else {name: values[name] for name in _listed(names)}
+
+
+def _merged(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], Mapping):
+        names = dict.fromkeys(name for each in values for name in each)
+        return {name: _merged([each[name] for each in values if name in each]) for name in names}
+    many = (list, tuple, numpy.ndarray)
+    return [one for each in values for one in (each if isinstance(each, many) else [each])]
