@@ -1,0 +1,78 @@
+"""What engines ask of torch on an NPU, as a package in place of torch_npu records it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+TORCH_NPU = """
+import types
+import torch
+import torch.distributed as dist
+
+calls = []
+npu_fusion_attention = None  # imported by transformers
+
+runtime = types.ModuleType("torch.npu")
+runtime.is_available = lambda: True
+runtime.device_count = lambda: 2
+runtime.set_device = lambda device: calls.append(f"set_device {device}")
+runtime._is_in_bad_fork = lambda: False
+runtime.manual_seed_all = lambda seed: None
+torch.utils.rename_privateuse1_backend("npu")
+torch._register_device_module("npu", runtime)
+
+
+def make_group(store, rank, size, timeout):
+    calls.append(f"group by hccl, rank {rank} of {size}")
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+dist.Backend.register_backend("hccl", make_group, devices=["npu"])
+"""
+
+SCRIPT = """
+import asyncio
+from helmsman.engines.train import FSDPTrainEngine
+from tests.engines.small_models import LLAMA
+
+engine = FSDPTrainEngine(model=LLAMA)
+engine.create_process_group()
+engine.create_process_group()
+import torch.distributed as dist
+import torch_npu
+print(*torch_npu.calls, sep="; ")
+asyncio.run(engine.abort_collectives("a rank failed"))
+print(dist.is_initialized())
+"""
+
+
+@pytest.mark.slow
+def test_process_group_after_set_device(tmp_path: Path) -> None:
+    """NCCL and HCCL take the current device for that of the group; one rank has the second here."""
+    package = tmp_path / "torch_npu"
+    package.mkdir()
+    (package / "__init__.py").write_text(TORCH_NPU)
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{tmp_path}:{ROOT}",
+            "HELMSMAN_PLATFORM": "npu",
+            "LOCAL_RANK": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    calls, is_initialized = ran.stdout.splitlines()
+    assert calls == "set_device npu:1; group by hccl, rank 0 of 1"
+    assert is_initialized == "False", "abort_collectives ends all groups"
