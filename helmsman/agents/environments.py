@@ -31,15 +31,15 @@ async def play(
 
     The environment has ``reset()`` and ``step(action)``, both sync or async. A step returns an
     object with ``observation``, ``reward`` and ``done``, as OpenEnv's clients do, or Gymnasium's
-    tuple. The reward of each step becomes the reward of its turn, which counts for the session.
+    tuple. Each step's reward is set on the turn that chose the action, and adds to the session's.
 
     Args:
         environment: The environment.
-        session: The session in which the model is used.
-        action: Makes an action of the model's message, in the form of Chat Completions.
-        observation: Makes a text or messages of an observation.
-        tools: Functions that the model may call, in the form of Chat Completions.
-        max_turns: Most turns of the model.
+        session: The session that runs the model.
+        action: Converts the model's message (in the Chat Completions format) to an action.
+        observation: Converts an observation to a text, or to Chat Completions messages.
+        tools: Functions that the model may call, in the Chat Completions format.
+        max_turns: Maximum number of turns of the model.
 
     Raises:
         BadRequestError: A limit of the session is reached.
@@ -115,7 +115,7 @@ async def run_nemo_gym(
         url: URL of the resources server.
         row: A row of its dataset, with ``responses_create_params``.
         session: The session in which the model is used.
-        max_turns: Most turns of the model.
+        max_turns: Maximum number of turns of the model.
 
     Returns:
         The reward.

@@ -598,7 +598,7 @@ def part_sizes(num_rows: int, num_parts: int, remainder: Remainder) -> list[int]
     """
     if remainder not in get_args(Remainder):
         raise ValueError(
-            f"remainder is {remainder!r}; it is one of {', '.join(get_args(Remainder))}"
+            f"remainder is {remainder!r}; expected one of {', '.join(get_args(Remainder))}"
         )
     size, rest = divmod(num_rows, _positive(num_parts, "num_parts"))
     if rest and remainder != "uneven":

@@ -273,8 +273,8 @@ def _spec_of(
         )
     if not cuts and (shard is not None or remainder != "error"):
         raise refuse(
-            f"{shown} cuts nothing, so shard and remainder mean nothing",
-            "Leave them out, or choose a mode that cuts",
+            f"{shown} does not split rows, so shard and remainder have no effect",
+            "Omit them, or use a mode that splits rows, such as Dispatch.DP_MP_COMPUTE",
         )
     if remainder not in ("error", "pad", "uneven"):
         raise refuse(f"remainder={remainder!r}", "Give 'error', 'pad' or 'uneven'")
@@ -284,7 +284,8 @@ def _spec_of(
     ):
         raise refuse(
             f"collect={collect} does not go with {shown}",
-            "Leave it out, or choose a mode that cuts and joins",
+            "Omit it, or use a mode that splits rows and joins results, such as "
+            "Dispatch.DP_MP_COMPUTE",
         )
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())[1:]

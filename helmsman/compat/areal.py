@@ -5,8 +5,8 @@ their fields, are accepted too. ``scheduler.helmsman`` is the scheduler behind i
 that AReaL's API lacks.
 
 An engine's method may return a future or another awaitable. An engine with several model-parallel
-ranks provides their process group as ``context_and_model_parallel_group``; arguments given to the
-head reach all ranks, unless ``rpc_meta`` is ``{"broadcast": False}``.
+ranks provides their process group as ``context_and_model_parallel_group``. Rank 0 of that group is
+the head; its arguments reach all ranks, unless ``rpc_meta`` is ``{"broadcast": False}``.
 """
 
 from __future__ import annotations

@@ -203,8 +203,8 @@ class Recipe(abc.ABC, Generic[S]):
         else:
             if Path(self.settings.model).resolve().is_relative_to(out.resolve()):
                 raise ValueError(
-                    f"model {self.settings.model} lies in the output folder, which a new run "
-                    f"replaces; give another out"
+                    f"model {self.settings.model} is inside the output folder {out}, which a new "
+                    "run replaces. Give another --out."
                 )
             if path.exists() and not self.overwrite:
                 raise FileExistsError(

@@ -272,8 +272,8 @@ def _check_cluster(settings: GRPOSettings) -> None:
             )
         if settings.sync.way == "collective":
             raise ValueError(
-                "sync.way 'collective' takes one member for each device; with placement "
-                "'colocated' use 'memory'"
+                "sync.way is 'collective', which needs one device per member; trainer and rollout "
+                "share devices with cluster.placement 'colocated'. Use 'memory'"
             )
         if settings.sync.in_flight == "abort":
             raise ValueError(

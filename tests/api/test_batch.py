@@ -498,7 +498,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: TWO.chunk(2, "drop"),  # type: ignore[arg-type]
         ValueError,
-        "remainder is 'drop'; it is one of error, pad, uneven",
+        "remainder is 'drop'; expected one of error, pad, uneven",
     ),
     (lambda: TWO.pad(0), ValueError, "multiple is 0; it is 1 or more"),
     (

@@ -97,7 +97,7 @@ def test_cluster_sleeps_by_devices(cluster: Cluster[Generator]) -> None:
         assert not any(asleep for *_, asleep in cluster.execute_all_sync("where"))
         rollout.generate([[1]] * 20)
         assert all(served for _, _, served in cluster.execute_all_sync("figures"))
-    with pytest.raises(errors.InvalidSpecError, match="devices of the cluster, which are 0-7"):
+    with pytest.raises(errors.InvalidSpecError, match="at least one of the cluster's devices, 0-7"):
         cluster.workers_on([9])
 
 

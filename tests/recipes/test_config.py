@@ -233,7 +233,7 @@ def test_load_colocated_placement() -> None:
     colocated = [("cluster.placement", "colocated"), ("cluster.devices_per_node", "8")]
     with pytest.raises(ValueError, match="rollout.staleness is 1"):
         settings(*colocated, ("rollout.staleness", "1"))
-    with pytest.raises(ValueError, match="sync.way 'collective'"):
+    with pytest.raises(ValueError, match="sync.way is 'collective'"):
         settings(*colocated, ("sync.way", "collective"))
     with pytest.raises(
         ValueError,

@@ -1,14 +1,15 @@
 """DeviceHandoff: a trainer and a rollout that use the same devices in turns.
 
-    NONE --> TRAINER <--> NONE <--> ROLLOUT
+    TRAINER <--> NONE <--> ROLLOUT   starts at NONE; each hand-over passes through NONE
 
     to_training   the rollout sleeps, then the trainer wakes
-    to_rollout    the trainer sleeps, the rollout wakes for weights, receives them from the
-                  trainer's hosts, then wakes for its cache
+    to_rollout    the trainer sleeps, the rollout allocates its weights, receives them from the
+                  trainer's host memory, then allocates its KV cache
 
 A side wakes only after the other sleeps, so devices never hold both. The sleeping trainer sends the
 weights and moves one parameter at a time onto its devices. After a failed hand-over the owner is
-NONE; the next hand-over, in either direction, starts by putting the other side to sleep.
+NONE, or unchanged after RequestsInFlightError. From NONE, the next hand-over in either direction
+starts by putting the other side to sleep.
 """
 
 from __future__ import annotations

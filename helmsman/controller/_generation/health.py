@@ -12,15 +12,13 @@ from helmsman.api.supervision import ProbePolicy
 class Health(Enum):
     """States of an instance.
 
-    HEALTHY <--> SUSPECT                     late probes; an answered one
-       |  ^         |
-       |  |         v
-       |  |       DEAD --> RESTARTING --> STALE   a new process, with its initial weights
-       |  |         ^          |            |
-       |  |         +----------+------------+
-       |  '------ a completed weight update |
-       '--> STALE <------------------------->
-            (a failed weight update)
+    HEALTHY --> SUSPECT                a probe is late
+    SUSPECT --> HEALTHY                a probe is answered
+    HEALTHY, SUSPECT --> STALE         a weight update fails
+    SUSPECT, STALE --> HEALTHY         a weight update completes
+    HEALTHY, SUSPECT, STALE --> DEAD   the instance is lost, or drained because its node leaves
+    DEAD --> RESTARTING --> STALE      a new process starts, with its initial weights
+    RESTARTING --> DEAD                the new process is lost
     """
 
     HEALTHY = "healthy"

@@ -92,8 +92,8 @@ class RayScheduler(BackendScheduler):
 
     Args:
         seed: Seed of the run; each worker derives its own from (seed, role, rank).
-        log_dir: Folder for one log file per worker; a folder of the run below the system's
-            temporary one when None.
+        log_dir: Folder for one log file per worker. When None: ``helmsman/<host>/<run id>`` in
+            XDG_STATE_HOME if it is set, else ``helmsman-<user>/<run id>`` in the temporary folder.
         timeouts: Limits in seconds by class of operation; the defaults of Timeouts when None.
         address: Address of a cluster; 'auto' for the only cluster on this machine; 'local' to start
             an embedded one.

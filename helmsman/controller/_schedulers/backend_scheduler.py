@@ -63,8 +63,8 @@ class BackendScheduler(Scheduler):
     Args:
         backend: Starts the workers; it belongs to this scheduler alone.
         seed: Seed of the run; each worker derives its own from (seed, role, rank).
-        log_dir: Folder for one log file per worker; a folder of the run below the system's
-            temporary one when None.
+        log_dir: Folder for one log file per worker. When None: ``helmsman/<host>/<run id>`` in
+            XDG_STATE_HOME if it is set, else ``helmsman-<user>/<run id>`` in the temporary folder.
         timeouts: Limits in seconds by class of operation; the defaults of Timeouts when None.
 
     Raises:

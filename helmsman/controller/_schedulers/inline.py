@@ -39,8 +39,8 @@ class InlineScheduler(BackendScheduler):
 
     Args:
         seed: Unused: inline workers are not seeded, since they share the script's random state.
-        log_dir: Folder for the logs of the run; a folder below the system's temporary one when
-            None.
+        log_dir: Folder for the logs of the run. When None: ``helmsman/<host>/<run id>`` in
+            XDG_STATE_HOME if it is set, else ``helmsman-<user>/<run id>`` in the temporary folder.
         timeouts: Limits in seconds by class of operation; the defaults of Timeouts when None.
         num_cpus: Number of CPUs; those that this process may use when None.
         num_gpus: Number of accelerators; those that this process may use when None.

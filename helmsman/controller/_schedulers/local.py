@@ -56,8 +56,8 @@ class LocalScheduler(BackendScheduler):
 
     Args:
         seed: Seed of the run; each worker derives its own from (seed, role, rank).
-        log_dir: Folder for one log file per worker; a folder of the run below the system's
-            temporary one when None.
+        log_dir: Folder for one log file per worker. When None: ``helmsman/<host>/<run id>`` in
+            XDG_STATE_HOME if it is set, else ``helmsman-<user>/<run id>`` in the temporary folder.
         timeouts: Limits in seconds by class of operation; the defaults of Timeouts when None.
         num_cpus: Number of CPUs; those that this process may use when None.
         num_gpus: Number of accelerators; those that this process may use when None.

@@ -116,7 +116,7 @@ class Cluster(RoleController, CallsByName[W_co]):
                     method=f"{cls.__qualname__}.{name}",
                     reason=f"a Cluster already has an attribute {name!r}, which "
                     f"{value.spec.full_name} would hide",
-                    step="Use another name here, or leave it out and call "
+                    step="Assign the method to another name, or remove it from the class and call "
                     f"cluster.method({value.spec.full_name})",
                 )
 
@@ -198,7 +198,9 @@ class Cluster(RoleController, CallsByName[W_co]):
         if not found:
             own = [device.index for device in self._allocation.devices]
             raise wrong_mapping(
-                self.name, devices, f"devices of the cluster, which are {ranges(own) or 'none'}"
+                self.name,
+                devices,
+                f"at least one of the cluster's devices, {ranges(own) or 'none'}",
             )
         return [self.workers[rank] for rank in found]
 

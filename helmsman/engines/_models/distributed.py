@@ -1,4 +1,4 @@
-"""The process group of a training job, joint failure of its ranks, and tensors by name.
+"""Process group of a training job, collective error checks on its ranks, and named tensors.
 
 Several engines of one process (such as an actor and its reference model) share the default group.
 The first engine creates it, and the last one to leave destroys it. A group created elsewhere is

@@ -163,7 +163,8 @@ def require_logprobs(token_ids: Sequence[int], logprobs: Sequence[float | None])
     found = [math.nan if each is None else each for each in logprobs]
     if len(token_ids) != len(found) or any(math.isnan(each) for each in found):
         raise ValueError(
-            f"it has {len(token_ids)} tokens with the log-probabilities {list(logprobs)}"
+            f"{len(token_ids)} tokens came with the log-probabilities {list(logprobs)}; expected "
+            "one per token, none missing or NaN"
         )
     return found
 

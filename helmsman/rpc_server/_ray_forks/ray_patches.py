@@ -1,6 +1,6 @@
-"""Patches of private functions of Ray, mostly limited to one thread and a block.
+"""Patches of Ray's private functions; most apply to one thread, within a ``with`` block.
 
-If the installed Ray lacks a function, nothing is patched, and its own behaviour applies.
+``replaced`` skips functions that the installed Ray lacks, so that Ray's own behaviour applies.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Observer of a Ray worker on another machine: a process that reads the worker's page (pulse.py).
+"""Observer process: reports a Ray worker's pulse page (pulse.py) to a driver on another machine.
 
-It exits with the worker.
+It runs on the worker's machine and exits with the worker.
 """
 
 from __future__ import annotations

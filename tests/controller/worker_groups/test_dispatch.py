@@ -524,8 +524,8 @@ def test_register_modes_that_go_together(mode: Any, execute: Execute) -> None:
             {"dispatch_mode": Dispatch.DP_MP_COMPUTE, "remainder": "drop"},
             "remainder='drop'. Give 'error', 'pad' or 'uneven'",
         ),
-        ({"dispatch_mode": Dispatch.ONE_TO_ALL, "shard": ("x",)}, "ONE_TO_ALL cuts nothing"),
-        ({"dispatch_mode": Dispatch.ONE_TO_ALL, "remainder": "pad"}, "ONE_TO_ALL cuts nothing"),
+        ({"dispatch_mode": Dispatch.ONE_TO_ALL, "shard": ("x",)}, "ONE_TO_ALL does not split"),
+        ({"dispatch_mode": Dispatch.ONE_TO_ALL, "remainder": "pad"}, "ONE_TO_ALL does not split"),
         (
             {"dispatch_mode": Dispatch.ONE_TO_ALL, "collect": Collect.LIST},
             "does not go with ONE_TO_ALL",
