@@ -1,8 +1,8 @@
 """ROLL's clusters on Helmsman's schedulers: its Cluster, Worker, register and dispatch rules.
 
-A script runs with these imports in place of ROLL's. Rows are cut and joined as its own: a list, or
-an object with ``chunk(n)`` and ``concat(parts)``, such as a Batch or a DataProto, ROLL's or that of
-``roll_data``. A worker's coordinates are those that it sets as ``rank_info``. ``cluster.helmsman``
+A script imports these names in place of ROLL's. Methods that split rows take and return a list, or
+an object with ``chunk(n)`` and ``concat(parts)``: a Batch, ROLL's DataProto, or that of
+``helmsman.compat.roll_data``. A worker sets its coordinates as ``rank_info``. ``cluster.helmsman``
 is the Cluster behind it. A cluster that is pickled calls the same workers from another process.
 """
 

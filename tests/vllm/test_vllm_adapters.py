@@ -95,7 +95,7 @@ async def test_adapter_of_a_request(served: Served, tmp_path: Path) -> None:
         await served.engine.use_lora(name)
         served.model = model
         await require_the_trainers(served, f"adapter {name!r}")
-    with pytest.raises(ValueError, match="call use_lora for another"):
+    with pytest.raises(ValueError, match="Call use_lora with another"):
         await served.engine.unload_lora("first")
     await served.engine.unload_lora("second")
     with pytest.raises(ValueError, match="there is no adapter 'second'; loaded are: first"):

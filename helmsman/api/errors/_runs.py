@@ -234,11 +234,9 @@ class RewardWorkersSpentError(HelmsmanError):
     window_s: float
     reason: str
     template = (
-        "none of the {num_workers} workers of role {role!r} is left, and {max_restarts} were "
-        "restarted within {window_s:g} "
-        "s, the most that RewardPool.max_restarts allows. The last worker ended: {reason}. Fix "
-        "the function, or "
-        "allow more restarts."
+        "none of the {num_workers} workers of role {role!r} is left, after {max_restarts} restarts "
+        "within {window_s:g} s, the most that RewardPool.max_restarts allows. Last failure: "
+        "{reason}. Fix the reward function, or allow more restarts."
     )
 
 

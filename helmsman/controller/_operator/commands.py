@@ -199,16 +199,16 @@ def _logs(options: argparse.Namespace) -> int:
     colour = sys.stdout.isatty()
     if options.address:
         parts = on_all(attach(options.address), lines_here, options.run_id, options.chosen)
-        found, known = merge(parts), "none on any node"
+        found, others = merge(parts), " on any node"
     else:
         run = _find_recorded(options)
         if options.follow:
             for source, line in follow(run.log_dir, options.chosen, options.lines):
                 print(coloured(source, line, colour=colour), flush=True)
-        found, known = read_lines(run.log_dir, options.chosen), ", ".join(sources(run.log_dir))
+        found = read_lines(run.log_dir, options.chosen)
+        others = f"; the run has logs of {', '.join(sources(run.log_dir)) or 'no worker'}"
     if not found:
-        chosen = options.chosen or "any worker"
-        raise RunNotFoundError(f"no log of {chosen}; the run has logs of {known or 'no worker'}.")
+        raise RunNotFoundError(f"no log of {options.chosen or 'any worker'}{others}.")
     for _, source, line in found[-options.lines :]:
         print(coloured(source, line, colour=colour))
     return OK

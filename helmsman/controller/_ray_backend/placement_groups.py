@@ -306,7 +306,9 @@ async def devices_of(slot: BundleSlot) -> list[Granted]:
     try:
         granted: list[Granted] = await answered(asyncio.gather(*asked))
     except ray.exceptions.RayError as error:
-        raise TransportLostError(f"the devices of its group could not be read: {error}") from error
+        raise TransportLostError(
+            f"the devices of its placement group could not be read: {error}"
+        ) from error
     return granted
 
 

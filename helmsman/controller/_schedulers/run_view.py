@@ -55,7 +55,7 @@ class RunView(RunReporter):
         roles: Its roles.
         scheduler: Name of the scheduler's class.
         shares_process: Whether the workers are threads of this process.
-        scale: Resizes a role without a controller of its own.
+        scale: Resizes a role that has no controller.
     """
 
     def __init__(

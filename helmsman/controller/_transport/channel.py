@@ -58,9 +58,10 @@ Connect = Callable[[], Awaitable[socket.socket]]
 
 @functools.cache
 def backlog_limit_bytes() -> int:
-    """Limit of the bytes, shared memory included, that wait for one worker before another call.
+    """Limit of the bytes, shared memory included, of requests that one worker has not yet taken.
 
-    It is a quarter of the machine's memory.
+    It is a quarter of the machine's memory. A call that would exceed it is refused, unless no
+    earlier request is waiting.
     """
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 

@@ -1,4 +1,7 @@
-"""RewardWorkers: assigns scores to processes and restarts lost ones, on the event loop alone."""
+"""RewardWorkers: distributes scoring calls over worker processes and restarts lost processes.
+
+Its methods run on the event loop.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class Process:
 
 
 class RewardWorkers:
-    """Assigns scores to workers, up to ``capacity`` on each, and restarts lost workers.
+    """Distributes scoring calls over workers, up to ``capacity`` on each; restarts lost workers.
 
     ``rebuild`` restarts a worker or raises; ``max_restarts`` limits the restarts of all workers
     together within an hour.

@@ -396,7 +396,8 @@ class VLLMInstance:
                 raise ValueError(_unknown_adapter(name, self._adapters))
             if name == self._adapter:
                 raise ValueError(
-                    f"requests use the adapter {name!r}; call use_lora for another, or none, first"
+                    f"the adapter {name!r} cannot be unloaded: new requests use it. Call use_lora "
+                    "with another name, or with '' for no adapter, first"
                 )
             num_using = sum(
                 each.adapter is self._adapters[name] for each in self.requests.generations.values()
