@@ -44,8 +44,13 @@ class _Dump(msgspec.Struct):
 
 
 def last_collectives() -> list[CollectiveState]:
-    """Return the collective that this process entered last in each group; loads no torch."""
+    """Return the collective that this process entered last in each group; loads no torch.
+
+    Groups that were destroyed or aborted are left out: their last collective may never complete.
+    """
     extension = sys.modules.get("torch._C._distributed_c10d")
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    existing = set(getattr(world, "pg_names", {}).values())
     last: dict[tuple[str, str], _Entry] = {}
     for name in _DUMPS:
         dump = getattr(extension, name, None)
@@ -53,10 +58,11 @@ def last_collectives() -> list[CollectiveState]:
             continue
         with contextlib.suppress(RuntimeError, TypeError, msgspec.MsgspecError):  # private in torch
             for entry in msgspec.json.decode(dump(), type=_Dump).entries:
+                if entry.is_p2p or entry.process_group[0] not in existing:
+                    continue
+                # A later group may have the name of an earlier one, and counts from 1 again.
                 before = last.get(entry.process_group)
-                if not entry.is_p2p and (
-                    before is None or entry.collective_seq_id >= before.collective_seq_id
-                ):
+                if before is None or entry.time_created_ns >= before.time_created_ns:
                     last[entry.process_group] = entry
     return [
         CollectiveState(

@@ -129,7 +129,7 @@ def test_retries_are_explained_once(
     for _ in range(2):
         assert scheduler.call_engine(rollout, "process", max_retries=3, retry_delay=1.0)
     (warning,) = [each.message for each in caplog.records if "max_retries=3" in each.message]
-    assert "Helmsman never sends it again. Catch EngineCallError" in warning
+    assert "is never sent again. Catch EngineCallError" in warning
 
 
 def test_result_awaitable_is_awaited(scheduler: Scheduler, rollout: str) -> None:

@@ -6,7 +6,6 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -64,9 +63,9 @@ def serve(listener: socket.socket, replies: list[bytes], asked: list[bytes]) -> 
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
+def alone() -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -82,6 +81,19 @@ def test_last_collectives(alone: None) -> None:
     assert (found.name, found.sizes) == ("gloo:all_reduce", [[4]])
     assert found.number == before.number + 1
     assert found.age_s < 60.0
+
+
+def test_last_collectives_of_existing_groups() -> None:
+    import torch
+
+    for num_calls in (5, 2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        for _ in range(num_calls):
+            dist.all_reduce(torch.ones(num_calls))
+        (found,) = last_collectives()
+        assert found.sizes == [[num_calls]]
+        dist.destroy_process_group()
+        assert last_collectives() == []
 
 
 @pytest.mark.parametrize(
