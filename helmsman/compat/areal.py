@@ -244,9 +244,20 @@ class EngineImportError(SchedulerError):
     template = "the engine {import_path!r} cannot be imported: {reason}"
 
 
-WorkerConfigurationError = PortAllocationError = GPUAllocationError = WorkerCreationError
-RPCConnectionError = WorkerFailedError
-"""As in Helmsman, a worker whose connection is lost for good has failed."""
+class WorkerConfigurationError(SchedulerError):
+    """Never raised: workers are configured as they start."""
+
+
+class PortAllocationError(SchedulerError):
+    """Never raised: WorkerCreationError is."""
+
+
+class GPUAllocationError(SchedulerError):
+    """Never raised: WorkerCreationError is."""
+
+
+class RPCConnectionError(SchedulerError):
+    """Never raised: a lost connection is a WorkerFailedError."""
 
 
 @contextlib.contextmanager
