@@ -5,6 +5,7 @@ import cycles.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import io
 import tokenize
@@ -46,15 +47,22 @@ class Class(NamedTuple):
         return [each.name for each in self.node.body if isinstance(each, kinds)]
 
 
-TREES = {module_name(path): tree_of(path) for path in SOURCES}
-CLASSES = {
-    node.name: Class(module, node)
-    for module, tree in TREES.items()
-    if not module.startswith("helmsman.compat.")
-    for node in ast.walk(tree)
-    if isinstance(node, ast.ClassDef)
-}
-"""By name. The classes of compat are left out: they have the names of ours on purpose."""
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Syntax trees by module. Not parsed on import: every process of tests imports this module."""
+    return {module_name(path): tree_of(path) for path in SOURCES}
+
+
+@functools.cache
+def classes() -> dict[str, Class]:
+    """By name. The classes of compat are left out: they have the names of ours on purpose."""
+    return {
+        node.name: Class(module, node)
+        for module, tree in trees().items()
+        if not module.startswith("helmsman.compat.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def bases_of(name: str) -> list[str]:
@@ -63,25 +71,29 @@ def bases_of(name: str) -> list[str]:
             2
         ]
 
-    return [text(base) for base in CLASSES[name].node.bases]
+    return [text(base) for base in classes()[name].node.bases]
 
 
 def all_methods(name: str) -> set[str]:
     """Methods of a class and of the classes of ours that it inherits from, contracts left out."""
-    own = set(CLASSES[name].methods)
+    own = set(classes()[name].methods)
     return own.union(
-        *(all_methods(base) for base in bases_of(name) if base in CLASSES and not is_contract(base))
+        *(
+            all_methods(base)
+            for base in bases_of(name)
+            if base in classes() and not is_contract(base)
+        )
     )
 
 
 def is_contract(name: str) -> bool:
-    return CLASSES[name].module.startswith("helmsman.api.")
+    return classes()[name].module.startswith("helmsman.api.")
 
 
 def depth(name: str) -> int:
     """Number of our classes from here up to a contract, this one included."""
     return 1 + max(
-        (depth(base) for base in bases_of(name) if base in CLASSES and not is_contract(base)),
+        (depth(base) for base in bases_of(name) if base in classes() and not is_contract(base)),
         default=0,
     )
 
@@ -124,21 +136,23 @@ def test_examples_max_lines() -> None:
 def test_classes_max_methods() -> None:
     large = {
         name: n
-        for name in CLASSES
+        for name in classes()
         if not is_contract(name) and (n := len(all_methods(name))) > MAX_METHODS
     }
     assert not large
 
 
 def test_inheritance_max_depth() -> None:
-    deep = {name: n for name in CLASSES if not is_contract(name) and (n := depth(name)) > MAX_DEPTH}
+    deep = {
+        name: n for name in classes() if not is_contract(name) and (n := depth(name)) > MAX_DEPTH
+    }
     assert not deep
 
 
 def test_modules_no_import_cycles() -> None:
     def imported(path: Path) -> Iterator[str]:
         for _, name in imports_of(path):
-            yield from (known for known in (name, name.rpartition(".")[0]) if known in TREES)
+            yield from (known for known in (name, name.rpartition(".")[0]) if known in trees())
 
     graph = {module_name(path): set(imported(path)) - {module_name(path)} for path in SOURCES}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
@@ -147,7 +161,7 @@ def test_modules_no_import_cycles() -> None:
 def test_controllers_no_scheduler_kinds() -> None:
     wrong = [
         f"{module}:{node.lineno} {ast.unparse(node)}"
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) in {"isinstance", "issubclass"}
@@ -175,21 +189,18 @@ def private_names(tree: ast.Module) -> set[str]:
     return {name for name in names if name.startswith("_") and not name.startswith("__")}
 
 
-PRIVATE = {module: private_names(tree) for module, tree in TREES.items()}
-OURS = {
-    name: {module for module in PRIVATE if name in PRIVATE[module]}
-    for name in set().union(*PRIVATE.values())
-}
-
-
 def test_private_members_used_in_own_module() -> None:
+    ours: dict[str, set[str]] = {}
+    for module, tree in trees().items():
+        for name in private_names(tree):
+            ours.setdefault(name, set()).add(module)
     wrong = [
-        f"{module}:{node.lineno} {ast.unparse(node)} of {', '.join(sorted(OURS[node.attr]))}"
-        for module, tree in TREES.items()
+        f"{module}:{node.lineno} {ast.unparse(node)} of {', '.join(sorted(ours[node.attr]))}"
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
-        and node.attr in OURS
-        and module not in OURS[node.attr]
+        and node.attr in ours
+        and module not in ours[node.attr]
         and ast.unparse(node.value) not in {"self", "cls", "super()"}
         and ast.unparse(node) not in NOT_OURS
     ]

@@ -8,6 +8,7 @@ no effect. The lists below decide, and ``SchedulingSpec.env_vars`` overrides the
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
@@ -130,6 +131,7 @@ class ForwardedVariable(msgspec.Struct, frozen=True, kw_only=True):
     rule: str
 
 
+@functools.lru_cache(maxsize=4096)
 def forwarding_of(name: str) -> Forwarding:
     """Return the forwarding rule of a driver variable."""
     for reach, rules in _RULES:
