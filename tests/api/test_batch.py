@@ -435,7 +435,6 @@ def test_batch_of_lists_needs_neither_torch_nor_numpy() -> None:
 
 TWO = Batch({"a": [1, 2]}, {"m": 1})
 PADDED = TWO.pad(3)
-NESTED = torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)
 
 
 def one(column: Any) -> Batch:
@@ -451,7 +450,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: one(torch.tensor(1)), TypeError, "column 'a' is a tensor or array without dimensions"),
     (lambda: one(np.ma.array([1])), TypeError, "column 'a' is a MaskedArray;"),
     (
-        lambda: one(NESTED),
+        lambda: one(torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)),
         TypeError,
         "column 'a' is a nested tensor; make a Ragged of its values() and offsets()",
     ),
