@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from ray.cluster_utils import Cluster
 
 from helmsman.api.scheduler import Timeouts
 from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.rpc_server._ray_forks.install import RayForks
 from helmsman.rpc_server._ray_forks.ray_patches import only_core_processes
 from tests.contract.conftest import gate  # noqa: F401 - a fixture of these tests too
 from tests.contract.helpers import wait_until
@@ -53,21 +55,34 @@ def npu_node(**more: Any) -> dict[str, Any]:
 
 
 class Nodes:
-    """A running cluster."""
+    """A running cluster.
 
-    def __init__(self, shapes: list[dict[str, Any]]) -> None:
+    With ``log_dir``, where fork servers log, the head and its first nodes fork their workers. Other
+    nodes start each by Ray's own command, which takes a second of CPU time.
+    """
+
+    def __init__(self, shapes: list[dict[str, Any]], log_dir: Path | None = None) -> None:
+        self._forks: list[RayForks] = []
         # or the head starts a worker for each of its CPUs
         no_prestart = {"RAY_prestart_worker_first_driver": "0"}
         head = {"num_cpus": 4, "num_gpus": 0, "memory": 8 * GB, "env_vars": no_prestart}
-        with only_core_processes():
+        with only_core_processes(), self._forking(log_dir):
             self.cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             for shape in shapes:
-                self.add(**shape)
+                with self._forking(log_dir):
+                    self.add(**shape)
             ray.init(address=self.cluster.address, log_to_driver=False, namespace="tests")
         except BaseException:
             self.close()
             raise
+
+    def _forking(self, log_dir: Path | None) -> contextlib.AbstractContextManager[None]:
+        if log_dir is None:
+            return contextlib.nullcontext()
+        log_path = log_dir / f"forkserver-{len(self._forks)}.log"
+        self._forks.append(RayForks(secrets.token_hex(5), log_path, preload=()))
+        return self._forks[-1].serving_the_raylet()
 
     @property
     def address(self) -> str:
@@ -110,6 +125,8 @@ class Nodes:
         """End it."""
         ray.shutdown()
         self.cluster.shutdown()
+        for forks in self._forks:
+            forks.stop()
 
 
 def _without_store(resources: dict[str, float]) -> dict[str, float]:
@@ -120,7 +137,7 @@ Open = Callable[..., Nodes]
 
 
 @pytest.fixture(scope="package")
-def open_nodes() -> Iterator[Open]:
+def open_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
     """Open a cluster of these nodes, beside its head without accelerators; the one that is open if
     it has this name.
 
@@ -131,7 +148,7 @@ def open_nodes() -> Iterator[Open]:
     def open_(name: str, *shapes: dict[str, Any]) -> Nodes:
         if not current or current[0][0] != name:
             close()
-            current.append((name, Nodes(list(shapes))))
+            current.append((name, Nodes(list(shapes), tmp_path_factory.mktemp("nodes"))))
         return current[0][1]
 
     def close() -> None:
