@@ -133,7 +133,7 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
         """
         self._require_types()
         if not self.role or "/" in self.role or self.role != self.role.strip():
-            raise self._wrong("role", self.role, "a name without '/' or outer blanks")
+            raise self._wrong("role", self.role, "a name without '/' or blanks at its ends")
         if self.replicas < 1:
             raise self._wrong("replicas", self.replicas, "1 or more")
         if len(self.tasks) not in (1, self.replicas):
@@ -177,7 +177,7 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
         for index, devices in enumerate(mapping):
             if not devices or min(devices) < 0 or len(set(devices)) < len(devices):
                 raise self._wrong(
-                    f"{field}[{index}]", devices, "devices from 0 on, each once, at least one"
+                    f"{field}[{index}]", devices, "distinct device numbers, each 0 or more"
                 )
 
     def _wrong(self, field: str, value: Any, expected: str) -> InvalidSpecError:

@@ -1,4 +1,4 @@
-"""The scheduler of every backend, composed of registry, lifecycle, calls and values."""
+"""Scheduler implementation that all backends share."""
 
 from __future__ import annotations
 

@@ -194,8 +194,8 @@ class RecoverableTraining:
                     role=job.role,
                     field="scheduling_strategy.fork",
                     value=False,
-                    expected=f"True, since workers that are {strategy.target!r}'s cannot be "
-                    "restarted without its engines",
+                    expected=f"True, since a restart of these workers would also end the engines "
+                    f"of role {strategy.target!r}",
                 )
         self.trainer, self.policy, self._others = trainer, policy, tuple(others)
         self.checkpoints = Checkpoints(policy.checkpoints, policy.num_kept)

@@ -152,7 +152,7 @@ DSTACK = {"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_
             ("--show-settings",),
             {"RAY_TMPDIR": "/dev/null/below"},
             (
-                "there is no place for Ray's files",
+                "the folder for Ray's files",
                 "Not a directory",
                 "/dev/null/below",
                 "RAY_TMPDIR",

@@ -191,7 +191,7 @@ def test_handoff_refuse_calls_out_of_turn(pair: Pair, tmp_path: Any) -> None:
             match=rf"devices are role '{pair.trainer.role}''s. Call to_rollout\(\)",
         ):
             call()
-    with pytest.raises(DevicesNotOwnedError, match="out of turn"):
+    with pytest.raises(DevicesNotOwnedError, match="needs the devices, which are"):
         asyncio.run(pair.rollout.async_generate_one(PROMPTS[0]))
     pair.turns.to_rollout()
     assert pair.turns.to_rollout() is None

@@ -399,7 +399,7 @@ def test_create_process_group_ranks_missing(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(
             ConnectionError,
-            match=f"rank {rank} of 2 did not meet the other ranks .* within 1 s; {hint}",
+            match=f"rank {rank} of 2 did not connect to the other ranks .* within 1 s; {hint}",
         ):
             engine.create_process_group()
     engine.destroy()
