@@ -121,9 +121,11 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     role: str
     """Name of the role; workers are 'role/0', 'role/1', ..."""
     replicas: int = 1
+    """Number of workers."""
     tasks: Sequence[SchedulingSpec] = (SchedulingSpec(),)
     """One spec for all replicas, or one for each."""
     scheduling_strategy: SchedulingStrategy = SchedulingStrategy()
+    """Whether the role has resources of its own or shares those of another role."""
 
     def validate(self) -> None:
         """Check the job's fields, independently of any cluster.

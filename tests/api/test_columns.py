@@ -279,7 +279,10 @@ RAGGED_REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "parts of different shapes of a row",
     ),
-    *(((lambda row=row: JAGGED[row]), IndexError, f"row {row} of 3") for row in (3, -4, 10**20)),  # type: ignore[misc]
+    *(
+        ((lambda row=row: JAGGED[row]), IndexError, f"row {row} does not exist; there are 3 rows")
+        for row in (3, -4, 10**20)
+    ),  # type: ignore[misc]
     (lambda: JAGGED[True], TypeError, "expected an integer, got True"),
     (
         lambda: setattr(JAGGED, "values", FOUR),
@@ -343,7 +346,11 @@ def test_row_numbers(given: Any, numbers: list[int]) -> None:
     [
         ([3], IndexError, "row 3 does not exist; there are 3 rows"),
         ([0, -4], IndexError, "row -4 does not exist; there are 3 rows"),
-        (np.array([2**64 - 1], "u8"), IndexError, f"row {2**64 - 1} of 3"),
+        (
+            np.array([2**64 - 1], "u8"),
+            IndexError,
+            f"row {2**64 - 1} does not exist; there are 3 rows",
+        ),
         ([True], IndexError, "the mask has 1 entries for 3 rows"),
         (torch.ones(4, dtype=torch.bool), IndexError, "the mask has 4 entries for 3 rows"),
         ([True, 1, False], TypeError, "expected an integer, got True"),

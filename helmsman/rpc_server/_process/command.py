@@ -1,4 +1,4 @@
-"""Engine that runs a module as the worker's child: a server of the user.
+"""Engine that runs a module of the user, such as a server, as a child process of the worker.
 
 It implements ``fork_workers(..., command=...)``.
 """
