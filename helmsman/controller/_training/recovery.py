@@ -48,7 +48,7 @@ class RecoveryPolicy(ProbePolicy, frozen=True, kw_only=True):
     """Number of checkpoints to keep, newest first."""
     save_in_background: bool = False
     """Write checkpoints while training continues. A checkpoint is published at the end of the step
-    in which its write completes. If a rank is lost before that, the previous checkpoint is loaded."""
+    in which its write completes. If a rank is lost before that, the previous one is loaded."""
     max_recoveries: int = 3
     """Recoveries within ``window_s``; the next loss ends the run."""
     window_s: float = 3600.0
