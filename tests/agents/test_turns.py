@@ -149,7 +149,7 @@ async def test_key_of_another_request(gateway: AgentGateway) -> None:
         assert (await send(session, CHAT, {"Idempotency-Key": "k"}))[0] == 200
         status, text = await send(session, other, {"Idempotency-Key": "k"})
         assert status == 422
-        assert "belongs to another request; expected a key of its own" in text
+        assert "was used for a different request; use a new key" in text
 
 
 @pytest.mark.asyncio

@@ -551,7 +551,7 @@ def test_keep_returns_handles(members: Members, scheduler: Scheduler) -> None:
         scheduler.release(handle)  # type: ignore[arg-type]
     with (
         members.make.keep(2) as rows_kept,
-        pytest.raises(TypeError, match="fetch\\(\\) them first"),
+        pytest.raises(TypeError, match="Call fetch\\(\\) first"),
     ):
         pickle.loads(pickle.dumps(rows_kept))
 

@@ -152,7 +152,7 @@ def test_grpo_hf_check_weights_difference(
     said = capsys.readouterr().err
     assert "WeightsDifferError: rollout/" in said
     assert "and the trainer differ after the update to weight version 1" in said
-    assert "check.tolerance is 0.0001" in said
+    assert "above check.tolerance, 0.0001" in said
 
 
 def test_grpo_hf_plan_starts_nothing(

@@ -218,8 +218,8 @@ class VLLMInstance:
                 tokens, reason = list(part.token_ids), part.finish_reason
                 if reason not in (None, "stop", "length", "abort"):
                     raise RuntimeError(
-                        f"vLLM ended request {attempt.request_id!r} with the finish reason {reason!r}; "
-                        "see the worker's log"
+                        f"vLLM ended request {attempt.request_id!r} with the finish reason {reason!r}"
+                        "; see the worker's log"
                     )
                 logprobs = [
                     entry[token].logprob
@@ -229,7 +229,8 @@ class VLLMInstance:
                 if reason is not None:
                     return
         raise RuntimeError(
-            f"vLLM ended request {attempt.request_id!r} without a finish reason; see the worker's log"
+            f"vLLM ended request {attempt.request_id!r} without a finish reason; "
+            "see the worker's log"
         )
 
     def _count_prompt(self, num_tokens: int, num_cached: int) -> None:

@@ -297,7 +297,7 @@ def test_weight_sync_refuses_invalid_arguments(pair: World) -> None:
     with pytest.raises(ValueError, match="names has '\\(', which is not a regular expression"):
         WeightFormat(names=(("(", ""),))
     for replacement in (r"\9", r"\g<what>"):
-        with pytest.raises(ValueError, match="names replaces 'a' by"):
+        with pytest.raises(ValueError, match="names cannot replace 'a' by"):
             WeightFormat(names=(("a", replacement),))
 
 

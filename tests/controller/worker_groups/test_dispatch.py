@@ -439,7 +439,7 @@ def test_collecting_ranks() -> None:
     ]
     with pytest.raises(
         DispatchError,
-        match="rows are taken from coordinate 3 of tp, which has 3 here. Name one from 0 to 2",
+        match="rows are taken from coordinate 3 of tp, which has size 3. Name one from 0 to 2",
     ):
         collecting_ranks(topology, AxisSharding(("dp",), (), {"tp": 3}))
 
@@ -453,7 +453,7 @@ def test_sharding_gives_to_another_coordinate() -> None:
     ]
     assert run(topology, spec, first, [1, 2]) == [1, 2]
     with pytest.raises(
-        DispatchError, match="rows are given to coordinate 3 of pp, which has 3 here"
+        DispatchError, match="rows are given to coordinate 3 of pp, which has size 3"
     ):
         dispatch(topology, declared(AxisSharding(("dp",), (), {}, {"pp": 3})), ([1, 2],), {})
 
