@@ -218,8 +218,8 @@ class VLLMInstance:
                 tokens, reason = list(part.token_ids), part.finish_reason
                 if reason not in (None, "stop", "length", "abort"):
                     raise RuntimeError(
-                        f"vLLM ended request {attempt.request_id!r} with the finish reason {reason!r}"
-                        "; see the worker's log"
+                        f"vLLM ended request {attempt.request_id!r} with the finish reason "
+                        f"{reason!r}; see the worker's log"
                     )
                 logprobs = [
                     entry[token].logprob
