@@ -123,11 +123,11 @@ class Conversation:
         """
         messages = list(request.messages)
         if not messages:
-            raise BadRequestError("the chat has no messages; expected one at least", "messages")
+            raise BadRequestError("the chat has no messages; expected at least one", "messages")
         if messages[-1].role == "assistant":
             raise BadRequestError(
-                "the last message is the assistant's, which asks to continue it; this is not "
-                "supported. Send a user message or the result of a tool last",
+                "the last message is the assistant's, and continuing it is not supported. Send a "
+                "user message or a tool result last",
                 "messages",
             )
         tools, args = request.tools, request.template_args

@@ -1,4 +1,4 @@
-"""Forms in which model families write reasoning and calls of tools."""
+"""Text formats in which model families write reasoning and tool calls."""
 
 from __future__ import annotations
 

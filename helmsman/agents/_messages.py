@@ -1,4 +1,4 @@
-"""Chat messages in one form for all dialects, and the requests and answers made of them."""
+"""Chat messages, requests and answers in one form that all dialects convert to and from."""
 
 from __future__ import annotations
 

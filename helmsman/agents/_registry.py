@@ -1,4 +1,4 @@
-"""The sessions of a gateway: their keys, their ends, and the finished ones."""
+"""Registry of a gateway's sessions: names, keys, and finished sessions until they are collected."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Registry:
             if self._is_closed:
                 raise HelmsmanError("the gateway is closed; make a new one")
             if session.name in self._names:
-                raise ValueError(f"an open session is called {session.name!r}; choose another name")
+                raise ValueError(f"session {session.name!r} is already open; choose another name")
             self._names.add(session.name)
             self._by_key[_digest(session.key)] = session
 
@@ -87,7 +87,7 @@ class Registry:
             name is not None and self.journal is not None and self.journal.get(name) is not None
         ):
             raise BadRequestError(
-                f"a session is called {name!r:.80}, and is open or finished; choose another name",
+                f"session {name!r:.80} is already open or finished; choose another name",
                 "name",
                 code="name_in_use",
             )
@@ -121,7 +121,7 @@ class Registry:
                 lambda: self._is_closed or len(self._finished) >= num_sessions
             )
         if self._is_closed:
-            raise HelmsmanError("the gateway is closed while collect() waits for sessions")
+            raise HelmsmanError("the gateway was closed while collect() waited for sessions")
 
     async def announce(self) -> None:
         """Wake those who wait in ``collect``."""

@@ -122,11 +122,15 @@ class _Handlers:
     async def open(self, request: web.Request) -> web.StreamResponse:
         """Open a session for an outside agent, which has the gateway's key."""
         if not self._registry.opens_sessions(_key(request)):
-            raise BadRequestError("this key opens no sessions", code="invalid_api_key", status=401)
+            raise BadRequestError(
+                "this key cannot open sessions; use the gateway's key",
+                code="invalid_api_key",
+                status=401,
+            )
         body = _body(await _data(request, empty=b"{}"))
         name, metadata = body.get("name"), body.get("metadata") or {}
         if not isinstance(name, str | None) or not isinstance(metadata, dict):
-            raise BadRequestError("expected a text as name and an object as metadata")
+            raise BadRequestError("name must be a string, and metadata an object")
         session = self._registry.open_outside(name, metadata)
         return web.json_response(
             {"id": session.id, "base_url": session.base_url, "api_key": session.key}
@@ -143,7 +147,7 @@ class _Handlers:
         if turn is not None:
             if not isinstance(turn, int) or not 0 <= turn < session.num_turns:
                 raise BadRequestError(
-                    f"turn is {turn!r:.40}; the session has {session.num_turns}", "turn"
+                    f"turn is {turn!r:.40}; the session has {session.num_turns} turns", "turn"
                 )
             session.set_turn_reward(turn, float(reward or 0.0))
         elif reward is not None:
@@ -210,9 +214,9 @@ def _body(data: bytes) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequestError(f"the body is no JSON: {error}") from error
+        raise BadRequestError(f"the body is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise BadRequestError("the body is no JSON object")
+        raise BadRequestError("the body is not a JSON object")
     return found
 
 

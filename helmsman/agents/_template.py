@@ -1,4 +1,4 @@
-"""Chat templates: text and tokens of chats, of which only the new part is encoded."""
+"""Renders chats with a model's chat template, and encodes only the text after the last turn."""
 
 from __future__ import annotations
 

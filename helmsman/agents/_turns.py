@@ -1,4 +1,4 @@
-"""Turns of the model: from an agent's request to the answer, at most once per request."""
+"""Generates the model's answers to agents' requests; a request sent twice gets the same answer."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class Turns:
         if known is not None:
             if known.digest != key.digest:
                 raise BadRequestError(
-                    f"the idempotency key {key.name!r:.80} belongs to another request; expected a "
-                    "key of its own",
+                    f"the idempotency key {key.name!r:.80} was used for a different request; use a "
+                    "new key",
                     code="idempotency_key_reused",
                     status=422,
                 )

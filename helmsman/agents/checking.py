@@ -1,4 +1,4 @@
-"""``helmsman chat-check``: whether a model's chat template only appends or rewrites."""
+"""``helmsman chat-check``: whether a chat template only appends turns or rewrites earlier ones."""
 
 from __future__ import annotations
 

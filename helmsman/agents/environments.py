@@ -1,4 +1,4 @@
-"""Connectors to environments: OpenEnv, Gymnasium, verifiers, NeMo Gym and folders with tasks."""
+"""Connectors to environments: OpenEnv, Gymnasium, verifiers, NeMo Gym and task folders."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def run_verifiers(environment: Any, task: Any, session: AgentSession) -> f
         del os.environ[variable]
     if not episode.ok:
         errors = [each.message for part in (episode, *episode.traces) for each in part.errors]
-        raise HelmsmanError(f"the episode of verifiers failed: {'; '.join(errors)}")
+        raise HelmsmanError(f"the verifiers episode failed: {'; '.join(errors)}")
     return float(sum(trace.reward for trace in episode.traces if trace.agent.trainable))
 
 

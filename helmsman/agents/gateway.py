@@ -1,4 +1,4 @@
-"""AgentGateway: an HTTP server through which unchanged agents use the model that is trained."""
+"""AgentGateway: HTTP server that gives unmodified agents access to the model in training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents as programs: each runs in processes of its own, which all end with it."""
+"""Runs an agent as a program; its child processes are stopped when it ends."""
 
 from __future__ import annotations
 

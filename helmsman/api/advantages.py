@@ -1,6 +1,6 @@
 """Advantages and loss weights of groups of samples.
 
-In plain Python, because they are computed in the driver, which may lack torch.
+The code is plain Python, because it runs in the driver, which may lack torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def group_advantages(
         raise ValueError("give either group_size or group_ids")
     if group_size is not None:
         if group_size < 1 or len(rewards) % group_size:
-            raise ValueError(f"{len(rewards)} rewards do not make groups of {group_size}")
+            raise ValueError(
+                f"{len(rewards)} rewards cannot be divided into groups of {group_size}"
+            )
         group_ids = [index // group_size for index in range(len(rewards))]
     if group_ids is None or len(group_ids) != len(rewards):
         raise ValueError(

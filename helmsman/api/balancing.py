@@ -1,4 +1,4 @@
-"""Balancing: an order of rows in which the shares of ranks have about equally many tokens."""
+"""Orders the rows of a batch so that each rank's share has about the same number of tokens."""
 
 from __future__ import annotations
 

@@ -88,10 +88,10 @@ class Batch(Frozen):
         if num_rows is not None:
             lengths["num_rows"] = operator.index(num_rows)
             if num_rows < 0:
-                raise ValueError(f"num_rows is {num_rows}; it is 0 or more")
+                raise ValueError(f"num_rows is {num_rows}; expected 0 or more")
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-            raise ValueError(f"columns of one batch have as many rows; got {found}")
+            raise ValueError(f"the columns of a batch must have equal numbers of rows; got {found}")
         self._freeze(kept, meta or {}, next(iter(lengths.values()), 0), 0)
 
     def _freeze(
@@ -233,9 +233,8 @@ class Batch(Frozen):
         """
         if (len(self), self.num_padding) != (len(other), other.num_padding):
             raise ValueError(
-                f"a union is made row by row; got {len(self)} rows ({self.num_padding} padding) "
-                f"and {len(other)} rows "
-                f"({other.num_padding} padding)"
+                f"union needs equal numbers of rows; got {len(self)} rows ({self.num_padding} "
+                f"padding) and {len(other)} rows ({other.num_padding} padding)"
             )
         for what, held, others in (
             ("column", self.columns, other.columns),
@@ -286,12 +285,12 @@ class Batch(Frozen):
             rows = row_numbers(permutation, len(self))
         except IndexError as error:
             raise ValueError(
-                f"a permutation of {len(self)} rows has each of them once: {error}"
+                f"expected a permutation of the {len(self)} rows, each exactly once: {error}"
             ) from error
         if sorted(rows) != list(range(len(self))):
             raise ValueError(
-                f"a permutation of {len(self)} rows has each of them once; got {len(rows)} "
-                f"indices: {shown(rows)}"
+                f"expected a permutation of the {len(self)} rows, each exactly once; got "
+                f"{len(rows)} indices: {shown(rows)}"
             )
         return self._take(rows, "reorder")
 
@@ -310,7 +309,7 @@ class Batch(Frozen):
         """
         count = operator.index(times)
         if count < 0:
-            raise ValueError(f"times is {count}; it is 0 or more")
+            raise ValueError(f"times is {count}; expected 0 or more")
         rows = range(len(self))
         return self._take(
             [row for row in rows for _ in range(count)] if interleave else [*rows] * count, "repeat"
@@ -346,7 +345,7 @@ class Batch(Frozen):
                 ).append(row)
         except TypeError as error:
             raise TypeError(
-                f"rows are grouped by hashable values: {error}; give group_by a function of the row"
+                f"group_by needs hashable values: {error}; give group_by a function of the row"
             ) from error
         order = [row for rows in groups.values() for row in rows]
         together = self if order == list(range(len(self))) else self._take(order, "group_by")
@@ -362,7 +361,7 @@ class Batch(Frozen):
         """
         counts = [operator.index(size) for size in sizes]
         if min(counts, default=0) < 0:
-            raise ValueError(f"a part has {min(counts)} rows; it has 0 or more")
+            raise ValueError(f"a part has {min(counts)} rows; expected 0 or more")
         if sum(counts) != len(self):
             raise ValueError(
                 f"sizes [{shown(counts)}] add up to {sum(counts)}, and there are {len(self)} rows"
@@ -549,7 +548,8 @@ def padding_of(batches: Sequence[Batch]) -> int:
     for index, batch in enumerate(batches):
         if padding and batch.num_padding < len(batch):
             raise ValueError(
-                f"batch {index} has rows behind the padding of one before it; unpad first"
+                f"batch {index} cannot be joined to a batch that ends with padding; unpad() that "
+                "batch first"
             )
         padding += batch.num_padding
     return padding
@@ -608,7 +608,7 @@ def part_sizes(num_rows: int, num_parts: int, remainder: Remainder) -> list[int]
 
 def _positive(number: int, name: str) -> int:
     if operator.index(number) < 1:
-        raise ValueError(f"{name} is {number}; it is 1 or more")
+        raise ValueError(f"{name} is {number}; expected 1 or more")
     return number
 
 

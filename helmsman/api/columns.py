@@ -88,9 +88,8 @@ class Ragged(Frozen):
             or any(map(operator.gt, found, found[1:]))
         ):
             raise ValueError(
-                f"offsets go from 0 to the {len(values)} values without falling, one more than "
-                "there are rows; got "
-                f"[{shown(found)}]"
+                f"offsets are [{shown(found)}]; expected non-decreasing numbers from 0 to "
+                f"{len(values)}, the number of values"
             )
         self._fill(values=values, offsets=vector(values, found, "int64"))
 
@@ -107,8 +106,8 @@ class Ragged(Frozen):
         found = list(rows)
         if not found:
             raise ValueError(
-                "a ragged column is made of at least one row; without any, give empty values and "
-                "offsets [0]"
+                "from_rows needs at least one row; for an empty column, use Ragged(values, [0]) "
+                "with empty values"
             )
         for index, row in enumerate(found):
             _require_dense(row, f"row {index} of a ragged column is")
@@ -218,7 +217,7 @@ def row_numbers(given: Any, num_rows: int) -> list[int]:
         found and all(isinstance(each, bool) for each in found)
     ):
         if len(found) != num_rows:
-            raise IndexError(f"a mask of {len(found)} rows for {num_rows} rows")
+            raise IndexError(f"the mask has {len(found)} entries for {num_rows} rows")
         return [number for number, flag in enumerate(found) if flag]
     return _within(_integers(found), num_rows)
 
@@ -236,7 +235,7 @@ def row_number(given: Any, num_rows: int) -> int:
 def _within(numbers: list[int], num_rows: int) -> list[int]:
     wrong = [number for number in numbers if not -num_rows <= number < num_rows]
     if wrong:
-        raise IndexError(f"row {wrong[0]} of {num_rows}")
+        raise IndexError(f"row {wrong[0]} does not exist; there are {num_rows} rows")
     return [number % num_rows for number in numbers]
 
 
@@ -247,7 +246,7 @@ def _integers(given: Any) -> list[int]:
     numbers = list(map(_plain, numbers))
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"an integer is needed, not {number!r}")
+            raise TypeError(f"expected an integer, got {number!r}")
     return numbers
 
 
@@ -329,10 +328,10 @@ def fill_rows(columns: Sequence[Any], value: Any) -> list[Any]:
     """
     if any(kind_of(column) not in ("tensor", "array") for column in columns):
         kinds = ", ".join(dict.fromkeys(map(_described, columns)))
-        raise TypeError(f"only rows of tensors and arrays can be filled up; got {kinds}")
+        raise TypeError(f"only rows of tensors and arrays can be padded; got {kinds}")
     shapes = [tuple(column.shape[1:]) for column in columns]
     if len({len(shape) for shape in shapes}) > 1:
-        raise ValueError(f"rows of different dimensions cannot be filled up: {shapes}")
+        raise ValueError(f"rows with different numbers of dimensions cannot be padded: {shapes}")
     largest = tuple(map(max, zip(*shapes, strict=True)))
     filled = []
     for column, shape in zip(columns, shapes, strict=True):
@@ -449,8 +448,8 @@ def to_tensordict(columns: Mapping[str, Column], meta: Mapping[str, Any], num_ro
     library = _library()
     if _META in columns and meta:
         raise ValueError(
-            f"a column is called {_META!r}, which is where a TensorDict would have the batch's "
-            "meta; rename it"
+            f"a column is named {_META!r}, a key that the TensorDict needs for the batch's meta; "
+            "rename the column"
         )
     made = library.TensorDict({}, batch_size=[num_rows])
     for name, column in columns.items():
@@ -508,13 +507,13 @@ def from_tensordict(tensordict: Any) -> tuple[dict[str, Column], dict[str, Any]]
     library = _library()
     if not library.is_tensor_collection(tensordict):
         raise TypeError(
-            f"a TensorDict is needed, not a {type(tensordict).__qualname__}; of a plain dict make "
-            "a Batch"
+            f"expected a TensorDict, got a {type(tensordict).__qualname__}; for a plain dict, use "
+            "Batch(columns)"
         )
     if len(tensordict.batch_size) != 1:
         raise ValueError(
-            f"the TensorDict has the batch size {tuple(tensordict.batch_size)}; rows are one "
-            "dimension"
+            f"the TensorDict has the batch size {tuple(tensordict.batch_size)}; expected one "
+            "dimension, the rows"
         )
     columns: dict[str, Column] = {}
     meta: dict[str, Any] = {}

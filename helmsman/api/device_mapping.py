@@ -1,4 +1,4 @@
-"""Device mappings: which devices a worker group uses, as configurations write it."""
+"""Device mappings: parses the list of devices that a configuration gives to a worker group."""
 
 from __future__ import annotations
 

@@ -95,18 +95,18 @@ class AxisSharding(msgspec.Struct, frozen=True):
                 raise ValueError(f"there is no axis {axis!r}; the axes are {', '.join(AXES)}")
         if len(set(named)) < len(named):
             raise ValueError(
-                f"an axis is either cut or replicated, once; got shard={self.shard}, "
-                f"replicate={self.replicate}"
+                f"an axis is named twice; expected each at most once, in shard or in replicate; "
+                f"got shard={self.shard}, replicate={self.replicate}"
             )
-        if cut := set(self.take) & set(self.shard):
+        if split := set(self.take) & set(self.shard):
             raise ValueError(
-                "results come from every coordinate of an axis that is cut; take names "
-                f"{', '.join(sorted(cut))}"
+                f"take names {', '.join(sorted(split))}, which shard splits; expected other axes, "
+                "since results come from every coordinate of a split axis"
             )
         if useless := set(self.give) - set(self.alone):
             raise ValueError(
-                "give is for axes that are neither cut nor replicated; it names "
-                f"{', '.join(sorted(useless))}"
+                f"give names {', '.join(sorted(useless))}; expected axes that are neither split "
+                "nor replicated"
             )
 
     @property

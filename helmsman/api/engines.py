@@ -185,14 +185,14 @@ class TrainEngine(abc.ABC):
             ValueError: The weights do not have the target's version (any more).
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no publish_weights; its weights go by export_weights alone"
+            f"{type(self).__name__} has no publish_weights; it sends weights only by export_weights"
         )
 
     def open_weight_store(self, address: str) -> int:
         """Open a weight-transfer store at this address on rank 0; returns its port."""
         raise NotImplementedError(
-            f"{type(self).__name__} has no open_weight_store; its weights go by export_weights "
-            "alone"
+            f"{type(self).__name__} has no open_weight_store; it sends weights only by "
+            "export_weights"
         )
 
     @abc.abstractmethod
@@ -226,7 +226,7 @@ class TrainEngine(abc.ABC):
             max_shard_bytes: Maximum size of a file.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no export_hf; its weights go by export_weights alone"
+            f"{type(self).__name__} has no export_hf; export_weights returns its weights"
         )
 
     @abc.abstractmethod

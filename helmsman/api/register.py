@@ -251,12 +251,13 @@ def _spec_of(
         mode = dispatch_mode
     if not isinstance(mode, (Dispatch, AxisSharding, CustomDispatch)):
         raise refuse(
-            f"{mode!r} is no dispatch mode",
+            f"{mode!r} is not a dispatch mode",
             "Give one of Dispatch, an AxisSharding or a CustomDispatch",
         )
     if not isinstance(execute_mode, Execute):
         raise refuse(
-            f"{execute_mode!r} is no execute mode", f"Give one of {', '.join(map(str, Execute))}"
+            f"{execute_mode!r} is not an execute mode",
+            f"Give one of {', '.join(map(str, Execute))}",
         )
     if shard is not None and isinstance(shard, str):
         raise refuse(

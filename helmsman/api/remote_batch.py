@@ -125,9 +125,9 @@ def _join(pieces: Sequence[tuple[Any, int, int]], num_padding: int) -> Batch:
     for value, _, _ in pieces:
         if not isinstance(value, Batch):
             raise TypeError(
-                "rows that stay in workers travel as arguments of calls only; this found a "
-                f"{type(value).__qualname__} in "
-                "place of a Batch. fetch() them first"
+                "a RemoteBatch can be sent only as an argument of a call; found a "
+                f"{type(value).__qualname__} in place of its rows. Call fetch() first, and send "
+                "the Batch"
             )
     return Batch._joined([value[start:stop] for value, start, stop in pieces], num_padding)
 

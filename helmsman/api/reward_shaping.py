@@ -1,6 +1,6 @@
 """Operations on rewards before advantages are computed.
 
-In plain Python, because they run in the driver, which may lack torch.
+The code is plain Python, because it runs in the driver, which may lack torch.
 """
 
 from __future__ import annotations

@@ -121,9 +121,11 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     role: str
     """Name of the role; workers are 'role/0', 'role/1', ..."""
     replicas: int = 1
+    """Number of workers."""
     tasks: Sequence[SchedulingSpec] = (SchedulingSpec(),)
     """One spec for all replicas, or one for each."""
     scheduling_strategy: SchedulingStrategy = SchedulingStrategy()
+    """Whether the role has resources of its own or shares those of another role."""
 
     def validate(self) -> None:
         """Check the job's fields, independently of any cluster.
@@ -133,7 +135,7 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
         """
         self._require_types()
         if not self.role or "/" in self.role or self.role != self.role.strip():
-            raise self._wrong("role", self.role, "a name without '/' or outer blanks")
+            raise self._wrong("role", self.role, "a name without '/' or blanks at its ends")
         if self.replicas < 1:
             raise self._wrong("replicas", self.replicas, "1 or more")
         if len(self.tasks) not in (1, self.replicas):
@@ -177,7 +179,7 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
         for index, devices in enumerate(mapping):
             if not devices or min(devices) < 0 or len(set(devices)) < len(devices):
                 raise self._wrong(
-                    f"{field}[{index}]", devices, "devices from 0 on, each once, at least one"
+                    f"{field}[{index}]", devices, "distinct device numbers, each 0 or more"
                 )
 
     def _wrong(self, field: str, value: Any, expected: str) -> InvalidSpecError:

@@ -113,10 +113,10 @@ class Topology(ParallelSizes):
         self.sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
         for axis, size in self.sizes.items():
             if size < 1:
-                raise ValueError(f"{axis}_size is {size}; it is 1 or more")
+                raise ValueError(f"{axis}_size is {size}; expected 1 or more")
         if len(mesh) != len(AXES) or set(mesh) != set(AXES):
             raise ValueError(
-                f"mesh is {mesh!r}; it names each of {', '.join(AXES)} once, outermost first"
+                f"mesh is {mesh!r}; expected each of {', '.join(AXES)} once, outermost first"
             )
         self.mesh: tuple[Axis, ...] = tuple(mesh)
         sizes = {f"{axis}_size": size for axis, size in self.sizes.items()}
@@ -159,7 +159,7 @@ class Topology(ParallelSizes):
             ValueError: The sizes do not multiply to ``world_size``.
         """
         if world_size < 1:
-            raise ValueError(f"world_size is {world_size}; it is 1 or more")
+            raise ValueError(f"world_size is {world_size}; expected 1 or more")
         model = math.prod(max(1, size) for size in (tp, pp, cp))
         is_positive = min(tp, pp, cp, 1 if dp is None else dp) > 0  # Else the constructor raises.
         if is_positive and (world_size % model or dp not in (None, world_size // model)):
@@ -234,7 +234,7 @@ class Topology(ParallelSizes):
     def _require_axes(self, axes: Collection[str]) -> None:
         if len(set(axes)) < len(axes) or not set(axes) <= set(AXES):
             raise ValueError(
-                f"axes are {', '.join(axes)}; they are of {', '.join(AXES)}, each at most once"
+                f"axes are {', '.join(axes)}; expected some of {', '.join(AXES)}, each at most once"
             )
 
     def derivation(self, axes: Sequence[Axis]) -> str:

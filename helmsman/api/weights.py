@@ -42,13 +42,13 @@ class WeightFormat(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=Tr
                 compiled = re.compile(pattern)
             except re.error as error:
                 raise ValueError(
-                    f"names has {pattern!r}, which is no regular expression: {error}"
+                    f"names has {pattern!r}, which is not a regular expression: {error}"
                 ) from error
             try:
                 compiled.sub(replacement, "")  # Parses the replacement even without a match.
             except (re.error, IndexError) as error:
                 raise ValueError(
-                    f"names replaces {pattern!r} by {replacement!r}, which cannot be: {error}"
+                    f"names cannot replace {pattern!r} by {replacement!r}: {error}"
                 ) from error
 
     def name_of(self, name: str) -> str:

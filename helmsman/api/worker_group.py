@@ -354,10 +354,9 @@ class WorkerGroup(ParallelSizes, abc.ABC, Generic[W_co]):
         """
         if not isinstance(getattr(method, "spec", None), msgspec.Struct):
             raise TypeError(
-                "method takes what register has declared, such as Actor.log_probs; got "
-                f"{method!r}. Declare it with "
-                "@register(...) as its outermost decorator, or call it by name: "
-                "execute_all_sync('name', ...)"
+                f"method is {method!r}; expected a method declared by register, such as "
+                "Actor.log_probs. Declare it with @register(...) as its outermost decorator, or "
+                "call it by name: execute_all_sync('name', ...)"
             )
         return GroupMethod(self, method.spec)
 

@@ -1,1 +1,1 @@
-"""Names of other libraries for Helmsman's objects, so that their scripts run unchanged."""
+"""APIs of other libraries on Helmsman's objects, so that scripts for these libraries run."""

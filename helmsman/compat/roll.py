@@ -374,8 +374,8 @@ def _joined(results: list[Any]) -> Any:
     if hasattr(results[0], "concat"):
         return type(results[0]).concat(results)
     raise ValueError(
-        "a method whose rows are cut returns rows to join: a list, or an object with chunk and "
-        f"concat; got {type(results[0]).__name__}"
+        "a method that splits rows must return rows: a list, or an object with chunk and concat; "
+        f"got {type(results[0]).__name__}"
     )
 
 

@@ -1,4 +1,4 @@
-"""ROLL's DataProto on Helmsman's Batch, and its functions of rows. It needs tensordict."""
+"""ROLL's DataProto on Helmsman's Batch, and ROLL's functions on rows. Requires tensordict."""
 
 from __future__ import annotations
 

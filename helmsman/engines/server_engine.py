@@ -72,8 +72,8 @@ class ServerEngine(InferenceEngine):
         context = worker_context()
         if context is None or not context.ports:
             raise RuntimeError(
-                "a ServerEngine binds a port that is leased to its worker, and this one has none; "
-                "request one by SchedulingSpec(port_count=1)"
+                "a ServerEngine needs a leased port, and its worker has none; set "
+                "SchedulingSpec(port_count=1)"
             )
         http.library()
         self._host = context.node if self.config.host == "node" else self.config.host

@@ -113,7 +113,7 @@ class TrainConfig(
         """Raise ValueError for an invalid number; parallel sizes are checked by the engine."""
         for name in ("lr", "eps", "weight_decay", "num_warmup_steps", "num_prefetched_layers"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
-                raise ValueError(f"{name} is {value}; expected 0 or more, and not infinity")
+                raise ValueError(f"{name} is {value}; expected 0 or more, and finite")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {self.betas}; expected two numbers from 0 to below 1")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:

@@ -124,8 +124,8 @@ class VLLMEngine(InferenceEngine):
             return []
         if not self._worker.ports:
             raise RuntimeError(
-                f"the ranks of an instance on {len(nodes)} nodes meet at a port that is leased to "
-                "its worker, and this one has none; request one by SchedulingSpec(port_count=1)"
+                f"an instance on {len(nodes)} nodes needs a leased port to connect its ranks, and "
+                "its worker has none; set SchedulingSpec(port_count=1)"
             )
         num_ranks = arguments["tensor_parallel_size"] * arguments["pipeline_parallel_size"]
         arguments |= node_arguments(nodes, num_ranks, self._worker.ports[0])

@@ -78,7 +78,7 @@ def parse(
     while rest:
         key = rest.pop(0)
         if not key.startswith("--"):
-            parser.error(f"{key!r} belongs to no flag")
+            parser.error(f"{key!r} is not a flag, and no flag precedes it")
         key, equals, value = key[2:].partition("=")
         if not equals:
             if not rest:

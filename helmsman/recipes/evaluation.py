@@ -69,7 +69,9 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
         ValueError: The numbers are inconsistent.
     """
     if not 0 <= num_right <= num_samples or not 1 <= k <= num_samples:
-        raise ValueError(f"{num_right} right of {num_samples} answers give no pass@{k}")
+        raise ValueError(
+            f"pass@{k} of {num_samples} answers, {num_right} of them right, is undefined"
+        )
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 

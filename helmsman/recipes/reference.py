@@ -1,4 +1,4 @@
-"""The frozen initial model, which gives reference log-probabilities."""
+"""The reference model: a frozen copy of the initial model, for reference log-probabilities."""
 
 from __future__ import annotations
 
@@ -53,11 +53,13 @@ class Reference:
                 is_lost, said = True, str(loss).split("\n", 1)[0]
                 if self._ranks.num_recoveries >= self._most:
                     log.warning(
-                        "a rank of the reference was lost, and checkpoints.max_recoveries is %d: "
-                        "%s",
+                        "a rank of the reference model was lost, and checkpoints.max_recoveries "
+                        "is %d: %s",
                         *(self._most, said),
                     )
                     raise
-                log.warning("a rank of the reference was lost; all its ranks are rebuilt: %s", said)
+                log.warning(
+                    "a rank of the reference model was lost; all its ranks are rebuilt: %s", said
+                )
             else:
                 return logprobs

@@ -239,7 +239,7 @@ def _check_data(settings: RunSettings) -> None:
         )
     if cluster.scheduler != "ray" and cluster.num_nodes > 1:
         raise ValueError(
-            f"cluster.num_nodes is {cluster.num_nodes}, which takes cluster.scheduler 'ray'"
+            f"cluster.num_nodes is {cluster.num_nodes}, which requires cluster.scheduler 'ray'"
         )
 
 
@@ -260,9 +260,9 @@ def _check_cluster(settings: GRPOSettings) -> None:
         num_devices = cluster.rollout_instances * cluster.rollout_devices
         if cluster.takes_turns and num_devices != cluster.train_workers:
             raise ValueError(
-                f"cluster.rollout_instances x rollout_devices is {num_devices}; with placement "
-                "'colocated' they have the "
-                f"trainers' devices, which are cluster.train_workers, {cluster.train_workers}"
+                f"cluster.rollout_instances x rollout_devices is {num_devices}; expected "
+                f"cluster.train_workers, {cluster.train_workers}, because the rollout uses the "
+                "trainer's devices with cluster.placement 'colocated'"
             )
         if rollout.staleness:
             raise ValueError(
@@ -277,16 +277,16 @@ def _check_cluster(settings: GRPOSettings) -> None:
             )
         if settings.sync.in_flight == "abort":
             raise ValueError(
-                "sync.in_flight 'abort' has nothing to take back with placement 'colocated'; use "
-                "'keep'"
+                "sync.in_flight is 'abort'; expected 'keep', because no request is in flight "
+                "during a weight sync with cluster.placement 'colocated'"
             )
     algorithm = settings.algorithm
     has_siblings = bool(algorithm.kl_coef) or algorithm.preset == "ppo"
     if cluster.scheduler == "inline" and (cluster.train_workers > 1 or has_siblings):
         raise ValueError(
-            "cluster.scheduler 'inline' has one process and so one rank; expected "
-            "cluster.train_workers 1, algorithm.kl_coef 0 and another preset than 'ppo', since "
-            "reference and critic are further ranks"
+            "cluster.scheduler 'inline' supports only one rank; expected cluster.train_workers 1, "
+            "algorithm.kl_coef 0 and a preset other than 'ppo', since a reference model and a "
+            "critic need ranks of their own"
         )
 
 
@@ -308,7 +308,7 @@ def _check_rewards(settings: GRPOSettings) -> None:
             )
     if not names:
         raise ValueError(
-            "rewards is empty; expected one at least, such as [{use: exact}], or an agent"
+            "rewards is empty; expected at least one, such as [{use: exact}], or an agent"
         )
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two rewards are called {min(twice)!r}; give each a name of its own")

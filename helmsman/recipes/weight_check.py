@@ -1,4 +1,4 @@
-"""Check that instances serve the trainer's weights, by log-probabilities of greedy answers."""
+"""Checks instances' weights: compares log-probabilities of greedy answers with the trainer's."""
 
 from __future__ import annotations
 
@@ -116,14 +116,12 @@ class WeightCheck:
                 apart.append(abs(ours - theirs))
                 if not apart[-1] <= self._settings.tolerance:
                     raise WeightsDifferError(
-                        f"{worker} does not compute what the trainer does after the update to "
-                        f"weight version {version}: token "
-                        f"{at} of a greedy answer ({each.token_ids[at]}) has the log-probability "
-                        f"{theirs:.6f} there and "
-                        f"{ours:.6f} in the trainer, {apart[-1]:.2e} apart; check.tolerance is "
-                        f"{self._settings.tolerance:g}. "
-                        "Raise the tolerance for lower precision; else check the engine's "
-                        "update_weights."
+                        f"{worker} and the trainer differ after the update to weight version "
+                        f"{version}: token {at} of a greedy answer (id {each.token_ids[at]}) has "
+                        f"the log-probability {theirs:.6f} in {worker} and {ours:.6f} in the "
+                        f"trainer; the difference, {apart[-1]:.2e}, is above check.tolerance, "
+                        f"{self._settings.tolerance:g}. Raise the tolerance for lower precision; "
+                        "else check the engine's update_weights."
                     )
         return Differences(
             weight_version=version,

@@ -1,4 +1,4 @@
-"""Fault injection: plans of worker faults by script step, and their execution."""
+"""Fault injection: plans that kill, stop or slow workers at given steps of a script."""
 
 from __future__ import annotations
 

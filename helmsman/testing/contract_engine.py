@@ -20,7 +20,7 @@ def wait_for_file(path: str) -> None:
     deadline = time.monotonic() + WAIT_LIMIT_S
     while not os.path.exists(path):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no test made {path}")
+            raise TimeoutError(f"the test did not create {path} within {WAIT_LIMIT_S:g} s")
         time.sleep(0.005)
 
 

@@ -1,4 +1,4 @@
-"""Tools of the contract suite: waits, an engine as an object, and a gate that blocks a call."""
+"""Tools of the contract suite: waits, a wrapper for engines, and a gate that blocks a call."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ async def test_verifiers(
         (sample,) = session.samples()
         with (
             gateway.session(limits=SessionLimits(max_turns=2)) as limited,
-            pytest.raises(HelmsmanError, match="episode of verifiers failed"),
+            pytest.raises(HelmsmanError, match="verifiers episode failed"),
         ):
             await run_verifiers(environment, long, limited)
     assert reward == 0.5 * 2

@@ -207,9 +207,13 @@ async def test_key_opens_its_own_session_only(gateway: AgentGateway) -> None:
         (
             "chat/completions",
             {"messages": [*CHAT["messages"], {"role": "assistant", "content": "a"}]},
-            "asks to continue it",
+            "continuing it is not supported",
         ),
-        ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "run at the vendor"),
+        (
+            "responses",
+            {"input": "a", "tools": [{"type": "web_search"}]},
+            "run on the vendor's servers",
+        ),
         ("responses", {"input": "a", "previous_response_id": "x"}, "no response of this session"),
         ("messages", {"max_tokens": 1, "messages": [{"role": "system", "content": ""}]}, "role is"),
         ("messages", {"messages": CHAT["messages"]}, "max_tokens"),

@@ -149,7 +149,7 @@ async def test_key_of_another_request(gateway: AgentGateway) -> None:
         assert (await send(session, CHAT, {"Idempotency-Key": "k"}))[0] == 200
         status, text = await send(session, other, {"Idempotency-Key": "k"})
         assert status == 422
-        assert "belongs to another request; expected a key of its own" in text
+        assert "was used for a different request; use a new key" in text
 
 
 @pytest.mark.asyncio
@@ -234,7 +234,7 @@ async def test_gateway_that_is_closed(rollout: RolloutController, tokenizer: Any
         await asyncio.to_thread(gateway.close)
     gateway.close()
     assert session.is_closed
-    with pytest.raises(HelmsmanError, match="the gateway is closed while collect"):
+    with pytest.raises(HelmsmanError, match="the gateway was closed while collect"):
         await waiting
     with pytest.raises(HelmsmanError, match="the gateway is closed; make a new one"):
         gateway.session()
@@ -272,8 +272,8 @@ async def test_outside_sessions_survive(
             opened = [(await open_outside(client, name))[1] for name in "abcd"]
             status, found = await open_outside(client, "a")
             assert status == 400
-            assert "a session is called 'a', and is open or finished" in found["error"]["message"]
-            with pytest.raises(ValueError, match="an open session is called 'a'"):
+            assert "session 'a' is already open or finished" in found["error"]["message"]
+            with pytest.raises(ValueError, match="session 'a' is already open"):
                 gateway.session("a")
             await finish(client, opened[0])
             with pytest.raises(TimeoutError):

@@ -41,7 +41,7 @@ def test_group_advantages(
     [
         ({}, "either group_size or group_ids"),
         ({"group_size": 3, "group_ids": [0, 0]}, "either group_size or group_ids"),
-        ({"group_size": 3}, "2 rewards do not make groups of 3"),
+        ({"group_size": 3}, "2 rewards cannot be divided into groups of 3"),
         ({"group_ids": [0]}, "1 group ids for 2 rewards"),
     ],
 )

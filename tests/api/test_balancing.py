@@ -42,5 +42,5 @@ def test_balanced_order_is_permutation(lengths: list[int], num_parts: int) -> No
 
 
 def test_balanced_order_refuses_no_parts() -> None:
-    with pytest.raises(ValueError, match="num_parts is 0; it is 1 or more"):
+    with pytest.raises(ValueError, match="num_parts is 0; expected 1 or more"):
         balanced_order([1], 0)

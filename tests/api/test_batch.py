@@ -458,16 +458,16 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: Batch({"a": [1], "b": [1, 2]}),
         ValueError,
-        "columns of one batch have as many rows; got a: 1, b: 2",
+        "the columns of a batch must have equal numbers of rows; got a: 1, b: 2",
     ),
     (lambda: Batch({"a": [1]}, num_rows=2), ValueError, "got a: 1, num_rows: 2"),
-    (lambda: Batch({}, num_rows=-1), ValueError, "num_rows is -1; it is 0 or more"),
+    (lambda: Batch({}, num_rows=-1), ValueError, "num_rows is -1; expected 0 or more"),
     (lambda: Batch({}, num_rows=1.0), TypeError, "float"),  # type: ignore[arg-type]
     (lambda: TWO.with_columns(b=[1]), ValueError, "got a: 2, b: 1, num_rows: 2"),
     (lambda: TWO["b"], KeyError, "no column 'b'; there are a"),
-    (lambda: TWO[2], IndexError, "row 2 of 2"),
+    (lambda: TWO[2], IndexError, "row 2 does not exist; there are 2 rows"),
     *(
-        ((lambda key=key: TWO[key]), TypeError, f"an integer is needed, not {shown}")  # type: ignore[misc]
+        ((lambda key=key: TWO[key]), TypeError, f"expected an integer, got {shown}")  # type: ignore[misc]
         for key, shown in [
             (True, "True"),
             (np.True_, "True"),
@@ -476,30 +476,30 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
             (None, "None"),
         ]
     ),
-    (lambda: TWO.take([0, 2]), IndexError, "row 2 of 2"),
-    (lambda: TWO.take([True]), IndexError, "a mask of 1 rows for 2 rows"),
+    (lambda: TWO.take([0, 2]), IndexError, "row 2 does not exist; there are 2 rows"),
+    (lambda: TWO.take([True]), IndexError, "the mask has 1 entries for 2 rows"),
     (lambda: TWO[::0.5], TypeError, "slice indices must be integers"),
     (
         lambda: TWO.reorder([0, 0]),
         ValueError,
-        "a permutation of 2 rows has each of them once; got 2 indices: 0, 0",
+        "expected a permutation of the 2 rows, each exactly once; got 2 indices: 0, 0",
     ),
     (
         lambda: TWO.reorder([0, 2]),
         ValueError,
-        "a permutation of 2 rows has each of them once: row 2 of 2",
+        "expected a permutation of the 2 rows, each exactly once: row 2 does not",
     ),
-    (lambda: TWO.repeat(-1), ValueError, "times is -1; it is 0 or more"),
+    (lambda: TWO.repeat(-1), ValueError, "times is -1; expected 0 or more"),
     (lambda: TWO.split([1, 2]), ValueError, "sizes [1, 2] add up to 3, and there are 2 rows"),
-    (lambda: TWO.split([3, -1]), ValueError, "a part has -1 rows; it has 0 or more"),
-    (lambda: TWO.chunk(0), ValueError, "num_parts is 0; it is 1 or more"),
-    (lambda: TWO.chunk(0, "pad"), ValueError, "num_chunks is 0; it is 1 or more"),
+    (lambda: TWO.split([3, -1]), ValueError, "a part has -1 rows; expected 0 or more"),
+    (lambda: TWO.chunk(0), ValueError, "num_parts is 0; expected 1 or more"),
+    (lambda: TWO.chunk(0, "pad"), ValueError, "num_chunks is 0; expected 1 or more"),
     (
         lambda: TWO.chunk(2, "drop"),  # type: ignore[arg-type]
         ValueError,
         "remainder is 'drop'; expected one of error, pad, uneven",
     ),
-    (lambda: TWO.pad(0), ValueError, "multiple is 0; it is 1 or more"),
+    (lambda: TWO.pad(0), ValueError, "multiple is 0; expected 1 or more"),
     (
         lambda: TWO.chunk(5),
         UnevenBatchError,
@@ -518,7 +518,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: one([[1]]).group_by("a"),
         TypeError,
-        "rows are grouped by hashable values: unhashable type: 'list'",
+        "group_by needs hashable values: unhashable type: 'list'",
     ),
     (lambda: TWO.group_by(lambda row: [row]), TypeError, "give group_by a function of the row"),  # type: ignore[arg-type, return-value]
     (
@@ -531,7 +531,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: TWO.union(TWO[:1]),
         ValueError,
-        "a union is made row by row; got 2 rows (0 padding) and 1 rows (0 padding)",
+        "union needs equal numbers of rows; got 2 rows (0 padding) and 1 rows (0 padding)",
     ),
     (
         lambda: PADDED.union(one([1, 2, 3])),
@@ -557,7 +557,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: Batch.concat([PADDED, TWO]),
         ValueError,
-        "batch 1 has rows behind the padding of one before it; unpad first",
+        "batch 1 cannot be joined to a batch that ends with padding; unpad() that batch first",
     ),
     (
         lambda: Batch.concat([TWO, one(np.zeros(1))]),
@@ -631,9 +631,7 @@ def test_concat_fills_rows() -> None:
     assert joined["a"].tolist() == [[[1, 1], [0, 0]], [[2, 0], [2, 0]], [[2, 0], [2, 0]]]
     with pytest.raises(ValueError, match="column 't': parts of different shapes of a row"):
         Batch.concat(parts, fill={"a": 0})
-    with pytest.raises(
-        TypeError, match="only rows of tensors and arrays can be filled up; got lis"
-    ):
+    with pytest.raises(TypeError, match="only rows of tensors and arrays can be padded; got lis"):
         Batch.concat([Batch({"x": [1]})] * 2, fill={"x": 0})
-    with pytest.raises(ValueError, match="rows of different dimensions cannot be filled up"):
+    with pytest.raises(ValueError, match="with different numbers of dimensions cannot be padded"):
         Batch.concat([Batch({"x": np.ones(1)}), Batch({"x": np.ones((1, 1))})], fill={"x": 0})

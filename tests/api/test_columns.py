@@ -238,33 +238,27 @@ RAGGED_REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (
             (lambda offsets=offsets: Ragged(FOUR, offsets)),
             ValueError,
-            f"0 to the 4 values without falling, one more than {shown}",
+            f"offsets are {shown}; expected non-decreasing numbers from 0 to 4, the number of",
         )  # type: ignore[misc]
         for offsets, shown in [
-            *(
-                ([], "there are rows; got []"),
-                ([0, 3], ""),
-                ([1, 4], ""),
-                ([0, 5, 4], ""),
-                ([0, -1, 4], ""),
-            ),
-            ([0, 1, 1, 1, 1, 1, 1, 1, 9], "there are rows; got [0, 1, 1, 1, 1, 1, 1, 1, ...]"),
-            (np.array([0, 2**64 - 1, 4], "u8"), f"there are rows; got [0, {2**64 - 1}, 4]"),
+            *((wrong, str(wrong)) for wrong in ([], [0, 3], [1, 4], [0, 5, 4], [0, -1, 4])),
+            ([0, 1, 1, 1, 1, 1, 1, 1, 9], "[0, 1, 1, 1, 1, 1, 1, 1, ...]"),
+            (np.array([0, 2**64 - 1, 4], "u8"), f"[0, {2**64 - 1}, 4]"),
         ]
     ),
     (
         lambda: Ragged(FOUR, [0, 1.5, 4]),  # type: ignore[list-item]
         TypeError,
-        "offsets of a ragged column: an integer is needed, not 1.5",
+        "offsets of a ragged column: expected an integer, got 1.5",
     ),
-    (lambda: Ragged(FOUR, np.array([0.0, 4.0])), TypeError, "an integer is needed, not 0.0"),
-    (lambda: Ragged(FOUR, torch.tensor([[0, 4]])), TypeError, "an integer is needed, not [0, 4]"),
-    (lambda: Ragged(FOUR, np.array([False, True])), TypeError, "an integer is needed, not False"),
+    (lambda: Ragged(FOUR, np.array([0.0, 4.0])), TypeError, "expected an integer, got 0.0"),
+    (lambda: Ragged(FOUR, torch.tensor([[0, 4]])), TypeError, "expected an integer, got [0, 4]"),
+    (lambda: Ragged(FOUR, np.array([False, True])), TypeError, "expected an integer, got False"),
     *(
         ((lambda values=values: Ragged(values, [0, 2])), TypeError, NO_VALUES)  # type: ignore[misc]
         for values in ([1, 2], torch.tensor(1), "text", Ragged(torch.zeros(0), [0]))
     ),
-    (lambda: Ragged.from_rows([]), ValueError, "a ragged column is made of at least one row"),
+    (lambda: Ragged.from_rows([]), ValueError, "from_rows needs at least one row"),
     (
         lambda: Ragged.from_rows([[1]]),  # type: ignore[list-item]
         TypeError,
@@ -285,8 +279,11 @@ RAGGED_REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "parts of different shapes of a row",
     ),
-    *(((lambda row=row: JAGGED[row]), IndexError, f"row {row} of 3") for row in (3, -4, 10**20)),  # type: ignore[misc]
-    (lambda: JAGGED[True], TypeError, "an integer is needed, not True"),
+    *(
+        ((lambda row=row: JAGGED[row]), IndexError, f"row {row} does not exist; there are 3 rows")
+        for row in (3, -4, 10**20)
+    ),  # type: ignore[misc]
+    (lambda: JAGGED[True], TypeError, "expected an integer, got True"),
     (
         lambda: setattr(JAGGED, "values", FOUR),
         AttributeError,
@@ -347,19 +344,23 @@ def test_row_numbers(given: Any, numbers: list[int]) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ([3], IndexError, "row 3 of 3"),
-        ([0, -4], IndexError, "row -4 of 3"),
-        (np.array([2**64 - 1], "u8"), IndexError, f"row {2**64 - 1} of 3"),
-        ([True], IndexError, "a mask of 1 rows for 3 rows"),
-        (torch.ones(4, dtype=torch.bool), IndexError, "a mask of 4 rows for 3 rows"),
-        ([True, 1, False], TypeError, "an integer is needed, not True"),
-        ([1.0], TypeError, "an integer is needed, not 1.0"),
+        ([3], IndexError, "row 3 does not exist; there are 3 rows"),
+        ([0, -4], IndexError, "row -4 does not exist; there are 3 rows"),
+        (
+            np.array([2**64 - 1], "u8"),
+            IndexError,
+            f"row {2**64 - 1} does not exist; there are 3 rows",
+        ),
+        ([True], IndexError, "the mask has 1 entries for 3 rows"),
+        (torch.ones(4, dtype=torch.bool), IndexError, "the mask has 4 entries for 3 rows"),
+        ([True, 1, False], TypeError, "expected an integer, got True"),
+        ([1.0], TypeError, "expected an integer, got 1.0"),
         (
             np.array(1),
             TypeError,
             "rows are given as integers or a mask, not as numpy.ndarray array(1)",
         ),
-        ("012", TypeError, "an integer is needed, not '0'"),
+        ("012", TypeError, "expected an integer, got '0'"),
         (1.5, TypeError, "rows are given as integers or a mask, not as float 1.5"),
         (None, TypeError, "not as NoneType None"),
     ],

@@ -122,8 +122,8 @@ NEXT_STEPS = {
     "DeviceMemoryError": "Reduce the memory of the largest role",
     "RecoveryExhaustedError": "start the script again to continue from a checkpoint",
     "UnevenBatchError": "declare remainder='pad'",
-    "TopologyMismatchError": "Make the sizes and mesh of worker_config those of their parallel "
-    "groups",
+    "TopologyMismatchError": "Set the sizes and mesh of worker_config to those of the ranks' "
+    "parallel groups",
     "PlatformPicklingError": "inside the worker instead",
     "SchedulerClosedError": "Make the call there",
     "LogDirectoryError": "Set log_dir to a writable directory",

@@ -144,19 +144,19 @@ def test_from_tensordict_foreign_entries() -> None:
             lambda: Batch({"meta": torch.zeros(1)}, {"step": 1}).to_tensordict(),
             ValueError,
             (
-                "a column is called 'meta', which is where a TensorDict would have the batch's "
-                "meta; rename it"
+                "a column is named 'meta', a key that the TensorDict needs for the batch's meta; "
+                "rename the column"
             ),
         ),
         (
             lambda: Batch.from_tensordict({"a": 1}),
             TypeError,
-            "a TensorDict is needed, not a dict; of a plain dict make",
+            "expected a TensorDict, got a dict; for a plain dict, use Batch",
         ),
         (
             lambda: Batch.from_tensordict(TensorDict({}, [2, 3])),
             ValueError,
-            "has the batch size (2, 3); rows are one",
+            "has the batch size (2, 3); expected one dimension",
         ),
         (
             lambda: Batch.from_tensordict(TensorDict({}, [])),

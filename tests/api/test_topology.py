@@ -181,20 +181,20 @@ def test_topology_plain_integers() -> None:
     ("make", "error", "message"),
     [
         (lambda: Topology(dp=2.0), TypeError, "float"),  # type: ignore[arg-type]
-        (lambda: Topology(dp=0), ValueError, "dp_size is 0; it is 1 or more"),
+        (lambda: Topology(dp=0), ValueError, "dp_size is 0; expected 1 or more"),
         (
             lambda: Topology(mesh=("dp", "tp")),
             ValueError,
-            "mesh is ('dp', 'tp'); it names each of dp, tp, pp, cp once",
+            "mesh is ('dp', 'tp'); expected each of dp, tp, pp, cp once",
         ),
         (
             lambda: Topology(mesh=("dp", "dp", "tp", "pp")),
             ValueError,
-            "it names each of dp, tp, pp, cp once, outermost first",
+            "expected each of dp, tp, pp, cp once, outermost first",
         ),
-        (lambda: Topology(mesh="tp-cp-dp-pp"), ValueError, "mesh is 'tp-cp-dp-pp'; it names each"),  # type: ignore[arg-type]
+        (lambda: Topology(mesh="tp-cp-dp-pp"), ValueError, "mesh is 'tp-cp-dp-pp'; expected each"),  # type: ignore[arg-type]
         (lambda: Topology(mesh=("dp", 3, "tp", "pp")), ValueError, "mesh is ('dp', 3, 'tp', 'pp')"),  # type: ignore[arg-type]
-        (lambda: Topology.of(0), ValueError, "world_size is 0; it is 1 or more"),
+        (lambda: Topology.of(0), ValueError, "world_size is 0; expected 1 or more"),
         (lambda: Topology.of(4, tp=0), ValueError, "tp_size is 0"),
         (lambda: Topology.of(4, dp=0), ValueError, "dp_size is 0"),
         (
@@ -218,7 +218,7 @@ def test_topology_plain_integers() -> None:
         (
             lambda: Topology(dp=2).rank_at(ddp=1),
             ValueError,
-            "axes are ddp; they are of dp, tp, pp, cp, each at most once",
+            "axes are ddp; expected some of dp, tp, pp, cp, each at most once",
         ),
         (lambda: Topology(dp=2).num_parts(["ep"]), ValueError, "axes are ep"),  # type: ignore[list-item]
         (lambda: Topology(dp=2).part_of(0, ["dp", "dp"]), ValueError, "axes are dp, dp"),

@@ -299,5 +299,5 @@ def test_handle_survives_death_of_a_caller(resources: ResourceManager) -> None:
 def test_address_for_others() -> None:
     assert address_for_others({"127.0.0.1"}) is None
     assert address_for_others({"127.0.0.1", "203.0.113.9"}) == "127.0.0.1"
-    with pytest.raises(errors.HelmsmanError, match=r"203.0.113.8, 203.0.113.9; name the one"):
+    with pytest.raises(errors.HelmsmanError, match=r"203.0.113.8, 203.0.113.9; pass the address"):
         address_for_others({"203.0.113.9", "203.0.113.8"})

@@ -345,10 +345,10 @@ def test_method_refuses_undeclared(members: Members) -> None:
     undeclared: Any = Plain.tell
     for wrong in (undeclared, "echo", Member):
         with pytest.raises(
-            TypeError, match="method takes what register has declared.*execute_all_sync"
+            TypeError, match="expected a method declared by register.*execute_all_sync"
         ):
             members.method(wrong)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="method takes what register has declared"):
+    with pytest.raises(TypeError, match="expected a method declared by register"):
         members.execute_all_sync(undeclared)
 
 
@@ -551,7 +551,7 @@ def test_keep_returns_handles(members: Members, scheduler: Scheduler) -> None:
         scheduler.release(handle)  # type: ignore[arg-type]
     with (
         members.make.keep(2) as rows_kept,
-        pytest.raises(TypeError, match="fetch\\(\\) them first"),
+        pytest.raises(TypeError, match="Call fetch\\(\\) first"),
     ):
         pickle.loads(pickle.dumps(rows_kept))
 
@@ -854,7 +854,7 @@ def test_device_mappings_overlap(
             {"world_size": 6, "tp_size": 4},
             "tp 4 x pp 1 x cp 1 does not make up a world of 6 ranks; it makes up 4 or 8",
         ),
-        ({"world_size": 4, "mesh": ("dp", "tp")}, "names each of"),
+        ({"world_size": 4, "mesh": ("dp", "tp")}, "expected each of"),
         ({"world_size": 2, "max_concurrency": 0}, "max_concurrency is 0; expected 1 or more"),
     ],
 )

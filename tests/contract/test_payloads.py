@@ -182,7 +182,7 @@ def test_kept_result_moves_between_workers(engine: Engine, peer: Engine) -> None
     for target in (engine, peer):
         with pytest.raises(
             errors.HandleLostError,
-            match=f"handle {handle.id} \\(made by {engine.worker_id}\\) is gone",
+            match=f"handle {handle.id} \\(made by {engine.worker_id}\\) no longer exists",
         ):
             target.call("total", handle)
     with pytest.raises(errors.HandleLostError):

@@ -176,7 +176,7 @@ def test_command_binds_ports(scheduler: Scheduler, role: str) -> None:
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        ("no.such.module {port}", "ended with exit code 1 and has not started"),
+        ("no.such.module {port}", "ended with exit code 1; it counts"),
         (
             "http.server {port3}",
             (
@@ -203,7 +203,7 @@ def test_command_starts_slowly(scheduler: Scheduler, role: str) -> None:
     spec = SchedulingSpec(cmd="tests.contract.slow_server {port} fail")
     with pytest.raises(
         errors.EngineCreationError,
-        match=r"exit code 3 and has not started, which is when port \d+ accepts connections",
+        match=r"exit code 3; it counts as ready when port \d+ accepts connections",
     ):
         scheduler.create_workers(Job(role=role, tasks=[spec]))
     spec = SchedulingSpec(cmd="tests.contract.slow_server {port} serve")
@@ -249,7 +249,7 @@ def test_command_never_ready(make_own: Callable[..., Scheduler], role: str) -> N
         pytest.raises(errors.EngineCreationError) as caught,
     ):
         scheduler.create_workers(Job(role=role, tasks=[spec]))
-    assert "runs for 2.7 s and has not started, which is when" in str(caught.value)
+    assert "was not ready within 2.7 s; it counts as ready when" in str(caught.value)
     assert "Set SchedulingSpec.cmd_ready, or raise Timeouts.create_engine_s" in str(caught.value)
 
 

@@ -53,7 +53,7 @@ def test_create_workers_failure_leaves_nothing(
     error = caught.value
     assert (error.role, error.worker_id) == (role, f"{role}/1")
     assert f"{TOO_MANY_PORTS} ports cannot be leased" in str(error)
-    assert "All workers of the role were taken down again" in str(error)
+    assert "All workers of the role were stopped" in str(error)
     assert [status.worker_id for status in scheduler.status()] == before
     wait_until(lambda: not (_workers_of_this_machine() - workers), "its processes are gone")
     if backend == "ray":

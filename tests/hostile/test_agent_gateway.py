@@ -49,12 +49,12 @@ async def works(session: AgentSession) -> None:
 @pytest.mark.parametrize(
     ("data", "status", "text"),
     [
-        (b"[" * 100_000, 400, "no JSON"),
-        (b'{"messages":' * 50_000, 400, "no JSON"),
-        (b'{"messages": "\xff\xfe"}', 400, "no JSON"),
-        (b"", 400, "no JSON"),
-        (b"[]", 400, "no JSON object"),
-        (b"null", 400, "no JSON object"),
+        (b"[" * 100_000, 400, "not JSON"),
+        (b'{"messages":' * 50_000, 400, "not JSON"),
+        (b'{"messages": "\xff\xfe"}', 400, "not JSON"),
+        (b"", 400, "not JSON"),
+        (b"[]", 400, "not a JSON object"),
+        (b"null", 400, "not a JSON object"),
         (b" " * ((32 << 20) + 1), 413, "larger than 32 MiB"),
     ],
     ids=["deep", "deep objects", "not UTF-8", "empty", "array", "null", "large"],

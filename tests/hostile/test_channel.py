@@ -161,7 +161,7 @@ async def test_channel_relay_replays_connection(worker: Worker, proxy: Proxy, ta
 async def test_channel_relay_terminates_tls(make_worker: MakeWorker, proxy: Proxy) -> None:
     worker = make_worker("tls")
     port = await proxy.relay(worker.address[1], terminates_tls=True)
-    with pytest.raises(ProtocolError, match=f"127.0.0.1:{port} has another key than this run"):
+    with pytest.raises(ProtocolError, match=f"127.0.0.1:{port} has a different key than this run"):
         await Controller.of(worker, port)
     assert "a process on 127.0.0.1 was refused: it has another token" in worker.end()
 
@@ -176,7 +176,7 @@ async def test_channel_listener_reflects_proof(make_worker: MakeWorker) -> None:
 
     async with await asyncio.start_server(reflect, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(ProtocolError, match=f"127.0.0.1:{port} has another key than this run"):
+        with pytest.raises(ProtocolError, match=f"127.0.0.1:{port} has a different key"):
             await Controller.of(worker, port)
 
 

@@ -105,7 +105,7 @@ async def test_control_port_relay_injects_end(head: Node, proxy: Proxy) -> None:
 
 async def test_control_port_relay_terminates_tls(head: Node, proxy: Proxy) -> None:
     port = await proxy.relay(head.plan.control_port, terminates_tls=True)
-    with pytest.raises(ProtocolError, match=f"127.0.0.1:{port} has another key than this run"):
+    with pytest.raises(ProtocolError, match=f"127.0.0.1:{port} has a different key than this run"):
         await connected(head, port)
     head.said("a process on 127.0.0.1 was refused: it has another token")
 

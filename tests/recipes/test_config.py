@@ -237,7 +237,7 @@ def test_load_colocated_placement() -> None:
         settings(*colocated, ("sync.way", "collective"))
     with pytest.raises(
         ValueError,
-        match="rollout_devices is 4; with placement 'colocated' they have the trainers' devices",
+        match="rollout_devices is 4; expected cluster.train_workers",
     ):
         settings(*colocated, ("cluster.rollout_devices", "2"))
     assert (

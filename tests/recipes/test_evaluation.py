@@ -24,7 +24,7 @@ def test_pass_at_k(num_samples: int, num_right: int) -> None:
 
 
 def test_pass_at_k_too_few_samples() -> None:
-    with pytest.raises(ValueError, match="give no pass@3"):
+    with pytest.raises(ValueError, match="pass@3 of"):
         pass_at_k(2, 1, 3)
 
 

@@ -126,7 +126,7 @@ async def test_instance_on_two_nodes_start_refused(scheduler: RayScheduler, tmp_
     scheduler.delete_workers("few")
     worker = _worker(scheduler, "portless", port_count=0)
     scheduler.create_engines([worker], PATH, model=model, tensor_parallel_size=2, **ENGINE)
-    with pytest.raises(EngineCallError, match=r"request one by SchedulingSpec\(port_count=1\)"):
+    with pytest.raises(EngineCallError, match=r"set SchedulingSpec\(port_count=1\)"):
         scheduler.call_engine(worker, "initialize")
     scheduler.delete_workers("portless")
     worker = _worker(scheduler, "lost")

@@ -107,7 +107,7 @@ def text_of(content: Any, field: str, kinds: Sequence[str] = ("text",)) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise BadRequestError(f"expected a text or a list of parts, got {content!r:.40}", field)
+        raise BadRequestError(f"expected a string or a list of parts, got {content!r:.40}", field)
     texts: list[str] = []
     for index, part in enumerate(content):
         if isinstance(part, str):
@@ -145,7 +145,9 @@ def functions(
         field = f"tools[{index}]"
         if isinstance(tool, dict) and tool.get("type", kind) != kind:
             raise BadRequestError(
-                f"tools of type {tool['type']!r} run at the vendor; expected {kind} tools", field
+                f"tools of type {tool['type']!r} run on the vendor's servers; expected {kind} "
+                "tools",
+                field,
             )
         if key and isinstance(tool, dict):
             tool = tool.get(key)
@@ -153,9 +155,9 @@ def functions(
             raise BadRequestError(f"a tool is {tool!r:.40}; expected an object", field)
         name, parameters = tool.get("name"), tool.get(schema)
         if not isinstance(name, str) or not name:
-            raise BadRequestError(f"a tool's name is {name!r}; expected a text", field)
+            raise BadRequestError(f"a tool's name is {name!r}; expected a string", field)
         if parameters is not None and not isinstance(parameters, dict):
-            raise BadRequestError(f"the {schema} of {name!r} are no JSON schema", field)
+            raise BadRequestError(f"{schema} of {name!r} is not a JSON schema", field)
         description = tool.get("description") or ""
         parameters = parameters or {"type": "object", "properties": {}}
         inner = {"name": name, "description": description, "parameters": parameters}

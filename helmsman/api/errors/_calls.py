@@ -278,9 +278,8 @@ class HandleLostError(CallError, LookupError):
     handle_id: str
     reason: str
     template = (
-        "the value of handle {handle_id} (made by {worker_id}) is gone: {reason}. Produce it "
-        "again with the call that returned "
-        "the handle."
+        "the value of handle {handle_id} (made by {worker_id}) no longer exists: {reason}. "
+        "Produce it again with the call that returned the handle."
     )
 
 
@@ -351,8 +350,8 @@ class RendezvousError(HelmsmanError, ConnectionError):
                 "HELMSMAN_PORT_RANGE between them."
             )
         return (
-            f"role {self.role!r} cannot meet at {self.address}:{self.port}: {what}. Source: "
-            f"{self.source}. {step}"
+            f"the ranks of role {self.role!r} cannot connect to each other at "
+            f"{self.address}:{self.port}: {what}. Source: {self.source}. {step}"
         )
 
 
@@ -407,11 +406,10 @@ class TopologyMismatchError(HelmsmanError):
         ]
         more = [f"  and {len(differences) - 16} more"] if len(differences) > 16 else []
         return (
-            f"{len(differences)} of the {self.num_ranks} ranks of cluster {self.cluster!r} see "
-            "other coordinates than "
-            "worker_config gives them, so batches would go to the wrong ranks. Make the sizes and "
-            "mesh of worker_config those "
-            "of their parallel groups.\n" + "\n".join([*rows, *more])
+            f"{len(differences)} of the {self.num_ranks} ranks of cluster {self.cluster!r} "
+            "report different coordinates than worker_config assigns, so batches would go to the "
+            "wrong ranks. Set the sizes and mesh of worker_config to those of the ranks' parallel "
+            "groups.\n" + "\n".join([*rows, *more])
         )
 
 

@@ -42,8 +42,8 @@ class RoleExistsError(JobError):
     num_workers: int
     template = (
         "role {role!r} already runs with {num_workers} workers in this scheduler. Call "
-        "delete_workers({role!r}) first, or name "
-        "the new job otherwise."
+        "delete_workers({role!r}) first, or give "
+        "the new job another name."
     )
 
 
@@ -140,8 +140,7 @@ class WorkerStartError(StartError, _LoggedError):
     reason: str
     template = (
         "worker {worker_id} of role {role!r} did not start on node {node}: {reason}. All workers "
-        "of the role were taken down "
-        "again.{log}"
+        "of the role were stopped.{log}"
     )
 
 
@@ -167,8 +166,8 @@ class SchedulerClosedError(HelmsmanError):
 
     def describe(self) -> str:
         what = (
-            "in a forked child of the process whose scheduler it is, to which alone its workers "
-            "answer. Make the call there"
+            "in a forked child of the scheduler's process; workers reply only to that process. "
+            "Make the call there"
             if self.in_child
             else "on a scheduler that is closed. Make a new scheduler, or move the call inside "
             "its `with` block"
@@ -249,12 +248,10 @@ class ClusterNotUpError(BackendError, RuntimeError):
     said: Sequence[str]
     command: str
     template = (
-        "Ray was not started (this node is one of several, by {launcher}: {said}): no cluster is "
-        "given, expected one of all "
-        "nodes; with a Ray of its own, each node would run this script alone. Start one process "
-        "on every node with "
-        "`{command}`. Or give a cluster in RAY_ADDRESS; RAY_ADDRESS=local starts Ray on this node "
-        "alone."
+        "{launcher} started the script on several nodes ({said}), but no Ray cluster is given, so "
+        "each node would run the whole script alone. Ray was not started. Start one process on "
+        "every node with `{command}`. Or set RAY_ADDRESS to an existing cluster; "
+        "RAY_ADDRESS=local starts Ray on this node alone."
     )
 
 

@@ -262,7 +262,7 @@ class DevicesNotOwnedError(HelmsmanError):
     method: str
     owner: str
     next_step: str
-    template = "role {role!r}: {method} is out of turn: the devices are {owner}. {next_step}"
+    template = "role {role!r}: {method} needs the devices, which are {owner}. {next_step}"
 
 
 class DeviceMemoryError(HelmsmanError):

@@ -190,7 +190,7 @@ class Head:
                 raise BootstrapError(
                     f"{news}, after {deadline.limit_s:g} s. There are: {present}. Look at what "
                     "the missing "
-                    "nodes have printed; where they only need longer, give more with --timeout",
+                    "nodes have printed; if they only need more time, raise --timeout",
                     exit_code=BootstrapExit.NOT_JOINED,
                 )
             await asyncio.sleep(_POLL_S)
@@ -219,8 +219,8 @@ class Head:
             listener = socket.create_server((plan.address, plan.control_port), backlog=BACKLOG)
         except OSError as error:  # the port was free when the plan was made
             raise PreflightError(
-                f"port {plan.control_port}, on which the nodes' supervisors meet, cannot be had "
-                f"on {plan.address}: "
+                f"port {plan.control_port}, to which the other nodes connect, cannot be bound on "
+                f"{plan.address}: "
                 f"{os.strerror(error.errno or 0)}. Another run may have started here at the same "
                 "moment: choose another by "
                 "--control-port"

@@ -148,7 +148,7 @@ class JoiningNode:
                     raise BootstrapError(
                         f"{news}, after {deadline.limit_s:g} s: rank 0 is missing. Look at what "
                         "it has printed; that host must "
-                        "be the one where rank 0 runs, and let ports through",
+                        "be the one where rank 0 runs, and its firewall must not block the ports",
                         exit_code=BootstrapExit.NOT_JOINED,
                     ) from error
             await asyncio.sleep(_RETRY_S)
@@ -257,8 +257,7 @@ class JoiningNode:
                 if deadline.passed:
                     raise BootstrapError(
                         f"the head at {self._where} cannot be reached ({why}, then: {error}); "
-                        "whether the run goes on there is "
-                        "not known here",
+                        "whether the run continues there is unknown",
                         exit_code=BootstrapExit.HEAD_LOST,
                     ) from error
             await asyncio.sleep(_RETRY_S)

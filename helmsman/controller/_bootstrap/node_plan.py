@@ -146,10 +146,9 @@ def worker_ports(taken: Sequence[tuple[int, int]]) -> tuple[int, int]:
         runs = [(first, last) for first, last in cut if last - first >= _FEWEST_WORKER_PORTS]
     if not runs:
         raise PreflightError(
-            f"Ray's workers have no ports on this node: of {_WORKER_PORTS[0]} to "
-            f"{_WORKER_PORTS[1]}, --port, --control-port "
-            f"and {RANGE_VARIABLE} leave no {_FEWEST_WORKER_PORTS} in a row; set {RANGE_VARIABLE} "
-            "to a range outside"
+            f"no ports are left for Ray's workers on this node: --port, --control-port and "
+            f"{RANGE_VARIABLE} leave fewer than {_FEWEST_WORKER_PORTS} consecutive ports of "
+            f"{_WORKER_PORTS[0]} to {_WORKER_PORTS[1]}; set {RANGE_VARIABLE} to a range outside"
         )
     return max(runs, key=lambda run: run[1] - run[0])
 

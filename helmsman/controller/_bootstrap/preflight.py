@@ -101,12 +101,12 @@ def require_port(port: int, what: str, flag: str, *, listens: bool) -> None:
     reason = bind_error(port) if listens else 0
     if reason == errno.EADDRINUSE:
         raise PreflightError(
-            f"port {port}, {what}, is held by {_holder(port)}. End that, or choose another by "
-            f"{flag}, the same on all nodes"
+            f"port {port}, {what}, is held by {_holder(port)}. End that process, or choose another "
+            f"port by {flag}, the same on all nodes"
         )
     if reason:
         raise PreflightError(
-            f"port {port}, {what}, cannot be had: {os.strerror(reason)}; choose another by {flag}"
+            f"port {port}, {what}, cannot be bound: {os.strerror(reason)}; choose another by {flag}"
         )
 
 

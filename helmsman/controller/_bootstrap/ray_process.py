@@ -104,7 +104,7 @@ class RayProcess:
                 raise self._not_started(f": {self.ended.result()}")
             if deadline.passed:
                 raise self._not_started(
-                    f" within {deadline.limit_s:g} s; where the node is only busy, give more with "
+                    f" within {deadline.limit_s:g} s; if the node is only busy, raise "
                     "--start-timeout"
                 )
             if time.monotonic() - looked_at > _LOOK_S:

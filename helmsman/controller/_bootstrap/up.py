@@ -253,9 +253,9 @@ def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
                 undo.callback(_remove_folder, folder)
         except OSError as error:
             raise PreflightError(
-                "there is no place for Ray's files and the record of the run (in "
-                f"{folder.parent}): {error}. Name a folder "
-                "that can be written to by TMPDIR, and by RAY_TMPDIR if that is set"
+                f"the folder for Ray's files and the run's record cannot be created in "
+                f"{folder.parent}: {error}. Set TMPDIR, and RAY_TMPDIR if it is set, to a "
+                "writable folder"
             ) from error
         yield run_id, folder
 
@@ -298,7 +298,8 @@ def make_plan(
     control_port = 0 if alone else options.control_port or port + 1
     if port and port == control_port:
         raise PreflightError(
-            f"--port and --control-port are both {port}: the head listens on each, so name two"
+            f"--port and --control-port are both {port}: the head listens on both, so give "
+            "two different ports"
         )
     for number, what, flag in (
         (port, "of the head's Ray", "--port"),

@@ -257,7 +257,8 @@ class DeviceHandoff:
     def _whose(self) -> str:
         if self.owner is Owner.NONE:
             return f"unassigned, {self._why_none}"
-        return f"role {(self._trainer if self.owner is Owner.TRAINER else self._rollout).role!r}'s"
+        side = self._trainer if self.owner is Owner.TRAINER else self._rollout
+        return f"held by role {side.role!r}"
 
     async def async_memory(self) -> dict[str, MemoryStats | str]:
         """Return the device memory of both sides by worker id, or the reason why it is unknown."""

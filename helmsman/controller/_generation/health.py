@@ -91,7 +91,9 @@ def follow(health: Health, event: Event) -> Health:
         ValueError: If the event cannot happen in this state.
     """
     if (following := TRANSITIONS[health].get(event)) is None:
-        raise ValueError(f"an instance that is {health.value} cannot have {event.value!r}")
+        raise ValueError(
+            f"an instance in the state {health.value!r} cannot receive the event {event.value!r}"
+        )
     return following
 
 

@@ -1,4 +1,4 @@
-"""Reject jobs that cannot be placed and find the smallest change that makes them fit. Pure."""
+"""Reject jobs that cannot be placed and find the smallest change that makes them fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bin packing of bundles onto nodes: counting bounds, heuristics and a bounded search. Pure.
+"""Bin packing of bundles onto nodes: counting bounds, heuristics and a bounded search.
 
 The heuristics keep whole nodes free: a bundle goes to the used node that it fills best, and a group
 of bundles takes as few nodes as possible. Vector bin packing is NP-hard, so the search is complete

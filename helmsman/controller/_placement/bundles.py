@@ -1,4 +1,4 @@
-"""Resource bundles of jobs, their allowed nodes, and ways to split instances into parts. Pure."""
+"""Resource bundles of jobs, their allowed nodes, and ways to split instances into parts."""
 
 from __future__ import annotations
 

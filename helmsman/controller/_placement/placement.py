@@ -1,4 +1,4 @@
-"""Nodes and devices of workers, including those of colocated jobs. Pure."""
+"""Nodes and devices of workers, including those of colocated jobs."""
 
 from __future__ import annotations
 

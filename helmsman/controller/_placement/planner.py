@@ -1,4 +1,4 @@
-"""Plan a place for every rank, or explain why there is none. Pure: no Ray, no clock."""
+"""Plans a place for every rank, or explains why there is none; uses neither Ray nor a clock."""
 
 from __future__ import annotations
 

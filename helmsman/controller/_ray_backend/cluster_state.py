@@ -1,4 +1,4 @@
-"""Reads Ray's tables: nodes, placement groups and actors, and the choice of the cluster.
+"""Reads Ray's tables of nodes, placement groups and actors, and selects the cluster to join.
 
 Ray's public state API needs a dashboard, which an embedded cluster does not have. This module reads
 the underlying tables, with one request to the head each, whatever the number of nodes or groups. No

@@ -1,4 +1,4 @@
-"""Starts an embedded Ray within one deadline and apart from the terminal, or joins a cluster."""
+"""Starts an embedded Ray, detached from the terminal, within one deadline; or joins a cluster."""
 
 from __future__ import annotations
 

@@ -271,8 +271,8 @@ def rank_environment(role: str, workers: Sequence[Worker]) -> dict[str, dict[str
             role=role,
             field="port_count",
             value=0,
-            expected=f"at least 1 for {master.id}, where the process group meets (with "
-            "colocation, in the target's spec)",
+            expected=f"at least 1 for {master.id}, to which the process group's ranks connect "
+            "(with colocation, set it in the target's spec)",
         )
     per_node = Counter(worker.ip for worker in workers)
     seen: Counter[str] = Counter()

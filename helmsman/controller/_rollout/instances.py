@@ -364,8 +364,8 @@ def _check_lender(lender: StartedRole, has_engine_arguments: bool) -> None:
             role=lender.role,
             field="dp_size",
             value=lender.dp_size,
-            expected=f"{num_workers}, since each worker of the Cluster is an instance; give an "
-            "engine that spans devices num_gpus_per_worker, and tp_size in its own arguments",
+            expected=f"{num_workers}, since each worker of the Cluster is an instance; for an "
+            "engine on several devices, set num_gpus_per_worker and the engine's own tp_size",
         )
     if has_engine_arguments:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The scheduler of every backend, composed of registry, lifecycle, calls and values."""
+"""Scheduler implementation that all backends share."""
 
 from __future__ import annotations
 
@@ -491,7 +491,9 @@ def _show_life(run: Run) -> Pulse:
         pulse.start(describe)
         offer_stacks()
     except (OSError, RuntimeError) as error:
-        log.warning("run %s cannot be observed from outside: %s", run.id, error)
+        log.warning(
+            "run %s: other processes cannot read the script's state or stacks: %s", run.id, error
+        )
     return pulse
 
 

@@ -1,4 +1,4 @@
-"""Requests to workers for single scheduler methods: rendezvous probe and fault injection."""
+"""Two scheduler operations on workers: the rendezvous probe and fault injection."""
 
 from __future__ import annotations
 

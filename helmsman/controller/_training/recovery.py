@@ -48,7 +48,7 @@ class RecoveryPolicy(ProbePolicy, frozen=True, kw_only=True):
     """Number of checkpoints to keep, newest first."""
     save_in_background: bool = False
     """Write checkpoints while training continues. A checkpoint is published at the end of the step
-    in which it is complete; a loss before that restarts from the previous one."""
+    in which its write completes. If a rank is lost before that, the previous one is loaded."""
     max_recoveries: int = 3
     """Recoveries within ``window_s``; the next loss ends the run."""
     window_s: float = 3600.0
@@ -194,8 +194,8 @@ class RecoverableTraining:
                     role=job.role,
                     field="scheduling_strategy.fork",
                     value=False,
-                    expected=f"True, since workers that are {strategy.target!r}'s cannot be "
-                    "restarted without its engines",
+                    expected=f"True, since a restart of these workers would also end the engines "
+                    f"of role {strategy.target!r}",
                 )
         self.trainer, self.policy, self._others = trainer, policy, tuple(others)
         self.checkpoints = Checkpoints(policy.checkpoints, policy.num_kept)

@@ -435,7 +435,7 @@ class TrainController(RoleController):
             self.scheduler.restart_workers(self.role)
         except StartError as error:
             logger.warning(
-                "role %s is placed again: it could not be restarted at its places: %s",
+                "role %s is placed again: it could not be restarted on the same devices: %s",
                 self.role,
                 error,
             )

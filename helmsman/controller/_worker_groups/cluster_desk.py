@@ -138,8 +138,8 @@ def address_for_others(addresses: Collection[str]) -> str | None:
     if not own:
         raise HelmsmanError(
             f"this machine has none of the addresses of the cluster's nodes, which are "
-            f"{', '.join(sorted(addresses))}; name the one at which they reach it: "
-            "handle(address=...)"
+            f"{', '.join(sorted(addresses))}; pass the address at which these nodes reach this "
+            "machine: handle(address=...)"
         )
     return min(own)
 

@@ -96,9 +96,8 @@ def dispatch(
             )
             raise DispatchError(
                 method=spec.full_name,
-                reason=f"{what} of an ALL_TO_ALL call is a list or tuple with an entry for each "
-                f"of {len(world)} ranks; got "
-                f"{found}",
+                reason=f"{what} of an ALL_TO_ALL call must be a list or tuple with an entry for "
+                f"each of {len(world)} ranks; got {found}",
                 step="Give one entry for each rank, or declare another mode",
             )
         return Argument(value, world)
@@ -180,7 +179,7 @@ def _coordinate(topology: Topology, what: str, named: Mapping[Axis, int], axis: 
     if not -size <= coordinate < size:
         raise DispatchError(
             method="AxisSharding",
-            reason=f"rows are {what} coordinate {coordinate} of {axis}, which has {size} here",
+            reason=f"rows are {what} coordinate {coordinate} of {axis}, which has size {size}",
             step=f"Name one from 0 to {size - 1}, or -1 for the last",
         )
     return coordinate % size
@@ -391,8 +390,8 @@ def _cut(
         shown = ", ".join(f"{name}: {count}" for name, count in rows.items())
         raise DispatchError(
             method=spec.full_name,
-            reason=f"arguments that are cut together must have equal numbers of rows; got {shown}",
-            step="Give equal numbers of rows, or name the arguments to cut in shard=(...)",
+            reason=f"the split arguments must have equal numbers of rows; got {shown}",
+            step="Give equal numbers of rows, or name the arguments to split in shard=(...)",
         )
     return Dispatched(
         positional, named, range(topology.world_size), next(iter(cuts.values()), None)
@@ -413,9 +412,9 @@ def _shares(
     if not is_joinable(value):
         raise DispatchError(
             method=method,
-            reason=f"{what} is cut over {', '.join(sharding.shard) or 'no axis'}, and a "
+            reason=f"{what} is split over {', '.join(sharding.shard) or 'no axis'}, but a "
             f"{type(value).__qualname__} has no rows",
-            step="Cut a Batch, tensor, array, Ragged, list or tuple; leave arguments that all "
+            step="Pass a Batch, tensor, array, Ragged, list or tuple; leave arguments that all "
             "ranks get whole out of shard=(...)",
         )
     if remainder == "pad" and len(value) % num_parts and not isinstance(value, Batch):

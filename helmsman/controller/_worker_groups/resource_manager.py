@@ -112,9 +112,9 @@ class ResourceManager(Closing):
         name: str = "devices",
     ) -> None:
         if num_gpus_per_node < 0:
-            raise ValueError(f"num_gpus_per_node is {num_gpus_per_node!r}; it is 0 or more")
+            raise ValueError(f"num_gpus_per_node is {num_gpus_per_node!r}; expected 0 or more")
         if num_nodes is not None and num_nodes < 1:
-            raise ValueError(f"num_nodes is {num_nodes!r}; it is 1 or more, or None for all")
+            raise ValueError(f"num_nodes is {num_nodes!r}; expected 1 or more, or None for all")
         self.name = name
         self._owns_scheduler = isinstance(scheduler, str)
         self.scheduler: Scheduler = (
@@ -229,7 +229,7 @@ class ResourceManager(Closing):
             )
         if self._destroyed:
             raise HelmsmanError(
-                f"the devices of ResourceManager {self.name!r} were given back; make a new one "
+                f"the devices of ResourceManager {self.name!r} were released; make a new one "
                 f"for {holder!r}."
             )
         with self._lock:

@@ -427,7 +427,8 @@ def _no_exit(whose: str) -> Iterator[None]:
         yield
     except (SystemExit, KeyboardInterrupt) as error:
         raise HelmsmanError(
-            f"{whose} raised {error!r}, which cannot end the script from here; raise an Exception."
+            f"{whose} raised {error!r}, which cannot end the script from another thread; raise an "
+            "Exception instead."
         ) from error
 
 

@@ -189,8 +189,8 @@ def _mask_kinds(config: Any) -> tuple[str, ...]:
     unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if unknown:
         raise ValueError(
-            f"{config.model_type} has layers of {', '.join(unknown)}; the rollout engine decodes "
-            "full and sliding attention"
+            f"{config.model_type} has layers of {', '.join(unknown)}; expected only "
+            "full_attention and sliding_attention"
         )
     return kinds
 

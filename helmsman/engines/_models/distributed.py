@@ -1,4 +1,4 @@
-"""Process group of a training job, collective error checks on its ranks, and named tensors.
+"""Process group of a training job, collective error checks on its ranks, and tensors by name.
 
 Several engines of one process (such as an actor and its reference model) share the default group.
 The first engine creates it, and the last one to leave destroys it. A group created elsewhere is
@@ -83,8 +83,8 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
             "is the port in use?" if rank == 0 else "is rank 0 running, and can this node reach it?"
         )
         raise ConnectionError(
-            f"rank {rank} of {world_size} did not meet the other ranks at {address}:{port} within "
-            f"{timeout_s:g} s; {hint} Check the ranks that did not report this error."
+            f"rank {rank} of {world_size} did not connect to the other ranks at {address}:{port} "
+            f"within {timeout_s:g} s; {hint} Check the ranks that did not report this error."
         ) from exc
 
 

@@ -51,7 +51,7 @@ def check_samples_of_one(requests: Sequence[GenerationRequest]) -> None:
         if request.prompt_ids != requests[0].prompt_ids:
             raise ValueError(
                 f"requests {requests[0].request_id!r} and {request.request_id!r} have different "
-                "prompts; agenerate_samples takes samples of one"
+                "prompts; agenerate_samples expects the same prompt in all"
             )
 
 

@@ -218,7 +218,8 @@ class VLLMInstance:
                 tokens, reason = list(part.token_ids), part.finish_reason
                 if reason not in (None, "stop", "length", "abort"):
                     raise RuntimeError(
-                        f"vLLM ended request {attempt.request_id!r} with {reason!r}; see its log"
+                        f"vLLM ended request {attempt.request_id!r} with the finish reason "
+                        f"{reason!r}; see the worker's log"
                     )
                 logprobs = [
                     entry[token].logprob
@@ -227,7 +228,10 @@ class VLLMInstance:
                 self.requests.take(attempt, 0, tokens, logprobs, reason)
                 if reason is not None:
                     return
-        raise RuntimeError(f"vLLM ended request {attempt.request_id!r} without a reason")
+        raise RuntimeError(
+            f"vLLM ended request {attempt.request_id!r} without a finish reason; "
+            "see the worker's log"
+        )
 
     def _count_prompt(self, num_tokens: int, num_cached: int) -> None:
         self._num_prefilled += num_tokens - num_cached

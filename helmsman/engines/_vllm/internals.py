@@ -1,4 +1,4 @@
-"""Uses of vLLM beyond its public interface. Written for 0.32 and tested with it on the CPU."""
+"""Uses of vLLM beyond its public interface; written for vLLM 0.32 and tested with it on CPU."""
 
 from __future__ import annotations
 

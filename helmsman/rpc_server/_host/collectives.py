@@ -1,4 +1,4 @@
-"""Last collectives of this process by torch's flight recorder, and NCCL's ranks by its RAS service.
+"""Last collectives of this process, from torch's flight recorder; NCCL ranks, from its RAS service.
 
 The service answers in JSON from NCCL 2.28.7 on; earlier ones are not read.
 """

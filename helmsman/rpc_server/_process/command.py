@@ -1,4 +1,4 @@
-"""Engine that runs a module as the worker's child: a server of the user.
+"""Engine that runs a module of the user, such as a server, as a child process of the worker.
 
 It implements ``fork_workers(..., command=...)``.
 """
@@ -88,8 +88,8 @@ class CommandEngine:
                 is_late = time.monotonic() - started > limit_s
             if problem is not None or is_late:
                 raise RuntimeError(
-                    f"{problem or f'{self._shown} runs for {limit_s:g} s'} and has not started, "
-                    f"which is when {expected}. Set SchedulingSpec.cmd_ready, or raise "
+                    f"{problem or f'{self._shown} was not ready within {limit_s:g} s'}; it counts "
+                    f"as ready when {expected}. Set SchedulingSpec.cmd_ready, or raise "
                     f"Timeouts.create_engine_s; it wrote:\n{_log_since(written)}"
                 )
         except BaseException:

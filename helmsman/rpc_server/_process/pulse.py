@@ -1,4 +1,4 @@
-"""A worker's sign of life: a shared page that others read while the worker cannot answer.
+"""A worker's heartbeat: a shared page that others read while the worker cannot answer.
 
 The worker updates the page every BEAT_S with a beat and a description of itself, and records the
 begin and the end of each call. The controller, or the worker's observer.py on another machine,

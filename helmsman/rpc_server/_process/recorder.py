@@ -1,9 +1,8 @@
 """Flight recorder: the recent events of a process in a memory-mapped ring, which survives SIGKILL.
 
-A file has a header, a table of names, and a ring of slots of fixed size. A slot is written in one
-step of the interpreter; its number stands at its begin and its end, so that a reader recognises a
-slot that was only half written when the process was killed. A call has one slot, to which its end
-is added.
+A file has a header, a table of names, and a ring of slots of fixed size. A slot is written by one
+call of C code. Its number is stored at both ends, so that a reader recognises a slot that was only
+half written when the process was killed. A call has one slot, to which its end is added.
 """
 
 from __future__ import annotations

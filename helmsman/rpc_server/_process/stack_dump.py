@@ -1,7 +1,7 @@
-"""Python stacks of a process that cannot answer, because C code holds its interpreter's lock.
+"""Dumps the Python stacks of a process that cannot answer because C code holds its GIL.
 
-The process registers a handler of faulthandler for a real-time signal, which writes to an anonymous
-file. Another process of the same user sends the signal and reads the file through /proc.
+The process registers a faulthandler for a real-time signal; the handler writes the stacks to an
+anonymous file. Another process of the same user sends the signal and reads the file through /proc.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 It runs no user code and has one thread, so it always answers. As their parent it learns the exit
 status of each worker. It also guarantees that nothing survives the driver: when its connection to
-the driver closes, or the driver's process ends, it ends all workers with their families, removes
-the run's folder and exits. If it cannot, its watcher does so (driver_watch.py).
+the driver closes, or the driver's process ends, it ends all workers and their descendants,
+removes the run's folder and exits. If it cannot, its watcher does so (driver_watch.py).
 
     driver <--- Unix socket pair ---> forkserver --- fork ---> workers
            Spawn, Kill ->

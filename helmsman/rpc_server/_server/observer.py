@@ -1,4 +1,4 @@
-"""Observer process: reports a Ray worker's pulse page (pulse.py) to a driver on another machine.
+"""Observer process: reports a Ray worker's heartbeat page to a driver on another machine.
 
 It runs on the worker's machine and exits with the worker.
 """

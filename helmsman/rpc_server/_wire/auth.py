@@ -134,7 +134,7 @@ async def _authenticate_listener(stream: Stream, key: bytes, tls: bool, where: s
     answer = await stream.read(_MAC_BYTES)
     if not hmac.compare_digest(answer, _mac(key, b"listener", signed)):
         raise ProtocolError(
-            f"the process at the other end of {where} has another key than this run"
+            f"the process at the other end of {where} has a different key than this run"
         )
 
 

@@ -234,7 +234,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
 
 def _handle_at(index: int) -> Any:
     """Placeholder in the stream for a handle; the unpickler substitutes the value or the handle."""
-    raise pickle.UnpicklingError(f"handle {index} outside of a payload")
+    raise pickle.UnpicklingError(
+        f"result handle {index} was unpickled outside of a Helmsman payload"
+    )
 
 
 class _HandleUnpickler(pickle.Unpickler):

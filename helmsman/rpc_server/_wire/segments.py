@@ -7,7 +7,7 @@ PID namespace and a user. The sender keeps it open until the receiver has attach
 Fresh pages cost several times as much as copying into used ones. A closed segment is therefore kept
 for a while, and reused once no other process has it mapped: only then does the kernel grant a write
 lease on its file. The content has a number, which changes when the segment is closed, so a late
-receiver detects another number and never reads other data.
+receiver detects the change and never reads other data.
 
 A child made by a bare ``fork`` keeps its copies of the descriptors, and their memory, until it
 ends.

@@ -35,7 +35,7 @@ def test_rows_of_all_kinds() -> None:
     assert data.meta_info == {"step": 3}
     assert len(DataProto()) == 0
     assert DataProto(non_tensor_batch={"x": np.arange(3)}).batch is None
-    with pytest.raises(ValueError, match="as many rows"):
+    with pytest.raises(ValueError, match="equal numbers of rows"):
         DataProto({"x": torch.zeros(2)}, {"y": np.zeros(3)})
 
 

@@ -87,7 +87,7 @@ async def test_ray_process_start_timeout(make_ray: MakeRay) -> None:
     told: list[str] = []
     with pytest.raises(
         BootstrapError,
-        match=r"did not start on this node within 0\.1 s.*give more with --start-timeout",
+        match=r"did not start on this node within 0\.1 s.*raise --start-timeout",
     ):
         await make_ray("import signal; signal.pause()", start_s=0.1, report=told.append).start(
             "run-1"

@@ -181,7 +181,7 @@ def test_supervisor_refuses_nodes(make_nodes: MakeNodes) -> None:
         for fact in ("is rejected", *facts):
             assert fact in head.output
     nodes.start(1, secret="another").ends(
-        92, f"127.0.0.1:{nodes.port} has another key", "--token-file, or HELMSMAN_TOKEN"
+        92, f"127.0.0.1:{nodes.port} has a different key", "--token-file, or HELMSMAN_TOKEN"
     )
     assert "a process on 127.0.0.1 was refused: it has another token" in head.output
     first = nodes.start(1)
@@ -245,7 +245,7 @@ def test_supervisor_control_port_taken_late(make_nodes: MakeNodes) -> None:
     with socket.create_server(("127.0.0.1", nodes.port)):
         nodes.start(0).ends(
             90,
-            f"PREFLIGHT: port {nodes.port}, on which the nodes' supervisors meet, cannot be had",
+            f"PREFLIGHT: port {nodes.port}, to which the other nodes connect, cannot be bound",
             "--control-port",
         )
 

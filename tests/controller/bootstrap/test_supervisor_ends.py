@@ -188,7 +188,7 @@ def test_supervisor_head_unreachable(make_nodes: MakeNodes, make_cable: MakeCabl
         94,
         "HEAD_LOST: the head at 127.0.0.1:",
         "cannot be reached",
-        "whether the run goes on there is not known",
+        "whether the run continues there is unknown",
     )
     head.said("is lost: the connection was closed; the run goes on without it")
     nodes.release()

@@ -152,7 +152,7 @@ DSTACK = {"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_
             ("--show-settings",),
             {"RAY_TMPDIR": "/dev/null/below"},
             (
-                "there is no place for Ray's files",
+                "the folder for Ray's files",
                 "Not a directory",
                 "/dev/null/below",
                 "RAY_TMPDIR",
@@ -210,7 +210,7 @@ def test_up_shows_why_ray_does_not_start(up: Up, tmp_path: Path) -> None:
 def test_up_without_a_place_for_the_record_of_the_run(up: Up, tmp_path: Path) -> None:
     (tmp_path / "helmsman-somebody").touch()
     run = up("--show-settings", TMPDIR=str(tmp_path), USER="somebody", LOGNAME="somebody")
-    run.ends(90, "the record of the run", str(tmp_path), "TMPDIR")
+    run.ends(90, "the run's record", str(tmp_path), "TMPDIR")
 
 
 def test_up_port_that_is_held(up: Up, address: str) -> None:

@@ -188,10 +188,10 @@ def test_handoff_refuse_calls_out_of_turn(pair: Pair, tmp_path: Any) -> None:
     for call in (lambda: pair.rollout.generate(PROMPTS), lambda: pair.rollout.submit(PROMPTS[0])):
         with pytest.raises(
             DevicesNotOwnedError,
-            match=rf"devices are role '{pair.trainer.role}''s. Call to_rollout\(\)",
+            match=rf"held by role '{pair.trainer.role}'. Call to_rollout\(\)",
         ):
             call()
-    with pytest.raises(DevicesNotOwnedError, match="out of turn"):
+    with pytest.raises(DevicesNotOwnedError, match="needs the devices, which are"):
         asyncio.run(pair.rollout.async_generate_one(PROMPTS[0]))
     pair.turns.to_rollout()
     assert pair.turns.to_rollout() is None
@@ -256,7 +256,7 @@ def test_device_memory_error_has_figures_of_both_sides(pair: Pair, kind: str) ->
         pair.trainer.train_batch(SAMPLES, "sft")
     error = caught.value
     assert isinstance(error.__cause__, EngineCallError)
-    assert error.owner == f"role '{pair.trainer.role}''s"
+    assert error.owner == f"held by role '{pair.trainer.role}'"
     assert [line.split(":")[0] for line in error.figures] == [pair.train_id, pair.rollout_id]
     assert all("no device" in line and "GiB on the host" in line for line in error.figures)
     assert pair.trainer.train_batch(SAMPLES, "sft")["loss"] > 0

@@ -125,7 +125,7 @@ def test_train_controller_on_a_wrong_address(
     with LocalAtAnotherAddress(log_dir=tmp_path, preload=()) as scheduler:
         actor = TrainController(scheduler, RecordingTrainer, Job(role="actor", replicas=2))
         with pytest.raises(
-            errors.RendezvousError, match=rf"cannot meet at {TEST_NET}:.*2 of 2 ranks"
+            errors.RendezvousError, match=rf"cannot connect to each other at {TEST_NET}:.*2 of 2"
         ):
             actor.initialize()
         assert scheduler.status() == []

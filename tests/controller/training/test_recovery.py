@@ -602,6 +602,6 @@ def test_recovery_refuses_a_trainer_in_other_workers(
         scheduler, tmp_path, Job(role="train", replicas=2, scheduling_strategy=inside)
     )
     with pytest.raises(
-        InvalidSpecError, match="fork is False; expected True, since workers that are 'rollout''s"
+        InvalidSpecError, match="fork is False; expected True, since a restart of these workers"
     ):
         RecoverableTraining(training.trainer, training.policy, training.step)

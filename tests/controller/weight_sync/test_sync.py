@@ -294,10 +294,10 @@ def test_weight_sync_refuses_invalid_arguments(pair: World) -> None:
         ViaDisk("/tmp", num_kept=0)
     with pytest.raises(ValueError, match="bucket_bytes is 0; expected 1 or more"):
         WeightFormat(bucket_bytes=0)
-    with pytest.raises(ValueError, match="names has '\\(', which is no regular expression"):
+    with pytest.raises(ValueError, match="names has '\\(', which is not a regular expression"):
         WeightFormat(names=(("(", ""),))
     for replacement in (r"\9", r"\g<what>"):
-        with pytest.raises(ValueError, match="names replaces 'a' by"):
+        with pytest.raises(ValueError, match="names cannot replace 'a' by"):
             WeightFormat(names=(("a", replacement),))
 
 

@@ -353,12 +353,12 @@ def test_dispatch_of_rows_that_do_not_divide(
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ((0.5,), r"argument 'x' is cut over dp, and a float has no rows"),
+        ((0.5,), r"argument 'x' is split over dp, but a float has no rows"),
         (({"a": [1, 2]},), r"a dict has no rows"),
         ((torch.tensor(1.0),), r"a Tensor has no rows"),
         (
             ([1, 2], [1, 2, 3, 4]),
-            r"arguments that are cut together must have equal numbers of rows; got x: 2, y: 4",
+            r"the split arguments must have equal numbers of rows; got x: 2, y: 4",
         ),
     ],
 )
@@ -439,7 +439,7 @@ def test_collecting_ranks() -> None:
     ]
     with pytest.raises(
         DispatchError,
-        match="rows are taken from coordinate 3 of tp, which has 3 here. Name one from 0 to 2",
+        match="rows are taken from coordinate 3 of tp, which has size 3. Name one from 0 to 2",
     ):
         collecting_ranks(topology, AxisSharding(("dp",), (), {"tp": 3}))
 
@@ -453,7 +453,7 @@ def test_sharding_gives_to_another_coordinate() -> None:
     ]
     assert run(topology, spec, first, [1, 2]) == [1, 2]
     with pytest.raises(
-        DispatchError, match="rows are given to coordinate 3 of pp, which has 3 here"
+        DispatchError, match="rows are given to coordinate 3 of pp, which has size 3"
     ):
         dispatch(topology, declared(AxisSharding(("dp",), (), {}, {"pp": 3})), ([1, 2],), {})
 
@@ -503,14 +503,14 @@ def test_register_modes_that_go_together(mode: Any, execute: Execute) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"dispatch_mode": "dp"}, "'dp' is no dispatch mode"),
+        ({"dispatch_mode": "dp"}, "'dp' is not a dispatch mode"),
         (
             {"dispatch_mode": {"dispatch_fn": print}},
             r"has the functions 'dispatch_fn' and 'collect_fn'; got \['dispatch_fn'\]",
         ),
         (
             {"dispatch_mode": Dispatch.DP_MP_COMPUTE, "execute_mode": "all"},
-            "'all' is no execute mode",
+            "'all' is not an execute mode",
         ),
         (
             {"dispatch_mode": Dispatch.DP_MP_COMPUTE, "shard": "x"},
@@ -553,15 +553,15 @@ def test_register_refuses(options: dict[str, Any], said: str) -> None:
     ("arguments", "said"),
     [
         ((("ep",),), "there is no axis 'ep'"),
-        ((("dp",), ("dp",)), "an axis is either cut or replicated, once"),
-        ((("dp", "dp"),), "once"),
+        ((("dp",), ("dp",)), "an axis is named twice"),
+        ((("dp", "dp"),), "named twice"),
         (
             (("dp",), (), {"dp": 0}),
-            "results come from every coordinate of an axis that is cut; take names dp",
+            "take names dp, which shard splits",
         ),
         (
             (("dp",), None, {}, {"tp": 1}),
-            "give is for axes that are neither cut nor replicated; it names tp",
+            "give names tp; expected axes that are neither split nor replicated",
         ),
     ],
 )

@@ -116,7 +116,7 @@ def test_episode_that_raises_system_exit() -> None:
         assert _items(executor.prepare_batch(itertools.count(), 3)) == [0, 4, 5]
         assert executor.figures().num_failed == 3
         with pytest.raises(
-            HelmsmanError, match="the episode raised SystemExit.*cannot end the script from here"
+            HelmsmanError, match="the episode raised SystemExit.*cannot end the script from another"
         ) as caught:
             executor.rollout_batch([0, 1])
         assert isinstance(caught.value.__cause__, SystemExit)

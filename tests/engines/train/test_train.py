@@ -116,7 +116,7 @@ def test_another_learning_rate_holds_from_the_next_step_on(make: Make) -> None:
     assert engine.train_batch(SAMPLES, "sft")["lr"] == LR / 4
     with pytest.raises(ValueError, match=r"lr is -1.0; expected 0 or more"):
         engine.set_lr(-1.0)
-    with pytest.raises(ValueError, match=r"lr is inf; expected 0 or more, and not infinity"):
+    with pytest.raises(ValueError, match=r"lr is inf; expected 0 or more, and finite"):
         engine.set_lr(math.inf)
 
 
@@ -399,7 +399,7 @@ def test_create_process_group_ranks_missing(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(
             ConnectionError,
-            match=f"rank {rank} of 2 did not meet the other ranks .* within 1 s; {hint}",
+            match=f"rank {rank} of 2 did not connect to the other ranks .* within 1 s; {hint}",
         ):
             engine.create_process_group()
     engine.destroy()
