@@ -254,7 +254,7 @@ def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
         except OSError as error:
             raise PreflightError(
                 f"the folder for Ray's files and the run's record cannot be created in "
-                f"{folder.parent}: {error}. Set TMPDIR, and RAY_TMPDIR if it is set, to a "
+                f"{folder.parent}: {str(error).rstrip('.')}. Set TMPDIR, and RAY_TMPDIR if it is set, to a "
                 "writable folder"
             ) from error
         yield run_id, folder
