@@ -24,9 +24,8 @@ class _Pauses:
     __slots__ = ("last_at", "longest_s")
 
     def __init__(self) -> None:
-        self.last_at = 0.0
-        """time.monotonic() of the last begin or end of a call; 0 before the first."""
-        self.longest_s = 0.0
+        self.last_at, self.longest_s = 0.0, 0.0
+        """time.monotonic() of the last begin or end of a call, 0 before the first; longest pause"""
 
 
 class Durations:
@@ -62,9 +61,6 @@ class Durations:
         return statistics.median(recent) if recent else None
 
 
-_NONE = Durations()
-
-
 class _Phase(NamedTuple):
     kind: str
     detail: str
@@ -84,7 +80,7 @@ class Activity:
         self._pauses = _Pauses()
         self._calls: dict[tuple[str, str], Durations] = {}
         self._phases: dict[int, _Phase] = {}
-        self._durations: dict[str, Durations] = {}
+        self._durations = collections.defaultdict[str, Durations](Durations)
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self.facts: dict[str, str] = {}
@@ -97,13 +93,12 @@ class Activity:
 
     def durations(self) -> list[MethodDurations]:
         """Return the durations of all methods that were called."""
-        return [
-            MethodDurations(
-                role=role, method=method, num_calls=each.count, median_s=each.median_s or 0.0
-            )
-            for (role, method), each in list(self._calls.items())
-            if each.count
-        ]
+        found = []
+        for (role, method), each in list(self._calls.items()):
+            count, median_s = each.count, each.median_s
+            if median_s is not None:
+                found.append(MethodDurations(role, method, count, median_s))
+        return found
 
     @contextlib.contextmanager
     def phase(
@@ -127,7 +122,7 @@ class Activity:
             del self._phases[key]
             self._recorder.note(Kind.PHASE_END, name, key)
             now = time.monotonic()
-            self._durations.setdefault(kind, Durations()).ended(now - since, now)
+            self._durations[kind].ended(now - since, now)
 
     def phases(self, *, explain: bool) -> list[PhaseSnapshot]:
         """Return the open phases, oldest first.
@@ -141,7 +136,7 @@ class Activity:
                 kind=each.kind,
                 detail=each.detail,
                 age_s=now - each.since,
-                median_s=self._durations.get(each.kind, _NONE).median_s,
+                median_s=self._durations[each.kind].median_s,
                 waits_for=each.waits_for() if explain else "",
             )
             for each in list(self._phases.values())

@@ -12,12 +12,7 @@ SDK = "opentelemetry.sdk.trace"
 
 
 def phase_span(kind: str, detail: str) -> contextlib.AbstractContextManager[Any]:
-    """Open a span for a phase; it is the parent of spans that the script opens in it.
-
-    Args:
-        kind: Name of the span.
-        detail: Becomes an attribute.
-    """
+    """Open a span for a phase; it is the parent of spans that the script opens in it."""
     if SDK not in sys.modules:
         return contextlib.nullcontext()
     attributes = {"helmsman.detail": detail} if detail else None
@@ -28,21 +23,12 @@ def phase_span(kind: str, detail: str) -> contextlib.AbstractContextManager[Any]
 
 
 def record_call(worker_id: str, method: str, seconds: float, *, ok: bool) -> None:
-    """Record a span for a call that has just ended; only with the SDK.
-
-    Args:
-        worker_id: The worker.
-        method: The method.
-        seconds: Duration of the call.
-        ok: Whether it returned a result.
-    """
+    """Record a span for a call that has just ended; only with the SDK."""
     end_ns = time.time_ns()
-    span = _tracer().start_span(
-        f"helmsman call {method}",
-        start_time=end_ns - int(seconds * 1e9),
-        attributes={"helmsman.worker": worker_id, "helmsman.ok": ok},
-    )
-    span.end(end_ns)
+    attributes = {"helmsman.worker": worker_id, "helmsman.ok": ok}
+    start_ns = end_ns - int(seconds * 1e9)
+    name = f"helmsman call {method}"
+    _tracer().start_span(name, start_time=start_ns, attributes=attributes).end(end_ns)
 
 
 def _tracer() -> Any:

@@ -7,16 +7,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from helmsman.api.run_state import RunSnapshot
-from helmsman.controller._operator.logs import read_lines
-from helmsman.controller._operator.runs import (
-    FoundRun,
-    RunNotFoundError,
-    find_run,
-    take_snapshot,
-    take_two,
-)
-
 T = TypeVar("T")
 
 _ANSWER_S = 60.0
@@ -61,34 +51,3 @@ def on_all(nodes: Sequence[Mapping[str, Any]], function: Callable[..., T], *args
 
     started = [start_on(node, function, *args) for node in nodes]
     return [ray.get(each, timeout=_ANSWER_S) for each in started]
-
-
-def two_here(name: str | None, role: str | None) -> list[RunSnapshot] | None:
-    """Return two snapshots of a run whose script runs on this node; None if there is none."""
-    try:
-        return take_two(_script_here(name), role)
-    except RunNotFoundError:
-        return None
-
-
-def one_here(name: str | None, role: str | None, reports: bool) -> RunSnapshot | None:
-    """Return a snapshot of a run whose script runs on this node; None if there is none."""
-    try:
-        return take_snapshot(_script_here(name), reports=reports, role=role)
-    except RunNotFoundError:
-        return None
-
-
-def _script_here(name: str | None) -> FoundRun:
-    run = find_run(name, alive=True)
-    if run.is_node:
-        raise RunNotFoundError("no script runs on this node")
-    return run
-
-
-def lines_here(name: str, chosen: str | None) -> list[tuple[str, str, str]]:
-    """Return (time, source, line) of the logs that a run has on this node."""
-    try:
-        return read_lines(find_run(name).log_dir, chosen)
-    except RunNotFoundError:
-        return []

@@ -74,16 +74,13 @@ def replay(calls: dict[int, KeptCall], number: int, *, debugger: bool) -> Any:
         known = describe_calls(calls) or "no call; scheduler.reporter.keep_calls keeps some"
         raise RunNotFoundError(f"call {number} was not kept. The run has kept:\n{known}")
     engines: dict[str | None, Any] = {}
-    context = WorkerContext(worker_id=call.worker_id, node="127.0.0.1")
-    with within(context):
+    with within(WorkerContext(worker_id=call.worker_id, node="127.0.0.1")):
         for each in [calls[before] for before in call.before]:
             if each.request.verb is Verb.CREATE_ENGINE:
                 engines[each.request.engine_name] = _construct(each)
             elif each.request.verb is Verb.CALL:
                 _call(engines, each, _settled)
-        if not debugger:
-            return _call(engines, call, _settled)
-        return _call(engines, call, _debugged)
+        return _call(engines, call, _debugged if debugger else _settled)
 
 
 def _construct(call: KeptCall) -> Any:
@@ -102,19 +99,17 @@ def _call(engines: dict[str | None, Any], call: KeptCall, run: Callable[..., Any
 
 
 def _settled(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    result = method(*args, **kwargs)
-    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+    async def result() -> Any:
+        return await outcome
+
+    outcome = method(*args, **kwargs)
+    return asyncio.run(result()) if inspect.isawaitable(outcome) else outcome
 
 
 def _debugged(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    debugger = pdb.Pdb()
     if inspect.iscoroutinefunction(method):
-        return debugger.runcall(_settled, method, *args, **kwargs)
-    return debugger.runcall(method, *args, **kwargs)
-
-
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable
+        return pdb.Pdb().runcall(_settled, method, *args, **kwargs)
+    return pdb.Pdb().runcall(method, *args, **kwargs)
 
 
 def _arguments(call: KeptCall) -> Any:

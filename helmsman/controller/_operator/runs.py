@@ -6,8 +6,9 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -34,16 +35,22 @@ class RunSilentError(HelmsmanError):
 class FoundRun(NamedTuple):
     """A run of this user."""
 
-    run_id: str
-    log_dir: Path
-    record: RunRecord | None
-    """None if the run has ended normally."""
+    record: RunRecord
+    """With its id and log directory only, if it has ended normally."""
     is_alive: bool
+
+    @property
+    def run_id(self) -> str:
+        return self.record.run_id
+
+    @property
+    def log_dir(self) -> Path:
+        return Path(self.record.log_dir)
 
     @property
     def is_node(self) -> bool:
         """Whether it is a node of `helmsman up`, rather than the run of a script."""
-        return self.record is not None and self.record.scheduler == UP
+        return self.record.scheduler == UP
 
 
 def find_run(name: str | None, *, alive: bool = False) -> FoundRun:
@@ -62,7 +69,7 @@ def find_run(name: str | None, *, alive: bool = False) -> FoundRun:
         path = Path(name).absolute()
         found = [each for each in runs if each.log_dir == path]
         if not found and (path / "driver.log").is_file():
-            found = [FoundRun(path.name, path, None, False)]
+            found = [_ended(path.name, path)]
     elif name is not None:
         found = [each for each in runs if each.run_id.startswith(name)]
     else:
@@ -87,71 +94,73 @@ def find_run(name: str | None, *, alive: bool = False) -> FoundRun:
 
 def _all_runs() -> list[FoundRun]:
     """Return all runs, those alive first, then those that ended last."""
-    runs: dict[str, FoundRun] = {}
-    for record, is_alive in reversed(read_runs()):
-        runs[record.run_id] = FoundRun(record.run_id, Path(record.log_dir), record, is_alive)
+    runs = {record.run_id: FoundRun(record, alive) for record, alive in reversed(read_runs())}
     for run_id, path, _ in log_dirs():
-        runs.setdefault(run_id, FoundRun(run_id, path, None, False))
+        runs.setdefault(run_id, _ended(run_id, path))
     return sorted(runs.values(), key=lambda each: not each.is_alive)
 
 
-def take_snapshot(run: FoundRun, *, reports: bool, role: str | None = None) -> RunSnapshot:
+def _ended(run_id: str, log_dir: Path) -> FoundRun:
+    """Return a run whose record was removed at its normal end."""
+    record = RunRecord(
+        run_id=run_id, pid=0, host="", command="", scheduler="", log_dir=str(log_dir), since=0.0
+    )
+    return FoundRun(record, is_alive=False)
+
+
+def take_snapshot(run: FoundRun, role: str | None = None, reports: bool = False) -> RunSnapshot:
     """Return the state of a run that is alive.
 
     If its script does not answer within a few seconds, its processes are observed from outside.
 
     Args:
         run: The run.
-        reports: Whether to include the stacks, memory and nodes of all processes.
         role: Only this role.
+        reports: Whether to include the stacks, memory and nodes of all processes.
 
     Raises:
         RunNotFoundError: The run has ended, or runs on another machine.
         HelmsmanError: The run refused the query.
     """
-    record = run.record
-    if record is None:
+    if not run.is_alive:
         raise RunNotFoundError(f"run {run.run_id} has ended")
-    if record.host != socket.gethostname():
+    if run.record.host != socket.gethostname():
         raise RunNotFoundError(
-            f"run {run.run_id} belongs to host {record.host}; use the command there"
+            f"run {run.run_id} belongs to host {run.record.host}; use the command there"
         )
-    if is_stuck(record):
-        return observe_run(record, reports=reports)
+    if is_stuck(run.record):
+        return observe_run(run.record, reports=reports)
     query = Query(kind="snapshot", role=role, reports=reports, limit_s=_ANSWER_S)
     try:
-        snapshot = _ask(run, query, RunSnapshot)
+        snapshot = ask_run(run, query, RunSnapshot)
     except RunSilentError:
-        return observe_run(record, reports=reports)
+        return observe_run(run.record, reports=reports)
     return complete(snapshot, reports=reports)
 
 
 def take_two(run: FoundRun, role: str | None = None, apart_s: float = 1.0) -> list[RunSnapshot]:
     """Return two snapshots with reports, the later one first."""
-    before = take_snapshot(run, reports=True, role=role)
+    before = take_snapshot(run, role, reports=True)
     time.sleep(apart_s)
-    return [take_snapshot(run, reports=True, role=role), before]
+    return [take_snapshot(run, role, reports=True), before]
 
 
-def take_stacks(run: FoundRun, role: str | None) -> dict[str, str]:
-    """Return the stacks of all threads by worker id.
+def take_here(take: Callable[..., T], name: str | None, *arguments: Any) -> T | None:
+    """Return ``take(run, *arguments)`` of a run whose script runs here; None without one."""
+    try:
+        run = find_run(name, alive=True)
+        return None if run.is_node else take(run, *arguments)
+    except RunNotFoundError:
+        return None
+
+
+def ask_run(run: FoundRun, query: Query, kind: type[T]) -> T:
+    """Send a query to a run; returns its answer, which has the type ``kind``.
 
     Raises:
-        HelmsmanError: The run refused the query, such as for an unknown role, or is silent.
+        HelmsmanError: The run refused the query, such as for an unknown role; an action failed.
+        RunSilentError: The run does not answer.
     """
-    return _ask(run, Query(kind="stacks", role=role, limit_s=_ANSWER_S), dict[str, str])
-
-
-def act(run: FoundRun, query: Query) -> str:
-    """Send an action to a run; returns the description of its effect.
-
-    Raises:
-        HelmsmanError: The run refused the action, it failed, or the run is silent.
-    """
-    return _ask(run, query, str)
-
-
-def _ask(run: FoundRun, query: Query, kind: type[T]) -> T:
     try:
         answer = ask(run.run_id, query)
     except (OSError, EOFError, ValueError) as error:
@@ -162,3 +171,8 @@ def _ask(run: FoundRun, query: Query, kind: type[T]) -> T:
     with contextlib.suppress(msgspec.MsgspecError):
         raise HelmsmanError(msgspec.msgpack.decode(answer, type=Refusal).refused)
     return msgspec.msgpack.decode(answer, type=kind)
+
+
+def take_stacks(run: FoundRun, role: str | None) -> dict[str, str]:
+    """Return the stacks of all threads by worker id."""
+    return ask_run(run, Query(kind="stacks", role=role, limit_s=_ANSWER_S), dict[str, str])

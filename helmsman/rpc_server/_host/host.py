@@ -37,6 +37,7 @@ from helmsman.rpc_server._host.engine_calls import (
 )
 from helmsman.rpc_server._host.examination import examine
 from helmsman.rpc_server._host.faults import Faults, Prepared
+from helmsman.rpc_server._host.files import read_files
 from helmsman.rpc_server._host.handles import HandleStore, keep
 from helmsman.rpc_server._host.journal import Journal
 from helmsman.rpc_server._host.threads import (
@@ -251,6 +252,8 @@ class EngineHost:
             case Verb.EXAMINE:
                 log_dir = os.path.dirname(self.identity.log_path)
                 return examine(self.identity.node, log_dir, self.engine_thread, self._loop)
+            case Verb.FILES:
+                return read_files(os.path.dirname(self.identity.log_path), arguments[0])
             case Verb.CONFIGURE:
                 return self._configure(*arguments)
             case Verb.SET_ENV:

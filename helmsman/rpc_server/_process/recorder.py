@@ -1,9 +1,8 @@
 """Flight recorder: the recent events of a process in a memory-mapped ring, which survives SIGKILL.
 
-A file has a header, a table of names, and a ring of slots of fixed size. A slot is written in one
-step of the interpreter; its number stands at its begin and its end, so that a reader recognises a
-slot that was only half written when the process was killed. A call has one slot, to which its end
-is added.
+A file has a header, a table of names, and a ring of slots. A slot is written in one step of the
+interpreter, with its number at both ends, by which a reader recognises one that was half written
+when the process was killed. A call has one slot, to which its end is added.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ SUFFIX = ".events"
 NUM_SLOTS = 1 << 15
 NUM_NAMES = 2048
 
-_MAGIC = b"helmsman events 2\0"
+_MAGIC = b"helmsman events 3\0"
 _HEADER = struct.Struct("=18sIIIqq110s")
 """Magic, pid, slots, names, monotonic and wall-clock nanoseconds at the start, title."""
-_NAME = struct.Struct("=H110s")
+_NAME = struct.Struct("=112s")
 _SLOT = struct.Struct("=IBxHqddI4x")
 """Number, kind, name, number of the event, monotonic seconds, value, and the number again."""
 _ALIVE = struct.Struct("=q")
@@ -100,12 +99,14 @@ class Recorder:
     """
 
     def __init__(self, title: str) -> None:
-        self._write_to(mmap.mmap(-1, FILE_BYTES))
         self._names: dict[str, int] = {}
-        self._numbers = itertools.count(1)
-        self._last = 0
+        self._numbers, self._last = itertools.count(1), 0
         self._lock = threading.Lock()
-        self._start(title, self._page)
+        self._write_to(mmap.mmap(-1, FILE_BYTES))
+        _HEADER.pack_into(
+            *(self._page, 0, _MAGIC, os.getpid(), NUM_SLOTS, NUM_NAMES),
+            *(time.monotonic_ns(), time.time_ns(), title.encode()[:110]),
+        )
         self.name("(other)")
 
     def _write_to(self, page: mmap.mmap) -> None:
@@ -113,13 +114,6 @@ class Recorder:
         # bound here, since every call of an engine is recorded
         self._pack = functools.partial(_SLOT.pack_into, page)
         self._floats = memoryview(page).cast("d")
-
-    @staticmethod
-    def _start(title: str, page: mmap.mmap) -> None:
-        _HEADER.pack_into(
-            *(page, 0, _MAGIC, os.getpid(), NUM_SLOTS, NUM_NAMES),
-            *(time.monotonic_ns(), time.time_ns(), title.encode()[:110]),
-        )
 
     def persist(self, path: str, run_id: str) -> None:
         """Write to a file from now on, and copy the events so far.
@@ -131,12 +125,10 @@ class Recorder:
         Raises:
             OSError: The file cannot be created, or the disk is full.
         """
-        fd = open_log(f"{path}.{os.getpid()}{SUFFIX}", run_id, mapped=True)
-        try:
-            os.posix_fallocate(fd, 0, FILE_BYTES)  # else a full disk would raise SIGBUS later
-            page = mmap.mmap(fd, FILE_BYTES)
-        finally:
-            os.close(fd)
+        name = f"{path}.{os.getpid()}{SUFFIX}"
+        with os.fdopen(open_log(name, run_id, mapped=True), "r+b", buffering=0) as file:
+            os.posix_fallocate(file.fileno(), 0, FILE_BYTES)  # else a full disk raises SIGBUS later
+            page = mmap.mmap(file.fileno(), FILE_BYTES)
         with self._lock:
             page[:] = self._page[:]
             self._write_to(page)
@@ -159,9 +151,8 @@ class Recorder:
             number = self._names.get(text, len(self._names))
             if number >= NUM_NAMES:
                 return 0
-            encoded = text.encode(errors="replace")[:110]
             offset = _NAMES_AT + number * _NAME.size
-            _NAME.pack_into(self._page, offset, len(encoded), encoded)
+            _NAME.pack_into(self._page, offset, text.encode(errors="replace"))
             self._names[text] = number
             return number
 
@@ -218,10 +209,7 @@ def read_recording(path: str | os.PathLike[str]) -> Recording | None:
     if len(content) < FILE_BYTES or not content.startswith(_MAGIC):
         return None
     _, pid, _, _, monotonic, wall, title = _HEADER.unpack_from(content)
-    names = []
-    for number in range(NUM_NAMES):
-        length, text = _NAME.unpack_from(content, _NAMES_AT + number * _NAME.size)
-        names.append(text[:length].decode(errors="replace"))
+    names = [_text(text) for (text,) in _NAME.iter_unpack(content[_NAMES_AT:_SLOTS_AT])]
     found = []
     for number, kind, name, event, at, value, again in _SLOT.iter_unpack(content[_SLOTS_AT:]):
         if not number or number != again or kind not in _KINDS or name >= NUM_NAMES:
@@ -232,13 +220,12 @@ def read_recording(path: str | os.PathLike[str]) -> Recording | None:
         if last is not None and end:
             found.append(Event(int(abs(end) * 1e9), last, names[name], event, float(end > 0)))
     found.sort(key=lambda each: each.at_ns)
-    return Recording(
-        title.rstrip(b"\0").decode(errors="replace"),
-        pid,
-        wall - monotonic,
-        _ALIVE.unpack_from(content, _ALIVE_AT)[0],
-        found,
-    )
+    (alive_ns,) = _ALIVE.unpack_from(content, _ALIVE_AT)
+    return Recording(_text(title), pid, wall - monotonic, alive_ns, found)
+
+
+def _text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode(errors="replace")
 
 
 _KINDS = frozenset(Kind)
