@@ -26,12 +26,7 @@ _STUCK_S = 1.0
 
 
 class NodeDesk:
-    """Answers queries about this node, on threads of its own.
-
-    Args:
-        plan: The node's plan.
-        report: Prints why there is no socket.
-    """
+    """Answers queries about this node, on threads of its own; ``report`` prints why it cannot."""
 
     def __init__(self, plan: NodePlan, report: StatusPrinter) -> None:
         self._plan, self._started_at = plan, time.time()

@@ -50,12 +50,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnose_run(now: RunSnapshot, before: RunSnapshot) -> Diagnosis:
-    """Apply all rules.
-
-    Args:
-        now: Snapshot with the processes' reports.
-        before: The same about a second earlier.
-    """
+    """Apply all rules to two snapshots with reports, about a second apart."""
     evidence = Evidence(now, before)
     findings: list[Finding] = []
     explained: set[str] = set()

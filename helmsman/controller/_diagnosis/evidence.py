@@ -42,12 +42,8 @@ def is_long(
 ) -> bool:
     """Return whether an operation takes much longer than earlier ones of its kind.
 
-    Args:
-        age_s: Seconds since it began.
-        median_s: Median of earlier ones; None without any.
-        factor: It is long from this multiple of the median.
-        first_s: The first one of its kind is long after this.
-        floor_s: None is long before this.
+    It is long from a multiple of their median, the first of its kind after ``first_s``, and none
+    before ``floor_s``.
     """
     return age_s > (first_s if median_s is None else max(floor_s, factor * median_s))
 
@@ -67,13 +63,7 @@ def seconds(value: float) -> str:
 
 
 class WorkerEvidence:
-    """A worker in both snapshots.
-
-    Args:
-        now: The worker in the later snapshot.
-        before: The same in the earlier one; None if it was not there.
-        apart_s: Seconds between the two.
-    """
+    """A worker in two snapshots; ``before`` is None if it was not there."""
 
     def __init__(self, now: WorkerSnapshot, before: WorkerSnapshot | None, apart_s: float) -> None:
         self.now, self.id = now, now.worker_id
@@ -92,8 +82,7 @@ class WorkerEvidence:
             self.cpu_share = max(0.0, used_s) / apart_s
         self.is_idle = self.cpu_share is not None and self.cpu_share < BUSY
         """Whether the process needed almost no CPU between the snapshots."""
-        stack = _stack_of(earlier)
-        self.is_still = bool(self.stack and stack) and signature(self.stack) == signature(stack)
+        self.is_still = signature(self.stack) == signature(_stack_of(earlier)) != ()
         """Whether the call had the same stack in both snapshots."""
 
     @property
@@ -115,12 +104,7 @@ def _stack_of(report: ProcessReport | None) -> StackTrace | None:
 
 
 class Evidence:
-    """Two snapshots of a run.
-
-    Args:
-        now: The later snapshot.
-        before: The earlier one, about a second before.
-    """
+    """Two snapshots of a run, about a second apart."""
 
     def __init__(self, now: RunSnapshot, before: RunSnapshot) -> None:
         self.now, self.before = now, before

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from helmsman.api.run_state import NodeReport
+from helmsman.api.run_state import NodeReport, StackTrace
 from helmsman.controller._diagnosis.evidence import Evidence, Finding, WorkerEvidence, seconds
-from helmsman.controller._diagnosis.stacks import at, named
+from helmsman.controller._diagnosis.stacks import at, named, place, site_of
 
 _STUCK_S = 2.0
 _NODE_S = 5.0
@@ -34,8 +34,7 @@ def script_process(evidence: Evidence) -> Iterator[Finding]:
     if run.answered_by != "observation":
         return
     since_s, state = run.script_stuck_s, run.script_state
-    where = at(run.script.stacks[0] if run.script and run.script.stacks else None)
-    shown = [f"its stack:{where.removeprefix(' at')}"] if where else []
+    shown = _its_stack(run.script.stacks[0] if run.script and run.script.stacks else None)
     process = f"The script's process {run.pid}"
     if state in _STATES:
         step = "Attach to or end the process that holds it."
@@ -50,6 +49,10 @@ def script_process(evidence: Evidence) -> Iterator[Finding]:
         doing = _IN_C[{"R": "running", "D": "disk"}.get(state, "sleeping")]
         cause = f"{process} does not run Python: it {doing}."
         yield _interpreter_stuck("script", run.pid, cause, shown, since_s)
+
+
+def _its_stack(stack: StackTrace | None) -> list[str]:
+    return [f"its stack: {place(site)}"] if (site := site_of(stack)) is not None else []
 
 
 def _interpreter_stuck(
@@ -129,9 +132,8 @@ def worker_processes(evidence: Evidence) -> Iterator[Finding]:
             )
         else:
             doing = _IN_C.get(health.process_state or "", _IN_C["sleeping"])
-            where = at(worker.stack)
-            shown = [f"its stack:{where.removeprefix(' at')}"] if where else []
             cause = f"{worker.id} does not run Python: {process} {doing}{rest}"
+            shown = _its_stack(worker.stack)
             yield _interpreter_stuck(worker.id, health.pid, cause, shown, health.stuck_s)
 
 

@@ -153,22 +153,16 @@ def place(frame: Frame) -> str:
     return f"{frame.file.rpartition('/')[2]}:{frame.line} ({frame.text[:80] or frame.function})"
 
 
-def signature(stack: StackTrace) -> tuple[tuple[str, int, str], ...]:
-    """Return a key that equal stacks share."""
-    return tuple((each.file, each.line, each.function) for each in stack.frames)
+def signature(stack: StackTrace | None) -> tuple[tuple[str, int, str], ...]:
+    """Return a key that equal stacks share; () for none."""
+    frames = stack.frames if stack is not None else ()
+    return tuple((each.file, each.line, each.function) for each in frames)
 
 
 def grouped(
     stacks: Mapping[str, Sequence[StackTrace]],
 ) -> list[tuple[list[str], Sequence[StackTrace]]]:
-    """Group processes with equal stacks, the largest group first.
-
-    Args:
-        stacks: Process -> its stacks.
-
-    Returns:
-        (processes, stacks) of each group.
-    """
+    """Return (processes, stacks) of groups of processes with equal stacks, the largest first."""
     groups: dict[object, tuple[list[str], Sequence[StackTrace]]] = {}
     for name, found in stacks.items():
         key = tuple((each.thread if not each.call else "", signature(each)) for each in found)

@@ -25,22 +25,18 @@ def is_healthy(run: RunSnapshot) -> bool:
         run.answered_by != "observation"
         and not (node is not None and node.is_apart)
         and not {*states} & {*"TtZ"}
-        and all(
-            each.state in ("ready", "restarting", "unknown")
-            and each.health is not None
-            and each.health.answered
-            for each in run.workers
-        )
+        and all(map(is_well, run.workers))
     )
 
 
-def status_text(run: RunSnapshot, earlier: RunSnapshot | None = None) -> str:
-    """Format a run on one screen.
+def is_well(worker: WorkerSnapshot) -> bool:
+    """Return whether a worker answers."""
+    answers = worker.health is not None and worker.health.answered
+    return answers and worker.state in ("ready", "restarting", "unknown")
 
-    Args:
-        run: The run.
-        earlier: A snapshot before it, for rates; rates are those since the start when None.
-    """
+
+def status_text(run: RunSnapshot, earlier: RunSnapshot | None = None) -> str:
+    """Format a run on one screen; rates begin at the earlier snapshot, else at the start."""
     age_s, node = max(run.taken_at - run.started_at, 0.0), run.node
     lines = [
         f"run {run.run_id}  {run.scheduler}  up {seconds(age_s)}  pid {run.pid} on {run.host}",
@@ -75,7 +71,7 @@ def _worker_rows(workers: Sequence[WorkerSnapshot]) -> list[tuple[str, ...]]:
     groups: dict[object, list[WorkerSnapshot]] = {}
     for each in workers:
         is_short = len(workers) <= _MOST_ROWS
-        key = each.worker_id if is_short else (each.role, _state(each), _call(each))
+        key = each.worker_id if is_short else (each.role, state_of(each), _call(each))
         groups.setdefault(key, []).append(each)
     head = ("worker", "state", "node", "devices", "call", "for", "median", "memory", "restarts")
     return [head, *map(_row, groups.values())]
@@ -90,7 +86,7 @@ def _row(workers: Sequence[WorkerSnapshot]) -> tuple[str, ...]:
     more = f" and {len(first.calls) - 1} more" if len(first.calls) > 1 else ""
     return (
         named(each.worker_id for each in workers),
-        _state(first),
+        state_of(first),
         first.node if len(nodes) == 1 else f"{len(nodes)} nodes",
         ",".join(first.devices) if len(workers) == 1 else str(sum(len(e.devices) for e in workers)),
         _call(first) + more,
@@ -101,9 +97,10 @@ def _row(workers: Sequence[WorkerSnapshot]) -> tuple[str, ...]:
     )
 
 
-def _state(worker: WorkerSnapshot) -> str:
+def state_of(worker: WorkerSnapshot) -> str:
+    """Describe the state of a worker in a word."""
     health = worker.health
-    if worker.state in ("failed", "stopped", "restarting"):
+    if worker.state in ("failed", "stopped", "restarting", "ended"):
         return worker.state
     if worker.process_state in ("Z", "gone"):
         return "dead"
@@ -173,12 +170,7 @@ def _doing(stacks: Sequence[StackTrace]) -> str:
 
 
 def stack_text(name: str, stacks: Sequence[StackTrace]) -> str:
-    """Format the stacks of a process, outermost frames first.
-
-    Args:
-        name: The process.
-        stacks: Its stacks.
-    """
+    """Format the stacks of a process, outermost frames first."""
     lines = [f"{name}:"]
     for each in stacks:
         running = f", {each.call} for {seconds(each.running_s or 0.0)}" if each.call else ""

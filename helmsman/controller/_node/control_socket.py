@@ -7,6 +7,7 @@ that the other belongs to this user.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import socket
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,9 +29,7 @@ _REQUEST_BYTES = 1 << 16
 _SILENT_S = 5.0
 """A client that sends or reads nothing for this long is dropped."""
 _BESIDE_S = 4.0
-"""Longest wait for an answer beyond the query's own limit; the script may have to find out first
-that its event loop is blocked.
-"""
+"""Longest wait for an answer beyond the query's limit: a blocked event loop is noticed late."""
 _LENGTH = struct.Struct("!Q")
 
 
@@ -58,11 +57,9 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControlSocket:
-    """Answers queries on a Unix socket, each on a thread of its own.
+    """Answers queries on the Unix socket of a run, each on a thread of its own.
 
-    Args:
-        run_id: Names the socket.
-        answer: Returns the answer, which msgspec can encode; called on the query's thread.
+    ``answer`` is called on that thread; msgspec must be able to encode its result.
 
     Raises:
         OSError: The socket cannot be created.
@@ -132,9 +129,9 @@ def ask(run_id: str, query: Query) -> bytes:
     """Send a query to a run on this machine; returns the answer in msgpack.
 
     Raises:
-        OSError: The run has no socket, or did not answer a few seconds after ``query.limit_s``.
+        OSError: The run has no socket, did not answer a few seconds after ``query.limit_s``, or
+            another user's process listens there.
         EOFError: The run closed the connection.
-        PermissionError: Another user's process listens there.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(query.limit_s + _BESIDE_S)
@@ -161,13 +158,13 @@ def _is_own(peer: socket.socket) -> bool:
     return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
 
 
-def _send(stream: BinaryIO, message: object) -> None:
+def _send(stream: io.BufferedRWPair, message: object) -> None:
     content = msgspec.msgpack.encode(message)
     stream.write(_LENGTH.pack(len(content)) + content)
     stream.flush()
 
 
-def _receive(stream: BinaryIO, limit: int) -> bytes:
+def _receive(stream: io.BufferedRWPair, limit: int) -> bytes:
     header = stream.read(_LENGTH.size)
     length = _LENGTH.unpack(header)[0] if len(header) == _LENGTH.size else 0
     if length > limit:

@@ -21,31 +21,11 @@ from helmsman.api.errors import HelmsmanError
 from helmsman.controller._diagnosis.diagnosis import diagnose_run
 from helmsman.controller._diagnosis.texts import is_healthy, stacks_text, status_text, why_text
 from helmsman.controller._node.control_socket import Query
-from helmsman.controller._operator.cluster import attach, on_all
+from helmsman.controller._operator import logs, metrics, replay, runs, ui
 from helmsman.controller._operator.fetching import fetch_files
-from helmsman.controller._operator.logs import (
-    Line,
-    coloured,
-    find_logs,
-    follow,
-    merge,
-    read_lines,
-)
-from helmsman.controller._operator.metrics import serve
 from helmsman.controller._operator.postmortem import postmortem
-from helmsman.controller._operator.replay import describe_calls, kept_calls, replay
-from helmsman.controller._operator.runs import (
-    FoundRun,
-    RunNotFoundError,
-    ask_run,
-    find_run,
-    take_here,
-    take_snapshot,
-    take_stacks,
-    take_two,
-)
+from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run
 from helmsman.controller._operator.trace import write_trace
-from helmsman.controller._operator.ui import Server, write_report
 
 T = TypeVar("T")
 
@@ -66,7 +46,7 @@ def add_commands(commands: Any) -> None:
 
 def _status(options: argparse.Namespace) -> int:
     """Show a run: step, workers, calls, requests and weight versions."""
-    snapshot = _take(options, take_snapshot)
+    snapshot = _take(options, runs.take_snapshot)
     text = _json(snapshot) if options.json else status_text(snapshot)
     if not options.watch:
         print(text)
@@ -75,7 +55,7 @@ def _status(options: argparse.Namespace) -> int:
         while True:
             show(text)
             time.sleep(_WATCH_S)
-            earlier, snapshot = snapshot, _take(options, take_snapshot)
+            earlier, snapshot = snapshot, _take(options, runs.take_snapshot)
             text = _json(snapshot) if options.json else status_text(snapshot, earlier)
 
 
@@ -92,50 +72,51 @@ def _screen() -> Iterator[Callable[[str], None]]:
         yield lambda text: live.update(Text(text), refresh=True)
 
 
-def _logs(options: argparse.Namespace) -> int:
+def _logs(options: argparse.Namespace) -> None:
     """Show the logs of a run, of its script and all workers, in the order of time."""
 
     def show(source: str, line: str) -> None:
-        print(coloured(source, line, colour=sys.stdout.isatty()), flush=options.follow)
+        print(logs.coloured(source, line, colour=sys.stdout.isatty()), flush=options.follow)
 
     if options.address:
-        parts = on_all(attach(options.address), _lines_here, options.run_id, options.chosen)
-        found, others = merge(parts), " on any node"
+        parts = runs.on_all(
+            runs.attach(options.address), _lines_here, options.run_id, options.chosen
+        )
+        found, others = logs.merge(parts), " on any node"
     else:
         run = _find_recorded(options)
         if options.follow:
-            for source, line in follow(run.log_dir, options.chosen, options.lines):
+            for source, line in logs.follow(run.log_dir, options.chosen, options.lines):
                 show(source, line)
-        found = read_lines(run.log_dir, options.chosen)
-        others = f"; the run has logs of {', '.join(sorted(find_logs(run.log_dir))) or 'no worker'}"
+        found = logs.read_lines(run.log_dir, options.chosen)
+        known = ", ".join(sorted(logs.find_logs(run.log_dir)))
+        others = f"; the run has logs of {known or 'no worker'}"
     if not found:
         raise RunNotFoundError(f"no log of {options.chosen or 'any worker'}{others}.")
     for _, source, line in found[-options.lines :]:
         show(source, line)
-    return OK
 
 
-def _lines_here(name: str, chosen: str | None) -> list[Line]:
+def _lines_here(name: str, chosen: str | None) -> list[logs.Line]:
     """Return the lines of the logs that a run has on this node."""
     try:
-        return read_lines(find_run(name).log_dir, chosen)
+        return logs.read_lines(find_run(name).log_dir, chosen)
     except RunNotFoundError:
         return []
 
 
-def _stacks(options: argparse.Namespace) -> int:
+def _stacks(options: argparse.Namespace) -> None:
     """Show the Python stacks of a run's processes, equal ones together."""
     if options.all:
-        for worker_id, text in _take(options, take_stacks, options.role).items():
+        for worker_id, text in _take(options, runs.take_stacks, options.role).items():
             print(f"{worker_id}:\n{text}\n")
     else:
-        print(stacks_text(_take(options, take_snapshot, options.role, True)))
-    return OK
+        print(stacks_text(_take(options, runs.take_snapshot, options.role, True)))
 
 
 def _why(options: argparse.Namespace) -> int:
     """Explain why a run hangs, or what it waits for; exit code 1 for a problem."""
-    now, before = _take(options, take_two, options.role)
+    now, before = _take(options, runs.take_two, options.role)
     diagnosis = diagnose_run(now, before)
     print(_json(diagnosis) if options.json else why_text(diagnosis))
     return OK if diagnosis.is_healthy else NO
@@ -145,7 +126,9 @@ def _take(options: argparse.Namespace, take: Callable[..., T], *arguments: Any) 
     """Return ``take(run, *arguments)`` of the run here, or on a node of the cluster."""
     if not options.address:
         return take(find_run(options.run_id, alive=True), *arguments)
-    for answer in on_all(attach(options.address), take_here, take, options.run_id, *arguments):
+    for answer in runs.on_all(
+        runs.attach(options.address), runs.take_here, take, options.run_id, *arguments
+    ):
         if answer is not None:
             return answer
     raise RunNotFoundError(
@@ -160,12 +143,11 @@ def _find_recorded(options: argparse.Namespace) -> FoundRun:
     return run
 
 
-def _trace(options: argparse.Namespace) -> int:
+def _trace(options: argparse.Namespace) -> None:
     """Write the recent calls, phases and requests of a run for ui.perfetto.dev."""
     run = _find_recorded(options)
     num_events = write_trace(run.log_dir, Path(options.out))
     print(f"{options.out}: {num_events} events of run {run.run_id}; open it at ui.perfetto.dev")
-    return OK
 
 
 def _postmortem(options: argparse.Namespace) -> int:
@@ -178,41 +160,37 @@ def _postmortem(options: argparse.Namespace) -> int:
     return OK if is_closed else NO
 
 
-def _replay(options: argparse.Namespace) -> int:
+def _replay(options: argparse.Namespace) -> None:
     """Repeat a call whose arguments a run has kept, in this process, in pdb."""
-    calls = kept_calls(find_run(options.run_id).log_dir)
+    calls = replay.kept_calls(find_run(options.run_id).log_dir)
     if options.call is None:
-        print(describe_calls(calls) or "no call was kept; see scheduler.reporter.keep_calls")
+        print(replay.describe_calls(calls) or "no call was kept; see scheduler.reporter.keep_calls")
     else:
-        print(repr(replay(calls, options.call, debugger=not options.no_debugger)))
-    return OK
+        print(repr(replay.replay(calls, options.call, debugger=not options.no_debugger)))
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> None:
     """Write the page about a run, alive or ended, to a file."""
     run = _find_recorded(options)
-    write_report(run, Path(options.out))
+    ui.write_report(run, Path(options.out))
     print(f"{options.out}: run {run.run_id}")
-    return OK
 
 
-def _ui(options: argparse.Namespace) -> int:
+def _ui(options: argparse.Namespace) -> None:
     """Serve a web page about a run on this machine: timeline, workers, stacks, logs."""
     run = find_run(options.run_id)
     with _listening("the page", f"127.0.0.1:{options.port}"):
-        server = Server(run.run_id, options.port)
+        server = ui.Server(run.run_id, options.port)
     print(server.url, flush=True)
     with server:
         server.serve_forever()
-    return OK
 
 
-def _metrics(options: argparse.Namespace) -> int:
+def _metrics(options: argparse.Namespace) -> None:
     """Serve a run's metrics for Prometheus."""
     run = find_run(options.run_id, alive=True)
     with _listening("the metrics", f"{options.host}:{options.port}"):
-        serve(run, options.host, options.port)
-    return OK
+        metrics.serve(run, options.host, options.port)
 
 
 @contextlib.contextmanager
@@ -232,7 +210,7 @@ def _act(options: argparse.Namespace) -> int:
     query = Query(
         kind=options.action, target=options.target, number=number, limit_s=options.timeout
     )
-    print(ask_run(run, query, str))
+    print(runs.ask_run(run, query, str))
     return OK
 
 
@@ -309,7 +287,7 @@ _ACTIONS = {
     "kill": "Kill a worker; supervision starts it again.",
     "scale": "Change the number of workers of a role.",
 }
-_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, dict[str, Any]]] = {
+_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, dict[str, Any]]] = {
     "status": (_status, "RUN? --address --json --watch", {}),
     "logs": (_logs, "DIR? WORKER? --address --follow --lines", {}),
     "stacks": (_stacks, "RUN ROLE? --address --all", {}),

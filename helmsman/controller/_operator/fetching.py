@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from helmsman.api.errors import HelmsmanError
 from helmsman.controller._diagnosis.stacks import named
 from helmsman.controller._node.control_socket import Query
 from helmsman.controller._operator.logs import FETCHED, read_lines
-from helmsman.controller._operator.runs import FoundRun, ask_run
+from helmsman.controller._operator.runs import FoundRun, ask_run, take_snapshot
 from helmsman.controller._schedulers.run_view import SCRIPT
 from helmsman.rpc_server._host.files import is_file_of
 from helmsman.rpc_server._process.recorder import SUFFIX
@@ -24,37 +25,42 @@ _ANSWER_S = 6.0
 
 
 def fetch_files(run: FoundRun) -> list[str]:
-    """Copy the recordings and logs of workers on other nodes into the run's log directory.
-
-    Args:
-        run: The run; nothing is copied if it has ended.
+    """Copy the recordings and logs of workers on other nodes into the log directory of a live run.
 
     Returns:
         For each node with files that are still missing, a text with a command that copies them.
     """
-    by_node = _missing(run.log_dir)
+    by_node, texts = _missing(run), []
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        left = pool.map(lambda node: _fetch(run, node, by_node[node]), by_node)
-        return [
-            f"without the recordings of {named(ids)}, which are on node {node}. This copies them: "
-            f"scp '{node}:{run.log_dir}/{{*.events,*.log}}' {run.log_dir}"
-            for node, ids in zip(by_node, left, strict=True)
-            if ids
-        ]
+        left = list(pool.map(lambda node: _fetch(run, node, by_node[node]), by_node))
+    for node, ids in zip(by_node, left, strict=True):
+        has_older = any(_has_recording(run.log_dir / FETCHED, each) for each in ids)
+        if ids:
+            texts.append(
+                f"with{' older' if has_older else 'out the'} recordings of {named(ids)}, which are "
+                f"on node {node}. This copies them: "
+                f"scp '{node}:{run.log_dir}/{{*.events,*.log}}' {run.log_dir}"
+            )
+    return texts
 
 
-def _missing(log_dir: Path) -> dict[str, list[str]]:
+def _has_recording(folder: Path, worker_id: str) -> bool:
+    return any(folder.glob(f"{worker_id.replace('/', '-')}.*{SUFFIX}"))
+
+
+def _missing(run: FoundRun) -> dict[str, list[str]]:
     """Return node -> the workers whose recordings are there."""
-    text = "".join(line for _, _, line in read_lines(log_dir, SCRIPT))
-    scripts = {path.name.split(".")[1] for path in log_dir.glob(f"{SCRIPT}.*{SUFFIX}")}
-    found: dict[str, list[str]] = {}
-    for worker_id, pid, node in _STARTED.findall(text):
+    text = "".join(line for _, _, line in read_lines(run.log_dir, SCRIPT))
+    workers = [*_STARTED.findall(text)]  # of each start only the first few
+    with contextlib.suppress(HelmsmanError):
+        workers += [(e.worker_id, str(e.pid), e.node) for e in take_snapshot(run).workers]
+    scripts = {path.name.split(".")[1] for path in run.log_dir.glob(f"{SCRIPT}.*{SUFFIX}")}
+    found: dict[str, dict[str, None]] = {}
+    for worker_id, pid, node in workers:
         # Inline workers are threads of the script, which records for them.
-        if pid in scripts or any(log_dir.glob(f"{worker_id.replace('/', '-')}.*{SUFFIX}")):
-            continue
-        if worker_id not in found.setdefault(node, []):
-            found[node].append(worker_id)
-    return found
+        if pid not in scripts and not _has_recording(run.log_dir, worker_id):
+            found.setdefault(node, {})[worker_id] = None
+    return {node: list(ids) for node, ids in found.items()}
 
 
 def _fetch(run: FoundRun, node: str, worker_ids: list[str]) -> list[str]:

@@ -53,24 +53,14 @@ class _Log:
 
 
 def files_of(log_dir: Path, pattern: str) -> list[Path]:
-    """Return the files of a run in the order of their names, with those of other nodes.
-
-    Args:
-        log_dir: The run's log directory.
-        pattern: Pattern of their names.
-    """
+    """Return the files of a run whose names fit, in their order, with those of other nodes."""
     folders = log_dir / FETCHED, log_dir
     found = {path.name: path for folder in folders for path in folder.glob(pattern)}
     return [path for _, path in sorted(found.items())]
 
 
 def find_logs(log_dir: Path, chosen: str | None = None) -> dict[str, Path]:
-    """Return the logs of a run by source.
-
-    Args:
-        log_dir: Folder of the logs.
-        chosen: Only this role or worker; 'script' for driver.log.
-    """
+    """Return the logs of a run by source; ``chosen`` is a role, a worker or 'script'."""
     found = {}
     for path in files_of(log_dir, "*.log"):
         match = _WORKER_LOG.fullmatch(path.name)
@@ -95,10 +85,7 @@ def merge(parts: Iterable[list[Line]]) -> list[Line]:
 def follow(log_dir: Path, chosen: str | None, num_lines: int) -> Iterator[tuple[str, str]]:
     """Yield (source, line) of the last lines of a run, and of new ones until the caller stops.
 
-    Args:
-        log_dir: Folder of the logs.
-        chosen: Only this role or worker; 'script' for driver.log.
-        num_lines: Number of earlier lines; 0 for all.
+    With ``num_lines`` of 0, it begins with all earlier lines.
     """
     logs: dict[str, _Log] = {}
     while True:

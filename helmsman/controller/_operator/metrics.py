@@ -87,14 +87,9 @@ def samples(run: RunSnapshot) -> Iterator[Sample]:
 def serve(run: FoundRun, host: str, port: int) -> None:
     """Serve the metrics of a run at http://HOST:PORT/metrics until it has ended.
 
-    Args:
-        run: The run.
-        host: Address to listen on.
-        port: Port; any free one if 0.
-
     Raises:
         BackendNotInstalledError: prometheus_client is missing.
-        OSError: The port is not free.
+        OSError: The port is not free; with port 0, any free one is used.
     """
     with needed_by("helmsman metrics", "prometheus_client"):
         import prometheus_client

@@ -33,13 +33,7 @@ class _Line(NamedTuple):
 
 
 def postmortem(log_dir: Path) -> tuple[str, bool]:
-    """Describe the end of a run from its log directory alone.
-
-    Args:
-        log_dir: The run's log directory, which may be a copy.
-
-    Returns:
-        The text, and whether the run ended normally.
+    """Describe the end of a run from its log directory, or a copy of it, and whether it was normal.
 
     Raises:
         RunNotFoundError: The directory has neither logs nor recordings.

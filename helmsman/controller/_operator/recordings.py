@@ -49,12 +49,7 @@ class Timeline(NamedTuple):
 
 
 def read_timeline(log_dir: Path, *, only_script: bool = False) -> Timeline | None:
-    """Read all recorders of a run; None without any.
-
-    Args:
-        log_dir: The run's log directory.
-        only_script: Whether to omit those of the workers, which may be many.
-    """
+    """Read all recorders of a run, or the script's, since workers may be many; None without any."""
     recordings = []
     for path in files_of(log_dir, f"{SCRIPT if only_script else ''}*{SUFFIX}"):
         with contextlib.suppress(OSError):

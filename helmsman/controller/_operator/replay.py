@@ -27,9 +27,7 @@ from helmsman.rpc_server._wire.messages import Verb
 def kept_calls(log_dir: Path) -> dict[int, KeptCall]:
     """Return the kept calls of a run by number.
 
-    Args:
-        log_dir: The run's log directory. Only files of this user are read, since their arguments
-            are unpickled by ``replay``.
+    Only files of this user are read, since ``replay`` unpickles their arguments.
     """
     found = {}
     try:
@@ -55,15 +53,8 @@ def describe_calls(calls: dict[int, KeptCall]) -> str:
 def replay(calls: dict[int, KeptCall], number: int, *, debugger: bool) -> Any:
     """Construct the engine of a kept call here, prepare it as then, and repeat the call.
 
-    The engine has its initial weights, and those of the calls that prepared it.
-
-    Args:
-        calls: The kept calls of the run.
-        number: The call.
-        debugger: Whether to stop in pdb at the first line of the method.
-
-    Returns:
-        The result of the method.
+    The engine has its initial weights, and those of the calls that prepared it. A debugger is pdb,
+    which stops at the first line of the method.
 
     Raises:
         RunNotFoundError: There is no such call.

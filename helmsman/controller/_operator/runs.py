@@ -1,12 +1,13 @@
-"""Selection of a run, and snapshots of it from its script or from outside."""
+"""Selection of a run, and snapshots of it, also on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +23,7 @@ T = TypeVar("T")
 
 _ANSWER_S = 2.0
 """Limit for the answer of a script; after it, its process is observed."""
+_NODE_ANSWER_S = 60.0
 
 
 class RunNotFoundError(HelmsmanError):
@@ -76,20 +78,17 @@ def find_run(name: str | None, *, alive: bool = False) -> FoundRun:
         scripts = [each for each in runs if not each.is_node]
         found = [each for each in scripts if each.is_alive] or ([] if alive else scripts[:1])
         found = found or [each for each in runs if each.is_alive]
-    if alive:
-        ended = [each for each in found if not each.is_alive]
-        found = [each for each in found if each.is_alive]
-        if ended and not found:
-            raise RunNotFoundError(
-                f"run {ended[0].run_id} has ended. helmsman logs {ended[0].run_id} shows its logs."
-            )
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        what = f"no run {name!r}" if name is not None else "no run that is alive"
-        raise RunNotFoundError(f"{what} of this user on this machine. helmsman runs lists them.")
-    ids = ", ".join(each.run_id for each in found[:8])
-    raise RunNotFoundError(f"{len(found)} runs fit: {ids}. Name one of them.")
+    chosen = [each for each in found if each.is_alive or not alive]
+    if len(chosen) == 1:
+        return chosen[0]
+    if chosen:
+        ids = ", ".join(each.run_id for each in chosen[:8])
+        raise RunNotFoundError(f"{len(chosen)} runs fit: {ids}. Name one of them.")
+    if found:
+        run_id = found[0].run_id
+        raise RunNotFoundError(f"run {run_id} has ended. helmsman logs {run_id} shows its logs.")
+    what = f"no run {name!r}" if name is not None else "no run that is alive"
+    raise RunNotFoundError(f"{what} of this user on this machine. helmsman runs lists them.")
 
 
 def _all_runs() -> list[FoundRun]:
@@ -109,14 +108,9 @@ def _ended(run_id: str, log_dir: Path) -> FoundRun:
 
 
 def take_snapshot(run: FoundRun, role: str | None = None, reports: bool = False) -> RunSnapshot:
-    """Return the state of a run that is alive.
+    """Return the state of a run that is alive, if asked with reports of its processes.
 
     If its script does not answer within a few seconds, its processes are observed from outside.
-
-    Args:
-        run: The run.
-        role: Only this role.
-        reports: Whether to include the stacks, memory and nodes of all processes.
 
     Raises:
         RunNotFoundError: The run has ended, or runs on another machine.
@@ -128,14 +122,11 @@ def take_snapshot(run: FoundRun, role: str | None = None, reports: bool = False)
         raise RunNotFoundError(
             f"run {run.run_id} belongs to host {run.record.host}; use the command there"
         )
-    if is_stuck(run.record):
-        return observe_run(run.record, reports=reports)
-    query = Query(kind="snapshot", role=role, reports=reports, limit_s=_ANSWER_S)
-    try:
-        snapshot = ask_run(run, query, RunSnapshot)
-    except RunSilentError:
-        return observe_run(run.record, reports=reports)
-    return complete(snapshot, reports=reports)
+    if not is_stuck(run.record):
+        query = Query(kind="snapshot", role=role, reports=reports, limit_s=_ANSWER_S)
+        with contextlib.suppress(RunSilentError):
+            return complete(ask_run(run, query, RunSnapshot), reports=reports)
+    return observe_run(run.record, reports=reports)
 
 
 def take_two(run: FoundRun, role: str | None = None, apart_s: float = 1.0) -> list[RunSnapshot]:
@@ -176,3 +167,43 @@ def ask_run(run: FoundRun, query: Query, kind: type[T]) -> T:
 def take_stacks(run: FoundRun, role: str | None) -> dict[str, str]:
     """Return the stacks of all threads by worker id."""
     return ask_run(run, Query(kind="stacks", role=role, limit_s=_ANSWER_S), dict[str, str])
+
+
+def attach(address: str | None) -> Sequence[Mapping[str, Any]]:
+    """Attach to a running cluster, never start one; returns its live nodes.
+
+    Without an address, it is that of RAY_ADDRESS, or the cluster of this machine.
+    """
+    from helmsman.controller._ray_backend.cluster_state import alive_nodes, choose_address
+
+    chosen = choose_address(address or os.environ.get("RAY_ADDRESS") or "auto")
+    if chosen is not None:
+        import ray
+
+        ray.init(
+            address=chosen,
+            namespace="helmsman-cli",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    return alive_nodes()
+
+
+def start_on(
+    node: Mapping[str, Any], function: Callable[..., Any], *arguments: Any, **keywords: Any
+) -> Any:
+    """Run a function on a node; returns the reference of its result."""
+    import ray
+
+    from helmsman.controller._ray_backend.placement_groups import on_node
+
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(function)
+    return task.options(scheduling_strategy=on_node(node["NodeID"])).remote(*arguments, **keywords)
+
+
+def on_all(nodes: Sequence[Mapping[str, Any]], function: Callable[..., T], *args: Any) -> list[T]:
+    """Run a function on all nodes at once; returns the results in their order."""
+    import ray
+
+    started = [start_on(node, function, *args) for node in nodes]
+    return [ray.get(each, timeout=_NODE_ANSWER_S) for each in started]

@@ -18,14 +18,7 @@ from helmsman.controller._schedulers.run_view import SCRIPT
 
 
 def write_trace(log_dir: Path, out: Path) -> int:
-    """Write the trace of a run, which may still be running.
-
-    Args:
-        log_dir: The run's log directory.
-        out: File to write.
-
-    Returns:
-        The number of events.
+    """Write the trace of a run, which may still be running; returns the number of events.
 
     Raises:
         RunNotFoundError: The directory has no recordings.

@@ -15,10 +15,11 @@ import msgspec
 
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.run_state import RunSnapshot, WorkerSnapshot
-from helmsman.controller._diagnosis.texts import stack_text
+from helmsman.controller._diagnosis.texts import is_well, stack_text, state_of
 from helmsman.controller._operator.logs import find_logs, read_lines
 from helmsman.controller._operator.recordings import Span, Timeline, read_timeline
 from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run, take_snapshot
+from helmsman.controller._schedulers.outside import snapshot_of
 from helmsman.controller._schedulers.run_view import SCRIPT
 
 _SHOWN_S, _REPORT_S = 60.0, 600.0
@@ -41,15 +42,7 @@ def _page() -> str:
 
 
 def write_report(run: FoundRun, out: Path) -> None:
-    """Write the page with all data of a run, which may have ended.
-
-    Args:
-        run: The run.
-        out: File to write.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write the page with all data of a run, which may have ended. Raises OSError."""
     data = _state_of(run, _REPORT_S)
     known = take_snapshot(run, reports=True) if run.is_alive else data["snapshot"]
     data["details"] = {e.worker_id: _detail(run, e) for e in known.workers[:_MOST_DETAILS]}
@@ -62,9 +55,11 @@ def _state_of(run: FoundRun, shown_s: float = _SHOWN_S) -> dict[str, Any]:
     timeline = read_timeline(run.log_dir, only_script=True)
     lines = (text for _, _, text in read_lines(run.log_dir, SCRIPT))
     errors = [text for text in lines if any(level in text for level in _BAD)]
+    snapshot = take_snapshot(run) if run.is_alive else _last_of(run, timeline)
     return {
         "alive": run.is_alive,
-        "snapshot": take_snapshot(run) if run.is_alive else _last_of(run, timeline),
+        "snapshot": snapshot,
+        "states": {e.worker_id: (state_of(e), is_well(e)) for e in snapshot.workers},
         "timeline": _recent(timeline, shown_s, is_alive=run.is_alive),
         "errors": errors[-_MOST_LINES:],
     }
@@ -76,22 +71,13 @@ def _last_of(run: FoundRun, timeline: Timeline | None) -> RunSnapshot:
     if timeline is not None:
         ended_at = (timeline.end_ns + timeline.clock_ahead_ns) / 1e9
     worker = WorkerSnapshot(worker_id="", role="", node="", pid=None, state="ended", log_path="")
-    return RunSnapshot(
-        run_id=run.run_id,
-        command=record.command,
-        scheduler=record.scheduler,
-        host=record.host,
-        pid=record.pid,
-        log_dir=record.log_dir,
-        started_at=record.since or ended_at,
-        taken_at=ended_at,
-        answered_by="observation",
-        workers=[
-            msgspec.structs.replace(worker, worker_id=each, role=each.rpartition("/")[0])
-            for each in find_logs(run.log_dir)
-            if each != SCRIPT
-        ],
-    )
+    workers = [
+        msgspec.structs.replace(worker, worker_id=each, role=each.rpartition("/")[0])
+        for each in find_logs(run.log_dir)
+        if each != SCRIPT
+    ]
+    started_at = record.since or ended_at
+    return snapshot_of(record, started_at=started_at, taken_at=ended_at, workers=workers)
 
 
 def _recent(timeline: Timeline | None, shown_s: float, *, is_alive: bool) -> dict[str, Any]:
@@ -135,14 +121,9 @@ def _detail(run: FoundRun, worker: WorkerSnapshot) -> dict[str, Any]:
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves the page of a run on this machine, to the holder of a token.
+    """Serves the page of a run on a port of 127.0.0.1, to the holder of a token.
 
-    Args:
-        run_id: The run.
-        port: Port on 127.0.0.1; any free one if 0.
-
-    Raises:
-        OSError: The port is not free.
+    With port 0, it listens on any free one. Raises OSError if the port is not free.
     """
 
     daemon_threads = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -38,26 +39,13 @@ def _seen(record: RunRecord) -> Seen | None:
 
 
 def observe_run(record: RunRecord, *, reports: bool) -> RunSnapshot:
-    """Return a snapshot of a run whose script does not answer.
-
-    Args:
-        record: The run, whose script runs on this machine.
-        reports: Whether to include the stacks of processes that can be read.
-    """
+    """Return a snapshot of a run of this machine whose script does not answer."""
     script, seen = process_of(record.pid), _seen(record)
     state = "gone" if script is None else seen.state if seen is not None else script.state
     is_read = reports and script is not None
     pids = run_members(record.run_id)
-    return RunSnapshot(
-        run_id=record.run_id,
-        command=record.command,
-        scheduler=record.scheduler,
-        host=record.host,
-        pid=record.pid,
-        log_dir=record.log_dir,
-        started_at=record.since,
-        taken_at=time.time(),
-        answered_by="observation",
+    return snapshot_of(
+        record,
         script=observed_report(record.pid, record.log_dir, seen) if is_read else None,
         script_stuck_s=seen.stuck_s if seen is not None else None,
         script_state=state,
@@ -65,16 +53,20 @@ def observe_run(record: RunRecord, *, reports: bool) -> RunSnapshot:
     )
 
 
+def snapshot_of(record: RunRecord, **found: Any) -> RunSnapshot:
+    """Return a snapshot of a run whose script did not answer, with further fields."""
+    about = msgspec.structs.asdict(record)
+    started_at = about.pop("since")
+    about |= {"started_at": started_at, "taken_at": time.time(), "answered_by": "observation"}
+    return RunSnapshot(**about | found)
+
+
 def observe_workers(
     pids: Iterable[int], host: str, log_dir: str, *, reports: bool
 ) -> list[WorkerSnapshot]:
     """Return the workers among these processes of this machine, of any run.
 
-    Args:
-        pids: The processes.
-        host: Node of a worker that does not describe itself.
-        log_dir: Folder whose disk is reported.
-        reports: Whether to include the stacks of processes that can be read.
+    ``host`` is the node of a worker that does not describe itself.
     """
     table, found = process_table(), dict[str, WorkerSnapshot]()
     # A forked child has its parent's page, too; the parent started first.
@@ -109,12 +101,7 @@ def _index(worker_id: str) -> int:
 
 
 def complete(snapshot: RunSnapshot, *, reports: bool) -> RunSnapshot:
-    """Add observations of the workers on this machine that did not answer the script.
-
-    Args:
-        snapshot: The script's own snapshot.
-        reports: Whether to dump the stacks of workers whose interpreter is stuck.
-    """
+    """Add observations of the workers on this machine that did not answer the script."""
     return msgspec.structs.replace(
         snapshot, workers=[_completed(snapshot, each, reports=reports) for each in snapshot.workers]
     )
@@ -144,13 +131,7 @@ def _completed(run: RunSnapshot, worker: WorkerSnapshot, *, reports: bool) -> Wo
 
 
 def observed_report(pid: int, log_dir: str, seen: Seen | None = None) -> ProcessReport:
-    """Report on a process of this machine from outside.
-
-    Args:
-        pid: The process.
-        log_dir: Folder whose disk is reported.
-        seen: What its page shows, if it has one.
-    """
+    """Report on a process of this machine from outside, and by what its page shows."""
     return ProcessReport(
         pid=pid,
         cpu_s=seen.cpu_s if seen is not None else 0.0,

@@ -50,12 +50,8 @@ _LOOP_S = 1.0
 class RunView(RunReporter):
     """Snapshots of one run, for its control socket and watchdog.
 
-    Args:
-        run: The run.
-        roles: Its roles.
-        scheduler: Name of the scheduler's class.
-        shares_process: Whether the workers are threads of this process.
-        scale: Resizes a role that has no controller.
+    With ``shares_process``, the workers are threads of this process. ``scale`` resizes a role that
+    has no controller.
     """
 
     def __init__(
@@ -243,11 +239,11 @@ class RunView(RunReporter):
             found = await _ask_all(answering, Verb.EXAMINE, limit_s)
         workers = []
         for client, each in chosen.items():
-            report, error = found.get(client.worker_id), failures.get(client.worker_id, "")
-            if isinstance(report, errors.CallError):
-                report, error = None, report
-            text = str(error).partition("\n")[0]
-            workers.append(self._worker(each, client, health.get(client.worker_id), report, text))
+            name, report = client.worker_id, found.get(client.worker_id)
+            failed = isinstance(report, errors.CallError)
+            error = str(report if failed else failures.get(name, "")).partition("\n")[0]
+            seen = None if failed else report
+            workers.append(self._worker(each, client, health.get(name), seen, error))
         described = [
             describe() for name, describe in list(self._describers.items()) if role in (None, name)
         ]

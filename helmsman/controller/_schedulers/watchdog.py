@@ -43,13 +43,7 @@ class _Overdue(NamedTuple):
 
 
 class Watchdog:
-    """Looks at the open calls and phases of a run on a thread of its own.
-
-    Args:
-        run: The run.
-        roles: Its roles.
-        view: Makes the snapshots.
-    """
+    """Looks at the open calls and phases of a run on a thread of its own."""
 
     def __init__(self, run: Run, roles: RoleRegistry, view: RunView) -> None:
         self._run, self._roles, self._view = run, roles, view

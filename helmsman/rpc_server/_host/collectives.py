@@ -94,11 +94,7 @@ class _Ras(msgspec.Struct):
 
 
 def waiting_nccl_ranks(collectives: Sequence[CollectiveState]) -> list[NcclRank]:
-    """Return the ranks of all communicators if this is rank 0 of a group that waits; else none.
-
-    Args:
-        collectives: Those of this process.
-    """
+    """Return the ranks of all communicators if this is rank 0 of a group that waits; else none."""
     distributed = sys.modules.get("torch.distributed")
     is_used = _RAS_VARIABLE in os.environ or any(e.name.startswith("nccl") for e in collectives)
     is_waiting = any(not each.is_done and each.age_s > _WAITS_S for each in collectives)

@@ -37,14 +37,7 @@ _CLOCK_AHEAD_S = time.time() - time.monotonic()
 def examine(
     node: str, log_dir: str, engine_thread: EngineThread, loop: EngineLoop
 ) -> ProcessReport:
-    """Report on a worker's process.
-
-    Args:
-        node: Address of the node.
-        log_dir: Folder of the worker's log, whose disk is reported.
-        engine_thread: The thread of synchronous calls.
-        loop: The loop of asynchronous calls.
-    """
+    """Report on a worker's process, its node, and the disk of its logs."""
     stacks, frames = [], sys._current_frames()
     if engine_thread.thread is not None and engine_thread.thread.ident in frames:
         shown = frames_of(frames[engine_thread.thread.ident], skip_own=True)
@@ -59,12 +52,7 @@ def examine(
 
 
 def examine_script(node: str, log_dir: str) -> ProcessReport:
-    """Report on the script's process: the main thread, the tasks of its loop and other threads.
-
-    Args:
-        node: Address of the node.
-        log_dir: Folder of the run's logs, whose disk is reported.
-    """
+    """Report on the script's process: the main thread, the tasks of its loop and other threads."""
     stacks: list[StackTrace] = []
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
@@ -128,12 +116,7 @@ def _report(node: str, log_dir: str, stacks: list[StackTrace]) -> ProcessReport:
 
 
 def observe_node(node: str, log_dir: str) -> NodeReport:
-    """Report on this node.
-
-    Args:
-        node: Address of the node.
-        log_dir: Folder of the run's logs; '' for none.
-    """
+    """Report on this node, and on the disk of a run's logs."""
     disks = {}
     for path in ("/dev/shm", tempfile.gettempdir(), log_dir):
         with contextlib.suppress(OSError):

@@ -20,11 +20,7 @@ def is_file_of(worker_id: str, name: str) -> bool:
 
 
 def read_files(log_dir: str, worker_id: str) -> dict[str, bytes]:
-    """Return the newest recordings of a worker and the end of its log by file name.
-
-    Args:
-        log_dir: Folder of the run's logs on this node.
-        worker_id: The worker, of this process or another one.
+    """Return the newest recordings of a worker of this node and the end of its log by file name.
 
     Raises:
         OSError: A file cannot be read.

@@ -26,7 +26,6 @@ from helmsman.api.scheduler import EngineSpec, ResultHandle, WorkerHealth
 from helmsman.api.suggestions import nearest
 from helmsman.api.workers import InstanceNodes, WorkerContext, within
 from helmsman.rpc_server._host import connectivity
-from helmsman.rpc_server._host.call_log import CallLog
 from helmsman.rpc_server._host.call_states import CallStates
 from helmsman.rpc_server._host.engine_calls import (
     arguments_of,
@@ -48,7 +47,7 @@ from helmsman.rpc_server._host.threads import (
 from helmsman.rpc_server._process.command import CommandEngine
 from helmsman.rpc_server._process.environment import Environment, follow_thread_count
 from helmsman.rpc_server._process.pulse import Pulse
-from helmsman.rpc_server._process.recorder import Recorder
+from helmsman.rpc_server._process.recorder import CallLog, Recorder
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import (
     Reply,

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from helmsman.rpc_server._host.call_log import CallLog
+from helmsman.rpc_server._process.recorder import CallLog
 
 _OWN_PACKAGE = "helmsman.rpc_server."
 SWITCH_INTERVAL_S = 1e-6

@@ -17,6 +17,7 @@ import time
 from enum import IntEnum
 from typing import NamedTuple
 
+from helmsman.rpc_server._process.pulse import CallRecord, shown_name
 from helmsman.rpc_server._process.safe_files import open_log, open_regular
 
 SUFFIX = ".events"
@@ -42,28 +43,20 @@ _LAST_CHANCE = NUM_SLOTS - 256
 class Kind(IntEnum):
     """Kinds of events; the comments give name, number and value."""
 
-    SENT = 1
-    """A call was sent: worker and method, request id."""
-    REPLIED = 2
-    """Its outcome arrived: the same; value 1 for a result, 0 for an error. By ``finish`` only."""
-    BEGUN = 3
-    """A worker began a call: 'engine.method', request id."""
-    DONE = 4
-    """It ended: the same. By ``finish`` only."""
-    PHASE = 5
-    """A phase of the script began: kind and detail, its id."""
-    PHASE_END = 6
-    """It ended: the same."""
-    QUEUED = 7
-    """A generation request was queued: role, its number."""
-    ASSIGNED = 8
-    """It was sent: instance, its number."""
-    ENDED = 9
-    """It ended: state, its number; value: new tokens."""
-    WEIGHTS = 10
-    """An engine has new weights: engine, version."""
-    STATE = 11
-    """A change of state: a text."""
+    SENT = 1  # A call was sent: worker and method, request id.
+    REPLIED = 2  # Its outcome arrived: the same; 1 for a result, 0 for an error. By ``finish``.
+    BEGUN = 3  # A worker began a call: 'engine.method', request id.
+    DONE = 4  # It ended: the same. By ``finish`` only.
+    PHASE = 5  # A phase of the script began: kind and detail, its id.
+    PHASE_END = 6  # It ended: the same.
+    QUEUED = 7  # A generation request was queued: role, its number.
+    ASSIGNED = 8  # It was sent: instance, its number.
+    ENDED = 9  # It ended: state, its number; value: new tokens.
+    WEIGHTS = 10  # An engine has new weights: engine, version.
+    STATE = 11  # A change of state: a text.
+
+
+_BEGUN = int(Kind.BEGUN)
 
 
 class Event(NamedTuple):
@@ -94,8 +87,7 @@ class Recording(NamedTuple):
 class Recorder:
     """Records the events of this process: in memory first, in a file after ``persist``.
 
-    Args:
-        title: Worker id, or 'script'.
+    The title is the worker's id, or 'script'.
     """
 
     def __init__(self, title: str) -> None:
@@ -116,11 +108,7 @@ class Recorder:
         self._floats = memoryview(page).cast("d")
 
     def persist(self, path: str, run_id: str) -> None:
-        """Write to a file from now on, and copy the events so far.
-
-        Args:
-            path: The file, without its ending; the pid is added.
-            run_id: The run, whose log directory contains the file.
+        """Write to ``<path>.<pid>.events`` from now on, and copy the events so far.
 
         Raises:
             OSError: The file cannot be created, or the disk is full.
@@ -182,20 +170,47 @@ class Recorder:
     def finish(
         self, slot: int, end: float, kind: int, name: int, number: int, began: float
     ) -> None:
-        """Record the end of a call.
+        """Record the end of a call, by the result of ``note`` and its arguments.
 
-        Args:
-            slot: Its slot; if this has been overwritten, the call is recorded again.
-            end: Its ``time.monotonic()``; negative for an error.
-            kind: SENT or BEGUN, as at its begin.
-            name: As at its begin.
-            number: As at its begin.
-            began: As ``at`` at its begin.
+        ``end`` is its ``time.monotonic()``, negative for an error. A call whose slot has been
+        overwritten is recorded again.
         """
         if self._last - slot < _LAST_CHANCE:
             self._floats[_FIRST_VALUE + (slot & (NUM_SLOTS - 1)) * 5] = end
         else:
             self.note(kind, name, number, end, began)
+
+
+class CallLog:
+    """Records calls, and shows the running one on a page for observers outside the process.
+
+    ``is_serial`` tells whether a call ends before the next one begins.
+    """
+
+    def __init__(self, recorder: Recorder, shown: CallRecord | None, *, is_serial: bool) -> None:
+        self._recorder, self._shown, self._is_serial = recorder, shown, is_serial
+        self._names: dict[str, tuple[int, bytes]] = {}
+        """Name of a call -> its number in the recorder, and its text on the page."""
+
+    def begun(self, name: str, request_id: object, since: float) -> int:
+        """Note a begin; returns the slot in the recorder, 0 if only the page shows the call."""
+        found = self._names.get(name)
+        if found is None:
+            found = self._names[name] = self._recorder.name(name), shown_name(name)
+        number, text = found
+        if self._shown is not None:
+            self._shown.begun(text, since)
+        if type(request_id) is int:
+            return self._recorder.note(_BEGUN, number, request_id, 0.0, since)
+        return 0
+
+    def ended(self, slot: int, name: str, request_id: object, since: float) -> None:
+        """Note the end of a call; the arguments are the result and those of ``begun``."""
+        if self._is_serial and self._shown is not None:
+            self._shown.ended()
+        if type(request_id) is int:
+            number, _ = self._names[name]
+            self._recorder.finish(slot, time.monotonic(), _BEGUN, number, request_id, since)
 
 
 def read_recording(path: str | os.PathLike[str]) -> Recording | None:

@@ -43,12 +43,8 @@ def dump_stacks(pid: int, limit_s: float = 1.0) -> list[StackTrace]:
     """Return the stacks of a process of this machine; empty if none could be obtained.
 
     The thread with the interpreter's lock comes first. Uses py-spy where it is installed, which
-    also reads a stopped process. Otherwise the process must have called ``offer_stacks``, and must
-    not be stopped.
-
-    Args:
-        pid: The process, which must belong to a run of this user.
-        limit_s: Longest wait in seconds for the process.
+    also reads a stopped process. Otherwise the process must have called ``offer_stacks``, must not
+    be stopped, and has ``limit_s`` seconds. It must belong to a run of this user.
     """
     program = shutil.which("py-spy")
     if program is not None:
@@ -81,6 +77,7 @@ def dump_stacks(pid: int, limit_s: float = 1.0) -> list[StackTrace]:
 
 def _parse(text: str, thread: re.Pattern[str], frame: re.Pattern[str]) -> list[StackTrace]:
     found: list[StackTrace] = []
+    shown: list[Frame] = []
     for line in text.splitlines():
         if head := thread.match(line):
             names = [each for each in head.groups() if each]
