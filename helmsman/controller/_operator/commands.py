@@ -126,9 +126,9 @@ def _take(options: argparse.Namespace, take: Callable[..., T], *arguments: Any) 
     """Return ``take(run, *arguments)`` of the run here, or on a node of the cluster."""
     if not options.address:
         return take(find_run(options.run_id, alive=True), *arguments)
-    for answer in runs.on_all(
-        runs.attach(options.address), runs.take_here, take, options.run_id, *arguments
-    ):
+    nodes = runs.attach(options.address)
+    answers: list[T | None] = runs.on_all(nodes, runs.take_here, take, options.run_id, *arguments)
+    for answer in answers:
         if answer is not None:
             return answer
     raise RunNotFoundError(

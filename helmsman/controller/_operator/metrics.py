@@ -7,13 +7,19 @@ counters.
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from helmsman.api.extras import needed_by
 from helmsman.api.run_state import RunSnapshot
-from helmsman.controller._operator.runs import FoundRun, take_here, take_snapshot
+from helmsman.controller._operator.runs import (
+    FoundRun,
+    RunNotFoundError,
+    find_run,
+    take_snapshot,
+)
 
 METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "helmsman_up": ("1 if the run's script answers.", ()),
@@ -96,7 +102,9 @@ def serve(run: FoundRun, host: str, port: int) -> None:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     def take() -> RunSnapshot | None:
-        return take_here(take_snapshot, run.run_id)
+        with contextlib.suppress(RunNotFoundError):
+            return take_snapshot(find_run(run.run_id, alive=True))
+        return None
 
     class Run:
         def collect(self) -> Iterable[Any]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from helmsman.rpc_server._process.recorder import FILE_BYTES, SUFFIX
 from helmsman.rpc_server._process.safe_files import open_regular
 
-_MOST_RECORDINGS = 4
-_LOG_BYTES = 4 << 20
+_MOST_RECORDINGS = 2
+_LOG_BYTES = 1 << 20
 
 
 def is_file_of(worker_id: str, name: str) -> bool:
