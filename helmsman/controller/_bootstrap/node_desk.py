@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from helmsman.api.run_state import NodeSnapshot, RunSnapshot, WorkerSnapshot
 from helmsman.controller._bootstrap.async_utils import StatusPrinter
 from helmsman.controller._bootstrap.node_plan import NodePlan
 from helmsman.controller._node.control_socket import ControlSocket, Query
-from helmsman.controller._node.run_registry import UP
+from helmsman.controller._node.run_registry import UP, record_here
 from helmsman.controller._schedulers.outside import observe_workers, observed_report
 from helmsman.controller._schedulers.run_view import SCRIPT
 from helmsman.rpc_server._process.guardian import family, process_of
@@ -29,8 +28,11 @@ class NodeDesk:
     """Answers queries about this node, on threads of its own; ``report`` prints why it cannot."""
 
     def __init__(self, plan: NodePlan, report: StatusPrinter) -> None:
-        self._plan, self._started_at = plan, time.time()
-        self._began = time.monotonic()
+        self._plan, self._began = plan, time.monotonic()
+        command = masked_command(plan.command)[:500]
+        self._record = msgspec.structs.replace(
+            record_here(plan.run_id, UP, plan.folder), command=command
+        )
         self._node = NodeSnapshot(
             rank=plan.identity.rank,
             count=plan.identity.count,
@@ -78,16 +80,8 @@ class NodeDesk:
         found = {name: each for name, pid in named.items() if (each := process_of(pid))}
         workers = observe_workers(pids, plan.address, log_dir, reports=query.reports)
         is_read = query.reports and SCRIPT in found
-        return RunSnapshot(
-            run_id=plan.run_id,
-            command=masked_command(plan.command)[:500],
-            scheduler=UP,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            log_dir=log_dir,
-            started_at=self._started_at,
-            taken_at=time.time(),
-            answered_by="supervisor",
+        return self._record.snapshot(
+            "supervisor",
             script=observed_report(found[SCRIPT].pid, log_dir) if is_read else None,
             node=msgspec.structs.replace(
                 self._node,

@@ -29,8 +29,9 @@ class _Pauses:
     __slots__ = ("last_at", "longest_s")
 
     def __init__(self) -> None:
-        self.last_at, self.longest_s = 0.0, 0.0
-        """time.monotonic() of the last begin or end of a call, 0 before the first; longest pause"""
+        self.last_at = 0.0
+        """time.monotonic() of the last begin or end of a call; 0 before the first."""
+        self.longest_s = 0.0
 
 
 class Durations:

@@ -252,12 +252,10 @@ def _flag(*names: str, help: str) -> tuple[tuple[str, ...], dict[str, Any]]:
 _ID = "id of the run, or the beginning of it"
 _ARGUMENTS = {
     "RUN": _argument("run_id", metavar="RUN", help=_ID),
-    "RUN?": _argument(
-        "run_id", nargs="?", metavar="RUN", help=f"{_ID}; default: the only run that is alive"
-    ),
+    "RUN?": _argument("run_id", nargs="?", metavar="RUN", help=f"{_ID}; default: the one alive"),
     "DIR": _argument("run_id", metavar="RUN", help=f"{_ID}, or its log directory"),
     "DIR?": _argument(
-        "run_id", nargs="?", metavar="RUN", help=f"{_ID}, or its log directory; default: the only"
+        "run_id", nargs="?", metavar="RUN", help=f"{_ID}, or its log directory; default: the last"
     ),
     "ROLE": _argument("target", metavar="ROLE"),
     "ROLE?": _argument("role", nargs="?", metavar="ROLE", help="only this role, or 'script'"),
@@ -275,9 +273,11 @@ _ARGUMENTS = {
         "-n", "--lines", type=int, default=1000, metavar="N", help="last N (default 1000; 0: all)"
     ),
     "--no-debugger": _flag("--no-debugger", help="only run it"),
-    "--out": _argument("-o", "--out", metavar="FILE"),
+    "--out": _argument("-o", "--out", metavar="FILE", help="default: %(default)s"),
     "--port": _argument("--port", type=int, help="default: %(default)s; 0: any free one"),
-    "--timeout": _argument("--timeout", type=float, default=300.0, metavar="S", help="in seconds"),
+    "--timeout": _argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="seconds (default %(default)g)"
+    ),
     "--watch": _flag("--watch", help="repeat until interrupted"),
     "--yes": _flag("--yes", help="do not ask for confirmation"),
 }

@@ -19,7 +19,6 @@ from helmsman.controller._diagnosis.texts import is_well, stack_text, state_of
 from helmsman.controller._operator.logs import find_logs, read_lines
 from helmsman.controller._operator.recordings import Span, Timeline, read_timeline
 from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run, take_snapshot
-from helmsman.controller._schedulers.outside import snapshot_of
 from helmsman.controller._schedulers.run_view import SCRIPT
 
 _SHOWN_S, _REPORT_S = 60.0, 600.0
@@ -76,8 +75,8 @@ def _last_of(run: FoundRun, timeline: Timeline | None) -> RunSnapshot:
         for each in find_logs(run.log_dir)
         if each != SCRIPT
     ]
-    started_at = record.since or ended_at
-    return snapshot_of(record, started_at=started_at, taken_at=ended_at, workers=workers)
+    times = {"started_at": record.since or ended_at, "taken_at": ended_at}
+    return record.snapshot("observation", **times, workers=workers)
 
 
 def _recent(timeline: Timeline | None, shown_s: float, *, is_alive: bool) -> dict[str, Any]:

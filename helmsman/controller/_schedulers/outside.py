@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import time
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 
@@ -44,21 +42,13 @@ def observe_run(record: RunRecord, *, reports: bool) -> RunSnapshot:
     state = "gone" if script is None else seen.state if seen is not None else script.state
     is_read = reports and script is not None
     pids = run_members(record.run_id)
-    return snapshot_of(
-        record,
+    return record.snapshot(
+        "observation",
         script=observed_report(record.pid, record.log_dir, seen) if is_read else None,
         script_stuck_s=seen.stuck_s if seen is not None else None,
         script_state=state,
         workers=observe_workers(pids, record.host, record.log_dir, reports=reports),
     )
-
-
-def snapshot_of(record: RunRecord, **found: Any) -> RunSnapshot:
-    """Return a snapshot of a run whose script did not answer, with further fields."""
-    about = msgspec.structs.asdict(record)
-    started_at = about.pop("since")
-    about |= {"started_at": started_at, "taken_at": time.time(), "answered_by": "observation"}
-    return RunSnapshot(**about | found)
 
 
 def observe_workers(

@@ -6,8 +6,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -27,6 +25,7 @@ from helmsman.api.scheduler import WorkerHealth
 from helmsman.controller._aio.event_loop import LOOP_THREAD, forbid_blocking, submit
 from helmsman.controller._node.control_socket import Query
 from helmsman.controller._node.driver_log import story
+from helmsman.controller._node.run_registry import record_here
 from helmsman.controller._schedulers.backend import Run
 from helmsman.controller._schedulers.roles import Role, RoleRegistry
 from helmsman.controller._transport.client import WorkerClient
@@ -63,11 +62,11 @@ class RunView(RunReporter):
         shares_process: bool,
         scale: Callable[[str, int], object],
     ) -> None:
-        self._run, self._roles, self._scheduler = run, roles, scheduler
+        self._run, self._roles = run, roles
+        self._record = record_here(run.id, scheduler, run.log_dir)
         self._shares_process, self._scale = shares_process, scale
         self._describers: dict[str, Callable[[], RolloutSnapshot | None]] = {}
         self._operated: dict[str, Callable[[], Operated | None]] = {}
-        self._started_at = time.time()
         self.hang_policy = HangPolicy()
 
     @checked
@@ -175,15 +174,8 @@ class RunView(RunReporter):
                 for client, each in self._chosen(role).items()
             ]
         activity = self._run.activity
-        return RunSnapshot(
-            run_id=self._run.id,
-            command=self._run.command,
-            scheduler=self._scheduler,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            log_dir=str(self._run.log_dir),
-            started_at=self._started_at,
-            taken_at=time.time(),
+        return self._record.snapshot(
+            "script",
             script=script,
             loop_stack=loop_stack,
             idle_s=activity.idle_s,
@@ -204,7 +196,7 @@ class RunView(RunReporter):
         if not self._shares_process:
             clients = {client.worker_id: client for client in self._chosen(role)}
             with contextlib.suppress(concurrent.futures.TimeoutError):
-                asked = submit(_ask_all(clients, Verb.STACKS, limit_s))
+                asked = submit(ask_all(clients, Verb.STACKS, limit_s))
                 found |= {name: str(each) for name, each in asked.result(limit_s + _LOOP_S).items()}
         return found
 
@@ -236,7 +228,7 @@ class RunView(RunReporter):
         found: dict[str, Any] = {}
         if reports:
             answering = {name: there[name] for name, state in health.items() if state.answered}
-            found = await _ask_all(answering, Verb.EXAMINE, limit_s)
+            found = await ask_all(answering, Verb.EXAMINE, limit_s)
         workers = []
         for client, each in chosen.items():
             name, report = client.worker_id, found.get(client.worker_id)
@@ -281,7 +273,9 @@ class RunView(RunReporter):
         )
 
 
-async def _ask_all(clients: Mapping[str, WorkerClient], verb: Verb, limit_s: float) -> Any:
+async def ask_all(
+    clients: Mapping[str, WorkerClient], verb: Verb, limit_s: float | None = None
+) -> dict[str, Any]:
     """Send a control verb to workers; returns their answers or errors by worker id."""
 
     async def ask(client: WorkerClient) -> Any:
