@@ -42,7 +42,6 @@ class ChildProcess(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     state: str
     """State in /proc: R, S, D, T, Z, ..."""
-    cpu_s: float
     command: str
 
 
@@ -51,8 +50,6 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     """Address of the node."""
-    clock: float
-    """Seconds since the epoch by the node's clock."""
     memory_available: int
     disks: dict[str, tuple[int, int]]
     """Path -> (free, total): shared memory, temporary files and logs."""
@@ -93,17 +90,15 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float
     """CPU seconds of the process and its children that have ended."""
     rss_bytes: int
-    swap_bytes: int
+    swap_bytes: int = 0
     """Memory of the process that is swapped out."""
     runnable_s: float = 0.0
     """Seconds in which its threads could run and had no CPU, added up."""
-    clock_jump_s: float
-    """Seconds by which the node's clock has been set since the process started; negative if it was
-    set back.
-    """
+    clock_jump_s: float = 0.0
+    """Seconds by which the node's clock was set since its start; negative if it was set back."""
     stacks: list[StackTrace]
     """Of the threads and tasks that execute calls; of a script, its main thread and its tasks."""
-    children: list[ChildProcess]
+    children: list[ChildProcess] = []
     node: NodeReport
     collectives: list[CollectiveState] = []
     nccl_ranks: list[NcclRank] = []
@@ -118,8 +113,6 @@ class OpenCall(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
     median_s: float | None = None
     """Median duration of earlier calls of this method in this role; None without any."""
-    num_before: int = 0
-    """Number of earlier calls of this method in this role."""
 
 
 class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,8 +150,6 @@ class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
     instance_id: str
     """'' while it is queued."""
-    num_tokens: int
-    """Tokens kept from earlier attempts."""
 
 
 class RolloutSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,7 +191,7 @@ class PhaseSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """For a start: the holders of the resources that it waits for."""
 
 
-class MethodDurations(msgspec.Struct, frozen=True, kw_only=True):
+class MethodDurations(msgspec.Struct, frozen=True):
     """Durations of the calls of a method in a role."""
 
     role: str
@@ -306,11 +297,7 @@ class RunReporter:
     """Reports of a script about its run; this default ignores them."""
 
     def watch(self, policy: HangPolicy) -> None:
-        """Set the reaction to hangs. By default, they are reported.
-
-        Args:
-            policy: The reaction.
-        """
+        """Set the reaction to hangs. By default, they are reported."""
 
     def keep_calls(self, role: str, method: str, most: int = 3) -> None:
         """Keep the arguments of a method's calls on disk, for ``helmsman replay``.
@@ -337,10 +324,10 @@ class RunReporter:
         return contextlib.nullcontext()
 
     def figure(self, name: str, value: object) -> None:
-        """Show a figure of the script, such as its step.
+        """Show a figure of the script, such as its step, in place of an earlier value.
 
         Args:
-            name: Name of the figure; a later value replaces an earlier one.
+            name: Name of the figure.
             value: The value, which is converted to a string.
         """
 
@@ -360,13 +347,11 @@ class RunReporter:
         describe: Callable[[], RolloutSnapshot | None],
         operated: Callable[[], Operated | None] = lambda: None,
     ) -> None:
-        """Add a controller's description of a role to the run's snapshots.
-
-        It replaces an earlier one of the role. A description of None is omitted.
+        """Add a controller's description of a role to the run's snapshots; the last one counts.
 
         Args:
             role: The role.
-            describe: Returns the description; runs on Helmsman's event loop.
+            describe: Returns the description or None; runs on Helmsman's event loop.
             operated: Returns the controller, for an operator's actions; None if it was dropped.
         """
 

@@ -22,8 +22,8 @@ from helmsman.controller._node.cleanup import age, describe, leftovers, remove
 from helmsman.controller._node.environment import forwarding_report
 from helmsman.controller._node.observation import HEAD_PORTS, Observed, observe, skew_s
 from helmsman.controller._node.run_registry import read_runs, refused_places
-from helmsman.controller._operator.cluster import attach, on_all, start_on
 from helmsman.controller._operator.commands import add_commands as add_operator_commands
+from helmsman.controller._operator.runs import attach, on_all, start_on
 from helmsman.controller._placement.admission import advise
 from helmsman.controller._placement.job_files import load_cluster, load_jobs
 from helmsman.controller._placement.planner import plan_jobs
@@ -47,7 +47,7 @@ def main(
     """
     options = _parser(recipes).parse_args(arguments)
     try:
-        code: int = options.run(options)
+        code: int | None = options.run(options)
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return OK
@@ -56,7 +56,7 @@ def main(
         return USAGE
     except KeyboardInterrupt:  # the usual end of --watch and --follow
         return OK
-    return code
+    return OK if code is None else code
 
 
 def _parser(recipes: Mapping[str, str] = MappingProxyType({})) -> argparse.ArgumentParser:

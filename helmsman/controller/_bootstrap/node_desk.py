@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import socket
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from helmsman.api.environment import masked_command
 from helmsman.api.errors import HelmsmanError
-from helmsman.api.run_state import NodeSnapshot, ProcessReport, RunSnapshot, WorkerSnapshot
+from helmsman.api.run_state import NodeSnapshot, RunSnapshot, WorkerSnapshot
 from helmsman.controller._bootstrap.async_utils import StatusPrinter
 from helmsman.controller._bootstrap.node_plan import NodePlan
 from helmsman.controller._node.control_socket import ControlSocket, Query
-from helmsman.controller._node.run_registry import UP
+from helmsman.controller._node.run_registry import UP, record_here
 from helmsman.controller._schedulers.outside import observe_workers, observed_report
 from helmsman.controller._schedulers.run_view import SCRIPT
 from helmsman.rpc_server._process.guardian import family, process_of
@@ -25,24 +24,22 @@ _RAY = ("gcs_server", "raylet")
 _STUCK_S = 1.0
 
 
-class _Doing(NamedTuple):
-    text: str
-    missing: str
-    is_apart: bool
-    since: float
-
-
 class NodeDesk:
-    """Answers queries about this node, on threads of its own.
-
-    Args:
-        plan: The node's plan.
-        report: Prints why there is no socket.
-    """
+    """Answers queries about this node, on threads of its own; ``report`` prints why it cannot."""
 
     def __init__(self, plan: NodePlan, report: StatusPrinter) -> None:
-        self._plan, self._started_at = plan, time.time()
-        self._doing = _Doing("starts", "", False, time.monotonic())
+        self._plan, self._began = plan, time.monotonic()
+        command = masked_command(plan.command)[:500]
+        self._record = msgspec.structs.replace(
+            record_here(plan.run_id, UP, plan.folder), command=command
+        )
+        self._node = NodeSnapshot(
+            rank=plan.identity.rank,
+            count=plan.identity.count,
+            doing="starts",
+            since_s=0.0,
+            head=f"{plan.identity.head}:{plan.control_port}" if plan.control_port else "",
+        )
         self.script_pid: int | None = None
         self._socket: ControlSocket | None = None
         try:
@@ -63,62 +60,36 @@ class NodeDesk:
             missing: Nodes that have not joined.
             is_apart: Whether the connection to the head is not there.
         """
-        before = self._doing
-        since = before.since if before.text == text else time.monotonic()
-        self._doing = _Doing(text, missing, is_apart, since)
+        if text != self._node.doing:
+            self._began = time.monotonic()
+        self._node = msgspec.structs.replace(
+            self._node, doing=text, missing=missing, is_apart=is_apart
+        )
 
     def answer(self, query: Query) -> RunSnapshot:
         """Return the state of the node; raises HelmsmanError for other queries."""
-        plan = self._plan
+        plan, log_dir, script = self._plan, str(self._plan.folder), self.script_pid
         if query.kind != "snapshot":
             raise HelmsmanError(
                 f"{query.kind} needs the scheduler of a script; {plan.run_id} is a node of "
                 "helmsman up, which answers status, why and stacks. helmsman runs lists all runs"
             )
-        pids, log_dir = family(os.getpid(), plan.tag), str(plan.folder)
-        doing, script = self._doing, self._script(reports=query.reports)
-        return RunSnapshot(
-            run_id=plan.run_id,
-            command=masked_command(plan.command)[:500],
-            scheduler=UP,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            log_dir=log_dir,
-            started_at=self._started_at,
-            taken_at=time.time(),
-            answered_by="supervisor",
-            script=script,
-            node=NodeSnapshot(
-                rank=plan.identity.rank,
-                count=plan.identity.count,
-                doing=doing.text,
-                since_s=time.monotonic() - doing.since,
-                head=f"{plan.identity.head}:{plan.control_port}" if plan.control_port else "",
-                is_apart=doing.is_apart,
-                missing=doing.missing,
-                processes=self._processes(pids),
-            ),
-            workers=[
-                _answering(each)
-                for each in observe_workers(pids, plan.address, log_dir, reports=query.reports)
-                if query.role in (None, each.role)
-            ],
-        )
-
-    def _script(self, *, reports: bool) -> ProcessReport | None:
-        if not reports or self.script_pid is None or process_of(self.script_pid) is None:
-            return None
-        return observed_report(self.script_pid, str(self._plan.folder))
-
-    def _processes(self, pids: set[int]) -> dict[str, tuple[int, str]]:
+        pids = family(os.getpid(), plan.tag)
         named = {name: pid for pid in pids if (name := _name_of(pid)) in _RAY}
-        if self.script_pid is not None:
-            named[SCRIPT] = self.script_pid
-        return {
-            name: (pid, process.state)
-            for name, pid in named.items()
-            if (process := process_of(pid)) is not None
-        }
+        named |= {SCRIPT: script} if script is not None else {}
+        found = {name: each for name, pid in named.items() if (each := process_of(pid))}
+        workers = observe_workers(pids, plan.address, log_dir, reports=query.reports)
+        is_read = query.reports and SCRIPT in found
+        return self._record.snapshot(
+            "supervisor",
+            script=observed_report(found[SCRIPT].pid, log_dir) if is_read else None,
+            node=msgspec.structs.replace(
+                self._node,
+                since_s=time.monotonic() - self._began,
+                processes={name: (each.pid, each.state) for name, each in found.items()},
+            ),
+            workers=[_answering(each) for each in workers if query.role in (None, each.role)],
+        )
 
 
 def _answering(worker: WorkerSnapshot) -> WorkerSnapshot:
@@ -130,7 +101,6 @@ def _answering(worker: WorkerSnapshot) -> WorkerSnapshot:
 
 
 def _name_of(pid: int) -> str:
-    try:
+    with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
+    return ""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
-from helmsman.api.run_state import CollectiveState, NcclRank, OpenCall
+from helmsman.api.run_state import CollectiveState, NcclRank
 from helmsman.controller._diagnosis.evidence import (
+    FLOOR_S,
     Evidence,
     Finding,
     WorkerEvidence,
-    is_late,
     is_long,
     seconds,
     usual,
 )
-from helmsman.controller._diagnosis.stacks import Wait, describe_wait, named, place, site_of
+from helmsman.controller._diagnosis.stacks import at, named
 
 _STRUCTURAL_S = 5.0
 """Ranks that wait for each other are a finding after this time."""
@@ -29,32 +27,53 @@ _STATES = {
     "R": "running",
     "D": "waiting for a disk",
 }
+_SAME_ORDER = "Every rank must call the same collectives with the same shapes, in the same order"
+_BRANCH = f"{_SAME_ORDER}; look for a branch that depends on the rank or on its data."
+
+_NETWORK = (
+    "Check the network between the nodes: NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME or "
+    "GLOO_SOCKET_IFNAME, and the devices' links."
+)
 
 
 def collectives(evidence: Evidence) -> Iterator[Finding]:
     """Some ranks of a group wait in a collective that others do not enter."""
-    for role, ranks in evidence.groups().items():
-        inside = [
-            each for each in ranks if each.wait is not None and each.wait.kind == "collective"
-        ]
+    for role, ranks in evidence.groups.items():
+        inside = [each for each in ranks if each.is_in_collective]
         if not inside:
             continue
-        waited_s = max((_age(each) for each in inside), default=0.0)
+        waited_s = max(map(_age, inside))
         median_s = next((each.call.median_s for each in inside if each.call), None)
+        if waited_s <= _STRUCTURAL_S or (median_s is not None and waited_s <= 3 * median_s):
+            continue
         outside = [each for each in ranks if each not in inside]
-        is_due = waited_s > _STRUCTURAL_S and (median_s is None or waited_s > 3 * median_s)
-        if outside:
-            wait = inside[0].wait
-            assert wait is not None
-            entered = f"{wait.what} at {place(wait.site)}" if wait.site is not None else wait.what
-            waited = f"they have waited for {seconds(waited_s)}; {usual(median_s)}"
-            yield from (
-                _absent(each, inside, entered, waited_s, [waited])
-                for each in outside
-                if is_due and _is_absent(each, waited_s, median_s)
-            )
-        elif is_due and all(each.is_still for each in inside):
+        entered = str(inside[0].wait).removeprefix("waits in ")
+        waited = f"they have waited for {seconds(waited_s)}; {usual(median_s)}"
+        for each in outside:
+            if _is_absent(each, waited_s, median_s):
+                yield _absent(each, inside, entered, waited_s, [waited], [each.id])
+        if not outside and all(each.is_still for each in inside):
             yield from _all_inside(role, inside, waited_s, median_s)
+
+
+def _all_inside(
+    role: str, ranks: Sequence[WorkerEvidence], waited_s: float, median_s: float | None
+) -> Iterator[Finding]:
+    ids, by_place = [each.id for each in ranks], dict[str, list[str]]()
+    for each in ranks:
+        by_place.setdefault(str(each.wait), []).append(each.id)
+    groups = sorted(by_place.items(), key=lambda pair: len(pair[1]))
+    described = "; ".join(f"{named(group)} {wait}" for wait, group in groups[:4])
+    if len(groups) > 1:
+        cause = f"The ranks of {role!r} wait for each other in different collectives: {described}."
+        rule, subject, step = "deadlock of ranks", named(groups[0][1]), _BRANCH
+    elif is_long(waited_s, median_s):
+        entered = f"All {len(ranks)} ranks of {role!r} have entered the same collective"
+        cause = f"{entered}, which does not end: {described}."
+        rule, subject, step = "collective stuck", role, _NETWORK
+    else:
+        return
+    yield Finding(rule, subject, cause, step, ids, since_s=waited_s)
 
 
 def recorded_collectives(evidence: Evidence) -> Iterator[Finding]:
@@ -62,11 +81,10 @@ def recorded_collectives(evidence: Evidence) -> Iterator[Finding]:
 
     They also show collectives that no Python stack shows: those of NCCL, and asynchronous ones.
     """
-    for ranks in evidence.groups().values():
+    for ranks in evidence.groups.values():
         groups: dict[str, list[tuple[WorkerEvidence, CollectiveState]]] = {}
         for worker in ranks:
-            report = worker.now.report
-            for state in report.collectives if report is not None else ():
+            for state in worker.now.report.collectives if worker.now.report is not None else ():
                 groups.setdefault(state.group, []).append((worker, state))
         for members in groups.values():
             yield from _recorded(members)
@@ -75,9 +93,10 @@ def recorded_collectives(evidence: Evidence) -> Iterator[Finding]:
 def _recorded(members: Sequence[tuple[WorkerEvidence, CollectiveState]]) -> Iterator[Finding]:
     number = max(state.number for _, state in members)
     inside = [(w, s) for w, s in members if s.number == number and not s.is_done]
-    waited_s = max((s.age_s for _, s in inside), default=0.0)
-    median_s = next((w.call.median_s for w, _ in inside if w.call is not None), None)
-    if waited_s < _STRUCTURAL_S or not is_late(waited_s, median_s):
+    waiting = [worker for worker, _ in inside]
+    waited_s = max((state.age_s for _, state in inside), default=0.0)
+    median_s = next((each.call.median_s for each in waiting if each.call is not None), None)
+    if waited_s < _STRUCTURAL_S or not is_long(waited_s, median_s, first_s=FLOOR_S):
         return
     kinds: dict[str, list[str]] = {}
     for worker, state in inside:
@@ -90,55 +109,49 @@ def _recorded(members: Sequence[tuple[WorkerEvidence, CollectiveState]]) -> Iter
     for kind, ids in kinds.items():
         if kind != wanted:
             yield Finding(
-                rule="collective mismatch",
-                is_problem=True,
-                subject=named(ids),
-                workers=[*ids, *kinds[wanted]],
-                cause=f"{named(kinds[wanted])} entered {text}; {named(ids)} entered {kind}.",
-                evidence=[source],
-                since_s=waited_s,
-                next_step="Every rank must call the same collectives with the same shapes, in the "
-                "same order; look for a branch that depends on the rank or on its data.",
+                "collective mismatch",
+                named(ids),
+                f"{named(kinds[wanted])} entered {text}; {named(ids)} entered {kind}.",
+                _BRANCH,
+                [*ids, *kinds[wanted]],
+                [source],
+                waited_s,
             )
     for worker, state in members:
         if state.number < number and _is_absent(worker, waited_s, median_s):
-            last = f"its last one is {state.number}, {state.name}"
-            waiting = [each for each, _ in inside]
-            finding = _absent(worker, waiting, text, waited_s, [source, last])
+            shown = [source, f"its last one is {state.number}, {state.name}"]
             # The others wait in calls that no stack explains.
-            yield msgspec.structs.replace(finding, workers=[worker.id, *(w.id for w in waiting)])
+            explained = [worker.id, *(each.id for each in waiting)]
+            yield _absent(worker, waiting, text, waited_s, shown, explained)
 
 
 def nccl_ranks(evidence: Evidence) -> Iterator[Finding]:
     """By NCCL's RAS service, a rank of a waiting communicator is dead, silent or behind."""
-    workers = {(each.now.node, each.now.pid): each for each in evidence.workers}
+    ids = {(each.now.node, each.now.pid): each.id for each in evidence.workers}
     found: dict[str, list[NcclRank]] = {}
     for worker in evidence.workers:
         for each in worker.now.report.nccl_ranks if worker.now.report is not None else ():
             found.setdefault(each.communicator, []).append(each)
     for ranks in found.values():
-        if not any((each.host, each.pid) in workers for each in ranks):
+        if not any((each.host, each.pid) in ids for each in ranks):
             continue  # of another job on the node
         most = max(each.num_collectives for each in ranks)
         for each in ranks:
-            if not each.problem and each.num_collectives >= most:
-                continue
-            worker_ = workers.get((each.host, each.pid))
-            name = worker_.id if worker_ is not None else f"process {each.pid} on {each.host}"
-            state = (
-                f"is {each.problem}"
-                if each.problem
-                else f"has called {each.num_collectives} collectives, others {most}"
-            )
+            rule, state = "NCCL rank lost", f"is {each.problem}"
+            if not each.problem:
+                rule = "rank missing in collective"
+                state = f"has called {each.num_collectives} collectives, others {most}"
+                if each.num_collectives >= most:
+                    continue
+            id_ = ids.get((each.host, each.pid))
+            name = id_ or f"process {each.pid} on {each.host}"
             yield Finding(
-                rule="NCCL rank lost" if each.problem else "rank missing in collective",
-                is_problem=True,
-                subject=name,
-                workers=[worker_.id] if worker_ is not None else [],
-                cause=f"{name}, rank {each.rank} of NCCL communicator {each.communicator}, "
-                f"{state}, by NCCL's RAS service.",
-                next_step=f"Look at process {each.pid} on {each.host}, and at its node's devices "
-                "and links.",
+                rule,
+                name,
+                f"{name}, rank {each.rank} of NCCL communicator {each.communicator}, {state}, by "
+                "NCCL's RAS service.",
+                f"Look at process {each.pid} on {each.host}, and at its node's devices and links.",
+                [id_] if id_ is not None else [],
             )
 
 
@@ -148,12 +161,11 @@ def _age(worker: WorkerEvidence) -> float:
 
 
 def _is_absent(worker: WorkerEvidence, waited_s: float, median_s: float | None) -> bool:
-    if worker.now.health is None or not worker.now.health.answered:
-        return True
-    if worker.stack is None or not worker.stack.call:
+    if not worker.answers or not worker.is_in_call:
         return True
     is_blocked = worker.is_idle and worker.is_still
-    return (is_blocked and is_late(waited_s, median_s)) or is_long(waited_s, median_s, factor=10.0)
+    is_late = is_blocked and is_long(waited_s, median_s, first_s=FLOOR_S)
+    return is_late or is_long(waited_s, median_s, factor=10.0)
 
 
 def _absent(
@@ -162,147 +174,79 @@ def _absent(
     entered: str,
     waited_s: float,
     evidence: list[str],
+    explained: list[str],
 ) -> Finding:
-    if worker.now.health is not None and not worker.now.health.answered:
+    health, share = worker.now.health, worker.cpu_share
+    if health is not None and not health.answered:
         doing = "its process does not answer"
-    elif worker.stack is None or not worker.stack.call:
-        doing = "it has no call"
-        if worker.now.calls:
-            doing = "its call has not begun"
+    elif not worker.is_in_call:
+        doing = "its call has not begun" if worker.call is not None else "it has no call"
     elif worker.wait is not None:
-        doing = f"it {describe_wait(worker.wait)}"
+        doing = f"it {worker.wait}"
     else:
-        site = site_of(worker.stack)
-        at = f" at {place(site)}" if site is not None else ""
-        doing = f"it {'is blocked' if worker.is_idle else 'computes'}{at}"
-    share = worker.cpu_share
+        doing = f"it {'is blocked' if worker.is_idle else 'computes'}{at(worker.stack)}"
+    count = "1 rank waits" if len(inside) == 1 else f"{len(inside)} ranks wait"
     cpu = [] if share is None else [f"{worker.id} uses {share:.2f} cores"]
     return Finding(
-        rule="rank missing in collective",
-        is_problem=True,
-        subject=worker.id,
-        workers=[worker.id],
-        cause=f"{worker.id} does not enter {entered}: {doing}. "
-        f"{_count(len(inside), 'rank')} for it: {named(each.id for each in inside)}.",
-        evidence=[*evidence, *cpu],
-        since_s=waited_s,
-        next_step=f"helmsman stacks shows all threads of {worker.id}. Every rank must call the "
-        "same collectives in the same order.",
+        "rank missing in collective",
+        worker.id,
+        f"{worker.id} does not enter {entered}: {doing}. {count} for it: "
+        f"{named(each.id for each in inside)}.",
+        f"helmsman stacks shows all threads of {worker.id}. {_SAME_ORDER}.",
+        explained,
+        [*evidence, *cpu],
+        waited_s,
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"1 {what} waits" if number == 1 else f"{number} {what}s wait"
-
-
-def _all_inside(
-    role: str, ranks: Sequence[WorkerEvidence], waited_s: float, median_s: float | None
-) -> Iterator[Finding]:
-    by_place: dict[tuple[str, str], list[WorkerEvidence]] = {}
-    for each in ranks:
-        wait = each.wait
-        assert wait is not None
-        by_place.setdefault((wait.what, str(wait.site)), []).append(each)
-    groups = sorted(by_place.values(), key=len)
-    described = [f"{named(e.id for e in group)} {_wait_text(group[0].wait)}" for group in groups]
-    if len(groups) > 1:
-        yield Finding(
-            rule="deadlock of ranks",
-            is_problem=True,
-            subject=named(each.id for each in groups[0]),
-            workers=[each.id for each in ranks],
-            cause=f"The ranks of {role!r} wait for each other in different collectives: "
-            f"{'; '.join(described[:4])}.",
-            since_s=waited_s,
-            next_step="Every rank must call the same collectives in the same order; look for a "
-            "branch that depends on the rank or on its data.",
-        )
-    elif is_long(waited_s, median_s):
-        yield Finding(
-            rule="collective stuck",
-            is_problem=True,
-            subject=role,
-            workers=[each.id for each in ranks],
-            cause=f"All {len(ranks)} ranks of {role!r} have entered the same collective, which "
-            f"does not end: {described[0]}.",
-            since_s=waited_s,
-            next_step="Check the network between the nodes: NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME or "
-            "GLOO_SOCKET_IFNAME, and the devices' links.",
-        )
-
-
-def _wait_text(wait: Wait | None) -> str:
-    return describe_wait(wait) if wait is not None else "computes"
 
 
 def blocked_calls(evidence: Evidence) -> Iterator[Finding]:
     """A call takes much longer than earlier ones and makes no progress."""
-    for worker in evidence.busy():
-        call = worker.call
-        assert call is not None
-        if worker.now.health is None or not worker.now.health.answered or worker.stack is None:
+    for worker in evidence.busy:
+        call, wait = worker.call, worker.wait
+        if call is None or not (worker.answers and worker.is_in_call):
             continue
-        if not worker.stack.call:
-            continue
-        wait = worker.wait
-        if wait is not None and wait.kind == "collective" and worker.now.world_size > 1:
+        if (worker.is_in_collective and worker.now.world_size > 1) or not (
+            worker.is_idle and worker.is_still
+        ):
             continue
         is_external = wait is not None and wait.kind != "sleep"
-        is_stuck = worker.is_idle and worker.is_still
-        is_due = is_long(call.age_s, call.median_s) or (
-            is_external and call.median_s is None and call.age_s > _EXTERNAL_S
+        if not is_long(call.age_s, call.median_s, first_s=_EXTERNAL_S if is_external else 30.0):
+            continue
+        children = worker.now.report.children if worker.now.report is not None else []
+        shown = [
+            f"child process {each.pid} is {_STATES[each.state]}: {each.command[:80]}"
+            for each in children
+            if each.state in "TZ"
+        ]
+        kind = wait.kind if wait is not None else ""
+        if not shown and children and kind in ("loader", "message", "process"):
+            states = [f"{each.pid} {_STATES.get(each.state, each.state)}" for each in children]
+            shown = [f"its child processes: {', '.join(states[:8])}"]
+        doing = str(wait) if wait is not None else f"makes no progress{at(worker.stack)}"
+        yield Finding(
+            f"waits: {kind}" if kind else "no progress",
+            worker.id,
+            f"{call.name} on {worker.id} {doing} and has not ended for {seconds(call.age_s)}.",
+            wait.next_step if wait is not None else "helmsman stacks shows all threads.",
+            [worker.id],
+            [usual(call.median_s), *shown],
+            call.age_s,
         )
-        if is_due and is_stuck:
-            yield _blocked(worker, call, wait)
-
-
-def _blocked(worker: WorkerEvidence, call: OpenCall, wait: Wait | None) -> Finding:
-    assert worker.stack is not None
-    site = site_of(worker.stack)
-    at = f" at {place(site)}" if site is not None else ""
-    doing = describe_wait(wait) if wait is not None else f"makes no progress{at}"
-    children = worker.now.report.children if worker.now.report is not None else []
-    odd = [each for each in children if each.state in "TZ"]
-    shown = [
-        f"child process {each.pid} is {_STATES[each.state]}: {each.command[:80]}" for each in odd
-    ]
-    if not odd and children and wait is not None and wait.kind in ("loader", "message", "process"):
-        states = [f"{each.pid} {_STATES.get(each.state, each.state)}" for each in children]
-        shown = [f"its child processes: {', '.join(states[:8])}"]
-    next_steps = {
-        "loader": "Check the DataLoader's worker processes and the data's storage.",
-        "name lookup": "Check /etc/resolv.conf and the name server of the node.",
-        "connection": "Check that the peer runs and that no firewall is in between; set a timeout.",
-        "lock": "Look for the thread or process that holds it; helmsman stacks shows all threads.",
-        "message": "Look at the process that should send it.",
-        "process": "Look at the child process.",
-        "file": "Check the file system; a named pipe or a network mount may block.",
-    }
-    return Finding(
-        rule=f"waits: {wait.kind}" if wait is not None else "no progress",
-        is_problem=True,
-        subject=worker.id,
-        workers=[worker.id],
-        cause=f"{call.name} on {worker.id} {doing} and has not ended for {seconds(call.age_s)}.",
-        evidence=[usual(call.median_s), *shown],
-        since_s=call.age_s,
-        next_step=next_steps.get(wait.kind if wait else "", "helmsman stacks shows all threads."),
-    )
 
 
 def slow_calls(evidence: Evidence) -> Iterator[Finding]:
     """A call takes much longer than earlier ones, but computes."""
-    for worker in evidence.busy():
+    for worker in evidence.busy:
         call = worker.call
-        assert call is not None
-        waits = worker.wait is not None and worker.wait.kind == "collective"
-        if call.median_s is not None and not waits and is_long(call.age_s, call.median_s):
+        if call is None or call.median_s is None or worker.is_in_collective:
+            continue
+        if is_long(call.age_s, call.median_s):
             yield Finding(
-                rule="slow call",
-                is_problem=False,
-                subject=worker.id,
+                "slow call",
+                worker.id,
+                f"{call.name} on {worker.id} has run for {seconds(call.age_s)}; "
+                f"{usual(call.median_s)}. It makes progress{at(worker.stack)}.",
                 workers=[worker.id],
-                cause=f"{call.name} on {worker.id} has run for {seconds(call.age_s)}; "
-                f"{usual(call.median_s)}. It makes progress {worker.where()}.",
                 since_s=call.age_s,
+                is_problem=False,
             )

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from helmsman.api.run_state import RunSnapshot
+from helmsman.api.run_state import OpenCall, RunSnapshot
 from helmsman.controller._diagnosis import call_rules, flow_rules, process_rules
 from helmsman.controller._diagnosis.evidence import Evidence, Finding, seconds, usual
-from helmsman.controller._diagnosis.stacks import named, place, site_of
+from helmsman.controller._diagnosis.stacks import at, named
 
 RULES: Sequence[Callable[[Evidence], Iterator[Finding]]] = (
     process_rules.script_process,
@@ -40,18 +40,17 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """What the run does or waits for now."""
 
     @property
+    def problems(self) -> list[Finding]:
+        return [each for each in self.findings if each.is_problem]
+
+    @property
     def is_healthy(self) -> bool:
         """Whether there is no problem."""
-        return not any(each.is_problem for each in self.findings)
+        return not self.problems
 
 
 def diagnose_run(now: RunSnapshot, before: RunSnapshot) -> Diagnosis:
-    """Apply all rules.
-
-    Args:
-        now: Snapshot with the processes' reports.
-        before: The same about a second earlier.
-    """
+    """Apply all rules to two snapshots with reports, about a second apart."""
     evidence = Evidence(now, before)
     findings: list[Finding] = []
     explained: set[str] = set()
@@ -60,32 +59,28 @@ def diagnose_run(now: RunSnapshot, before: RunSnapshot) -> Diagnosis:
         findings += [each for each in found if not {*each.workers} & explained]
         explained |= {worker_id for each in found for worker_id in each.workers}
     findings.sort(key=lambda each: not each.is_problem)
-    return Diagnosis(run_id=now.run_id, findings=findings, waits_for=waits_for(evidence))
+    return Diagnosis(run_id=now.run_id, findings=findings, waits_for=_waits_for(evidence))
 
 
-def waits_for(evidence: Evidence) -> str:
+def _waits_for(evidence: Evidence) -> str:
     """Describe what the run does now, in one sentence."""
     run = evidence.now
-    phases = " > ".join(
-        f"{each.kind} {each.detail}".strip() + f" ({seconds(each.age_s)})" for each in run.phases
-    )
-    prefix = f"Phase {phases}. " if phases else ""
-    by_method: dict[str, list[tuple[float, float | None, str]]] = {}
-    for worker in evidence.busy():
+    phases = [f"{e.kind} {e.detail}".strip() + f" ({seconds(e.age_s)})" for e in run.phases]
+    prefix = f"Phase {' > '.join(phases)}. " if phases else ""
+    by_method: dict[str, list[tuple[OpenCall, str]]] = {}
+    for worker in evidence.busy:
         for call in worker.now.calls:
             name = f"{worker.now.role}.{call.name.rpartition('.')[2]}"
-            by_method.setdefault(name, []).append((call.age_s, call.median_s, worker.id))
+            by_method.setdefault(name, []).append((call, worker.id))
     if by_method:
         parts = []
-        for name, calls in by_method.items():
-            age_s, median_s, _ = max(calls)
-            where = named(dict.fromkeys(worker_id for _, _, worker_id in calls))
-            parts.append(f"{name} on {where} ({seconds(age_s)}; {usual(median_s)})")
-        return f"{prefix}The run waits for {'; '.join(parts[:4])}."
-    main = run.script.stacks[0] if run.script is not None and run.script.stacks else None
-    site = site_of(main) if main is not None else None
-    at = f" at {place(site)}" if site is not None else ""
+        for name, calls in list(by_method.items())[:4]:
+            oldest = max((call for call, _ in calls), key=lambda call: call.age_s)
+            where = named(dict.fromkeys(worker_id for _, worker_id in calls))
+            parts.append(f"{name} on {where} ({seconds(oldest.age_s)}; {usual(oldest.median_s)})")
+        return f"{prefix}The run waits for {'; '.join(parts)}."
+    where = at(run.script.stacks[0] if run.script is not None and run.script.stacks else None)
     if run.node is not None:
         here = f"Rank {run.node.rank} of {run.node.count} {run.node.doing}"
-        return f"{here} ({seconds(run.node.since_s)}){at}."
-    return f"{prefix}No call is open; the script runs its own code{at}."
+        return f"{here} ({seconds(run.node.since_s)}){where}."
+    return f"{prefix}No call is open; the script runs its own code{where}."

@@ -6,23 +6,12 @@ it.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from helmsman.api.run_state import Frame, StackTrace
-
-WaitKind = Literal[
-    "collective",
-    "loader",
-    "sleep",
-    "name lookup",
-    "connection",
-    "lock",
-    "message",
-    "process",
-    "file",
-]
 
 _COLLECTIVES = (
     "all_reduce|all_gather|all_gather_into_tensor|all_gather_single|all_gather_object|all_to_all|"
@@ -30,157 +19,150 @@ _COLLECTIVES = (
     "gather_object|recv|reduce|reduce_scatter|reduce_scatter_tensor|scatter|scatter_object_list|"
     "send|batch_isend_irecv|new_group|init_process_group|init_device_mesh"
 )
-_COLLECTIVE_NAMES = frozenset(_COLLECTIVES.split("|"))
+_COLLECTIVE_NAME = re.compile(_COLLECTIVES)
 _COLLECTIVE_CALL = re.compile(
     rf"\b(?:dist|distributed|torch\.distributed|c10d|group|pg)\.({_COLLECTIVES})\("
-)
-_WAITS: tuple[tuple[WaitKind, re.Pattern[str], re.Pattern[str]], ...] = (
-    # kind, pattern of 'file:function' of an inner frame, pattern of the innermost source line
-    (
-        "name lookup",
-        re.compile(r"socket\.py:getaddrinfo"),
-        re.compile(r"\bgetaddrinfo\(|gethostby"),
-    ),
-    (
-        "process",
-        re.compile(r"subprocess\.py:|popen_fork\.py:|asyncio/subprocess\.py:"),
-        re.compile(r"\bwaitpid\(|\.communicate\(|\.wait_for_exit\(|\bsubprocess\.run\("),
-    ),
-    (
-        "connection",
-        re.compile(
-            r"/(?:socket|ssl|http/client|urllib3/\w+|selector_events|aiohttp/\w+)\.py:"
-            r"(?:create_connection|connect|do_handshake|_read_status|recv_into|readinto|read|"
-            r"recv|sock_recv|sock_connect|send|sendall|_make_request|getresponse|accept)$"
-        ),
-        re.compile(
-            r"\.(?:recv|recv_into|accept|connect|sendall|create_connection|urlopen)\(|"
-            r"\brequests\.(?:get|post|put)\(|\burlopen\("
-        ),
-    ),
-    (
-        "message",
-        re.compile(
-            r"(?:/queue\.py:get|multiprocessing/(?:connection|queues|synchronize)\.py:|"
-            r"asyncio/queues\.py:get)"
-        ),
-        re.compile(r"(?:queue|\bq|pipe|conn\w*|inbox)\.(?:get|recv|put)\("),
-    ),
-    (
-        "lock",
-        re.compile(
-            r"(?:threading\.py:(?:acquire|wait|join|__enter__)|asyncio/locks\.py:)|filelock"
-        ),
-        re.compile(
-            r"\.acquire\(|\bwith\b.*\block\b|\bwith\b.*_lock\b|\.wait\(\)|\.join\(\)|\bflock\(|"
-            r"\blockf\(|\.result\(\)"
-        ),
-    ),
-    ("sleep", re.compile(r"asyncio/tasks\.py:sleep"), re.compile(r"\bsleep\(")),
-    (
-        "file",
-        re.compile(r"(?!)"),
-        re.compile(r"\bopen\(|\.read\(|\.write\(|\bfsync\(|\.read_text\("),
-    ),
 )
 _LIBRARY = re.compile(r"/(?:site-packages|dist-packages)/|/lib/python3\.\d+/|^<")
 _OWN = re.compile(r"/helmsman/(?:api|controller|rpc_server|engines|recipes|compat)/")
 
 
+class _Way(NamedTuple):
+    """A way of waiting."""
+
+    verb: str
+    next_step: str = "helmsman stacks shows all threads."
+    inner: str = "(?!)"
+    """Pattern of 'file:function' of one of the innermost frames."""
+    line: str = "(?!)"
+    """Pattern of the innermost source line."""
+
+
+_WAYS = {
+    "collective": _Way("waits in"),
+    "loader": _Way(
+        "waits for a DataLoader",
+        "Check the DataLoader's worker processes and the data's storage.",
+    ),
+    "name lookup": _Way(
+        "waits for a name lookup",
+        "Check /etc/resolv.conf and the name server of the node.",
+        r"socket\.py:getaddrinfo",
+        r"\bgetaddrinfo\(|gethostby",
+    ),
+    "process": _Way(
+        "waits for a child process",
+        "Look at the child process.",
+        r"subprocess\.py:|popen_fork\.py:|asyncio/subprocess\.py:",
+        r"\bwaitpid\(|\.communicate\(|\.wait_for_exit\(|\bsubprocess\.run\(",
+    ),
+    "connection": _Way(
+        "waits for a network peer",
+        "Check that the peer runs and that no firewall is in between; set a timeout.",
+        r"/(?:socket|ssl|http/client|urllib3/\w+|selector_events|aiohttp/\w+)\.py:"
+        r"(?:create_connection|connect|do_handshake|_read_status|recv_into|readinto|read|"
+        r"recv|sock_recv|sock_connect|send|sendall|_make_request|getresponse|accept)$",
+        r"\.(?:recv|recv_into|accept|connect|sendall|create_connection|urlopen)\(|"
+        r"\brequests\.(?:get|post|put)\(|\burlopen\(",
+    ),
+    "message": _Way(
+        "waits for a message of another thread or process",
+        "Look at the process that should send it.",
+        r"/queue\.py:get|multiprocessing/(?:connection|queues|synchronize)\.py:|"
+        r"asyncio/queues\.py:get",
+        r"(?:queue|\bq|pipe|conn\w*|inbox)\.(?:get|recv|put)\(",
+    ),
+    "lock": _Way(
+        "waits for a lock or event",
+        "Look for the thread or process that holds it; helmsman stacks shows all threads.",
+        r"threading\.py:(?:acquire|wait|join|__enter__)|asyncio/locks\.py:|filelock",
+        r"\.acquire\(|\bwith\b.*(?:\b|_)lock\b|\.wait\(\)|\.join\(\)|\bflock\(|\blockf\(|"
+        r"\.result\(\)",
+    ),
+    "sleep": _Way("sleeps", inner=r"asyncio/tasks\.py:sleep", line=r"\bsleep\("),
+    "file": _Way(
+        "waits for a file",
+        "Check the file system; a named pipe or a network mount may block.",
+        line=r"\bopen\(|\.read\(|\.write\(|\bfsync\(|\.read_text\(",
+    ),
+}
+"""Kind of a wait -> how it is described and recognised; the first that fits counts."""
+
+
 class Wait(NamedTuple):
     """What a stack waits for."""
 
-    kind: WaitKind
-    what: str
-    """Name of the collective; '' for other kinds."""
-    site: Frame | None
+    kind: str
+    site: Frame
     """Innermost frame in the user's code, else innermost frame."""
+    what: str = ""
+    """Name of the collective; '' for other kinds."""
+
+    def __str__(self) -> str:
+        return f"{_WAYS[self.kind].verb} {self.what}".rstrip() + f" at {place(self.site)}"
+
+    @property
+    def next_step(self) -> str:
+        return _WAYS[self.kind].next_step
 
 
-def site_of(stack: StackTrace) -> Frame | None:
+def site_of(stack: StackTrace | None) -> Frame | None:
     """Return the innermost frame in the user's code; else the innermost one; None if empty."""
+    if stack is None or not stack.frames:
+        return None
     for frame in reversed(stack.frames):
         if not _LIBRARY.search(frame.file) and not _OWN.search(frame.file):
             return frame
-    return stack.frames[-1] if stack.frames else None
+    return stack.frames[-1]
 
 
-def wait_of(stack: StackTrace) -> Wait | None:
-    """Return the wait of a stack; None if it computes, or waits in an unknown way."""
-    if not stack.frames:
-        return None
+def at(stack: StackTrace | None) -> str:
+    """Return ' at train.py:210 (...)'; '' for no stack."""
     site = site_of(stack)
-    for frame in reversed(stack.frames):
-        is_distributed = "torch/distributed/" in frame.file
-        if is_distributed and frame.function in _COLLECTIVE_NAMES:
-            return Wait("collective", frame.function, site)
+    return f" at {place(site)}" if site is not None else ""
+
+
+def wait_of(stack: StackTrace | None) -> Wait | None:
+    """Return the wait of a stack; None if it computes, or waits in an unknown way."""
+    site = site_of(stack)
+    if stack is None or site is None:
+        return None
+    for number, frame in reversed(list(enumerate(stack.frames))):
+        if "torch/distributed/" in frame.file and _COLLECTIVE_NAME.fullmatch(frame.function):
+            return Wait("collective", site, frame.function)
+        below = stack.frames[number + 1 :]
         called = _COLLECTIVE_CALL.search(frame.text)
-        if called and (frame is stack.frames[-1] or _inside_torch(stack, frame)):
-            return Wait("collective", called[1], site)
-    if _in_loader(stack):
-        return Wait("loader", "", site)
-    inner = stack.frames[-4:]
-    text = stack.frames[-1].text
-    for kind, path, line in _WAITS:
-        if any(path.search(f"{each.file}:{each.function}") for each in inner) or line.search(text):
-            return Wait(kind, "", site)
+        if called and (not below or any("/torch/" in each.file for each in below)):
+            return Wait("collective", site, called[1])
+        if frame.file.endswith("torch/utils/data/dataloader.py"):
+            # It waits for its processes, unless it executes the user's code.
+            if all(_LIBRARY.search(each.file) for each in below):
+                return Wait("loader", site)
+            break
+    inner = [f"{each.file}:{each.function}" for each in stack.frames[-4:]]
+    for kind, way in _WAYS.items():
+        if any(re.search(way.inner, each) for each in inner) or re.search(
+            way.line, stack.frames[-1].text
+        ):
+            return Wait(kind, site)
     return None
-
-
-def _in_loader(stack: StackTrace) -> bool:
-    """Whether a DataLoader waits for its processes, rather than for the user's code in it."""
-    places = [
-        number
-        for number, each in enumerate(stack.frames)
-        if each.file.endswith("torch/utils/data/dataloader.py")
-    ]
-    return bool(places) and all(_LIBRARY.search(e.file) for e in stack.frames[places[-1] :])
-
-
-def _inside_torch(stack: StackTrace, frame: Frame) -> bool:
-    below = stack.frames[stack.frames.index(frame) + 1 :]
-    return any("/torch/" in each.file for each in below)
-
-
-def describe_wait(wait: Wait) -> str:
-    """Describe a wait as a predicate: 'waits in all_reduce at train.py:210'."""
-    at = f" at {place(wait.site)}" if wait.site is not None else ""
-    verb = {
-        "collective": f"waits in {wait.what}",
-        "loader": "waits for a DataLoader",
-        "sleep": "sleeps",
-        "name lookup": "waits for a name lookup",
-        "connection": "waits for a network peer",
-        "lock": "waits for a lock or event",
-        "message": "waits for a message of another thread or process",
-        "process": "waits for a child process",
-        "file": "waits for a file",
-    }[wait.kind]
-    return f"{verb}{at}"
 
 
 def place(frame: Frame) -> str:
     """Format the place of a frame: 'train.py:210 (all_reduce(x))'."""
-    text = f" ({frame.text[:80]})" if frame.text else f" ({frame.function})"
-    return f"{frame.file.rpartition('/')[2]}:{frame.line}{text}"
+    return f"{frame.file.rpartition('/')[2]}:{frame.line} ({frame.text[:80] or frame.function})"
 
 
-def signature(stack: StackTrace) -> tuple[tuple[str, int, str], ...]:
-    """Return a key that equal stacks share."""
-    return tuple((each.file, each.line, each.function) for each in stack.frames)
+def signature(stack: StackTrace | None) -> tuple[tuple[str, int, str], ...]:
+    """Return a key that equal stacks share; () for none."""
+    frames = stack.frames if stack is not None else ()
+    return tuple((each.file, each.line, each.function) for each in frames)
 
 
 def grouped(
     stacks: Mapping[str, Sequence[StackTrace]],
 ) -> list[tuple[list[str], Sequence[StackTrace]]]:
-    """Group processes with equal stacks, the largest group first.
-
-    Args:
-        stacks: Process -> its stacks.
-
-    Returns:
-        (processes, stacks) of each group.
-    """
+    """Return (processes, stacks) of groups of processes with equal stacks, the largest first."""
     groups: dict[object, tuple[list[str], Sequence[StackTrace]]] = {}
     for name, found in stacks.items():
         key = tuple((each.thread if not each.call else "", signature(each)) for each in found)
@@ -191,26 +173,18 @@ def grouped(
 def named(names: Iterable[str], most: int = 6) -> str:
     """Format worker ids, ranges of one role together: 'actor/0-14, actor/16'."""
     by_role: dict[str, list[int]] = {}
-    others = []
+    parts = []
     for name in names:
         role, _, index = name.rpartition("/")
         if role and index.isdigit():
             by_role.setdefault(role, []).append(int(index))
         else:
-            others.append(name)
-    parts = others
+            parts.append(name)
     for role, indices in by_role.items():
-        for first, last in _ranges(sorted(indices)):
-            parts.append(f"{role}/{first}" if first == last else f"{role}/{first}-{last}")
+        in_order = enumerate(sorted(indices))
+        for _, pairs in itertools.groupby(in_order, key=lambda pair: pair[1] - pair[0]):
+            numbers = [number for _, number in pairs]
+            last = f"-{numbers[-1]}" if len(numbers) > 1 else ""
+            parts.append(f"{role}/{numbers[0]}{last}")
     more = f" and {len(parts) - most} more" if len(parts) > most else ""
     return ", ".join(parts[:most]) + more
-
-
-def _ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1] = (found[-1][0], number)
-        else:
-            found.append((number, number))
-    return found

@@ -508,7 +508,6 @@ class GenerateScheduler:
                     request_id=each.request_id,
                     age_s=now - each.since,
                     instance_id=each.instance.instance_id if each.instance is not None else "",
-                    num_tokens=each.num_kept,
                 )
                 for each in itertools.islice(flow.open.values(), _MOST_DESCRIBED)
             ],

@@ -1,4 +1,7 @@
-"""Open phases of a run, and the durations of its earlier calls and phases."""
+"""Open phases of a run, and durations of earlier calls and phases.
+
+Where the script has loaded OpenTelemetry's SDK, calls and phases are spans, too.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,18 @@ import collections
 import contextlib
 import itertools
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from helmsman.api.run_state import MethodDurations, PhaseSnapshot
-from helmsman.controller._node.spans import phase_span
 from helmsman.rpc_server._process.recorder import Kind, Recorder
 
 _REMEMBERED = 32
+SDK = "opentelemetry.sdk.trace"
+"""Module that is loaded where spans are wanted."""
 
 
 class _Pauses:
@@ -32,8 +37,7 @@ class _Pauses:
 class Durations:
     """Recent durations of an operation. Thread-safe, since each step is one of the interpreter.
 
-    Args:
-        pauses: Updated with the begin and end of each call; None for other operations.
+    The begins and ends of calls update ``pauses``.
     """
 
     __slots__ = ("_pauses", "_recent", "count")
@@ -62,9 +66,6 @@ class Durations:
         return statistics.median(recent) if recent else None
 
 
-_NONE = Durations()
-
-
 class _Phase(NamedTuple):
     kind: str
     detail: str
@@ -73,18 +74,14 @@ class _Phase(NamedTuple):
 
 
 class Activity:
-    """What a run does now, and the usual duration of it.
-
-    Args:
-        recorder: Records the phases.
-    """
+    """What a run does now, and the usual duration of it; phases are recorded."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._pauses = _Pauses()
         self._calls: dict[tuple[str, str], Durations] = {}
         self._phases: dict[int, _Phase] = {}
-        self._durations: dict[str, Durations] = {}
+        self._durations = collections.defaultdict[str, Durations](Durations)
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self.facts: dict[str, str] = {}
@@ -97,24 +94,20 @@ class Activity:
 
     def durations(self) -> list[MethodDurations]:
         """Return the durations of all methods that were called."""
-        return [
-            MethodDurations(
-                role=role, method=method, num_calls=each.count, median_s=each.median_s or 0.0
-            )
-            for (role, method), each in list(self._calls.items())
-            if each.count
-        ]
+        found = []
+        for (role, method), each in list(self._calls.items()):
+            count, median_s = each.count, each.median_s
+            if median_s is not None:
+                found.append(MethodDurations(role, method, count, median_s))
+        return found
 
     @contextlib.contextmanager
     def phase(
         self, kind: str, detail: str = "", waits_for: Callable[[], str] = lambda: ""
     ) -> Iterator[None]:
-        """Record that the script is in a phase.
+        """Record that the script is in a phase; those of one kind have comparable durations.
 
-        Args:
-            kind: Phases of one kind have comparable durations.
-            detail: Further text, such as the names of roles.
-            waits_for: Describes the reason of a wait; called from other threads, may block.
+        ``waits_for`` describes the reason of a wait; it is called from other threads and may block.
         """
         key, since = next(self._ids), time.monotonic()
         self._phases[key] = _Phase(kind, detail, since, waits_for)
@@ -127,21 +120,17 @@ class Activity:
             del self._phases[key]
             self._recorder.note(Kind.PHASE_END, name, key)
             now = time.monotonic()
-            self._durations.setdefault(kind, Durations()).ended(now - since, now)
+            self._durations[kind].ended(now - since, now)
 
     def phases(self, *, explain: bool) -> list[PhaseSnapshot]:
-        """Return the open phases, oldest first.
-
-        Args:
-            explain: Whether to include the reasons of waits, which may take a cluster query each.
-        """
+        """Return the open phases, oldest first; explaining waits may take a cluster query each."""
         now = time.monotonic()
         return [
             PhaseSnapshot(
                 kind=each.kind,
                 detail=each.detail,
                 age_s=now - each.since,
-                median_s=self._durations.get(each.kind, _NONE).median_s,
+                median_s=self._durations[each.kind].median_s,
                 waits_for=each.waits_for() if explain else "",
             )
             for each in list(self._phases.values())
@@ -156,3 +145,28 @@ class Activity:
     def longest_idle_s(self) -> float:
         """The longest earlier time between such events."""
         return self._pauses.longest_s
+
+
+def phase_span(kind: str, detail: str) -> contextlib.AbstractContextManager[Any]:
+    """Open a span for a phase; it is the parent of spans that the script opens in it."""
+    if SDK not in sys.modules:
+        return contextlib.nullcontext()
+    attributes = {"helmsman.detail": detail} if detail else None
+    span: contextlib.AbstractContextManager[Any] = _tracer().start_as_current_span(
+        f"helmsman {kind}", attributes=attributes
+    )
+    return span
+
+
+def record_call(worker_id: str, method: str, seconds: float, *, ok: bool) -> None:
+    """Record a span for a call that has just ended; only with the SDK."""
+    end_ns = time.time_ns()
+    attributes = {"helmsman.worker": worker_id, "helmsman.ok": ok}
+    start_ns = end_ns - int(seconds * 1e9)
+    name = f"helmsman call {method}"
+    _tracer().start_span(name, start_time=start_ns, attributes=attributes).end(end_ns)
+
+
+def _tracer() -> Any:
+    trace: Any = sys.modules["opentelemetry.trace"]  # the SDK has imported it
+    return trace.get_tracer("helmsman")

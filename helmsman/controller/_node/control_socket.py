@@ -1,12 +1,13 @@
 """A run's control socket: answers other processes of the same user while the script runs.
 
-The socket has an abstract address, so that the kernel removes it however the script ends. Each side
-checks by SO_PEERCRED that the other belongs to this user.
+The kernel removes its abstract address however the script ends. Each side checks by SO_PEERCRED
+that the other belongs to this user.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import socket
@@ -14,7 +15,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -28,22 +29,22 @@ _REQUEST_BYTES = 1 << 16
 _SILENT_S = 5.0
 """A client that sends or reads nothing for this long is dropped."""
 _BESIDE_S = 4.0
-"""Longest wait for an answer beyond the query's own limit; the script may have to find out first
-that its event loop is blocked.
-"""
+"""Longest wait for an answer beyond the query's limit: a blocked event loop is noticed late."""
 _LENGTH = struct.Struct("!Q")
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True):
     """A question to a run, or an action."""
 
-    kind: Literal["snapshot", "stacks", "drain", "resume", "scale", "kill"]
+    kind: Literal["snapshot", "stacks", "files", "drain", "resume", "scale", "kill"]
     role: str | None = None
     """Only this role; None for all."""
     reports: bool = False
     """Whether a snapshot includes the processes' reports about themselves."""
     target: str = ""
-    """Worker id or role of an action."""
+    """Worker id or role of an action; worker whose files are wanted."""
+    node: str = ""
+    """Node with these files."""
     number: int = 0
     """Number of replicas for 'scale'."""
     limit_s: float = 5.0
@@ -56,11 +57,9 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControlSocket:
-    """Answers queries on a Unix socket, each on a thread of its own.
+    """Answers queries on the Unix socket of a run, each on a thread of its own.
 
-    Args:
-        run_id: Names the socket.
-        answer: Returns the answer, which msgspec can encode; called on the query's thread.
+    ``answer`` is called on that thread; msgspec must be able to encode its result.
 
     Raises:
         OSError: The socket cannot be created.
@@ -71,12 +70,13 @@ class ControlSocket:
         self._free = threading.BoundedSemaphore(_MOST_CLIENTS)
         self._is_closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._listener.close)
+        try:
             self._listener.bind(_address(run_id))
             self._listener.listen(_MOST_CLIENTS)
             threading.Thread(target=self._accept, name="helmsman-control", daemon=True).start()
-            undo.pop_all()
+        except BaseException:
+            self._listener.close()
+            raise
         os.register_at_fork(after_in_child=self._listener.close)
 
     def close(self) -> None:
@@ -99,26 +99,26 @@ class ControlSocket:
             if not _is_own(peer) or not self._free.acquire(blocking=False):
                 peer.close()
                 continue
+            thread = threading.Thread(
+                target=self._serve, args=(peer,), name="helmsman-query", daemon=True
+            )
             try:
-                threading.Thread(
-                    target=self._serve, args=(peer,), name="helmsman-query", daemon=True
-                ).start()
+                thread.start()
             except RuntimeError:  # no thread can be started
                 self._free.release()
                 peer.close()
 
     def _serve(self, peer: socket.socket) -> None:
         try:
-            with peer:
+            with peer, peer.makefile("rwb") as stream:
                 peer.settimeout(_SILENT_S)
-                query = msgspec.msgpack.decode(_receive(peer, _REQUEST_BYTES), type=Query)
+                query = msgspec.msgpack.decode(_receive(stream, _REQUEST_BYTES), type=Query)
                 try:
                     answer = self._answer(query)
-                except HelmsmanError as error:
-                    answer = Refusal(refused=str(error))
                 except Exception as error:  # noqa: BLE001 - reported to the client
-                    answer = Refusal(refused=f"{type(error).__name__}: {error}")
-                _send(peer, msgspec.msgpack.encode(answer))
+                    kind = "" if isinstance(error, HelmsmanError) else f"{type(error).__name__}: "
+                    answer = Refusal(refused=f"{kind}{error}")
+                _send(stream, answer)
         except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
             log.debug("a query of the control socket ended: %s", error)
         finally:
@@ -129,9 +129,9 @@ def ask(run_id: str, query: Query) -> bytes:
     """Send a query to a run on this machine; returns the answer in msgpack.
 
     Raises:
-        OSError: The run has no socket, or did not answer a few seconds after ``query.limit_s``.
+        OSError: The run has no socket, did not answer a few seconds after ``query.limit_s``, or
+            another user's process listens there.
         EOFError: The run closed the connection.
-        PermissionError: Another user's process listens there.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(query.limit_s + _BESIDE_S)
@@ -141,8 +141,9 @@ def ask(run_id: str, query: Query) -> bytes:
             raise ConnectionRefusedError(f"run {run_id} has no control socket here") from error
         if not _is_own(peer):
             raise PermissionError(f"the control socket of run {run_id} belongs to another user")
-        _send(peer, msgspec.msgpack.encode(query))
-        return _receive(peer, 1 << 30)
+        with peer.makefile("rwb") as stream:
+            _send(stream, query)
+            return _receive(stream, 1 << 30)
 
 
 def _address(run_id: str) -> str:
@@ -157,21 +158,18 @@ def _is_own(peer: socket.socket) -> bool:
     return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
 
 
-def _send(peer: socket.socket, message: bytes) -> None:
-    peer.sendall(_LENGTH.pack(len(message)) + message)
+def _send(stream: io.BufferedRWPair, message: object) -> None:
+    content = msgspec.msgpack.encode(message)
+    stream.write(_LENGTH.pack(len(content)) + content)
+    stream.flush()
 
 
-def _receive(peer: socket.socket, limit: int) -> bytes:
-    (length,) = _LENGTH.unpack(b"".join(_read(peer, _LENGTH.size)))
+def _receive(stream: io.BufferedRWPair, limit: int) -> bytes:
+    header = stream.read(_LENGTH.size)
+    length = _LENGTH.unpack(header)[0] if len(header) == _LENGTH.size else 0
     if length > limit:
         raise ValueError(f"a message of {length} bytes; expected at most {limit}")
-    return b"".join(_read(peer, length))
-
-
-def _read(peer: socket.socket, length: int) -> Iterator[bytes]:
-    while length:
-        piece = peer.recv(min(length, 1 << 20))
-        if not piece:
-            raise EOFError("the other side closed the connection")
-        length -= len(piece)
-        yield piece
+    content = stream.read(length)
+    if not content or len(content) < length:
+        raise EOFError("the other side closed the connection")
+    return content

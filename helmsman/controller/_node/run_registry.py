@@ -19,12 +19,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from helmsman.api.environment import masked_command
 from helmsman.api.errors import LogDirectoryError, UntrustedPathError
+from helmsman.api.run_state import RunSnapshot
 from helmsman.rpc_server._process.safe_files import (
     is_own_directory,
     log_directory,
@@ -59,6 +60,26 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     log_dir: str
     since: float
     """Start time in seconds since the epoch."""
+
+    def snapshot(self, answered_by: str, **found: Any) -> RunSnapshot:
+        """Return a snapshot of the run as of now, unless ``found`` has other times."""
+        about = msgspec.structs.asdict(self)
+        about["started_at"] = about.pop("since")
+        times = {"taken_at": time.time(), "answered_by": answered_by}
+        return RunSnapshot(**about | times | found)
+
+
+def record_here(run_id: str, scheduler: str, log_dir: Path) -> RunRecord:
+    """Return the record of a run whose controller is this process and begins now."""
+    return RunRecord(
+        run_id=run_id,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        command=masked_command(sys.argv)[:500],
+        scheduler=scheduler,
+        log_dir=str(log_dir),
+        since=time.time(),
+    )
 
 
 class Place(NamedTuple):
@@ -159,15 +180,7 @@ class RunLock:
     """
 
     def __init__(self, run_id: str, scheduler: str, log_dir: Path) -> None:
-        record = RunRecord(
-            run_id=run_id,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            command=masked_command(sys.argv)[:500],
-            scheduler=scheduler,
-            log_dir=str(log_dir),
-            since=time.time(),
-        )
+        record = record_here(run_id, scheduler, log_dir)
         self._name = f"{run_id}.json"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with record_places()[0].open() as folder, contextlib.ExitStack() as undo:

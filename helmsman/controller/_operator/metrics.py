@@ -7,12 +7,19 @@ counters.
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from helmsman.api.extras import needed_by
 from helmsman.api.run_state import RunSnapshot
+from helmsman.controller._operator.runs import (
+    FoundRun,
+    RunNotFoundError,
+    find_run,
+    take_snapshot,
+)
 
 METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "helmsman_up": ("1 if the run's script answers.", ()),
@@ -38,31 +45,26 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 Sample = tuple[str, tuple[str, ...], float]
 """Metric, values of its labels, value."""
+_POLL_S = 5.0
 
 
 def samples(run: RunSnapshot) -> Iterator[Sample]:
-    """Yield the samples of a snapshot.
-
-    Args:
-        run: The snapshot.
-    """
+    """Yield the samples of a snapshot."""
     yield "helmsman_up", (), float(run.answered_by == "script")
     yield "helmsman_uptime_seconds", (), run.taken_at - run.started_at
     counts = collections.Counter((each.role, each.state) for each in run.workers)
     yield from (("helmsman_workers", labels, float(n)) for labels, n in counts.items())
     restarts = collections.Counter[str]()
+    ages: dict[tuple[str, str], list[float]] = {}
     for worker in run.workers:
         restarts[worker.role] += worker.num_restarts
         if worker.health is not None:
             id_ = (worker.worker_id,)
             yield "helmsman_worker_resident_bytes", id_, float(worker.health.rss_bytes)
             yield "helmsman_worker_cpu_seconds_total", id_, worker.health.cpu_s
-    yield from (("helmsman_worker_restarts_total", (r,), float(n)) for r, n in restarts.items())
-    ages: dict[tuple[str, str], list[float]] = {}
-    for worker in run.workers:
         for call in worker.calls:
-            key = (worker.role, call.name.rpartition(".")[2])
-            ages.setdefault(key, []).append(call.age_s)
+            ages.setdefault((worker.role, call.name.rpartition(".")[2]), []).append(call.age_s)
+    yield from (("helmsman_worker_restarts_total", (r,), float(n)) for r, n in restarts.items())
     for key, found in ages.items():
         yield "helmsman_calls_in_flight", key, float(len(found))
         yield "helmsman_oldest_call_seconds", key, max(found)
@@ -73,76 +75,55 @@ def samples(run: RunSnapshot) -> Iterator[Sample]:
     for phase in run.phases:
         yield "helmsman_phase_seconds", (phase.kind,), phase.age_s
     for rollout in run.rollouts:
-        role = (rollout.role,)
-        yield "helmsman_requests_queued", role, float(rollout.num_queued)
-        yield "helmsman_requests_in_flight", role, float(rollout.num_in_flight)
-        yield "helmsman_requests_total", role, float(rollout.num_done)
-        yield "helmsman_generated_tokens_total", role, float(rollout.num_tokens_done)
-        if rollout.median_s is not None:
-            yield "helmsman_request_median_seconds", role, rollout.median_s
-        if rollout.version is not None:
-            yield "helmsman_weight_version", role, float(rollout.version)
+        figures = {
+            "helmsman_requests_queued": rollout.num_queued,
+            "helmsman_requests_in_flight": rollout.num_in_flight,
+            "helmsman_requests_total": rollout.num_done,
+            "helmsman_generated_tokens_total": rollout.num_tokens_done,
+            "helmsman_request_median_seconds": rollout.median_s,
+            "helmsman_weight_version": rollout.version,
+        }
+        for name, value in figures.items():
+            if value is not None:
+                yield name, (rollout.role,), float(value)
         for health, n in collections.Counter(rollout.instances.values()).items():
             yield "helmsman_instances", (rollout.role, health), float(n)
 
 
-def serve(take: Callable[[], RunSnapshot | None], host: str, port: int) -> tuple[Any, int]:
-    """Serve the metrics of a run at http://HOST:PORT/metrics, on a thread.
-
-    Args:
-        take: Takes a snapshot; None once the run has ended.
-        host: Address to listen on.
-        port: Port; any free one if 0.
-
-    Returns:
-        The server, whose ``shutdown`` ends it, and its port.
+def serve(run: FoundRun, host: str, port: int) -> None:
+    """Serve the metrics of a run at http://HOST:PORT/metrics until it has ended.
 
     Raises:
         BackendNotInstalledError: prometheus_client is missing.
-        OSError: The port is not free.
+        OSError: The port is not free; with port 0, any free one is used.
     """
     with needed_by("helmsman metrics", "prometheus_client"):
         import prometheus_client
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+    def take() -> RunSnapshot | None:
+        with contextlib.suppress(RunNotFoundError):
+            return take_snapshot(find_run(run.run_id, alive=True))
+        return None
+
     class Run:
         def collect(self) -> Iterable[Any]:
-            run = take()
-            found: dict[str, Any] = {}
-            if run is None:
-                family = GaugeMetricFamily("helmsman_up", METRICS["helmsman_up"][0])
-                family.add_metric([], 0.0)
-                return [family]
-            for name, labels, value in samples(run):
+            snapshot, families = take(), dict[str, Any]()
+            found = [("helmsman_up", (), 0.0)] if snapshot is None else samples(snapshot)
+            for name, labels, value in found:
                 text, label_names = METRICS[name]
-                if name not in found:
-                    is_counter = name.endswith("_total")
-                    kind = CounterMetricFamily if is_counter else GaugeMetricFamily
-                    found[name] = kind(name, text, labels=label_names)
-                found[name].add_metric(labels, value)
-            return list(found.values())
-
-        def describe(self) -> Iterable[Any]:
-            return []
+                is_counter = name.endswith("_total")
+                kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+                family = families.setdefault(name, kind(name, text, labels=label_names))
+                family.add_metric(labels, value)
+            return list(families.values())
 
     registry = prometheus_client.CollectorRegistry()
     registry.register(Run())
     server, _ = prometheus_client.start_http_server(port, host, registry)
-    return server, server.server_port
-
-
-def serve_until_end(take: Callable[[], RunSnapshot | None], host: str, port: int) -> None:
-    """Serve metrics until the run has ended.
-
-    Args:
-        take: Takes a snapshot; None once the run has ended.
-        host: Address to listen on.
-        port: Port.
-    """
-    server, port = serve(take, host, port)
-    print(f"metrics at http://{host}:{port}/metrics", flush=True)
+    print(f"metrics at http://{host}:{server.server_port}/metrics", flush=True)
     try:
         while take() is not None:
-            time.sleep(5.0)
+            time.sleep(_POLL_S)
     finally:
         server.shutdown()

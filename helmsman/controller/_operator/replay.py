@@ -27,9 +27,7 @@ from helmsman.rpc_server._wire.messages import Verb
 def kept_calls(log_dir: Path) -> dict[int, KeptCall]:
     """Return the kept calls of a run by number.
 
-    Args:
-        log_dir: The run's log directory. Only files of this user are read, since their arguments
-            are unpickled by ``replay``.
+    Only files of this user are read, since ``replay`` unpickles their arguments.
     """
     found = {}
     try:
@@ -55,15 +53,8 @@ def describe_calls(calls: dict[int, KeptCall]) -> str:
 def replay(calls: dict[int, KeptCall], number: int, *, debugger: bool) -> Any:
     """Construct the engine of a kept call here, prepare it as then, and repeat the call.
 
-    The engine has its initial weights, and those of the calls that prepared it.
-
-    Args:
-        calls: The kept calls of the run.
-        number: The call.
-        debugger: Whether to stop in pdb at the first line of the method.
-
-    Returns:
-        The result of the method.
+    The engine has its initial weights, and those of the calls that prepared it. A debugger is pdb,
+    which stops at the first line of the method.
 
     Raises:
         RunNotFoundError: There is no such call.
@@ -74,16 +65,13 @@ def replay(calls: dict[int, KeptCall], number: int, *, debugger: bool) -> Any:
         known = describe_calls(calls) or "no call; scheduler.reporter.keep_calls keeps some"
         raise RunNotFoundError(f"call {number} was not kept. The run has kept:\n{known}")
     engines: dict[str | None, Any] = {}
-    context = WorkerContext(worker_id=call.worker_id, node="127.0.0.1")
-    with within(context):
+    with within(WorkerContext(worker_id=call.worker_id, node="127.0.0.1")):
         for each in [calls[before] for before in call.before]:
             if each.request.verb is Verb.CREATE_ENGINE:
                 engines[each.request.engine_name] = _construct(each)
             elif each.request.verb is Verb.CALL:
                 _call(engines, each, _settled)
-        if not debugger:
-            return _call(engines, call, _settled)
-        return _call(engines, call, _debugged)
+        return _call(engines, call, _debugged if debugger else _settled)
 
 
 def _construct(call: KeptCall) -> Any:
@@ -102,19 +90,17 @@ def _call(engines: dict[str | None, Any], call: KeptCall, run: Callable[..., Any
 
 
 def _settled(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    result = method(*args, **kwargs)
-    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+    async def result() -> Any:
+        return await outcome
+
+    outcome = method(*args, **kwargs)
+    return asyncio.run(result()) if inspect.isawaitable(outcome) else outcome
 
 
 def _debugged(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    debugger = pdb.Pdb()
     if inspect.iscoroutinefunction(method):
-        return debugger.runcall(_settled, method, *args, **kwargs)
-    return debugger.runcall(method, *args, **kwargs)
-
-
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable
+        return pdb.Pdb().runcall(_settled, method, *args, **kwargs)
+    return pdb.Pdb().runcall(method, *args, **kwargs)
 
 
 def _arguments(call: KeptCall) -> Any:

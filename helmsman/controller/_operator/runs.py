@@ -1,13 +1,15 @@
-"""Selection of a run, and snapshots of it from its script or from outside."""
+"""Selection of a run, and snapshots of it, also on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,6 +23,7 @@ T = TypeVar("T")
 
 _ANSWER_S = 2.0
 """Limit for the answer of a script; after it, its process is observed."""
+_NODE_ANSWER_S = 60.0
 
 
 class RunNotFoundError(HelmsmanError):
@@ -34,16 +37,22 @@ class RunSilentError(HelmsmanError):
 class FoundRun(NamedTuple):
     """A run of this user."""
 
-    run_id: str
-    log_dir: Path
-    record: RunRecord | None
-    """None if the run has ended normally."""
+    record: RunRecord
+    """With its id and log directory only, if it has ended normally."""
     is_alive: bool
+
+    @property
+    def run_id(self) -> str:
+        return self.record.run_id
+
+    @property
+    def log_dir(self) -> Path:
+        return Path(self.record.log_dir)
 
     @property
     def is_node(self) -> bool:
         """Whether it is a node of `helmsman up`, rather than the run of a script."""
-        return self.record is not None and self.record.scheduler == UP
+        return self.record.scheduler == UP
 
 
 def find_run(name: str | None, *, alive: bool = False) -> FoundRun:
@@ -62,96 +71,87 @@ def find_run(name: str | None, *, alive: bool = False) -> FoundRun:
         path = Path(name).absolute()
         found = [each for each in runs if each.log_dir == path]
         if not found and (path / "driver.log").is_file():
-            found = [FoundRun(path.name, path, None, False)]
+            found = [_ended(path.name, path)]
     elif name is not None:
         found = [each for each in runs if each.run_id.startswith(name)]
     else:
         scripts = [each for each in runs if not each.is_node]
         found = [each for each in scripts if each.is_alive] or ([] if alive else scripts[:1])
         found = found or [each for each in runs if each.is_alive]
-    if alive:
-        ended = [each for each in found if not each.is_alive]
-        found = [each for each in found if each.is_alive]
-        if ended and not found:
-            raise RunNotFoundError(
-                f"run {ended[0].run_id} has ended. helmsman logs {ended[0].run_id} shows its logs."
-            )
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        what = f"no run {name!r}" if name is not None else "no run that is alive"
-        raise RunNotFoundError(f"{what} of this user on this machine. helmsman runs lists them.")
-    ids = ", ".join(each.run_id for each in found[:8])
-    raise RunNotFoundError(f"{len(found)} runs fit: {ids}. Name one of them.")
+    chosen = [each for each in found if each.is_alive or not alive]
+    if len(chosen) == 1:
+        return chosen[0]
+    if chosen:
+        ids = ", ".join(each.run_id for each in chosen[:8])
+        raise RunNotFoundError(f"{len(chosen)} runs fit: {ids}. Name one of them.")
+    if found:
+        run_id = found[0].run_id
+        raise RunNotFoundError(f"run {run_id} has ended. helmsman logs {run_id} shows its logs.")
+    what = f"no run {name!r}" if name is not None else "no run that is alive"
+    raise RunNotFoundError(f"{what} of this user on this machine. helmsman runs lists them.")
 
 
 def _all_runs() -> list[FoundRun]:
     """Return all runs, those alive first, then those that ended last."""
-    runs: dict[str, FoundRun] = {}
-    for record, is_alive in reversed(read_runs()):
-        runs[record.run_id] = FoundRun(record.run_id, Path(record.log_dir), record, is_alive)
+    runs = {record.run_id: FoundRun(record, alive) for record, alive in reversed(read_runs())}
     for run_id, path, _ in log_dirs():
-        runs.setdefault(run_id, FoundRun(run_id, path, None, False))
+        runs.setdefault(run_id, _ended(run_id, path))
     return sorted(runs.values(), key=lambda each: not each.is_alive)
 
 
-def take_snapshot(run: FoundRun, *, reports: bool, role: str | None = None) -> RunSnapshot:
-    """Return the state of a run that is alive.
+def _ended(run_id: str, log_dir: Path) -> FoundRun:
+    """Return a run whose record was removed at its normal end."""
+    record = RunRecord(
+        run_id=run_id, pid=0, host="", command="", scheduler="", log_dir=str(log_dir), since=0.0
+    )
+    return FoundRun(record, is_alive=False)
+
+
+def take_snapshot(run: FoundRun, role: str | None = None, reports: bool = False) -> RunSnapshot:
+    """Return the state of a run that is alive, if asked with reports of its processes.
 
     If its script does not answer within a few seconds, its processes are observed from outside.
-
-    Args:
-        run: The run.
-        reports: Whether to include the stacks, memory and nodes of all processes.
-        role: Only this role.
 
     Raises:
         RunNotFoundError: The run has ended, or runs on another machine.
         HelmsmanError: The run refused the query.
     """
-    record = run.record
-    if record is None:
+    if not run.is_alive:
         raise RunNotFoundError(f"run {run.run_id} has ended")
-    if record.host != socket.gethostname():
+    if run.record.host != socket.gethostname():
         raise RunNotFoundError(
-            f"run {run.run_id} belongs to host {record.host}; use the command there"
+            f"run {run.run_id} belongs to host {run.record.host}; use the command there"
         )
-    if is_stuck(record):
-        return observe_run(record, reports=reports)
-    query = Query(kind="snapshot", role=role, reports=reports, limit_s=_ANSWER_S)
-    try:
-        snapshot = _ask(run, query, RunSnapshot)
-    except RunSilentError:
-        return observe_run(record, reports=reports)
-    return complete(snapshot, reports=reports)
+    if not is_stuck(run.record):
+        query = Query(kind="snapshot", role=role, reports=reports, limit_s=_ANSWER_S)
+        with contextlib.suppress(RunSilentError):
+            return complete(ask_run(run, query, RunSnapshot), reports=reports)
+    return observe_run(run.record, reports=reports)
 
 
 def take_two(run: FoundRun, role: str | None = None, apart_s: float = 1.0) -> list[RunSnapshot]:
     """Return two snapshots with reports, the later one first."""
-    before = take_snapshot(run, reports=True, role=role)
+    before = take_snapshot(run, role, reports=True)
     time.sleep(apart_s)
-    return [take_snapshot(run, reports=True, role=role), before]
+    return [take_snapshot(run, role, reports=True), before]
 
 
-def take_stacks(run: FoundRun, role: str | None) -> dict[str, str]:
-    """Return the stacks of all threads by worker id.
+def take_here(take: Callable[..., T], name: str | None, *arguments: Any) -> T | None:
+    """Return ``take(run, *arguments)`` of a run whose script runs here; None without one."""
+    try:
+        run = find_run(name, alive=True)
+        return None if run.is_node else take(run, *arguments)
+    except RunNotFoundError:
+        return None
+
+
+def ask_run(run: FoundRun, query: Query, kind: type[T]) -> T:
+    """Send a query to a run; returns its answer, which has the type ``kind``.
 
     Raises:
-        HelmsmanError: The run refused the query, such as for an unknown role, or is silent.
+        HelmsmanError: The run refused the query, such as for an unknown role; an action failed.
+        RunSilentError: The run does not answer.
     """
-    return _ask(run, Query(kind="stacks", role=role, limit_s=_ANSWER_S), dict[str, str])
-
-
-def act(run: FoundRun, query: Query) -> str:
-    """Send an action to a run; returns the description of its effect.
-
-    Raises:
-        HelmsmanError: The run refused the action, it failed, or the run is silent.
-    """
-    return _ask(run, query, str)
-
-
-def _ask(run: FoundRun, query: Query, kind: type[T]) -> T:
     try:
         answer = ask(run.run_id, query)
     except (OSError, EOFError, ValueError) as error:
@@ -162,3 +162,48 @@ def _ask(run: FoundRun, query: Query, kind: type[T]) -> T:
     with contextlib.suppress(msgspec.MsgspecError):
         raise HelmsmanError(msgspec.msgpack.decode(answer, type=Refusal).refused)
     return msgspec.msgpack.decode(answer, type=kind)
+
+
+def take_stacks(run: FoundRun, role: str | None) -> dict[str, str]:
+    """Return the stacks of all threads by worker id."""
+    return ask_run(run, Query(kind="stacks", role=role, limit_s=_ANSWER_S), dict[str, str])
+
+
+def attach(address: str | None) -> Sequence[Mapping[str, Any]]:
+    """Attach to a running cluster, never start one; returns its live nodes.
+
+    Without an address, it is that of RAY_ADDRESS, or the cluster of this machine.
+    """
+    from helmsman.controller._ray_backend.cluster_state import alive_nodes, choose_address
+
+    chosen = choose_address(address or os.environ.get("RAY_ADDRESS") or "auto")
+    if chosen is not None:
+        import ray
+
+        ray.init(
+            address=chosen,
+            namespace="helmsman-cli",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    return alive_nodes()
+
+
+def start_on(
+    node: Mapping[str, Any], function: Callable[..., Any], *arguments: Any, **keywords: Any
+) -> Any:
+    """Run a function on a node; returns the reference of its result."""
+    import ray
+
+    from helmsman.controller._ray_backend.placement_groups import on_node
+
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(function)
+    return task.options(scheduling_strategy=on_node(node["NodeID"])).remote(*arguments, **keywords)
+
+
+def on_all(nodes: Sequence[Mapping[str, Any]], function: Callable[..., T], *args: Any) -> list[T]:
+    """Run a function on all nodes at once; returns the results in their order."""
+    import ray
+
+    started = [start_on(node, function, *args) for node in nodes]
+    return [ray.get(each, timeout=_NODE_ANSWER_S) for each in started]

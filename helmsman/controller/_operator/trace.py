@@ -6,7 +6,7 @@ to their execution. Source: the format's specification by Google, "Trace Event F
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,9 @@ from helmsman.controller._operator.recordings import Span, Timeline, read_timeli
 from helmsman.controller._operator.runs import RunNotFoundError
 from helmsman.controller._schedulers.run_view import SCRIPT
 
-_REQUESTS = "requests"
-
 
 def write_trace(log_dir: Path, out: Path) -> int:
-    """Write the trace of a run, which may still be running.
-
-    Args:
-        log_dir: The run's log directory.
-        out: File to write.
-
-    Returns:
-        The number of events.
+    """Write the trace of a run, which may still be running; returns the number of events.
 
     Raises:
         RunNotFoundError: The directory has no recordings.
@@ -36,135 +27,80 @@ def write_trace(log_dir: Path, out: Path) -> int:
     timeline = read_timeline(log_dir)
     if timeline is None:
         raise RunNotFoundError(f"{log_dir} has no recordings of a run.")
-    events = list(_events(timeline))
-    content = {
-        "traceEvents": events,
-        "otherData": {"begin_unix_ns": timeline.begin_ns + timeline.clock_ahead_ns},
-    }
+    trace = _Trace(timeline)
+    begin_unix_ns = timeline.begin_ns + timeline.clock_ahead_ns
+    content = {"traceEvents": trace.events, "otherData": {"begin_unix_ns": begin_unix_ns}}
     out.write_bytes(msgspec.json.encode(content))
-    return len(events)
+    return len(trace.events)
 
 
-class _Lanes:
-    """Assigns overlapping spans to different lanes of a process."""
+class _Trace:
+    def __init__(self, timeline: Timeline) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._begin_ns, self._end_ns = timeline.begin_ns, timeline.end_ns
+        self._pids: dict[str, int] = {}
+        self._lanes: dict[tuple[int, str], list[int]] = {}
+        """(process, kind) -> for each lane, the end of its last slice."""
+        self._tids: dict[tuple[int, str], int] = {}
+        script, requests = self._process(SCRIPT), self._process("requests")
+        self._add_spans(timeline.phases, "phase", script)
+        self._add_spans(timeline.sent, "call", script)
+        self._add_spans(timeline.run, "run")
+        for span in timeline.requests:
+            end_ns = span.end_ns or self._end_ns
+            tid = self._lane(requests, "request", span.begin_ns, end_ns)
+            args = {"number": span.number, "instance": span.process, "end": span.name}
+            sent_ns = end_ns if span.sent_ns is None else span.sent_ns
+            if sent_ns > span.begin_ns:
+                self._slice("queued", "request", requests, tid, span.begin_ns, sent_ns, args)
+            if span.sent_ns is not None:
+                self._slice(span.process, "request", requests, tid, sent_ns, end_ns, args)
+        for process, pid, at_ns, text in timeline.marks:
+            name = SCRIPT if process == SCRIPT else f"{process} (pid {pid})"
+            self._add("i", text, self._process(name), at_ns=at_ns, s="p")
 
-    def __init__(self) -> None:
-        self._free_at: dict[tuple[int, str], list[int]] = {}
+    def _add(
+        self, ph: str, name: str, pid: int, tid: int = 0, at_ns: int | None = None, **more: Any
+    ) -> None:
+        if at_ns is not None:
+            more["ts"] = (at_ns - self._begin_ns) / 1000
+        self.events.append({"ph": ph, "name": name, "pid": pid, "tid": tid, **more})
 
-    def lane(self, pid: int, kind: str, begin_ns: int, end_ns: int) -> int:
-        ends = self._free_at.setdefault((pid, kind), [])
-        for number, free_at in enumerate(ends):
-            if free_at <= begin_ns:
-                ends[number] = end_ns
-                return number
-        ends.append(end_ns)
-        return len(ends) - 1
+    def _process(self, name: str) -> int:
+        if name not in self._pids:
+            pid = self._pids[name] = len(self._pids) + 1
+            self._add("M", "process_name", pid, args={"name": name})
+            self._add("M", "process_sort_index", pid, args={"sort_index": pid})
+        return self._pids[name]
 
+    def _lane(self, pid: int, kind: str, begin_ns: int, end_ns: int) -> int:
+        """Return the first lane of a kind that is free at the begin of a span."""
+        ends = self._lanes.setdefault((pid, kind), [])
+        number = next((n for n, free_at in enumerate(ends) if free_at <= begin_ns), len(ends))
+        ends[number : number + 1] = [end_ns]
+        lane = f"{kind} {number}" if number else kind
+        if (pid, lane) not in self._tids:
+            tid = self._tids[pid, lane] = len(self._tids) + 1
+            self._add("M", "thread_name", pid, tid, args={"name": lane})
+        return self._tids[pid, lane]
 
-def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    names = [SCRIPT, _REQUESTS]
-    for span in timeline.run:
-        names += [f"{span.process} (pid {span.pid})"]
-    pids = {name: number for number, name in enumerate(dict.fromkeys(names), 1)}
-    for name, pid in pids.items():
-        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-    lanes = _Lanes()
+    def _slice(
+        self, name: str, kind: str, pid: int, tid: int, begin_ns: int, end_ns: int, args: Any
+    ) -> None:
+        dur = max(end_ns - begin_ns, 1) / 1000
+        self._add("X", name, pid, tid, begin_ns, cat=kind, args=args, dur=dur)
 
-    def slices(
-        spans: Iterable[Span], pid_of: dict[int, int] | None, kind: str
-    ) -> Iterator[dict[str, Any]]:
+    def _add_spans(self, spans: Iterable[Span], kind: str, script: int | None = None) -> None:
         for span in spans:
-            name = f"{span.process} (pid {span.pid})"
-            pid = pids[SCRIPT] if pid_of is None else pids[name]
-            end_ns = timeline.end_ns if span.end_ns is None else span.end_ns
-            lane_kind = f"{kind} {span.process}" if kind == "call" else kind
-            number = lanes.lane(pid, lane_kind, span.begin_ns, end_ns)
-            lane = f"{lane_kind} {number}" if number else lane_kind
-            tid = _tid(pid, lane)
-            if tid not in named:
-                named.add(tid)
-                yield {
-                    "ph": "M",
-                    "name": "thread_name",
-                    "pid": pid,
-                    "tid": tid,
-                    "args": {"name": lane},
-                }
+            pid = script or self._process(f"{span.process} (pid {span.pid})")
+            end_ns = span.end_ns or self._end_ns
+            lane = f"{kind} {span.process}" if kind == "call" else kind
+            tid = self._lane(pid, lane, span.begin_ns, end_ns)
             args: dict[str, Any] = {"number": span.number}
-            if span.end_ns is None:
-                args["unfinished"] = True
-            if not span.ok:
-                args["failed"] = True
-            title = span.name.rpartition(".")[2] if kind != "phase" else span.name
-            yield _slice(title, kind, pid, tid, span.begin_ns, end_ns, args, timeline)
-            if kind in ("call", "run"):
-                yield {
-                    "ph": "s" if kind == "call" else "f",
-                    "bp": "e",
-                    "cat": "flow",
-                    "name": "call",
-                    "id": f"{span.process} {span.number}",
-                    "pid": pid,
-                    "tid": tid,
-                    "ts": _us(span.begin_ns, timeline),
-                }
-
-    named: set[int] = set()
-    yield from slices(timeline.phases, None, "phase")
-    yield from slices(timeline.sent, None, "call")
-    yield from slices(timeline.run, {}, "run")
-    for span, sent_ns in timeline.requests:
-        end_ns = timeline.end_ns if span.end_ns is None else span.end_ns
-        pid = pids[_REQUESTS]
-        number = lanes.lane(pid, "request", span.begin_ns, end_ns)
-        tid = _tid(pid, f"request {number}")
-        args = {"number": span.number, "instance": span.process, "end": span.name}
-        if sent_ns is None or sent_ns > span.begin_ns:
-            queued_until = end_ns if sent_ns is None else sent_ns
-            yield _slice("queued", "request", pid, tid, span.begin_ns, queued_until, args, timeline)
-        if sent_ns is not None:
-            yield _slice(span.process, "request", pid, tid, sent_ns, end_ns, args, timeline)
-    for process, own_pid, at_ns, text in timeline.marks:
-        pid = pids.get(f"{process} (pid {own_pid})", pids[SCRIPT])
-        yield {
-            "ph": "i",
-            "s": "p",
-            "name": text,
-            "pid": pid,
-            "tid": 0,
-            "ts": _us(at_ns, timeline),
-        }
-
-
-def _slice(
-    name: str,
-    kind: str,
-    pid: int,
-    tid: int,
-    begin_ns: int,
-    end_ns: int,
-    args: dict[str, Any],
-    timeline: Timeline,
-) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": kind,
-        "pid": pid,
-        "tid": tid,
-        "args": args,
-        "ts": _us(begin_ns, timeline),
-        "dur": max(end_ns - begin_ns, 1) / 1000,
-    }
-
-
-def _us(at_ns: int, timeline: Timeline) -> float:
-    return (at_ns - timeline.begin_ns) / 1000
-
-
-_tids: dict[tuple[int, str], int] = {}
-
-
-def _tid(pid: int, lane: str) -> int:
-    return _tids.setdefault((pid, lane), len(_tids) + 1)
+            args |= {"unfinished": True} if span.end_ns is None else {}
+            args |= {"failed": True} if not span.ok else {}
+            title = span.name if kind == "phase" else span.name.rpartition(".")[2]
+            self._slice(title, kind, pid, tid, span.begin_ns, end_ns, args)
+            if kind != "phase":
+                flow = {"bp": "e", "cat": "flow", "id": f"{span.process} {span.number}"}
+                self._add("s" if script else "f", "call", pid, tid, span.begin_ns, **flow)

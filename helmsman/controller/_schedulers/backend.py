@@ -5,12 +5,10 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from helmsman.api.environment import masked_command
 from helmsman.api.errors import WorkerStartError
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import Job, Timeouts
@@ -35,7 +33,6 @@ class Run:
 
     def __init__(self, seed: int, log_dir: str | Path | None, timeouts: Timeouts | None) -> None:
         self.id = new_run_id()
-        self.command = masked_command(sys.argv)[:500]
         self.recorder = Recorder("script")
         self.activity = Activity(self.recorder)
         self.seed = seed

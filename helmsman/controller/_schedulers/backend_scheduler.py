@@ -42,7 +42,7 @@ from helmsman.controller._schedulers.backend import Backend, Run
 from helmsman.controller._schedulers.calls import CallService, ValueStore
 from helmsman.controller._schedulers.role_lifecycle import RoleLifecycle
 from helmsman.controller._schedulers.roles import Role, RoleRegistry, rank_of, stop_roles
-from helmsman.controller._schedulers.run_view import SCRIPT, RunView
+from helmsman.controller._schedulers.run_view import SCRIPT, RunView, ask_all
 from helmsman.controller._schedulers.watchdog import Watchdog
 from helmsman.controller._schedulers.worker_requests import inject, probe
 from helmsman.controller._transport.client import WorkerClient
@@ -238,13 +238,9 @@ class BackendScheduler(Scheduler):
 
     @checked
     def stacks(self, role: str) -> dict[str, str]:
-        async def ask(client: WorkerClient) -> str:
-            try:
-                return str(await client.control(Verb.STACKS))
-            except errors.CallError as error:
-                return str(error)
-
-        return _ask_all(self._roles.open_role(role, "stacks").clients, ask)
+        clients = self._roles.open_role(role, "stacks").clients
+        answers = run_sync(ask_all(clients, Verb.STACKS))
+        return {worker_id: str(answer) for worker_id, answer in answers.items()}
 
     @checked
     def environment(self, role: str) -> dict[str, list[EnvironmentVariable]]:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import collections
-import time
 from collections.abc import Iterable
 
 import msgspec
 
-from helmsman.api.run_state import (
-    ProcessReport,
-    RunSnapshot,
-    StackTrace,
-    WorkerSnapshot,
-)
+from helmsman.api.run_state import ProcessReport, RunSnapshot, WorkerSnapshot
 from helmsman.controller._node.run_registry import RunRecord
 from helmsman.controller._schedulers.run_view import SCRIPT
 from helmsman.controller._transport.health import as_health
 from helmsman.rpc_server._host.examination import observe_node
 from helmsman.rpc_server._process.guardian import (
-    Process,
     mark_of,
     process_of,
     process_table,
@@ -34,41 +27,27 @@ _STUCK_S = 1.0
 
 def is_stuck(record: RunRecord) -> bool:
     """Return whether the script's interpreter has not run Python for a second."""
-    page = pages_of(record.pid, record.run_id).get(SCRIPT)
-    seen = read(observe(page, record.pid)) if page is not None else None
+    seen = _seen(record)
     return seen is not None and seen.stuck_s > _STUCK_S
 
 
-def observe_run(record: RunRecord, *, reports: bool) -> RunSnapshot:
-    """Return a snapshot of a run whose script does not answer.
-
-    Args:
-        record: The run, whose script runs on this machine.
-        reports: Whether to include the stacks of processes that can be read.
-    """
-    script = process_of(record.pid)
+def _seen(record: RunRecord) -> Seen | None:
     page = pages_of(record.pid, record.run_id).get(SCRIPT)
-    seen = read(observe(page, record.pid)) if page is not None else None
+    return read(observe(page, record.pid)) if page is not None else None
+
+
+def observe_run(record: RunRecord, *, reports: bool) -> RunSnapshot:
+    """Return a snapshot of a run of this machine whose script does not answer."""
+    script, seen = process_of(record.pid), _seen(record)
     state = "gone" if script is None else seen.state if seen is not None else script.state
-    report = None
-    if reports and script is not None:
-        report = observed_report(record.pid, record.log_dir, seen)
-    return RunSnapshot(
-        run_id=record.run_id,
-        command=record.command,
-        scheduler=record.scheduler,
-        host=record.host,
-        pid=record.pid,
-        log_dir=record.log_dir,
-        started_at=record.since,
-        taken_at=time.time(),
-        answered_by="observation",
-        script=report,
+    is_read = reports and script is not None
+    pids = run_members(record.run_id)
+    return record.snapshot(
+        "observation",
+        script=observed_report(record.pid, record.log_dir, seen) if is_read else None,
         script_stuck_s=seen.stuck_s if seen is not None else None,
         script_state=state,
-        workers=observe_workers(
-            run_members(record.run_id), record.host, record.log_dir, reports=reports
-        ),
+        workers=observe_workers(pids, record.host, record.log_dir, reports=reports),
     )
 
 
@@ -77,15 +56,11 @@ def observe_workers(
 ) -> list[WorkerSnapshot]:
     """Return the workers among these processes of this machine, of any run.
 
-    Args:
-        pids: The processes.
-        host: Node of a worker that does not describe itself.
-        log_dir: Folder whose disk is reported.
-        reports: Whether to include the stacks of processes that can be read.
+    ``host`` is the node of a worker that does not describe itself.
     """
     table, found = process_table(), dict[str, WorkerSnapshot]()
     # A forked child has its parent's page, too; the parent started first.
-    for pid in sorted(pids, key=lambda each: _start_of(table.get(each))):
+    for pid in sorted(pids, key=lambda each: table[each].started if each in table else 0):
         mark = mark_of(pid)
         for worker_id, page in pages_of(pid, mark.run_id).items() if mark is not None else ():
             if worker_id == SCRIPT or worker_id in found:
@@ -106,26 +81,17 @@ def observe_workers(
     sizes = collections.Counter(each.role for each in found.values())
     return [
         msgspec.structs.replace(each, world_size=sizes[each.role])
-        for _, each in sorted(found.items(), key=lambda pair: _order(pair[0]))
+        for each in sorted(found.values(), key=lambda each: (each.role, _index(each.worker_id)))
     ]
 
 
-def _start_of(process: Process | None) -> int:
-    return process.started if process is not None else 0
-
-
-def _order(worker_id: str) -> tuple[str, int]:
-    role, _, index = worker_id.rpartition("/")
-    return role, int(index) if index.isdigit() else 0
+def _index(worker_id: str) -> int:
+    index = worker_id.rpartition("/")[2]
+    return int(index) if index.isdigit() else 0
 
 
 def complete(snapshot: RunSnapshot, *, reports: bool) -> RunSnapshot:
-    """Add observations of the workers on this machine that did not answer the script.
-
-    Args:
-        snapshot: The script's own snapshot.
-        reports: Whether to dump the stacks of workers whose interpreter is stuck.
-    """
+    """Add observations of the workers on this machine that did not answer the script."""
     return msgspec.structs.replace(
         snapshot, workers=[_completed(snapshot, each, reports=reports) for each in snapshot.workers]
     )
@@ -143,42 +109,23 @@ def _completed(run: RunSnapshot, worker: WorkerSnapshot, *, reports: bool) -> Wo
     state = process.state if process is not None else "gone"
     report = None
     if reports and state not in ("Z", "gone"):
-        stacks = _with_call(dump_stacks(pid), worker)
-        report = observed_report(pid, run.log_dir, None, stacks)
+        report = observed_report(pid, run.log_dir)
         if health is not None:
+            stacks = report.stacks
+            if stacks and health.running is not None:  # the first thread has the interpreter
+                stacks[0] = msgspec.structs.replace(
+                    stacks[0], thread="engine", call=health.running, running_s=health.running_s
+                )
             report = msgspec.structs.replace(report, cpu_s=health.cpu_s, rss_bytes=health.rss_bytes)
     return msgspec.structs.replace(worker, process_state=state, report=report)
 
 
-def _with_call(stacks: list[StackTrace], worker: WorkerSnapshot) -> list[StackTrace]:
-    """Mark the stack of the thread that executes the worker's call, which comes first."""
-    if not stacks or worker.health is None or worker.health.running is None:
-        return stacks
-    running = worker.health
-    first = msgspec.structs.replace(
-        stacks[0], thread="engine", call=running.running or "", running_s=running.running_s
-    )
-    return [first, *stacks[1:]]
-
-
-def observed_report(
-    pid: int, log_dir: str, seen: Seen | None = None, stacks: list[StackTrace] | None = None
-) -> ProcessReport:
-    """Report on a process of this machine from outside.
-
-    Args:
-        pid: The process.
-        log_dir: Folder whose disk is reported.
-        seen: What its page shows, if it has one.
-        stacks: Its stacks; read here when None.
-    """
+def observed_report(pid: int, log_dir: str, seen: Seen | None = None) -> ProcessReport:
+    """Report on a process of this machine from outside, and by what its page shows."""
     return ProcessReport(
         pid=pid,
         cpu_s=seen.cpu_s if seen is not None else 0.0,
         rss_bytes=seen.rss_bytes if seen is not None else 0,
-        swap_bytes=0,
-        clock_jump_s=0.0,
-        stacks=dump_stacks(pid) if stacks is None else stacks,
-        children=[],
+        stacks=dump_stacks(pid),
         node=observe_node("", log_dir),
     )

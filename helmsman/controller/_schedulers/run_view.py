@@ -6,10 +6,8 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import os
-import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from helmsman.api import errors
@@ -27,6 +25,7 @@ from helmsman.api.scheduler import WorkerHealth
 from helmsman.controller._aio.event_loop import LOOP_THREAD, forbid_blocking, submit
 from helmsman.controller._node.control_socket import Query
 from helmsman.controller._node.driver_log import story
+from helmsman.controller._node.run_registry import record_here
 from helmsman.controller._schedulers.backend import Run
 from helmsman.controller._schedulers.roles import Role, RoleRegistry
 from helmsman.controller._transport.client import WorkerClient
@@ -50,12 +49,8 @@ _LOOP_S = 1.0
 class RunView(RunReporter):
     """Snapshots of one run, for its control socket and watchdog.
 
-    Args:
-        run: The run.
-        roles: Its roles.
-        scheduler: Name of the scheduler's class.
-        shares_process: Whether the workers are threads of this process.
-        scale: Resizes a role that has no controller.
+    With ``shares_process``, the workers are threads of this process. ``scale`` resizes a role that
+    has no controller.
     """
 
     def __init__(
@@ -67,11 +62,11 @@ class RunView(RunReporter):
         shares_process: bool,
         scale: Callable[[str, int], object],
     ) -> None:
-        self._run, self._roles, self._scheduler = run, roles, scheduler
+        self._run, self._roles = run, roles
+        self._record = record_here(run.id, scheduler, run.log_dir)
         self._shares_process, self._scale = shares_process, scale
         self._describers: dict[str, Callable[[], RolloutSnapshot | None]] = {}
         self._operated: dict[str, Callable[[], Operated | None]] = {}
-        self._started_at = time.time()
         self.hang_policy = HangPolicy()
 
     @checked
@@ -114,34 +109,50 @@ class RunView(RunReporter):
         if query.kind == "snapshot":
             return self.snapshot(query.role, reports=query.reports, timeout=query.limit_s)
         if query.kind == "stacks":
-            return self.stacks(query.role, query.limit_s)
+            return self._stacks(query.role, query.limit_s)
+        if query.kind == "files":
+            asked = submit(self._files(query.node, query.target, query.limit_s / 2))
+            return asked.result(query.limit_s + _LOOP_S)
         return self._act(query)
 
     def _act(self, query: Query) -> str:
         """Execute an operator's action, recorded in driver.log, and describe its effect."""
-        role = query.target if query.kind == "scale" else query.target.rpartition("/")[0]
+        target, is_scale = query.target, query.kind == "scale"
+        role = target if is_scale else target.rpartition("/")[0]
         self._roles.role(role)
-        client = None if query.kind == "scale" else self._roles.client(query.target)
+        client = None if is_scale else self._roles.client(target)
         controller = self._operated.get(role, lambda: None)()
-        number = f" to {query.number}" if query.kind == "scale" else ""
-        story.info("operator: %s %s%s", query.kind, query.target, number)
+        text = f"{query.kind} {target}" + (f" to {query.number}" if is_scale else "")
+        story.info("operator: %s", text)
         if query.kind == "kill" and client is not None:
             submit(client.kill("was ended by helmsman kill")).result(query.limit_s)
-            return f"{query.target} was killed"
-        if query.kind == "scale" and controller is None:
-            self._scale(role, query.number)
-        elif controller is None:
-            raise errors.HelmsmanError(
-                f"{query.target} cannot be drained: role {role!r} has no RolloutController"
-            )
-        else:
+            return f"{target} was killed"
+        if controller is not None:
             done = {
-                "drain": lambda: controller.async_drain([query.target], migrate=True),
-                "resume": lambda: controller.async_undrain([query.target]),
+                "drain": lambda: controller.async_drain([target], migrate=True),
+                "resume": lambda: controller.async_undrain([target]),
                 "scale": lambda: controller.async_scale(query.number, migrate=True),
             }[query.kind]()
             submit(done).result(query.limit_s)
-        return f"{query.kind} {query.target}{number}: done"
+        elif is_scale:
+            self._scale(role, query.number)
+        else:
+            raise errors.HelmsmanError(
+                f"{target} cannot be drained: role {role!r} has no RolloutController"
+            )
+        return f"{text}: done"
+
+    async def _files(self, node: str, worker_id: str, limit_s: float) -> dict[str, bytes]:
+        """Return a worker's recordings and log, from it or from a worker beside it."""
+        there = [each for each in self._roles.clients() if each.node == node and each.is_there]
+        there.sort(key=lambda each: each.worker_id != worker_id)
+        for client in dict.fromkeys(there[:2]):
+            with contextlib.suppress(errors.CallError):
+                found: dict[str, bytes] = await client.control(
+                    Verb.FILES, worker_id, limit_s=limit_s
+                )
+                return found
+        raise errors.HelmsmanError(f"no worker on node {node} answers")
 
     @checked
     def snapshot(
@@ -160,18 +171,11 @@ class RunView(RunReporter):
             rollouts, loop_stack = [], thread_stack_of(LOOP_THREAD)
             workers = [
                 self._worker(each, client, None, None, "Helmsman's event loop does not run")
-                for each, client in self._chosen(role)
+                for client, each in self._chosen(role).items()
             ]
         activity = self._run.activity
-        return RunSnapshot(
-            run_id=self._run.id,
-            command=self._run.command,
-            scheduler=self._scheduler,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            log_dir=str(self._run.log_dir),
-            started_at=self._started_at,
-            taken_at=time.time(),
+        return self._record.snapshot(
+            "script",
             script=script,
             loop_stack=loop_stack,
             idle_s=activity.idle_s,
@@ -183,27 +187,17 @@ class RunView(RunReporter):
             facts=dict(activity.facts),
         )
 
-    def stacks(self, role: str | None, limit_s: float) -> dict[str, str]:
+    def _stacks(self, role: str | None, limit_s: float) -> dict[str, str]:
         """Return the stacks of all threads by worker id, or why a worker did not answer.
 
         Without a role, the script's come first, under SCRIPT.
         """
         found = {SCRIPT: all_stacks()} if role in (None, SCRIPT) else {}
-
-        async def ask(client: WorkerClient) -> str:
-            try:
-                return str(await client.control(Verb.STACKS, limit_s=limit_s))
-            except errors.CallError as error:
-                return str(error)
-
-        async def ask_all() -> dict[str, str]:
-            clients = {client.worker_id: client for _, client in self._chosen(role)}
-            answers = await asyncio.gather(*map(ask, clients.values()))
-            return dict(zip(clients, answers, strict=True))
-
-        if role != SCRIPT and not self._shares_process:
+        if not self._shares_process:
+            clients = {client.worker_id: client for client in self._chosen(role)}
             with contextlib.suppress(concurrent.futures.TimeoutError):
-                found |= submit(ask_all()).result(limit_s + _LOOP_S)
+                asked = submit(ask_all(clients, Verb.STACKS, limit_s))
+                found |= {name: str(each) for name, each in asked.result(limit_s + _LOOP_S).items()}
         return found
 
     def _own_node(self) -> str:
@@ -214,44 +208,34 @@ class RunView(RunReporter):
                 return client.node
         return ""
 
-    def _chosen(self, role: str | None) -> list[tuple[Role, WorkerClient]]:
+    def _chosen(self, role: str | None) -> dict[WorkerClient, Role]:
         """Return the workers of a role, or all; those shared by roles only once."""
         if role == SCRIPT:
-            return []
+            return {}
         roles: Iterable[Role] = self._roles if role is None else [self._roles.role(role)]
         found: dict[WorkerClient, Role] = {}
         for each in roles:
             for client in each.clients.values():
                 found.setdefault(client, each)
-        return [(each, client) for client, each in found.items()]
+        return found
 
     async def _workers(
         self, role: str | None, limit_s: float, *, reports: bool
     ) -> tuple[list[WorkerSnapshot], list[RolloutSnapshot]]:
         chosen = self._chosen(role)
-        there = {client.worker_id: client for _, client in chosen if client.is_there}
+        there = {client.worker_id: client for client in chosen if client.is_there}
         health, failures = await ask_health(there, min(limit_s, 1.0), "the query's limit")
-        found: dict[str, ProcessReport] = {}
-
-        async def report(worker_id: str) -> None:
-            try:
-                found[worker_id] = await there[worker_id].control(Verb.EXAMINE, limit_s=limit_s)
-            except errors.CallError as error:
-                failures[worker_id] = error
-
+        found: dict[str, Any] = {}
         if reports:
-            answering = [each for each, state in health.items() if state.answered]
-            await asyncio.gather(*map(report, answering))
-        workers = [
-            self._worker(
-                each,
-                client,
-                health.get(client.worker_id),
-                found.get(client.worker_id),
-                str(failures.get(client.worker_id, "")).partition("\n")[0],
-            )
-            for each, client in chosen
-        ]
+            answering = {name: there[name] for name, state in health.items() if state.answered}
+            found = await ask_all(answering, Verb.EXAMINE, limit_s)
+        workers = []
+        for client, each in chosen.items():
+            name, report = client.worker_id, found.get(client.worker_id)
+            failed = isinstance(report, errors.CallError)
+            error = str(report if failed else failures.get(name, "")).partition("\n")[0]
+            seen = None if failed else report
+            workers.append(self._worker(each, client, health.get(name), seen, error))
         described = [
             describe() for name, describe in list(self._describers.items()) if role in (None, name)
         ]
@@ -268,15 +252,8 @@ class RunView(RunReporter):
         now = time.monotonic()
         calls = []
         for call in sorted(client.in_flight.copy().values(), key=lambda each: each.started):
-            durations = self._run.activity.calls_of(role.name, call.method)
-            calls.append(
-                OpenCall(
-                    name=call.name,
-                    age_s=now - call.started,
-                    median_s=durations.median_s,
-                    num_before=durations.count,
-                )
-            )
+            median_s = self._run.activity.calls_of(role.name, call.method).median_s
+            calls.append(OpenCall(name=call.name, age_s=now - call.started, median_s=median_s))
         is_restarting = client.worker_id in role.restarts
         return WorkerSnapshot(
             worker_id=client.worker_id,
@@ -294,3 +271,18 @@ class RunView(RunReporter):
             error=error or client.end_cause,
             report=report,
         )
+
+
+async def ask_all(
+    clients: Mapping[str, WorkerClient], verb: Verb, limit_s: float | None = None
+) -> dict[str, Any]:
+    """Send a control verb to workers; returns their answers or errors by worker id."""
+
+    async def ask(client: WorkerClient) -> Any:
+        try:
+            return await client.control(verb, limit_s=limit_s)
+        except errors.CallError as error:
+            return error
+
+    answers = await asyncio.gather(*map(ask, clients.values()))
+    return dict(zip(clients, answers, strict=True))

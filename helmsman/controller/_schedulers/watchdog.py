@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import subprocess
@@ -17,7 +16,7 @@ import msgspec
 
 from helmsman.controller._aio.event_loop import run_on_loop
 from helmsman.controller._diagnosis.diagnosis import Diagnosis, diagnose_run
-from helmsman.controller._diagnosis.evidence import seconds
+from helmsman.controller._diagnosis.evidence import is_long, seconds
 from helmsman.controller._diagnosis.texts import stacks_text, why_text
 from helmsman.controller._schedulers.backend import Run
 from helmsman.controller._schedulers.outside import complete
@@ -44,13 +43,7 @@ class _Overdue(NamedTuple):
 
 
 class Watchdog:
-    """Looks at the open calls and phases of a run on a thread of its own.
-
-    Args:
-        run: The run.
-        roles: Its roles.
-        view: Makes the snapshots.
-    """
+    """Looks at the open calls and phases of a run on a thread of its own."""
 
     def __init__(self, run: Run, roles: RoleRegistry, view: RunView) -> None:
         self._run, self._roles, self._view = run, roles, view
@@ -73,15 +66,15 @@ class Watchdog:
                     log.exception("run %s: the report of a hang failed", self._run.id)
 
     def _overdue(self) -> Iterator[_Overdue]:
-        now = time.monotonic()
+        now, activity = time.monotonic(), self._run.activity
         for role in self._roles:
             for client in role.clients.values():
-                for request_id, call in list(client.in_flight.items()):
-                    median_s = self._run.activity.calls_of(role.name, call.method).median_s
-                    if self._is_overdue(now - call.started, median_s):
+                for request_id, call in client.in_flight.copy().items():
+                    age_s = now - call.started
+                    if self._is_overdue(age_s, activity.calls_of(role.name, call.method).median_s):
                         text = f"{call.name} on {client.worker_id}"
-                        yield _Overdue(request_id, text, call, now - call.started)
-        for phase in self._run.activity.phases(explain=False):
+                        yield _Overdue(request_id, text, call, age_s)
+        for phase in activity.phases(explain=False):
             if phase.median_s is not None and self._is_overdue(phase.age_s, phase.median_s):
                 key = phase.kind, phase.detail, round(now - phase.age_s)
                 text = f"phase {phase.kind} {phase.detail}".rstrip()
@@ -89,52 +82,46 @@ class Watchdog:
 
     def _is_overdue(self, age_s: float, median_s: float | None) -> bool:
         policy = self._view.hang_policy
-        if median_s is None:
-            return age_s > _FIRST * policy.floor_s
-        return age_s > max(policy.floor_s, policy.factor * median_s)
+        first_s = _FIRST * policy.floor_s
+        return is_long(
+            age_s, median_s, factor=policy.factor, first_s=first_s, floor_s=policy.floor_s
+        )
 
     def _report(self, overdue: list[_Overdue]) -> None:
         before = complete(self._view.snapshot(reports=True), reports=True)
         if self._stopped.wait(_LOOK_S):
             return
         now = complete(self._view.snapshot(reports=True), reports=True)
-        diagnosis = diagnose_run(now, before)
+        diagnosis, policy = diagnose_run(now, before), self._view.hang_policy
         slow = [f"{each.text} ({seconds(each.age_s)})" for each in overdue]
-        text = f"Overdue: {', '.join(slow[:8])}\n\n{why_text(diagnosis)}\n\n{stacks_text(now)}\n"
-        path = self._write(text)
+        path = str(self._run.log_dir / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt")
+        with os.fdopen(open_log(path, self._run.id), "a", encoding="utf-8") as file:
+            shown = f"Overdue: {', '.join(slow[:8])}", why_text(diagnosis), stacks_text(now)
+            file.write("\n\n".join(shown) + "\n")
         cause = next((each.cause for each in diagnosis.findings), diagnosis.waits_for)
         log.warning("run %s may hang: %s is overdue. %s See %s", self._run.id, slow[0], cause, path)
-        policy = self._view.hang_policy
         if policy.notify is not None:
-            _notify(policy.notify, diagnosis, f"{cause}\nSee {path}")
+            try:
+                _notify(policy.notify, diagnosis, f"{cause}\nSee {path}")
+            except Exception as error:  # noqa: BLE001 - the user's own code and network
+                reason = f"to {policy.notify!r}: {error}"
+                log.warning("run %s: a hang was not reported %s", self._run.id, reason)
         if policy.on_hang == "raise":
-            for each in overdue:
-                if each.call is not None:
-                    source = "the watchdog, by on_hang='raise'"
-                    run_on_loop(functools.partial(each.call.give_up, each.age_s, source))
-
-    def _write(self, text: str) -> str:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        path = str(self._run.log_dir / f"hang-{stamp}.txt")
-        with os.fdopen(open_log(path, self._run.id), "a", encoding="utf-8") as file:
-            file.write(text)
-        return path
+            source = "the watchdog, by on_hang='raise'"
+            for call, age_s in ((each.call, each.age_s) for each in overdue):
+                if call is not None:
+                    run_on_loop(functools.partial(call.give_up, age_s, source))
 
 
 def _notify(target: str | Callable[[str], None], diagnosis: Diagnosis, text: str) -> None:
-    """Report a hang to a function, a URL or a program; a failure is logged."""
-    try:
-        if callable(target):
-            target(text)
-        elif target.startswith(("http://", "https://")):
-            body = {"run_id": diagnosis.run_id, "text": text}
-            content = json.dumps(body | {"findings": msgspec.to_builtins(diagnosis.findings)})
-            request = urllib.request.Request(
-                target, content.encode(), {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=_NOTIFY_S):
-                pass
-        else:
-            subprocess.run([target], input=text, text=True, timeout=_NOTIFY_S, check=True)
-    except Exception as error:  # noqa: BLE001 - the user's own code and network
-        log.warning("run %s: a hang was not reported to %r: %s", diagnosis.run_id, target, error)
+    """Report a hang to a function, a URL or a program."""
+    if callable(target):
+        target(text)
+    elif target.startswith(("http://", "https://")):
+        body = {"run_id": diagnosis.run_id, "text": text, "findings": diagnosis.findings}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(target, msgspec.json.encode(body), headers)
+        with urllib.request.urlopen(request, timeout=_NOTIFY_S):
+            pass
+    else:
+        subprocess.run([target], input=text, text=True, timeout=_NOTIFY_S, check=True)

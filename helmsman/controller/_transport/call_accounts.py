@@ -6,8 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from helmsman.controller._node.activity import Durations
-from helmsman.controller._node.spans import SDK, record_call
+from helmsman.controller._node.activity import SDK, Durations, record_call
 from helmsman.rpc_server._process.recorder import Kind, Recorder
 
 _SENT = int(Kind.SENT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import os
 import pickle
@@ -33,14 +32,7 @@ class KeptCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptCalls:
-    """Keeps the last calls of a method, and the calls before the first of them, for each worker.
-
-    Args:
-        log_dir: The run's log directory.
-        run_id: The run.
-        method: The method.
-        most: Number of its calls to keep for each worker.
-    """
+    """Keeps the last calls of a method, and those before the first of them, for each worker."""
 
     def __init__(self, log_dir: Path, run_id: str, method: str, most: int) -> None:
         self._log_dir, self._run_id, self._method = log_dir, run_id, method
@@ -64,22 +56,17 @@ class KeptCalls:
             before=list(before) if is_wanted else [],
         )
         try:
-            self._write(request.id, msgspec.msgpack.encode(call))
+            with private_directory(self._log_dir, FOLDER):
+                fd = open_log(self._path(request.id), self._run_id)
+            with os.fdopen(fd, "wb") as file:
+                file.write(msgspec.msgpack.encode(call))
+            if is_wanted:
+                kept = self._kept.setdefault(worker_id, collections.deque())
+                kept.append(request.id)
+                if len(kept) > self._most:
+                    self._path(kept.popleft()).unlink(missing_ok=True)
         except OSError as error:
             log.warning("call %d of %s is not kept: %s", request.id, worker_id, error)
-            return
-        if is_wanted:
-            kept = self._kept.setdefault(worker_id, collections.deque())
-            kept.append(request.id)
-            if len(kept) > self._most:
-                with contextlib.suppress(OSError):
-                    self._path(kept.popleft()).unlink()
 
     def _path(self, number: int) -> Path:
         return self._log_dir / FOLDER / f"{number}.call"
-
-    def _write(self, number: int, content: bytes) -> None:
-        with private_directory(self._log_dir, FOLDER):
-            pass
-        with os.fdopen(open_log(self._path(number), self._run_id), "wb") as file:
-            file.write(content)

@@ -18,8 +18,6 @@ from helmsman.api.run_state import CollectiveState, NcclRank
 
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """Functions of torch.distributed's extension: of gloo and other backends, and of NCCL."""
-
-
 _RAS_VARIABLE = "NCCL_RAS_ADDR"
 _RAS_ADDRESS = "localhost:28028"
 _WAITS_S = 5.0
@@ -77,16 +75,12 @@ def last_collectives() -> list[CollectiveState]:
     ]
 
 
-class _Missing(msgspec.Struct):
-    considered_dead: bool = False
-
-
 class _Rank(msgspec.Struct):
     rank: int
     host: str
     pid: int
     collective_counts: dict[str, int] = {}
-    status: _Missing = msgspec.field(default_factory=_Missing)
+    status: dict[str, object] = {}
 
 
 class _Communicator(msgspec.Struct):
@@ -100,38 +94,30 @@ class _Ras(msgspec.Struct):
 
 
 def waiting_nccl_ranks(collectives: Sequence[CollectiveState]) -> list[NcclRank]:
-    """Return the ranks of all communicators if this is rank 0 of a group that waits; else none.
-
-    Args:
-        collectives: Those of this process.
-    """
+    """Return the ranks of all communicators if this is rank 0 of a group that waits; else none."""
     distributed = sys.modules.get("torch.distributed")
     is_used = _RAS_VARIABLE in os.environ or any(e.name.startswith("nccl") for e in collectives)
     is_waiting = any(not each.is_done and each.age_s > _WAITS_S for each in collectives)
     if not (is_used and is_waiting) or distributed is None or not distributed.is_initialized():
         return []
-    if distributed.get_rank() != 0:
-        return []
-    with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
-        found = msgspec.json.decode(_ask_ras(), type=_Ras).communicators
-        return [
-            _nccl_rank(each, communicator.hash, is_missing=each in communicator.missing_ranks)
-            for communicator in found
-            for each in (*communicator.ranks, *communicator.missing_ranks)
-        ]
-    return []
-
-
-def _nccl_rank(rank: _Rank, communicator: str, *, is_missing: bool) -> NcclRank:
-    missing = "dead" if rank.status.considered_dead else "unresponsive"
-    return NcclRank(
-        communicator=communicator,
-        rank=rank.rank,
-        host=rank.host,
-        pid=rank.pid,
-        num_collectives=sum(rank.collective_counts.values()),
-        problem=missing if is_missing else "",
-    )
+    ras = _Ras([])
+    if distributed.get_rank() == 0:
+        with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
+            ras = msgspec.json.decode(_ask_ras(), type=_Ras)
+    found = []
+    for communicator in ras.communicators:
+        for each in (*communicator.ranks, *communicator.missing_ranks):
+            missing = "dead" if each.status.get("considered_dead") else "unresponsive"
+            rank = NcclRank(
+                communicator=communicator.hash,
+                rank=each.rank,
+                host=each.host,
+                pid=each.pid,
+                num_collectives=sum(each.collective_counts.values()),
+                problem=missing if each in communicator.missing_ranks else "",
+            )
+            found.append(rank)
+    return found
 
 
 def _ask_ras() -> bytes:

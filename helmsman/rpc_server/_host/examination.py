@@ -14,14 +14,19 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import FrameType
 
 from helmsman.api.run_state import ChildProcess, Frame, NodeReport, ProcessReport, StackTrace
 from helmsman.rpc_server._host.collectives import last_collectives, waiting_nccl_ranks
-from helmsman.rpc_server._host.threads import EngineLoop, EngineThread, awaited_frames
-from helmsman.rpc_server._process.guardian import stat_fields
+from helmsman.rpc_server._host.threads import (
+    EngineLoop,
+    EngineThread,
+    Running,
+    awaited_frames,
+    frames_of,
+)
+from helmsman.rpc_server._process.guardian import process_of
 
 _MOST_FRAMES = 60
 _MOST_TASKS = 50
@@ -32,69 +37,33 @@ _CLOCK_AHEAD_S = time.time() - time.monotonic()
 def examine(
     node: str, log_dir: str, engine_thread: EngineThread, loop: EngineLoop
 ) -> ProcessReport:
-    """Report on a worker's process.
-
-    Args:
-        node: Address of the node.
-        log_dir: Folder of the worker's log, whose disk is reported.
-        engine_thread: The thread of synchronous calls.
-        loop: The loop of asynchronous calls.
-    """
-    now = time.monotonic()
-    stacks: list[StackTrace] = []
-    occupant, thread = engine_thread.occupant, engine_thread.thread
-    frames = sys._current_frames()
-    if thread is not None and thread.ident in frames:
-        call, since = (occupant.name, occupant.since) if occupant else ("", None)
-        stacks.append(
-            StackTrace(
-                thread="engine",
-                frames=_below_helmsman(frames[thread.ident]),
-                call=call,
-                running_s=None if since is None else now - since,
-            )
-        )
-    running_calls = list(loop.running.values())
-    running_calls.sort(key=lambda each: each.since)
-    stacks += [
-        StackTrace(
-            thread="task",
-            frames=_as_frames((each, each.f_lineno) for each in awaited_frames(running.task)),
-            call=running.name,
-            running_s=now - running.since,
-        )
-        for running in running_calls[:_MOST_TASKS]
-        if running.task is not None
-    ]
+    """Report on a worker's process, its node, and the disk of its logs."""
+    stacks, frames = [], sys._current_frames()
+    if engine_thread.thread is not None and engine_thread.thread.ident in frames:
+        shown = frames_of(frames[engine_thread.thread.ident], skip_own=True)
+        stacks.append(_stack("engine", shown, engine_thread.occupant))
+    tasks = sorted(loop.running.values(), key=lambda each: each.since)[:_MOST_TASKS]
+    stacks += [_stack("task", awaited_frames(e.task), e) for e in tasks if e.task is not None]
     if loop.occupant is not None and loop.thread is not None and loop.thread.ident in frames:
         # A coroutine blocks the loop.
-        blocked = frames[loop.thread.ident]
-        stacks.append(
-            StackTrace(thread="loop", frames=_below_helmsman(blocked), call=loop.occupant.name)
-        )
+        shown = frames_of(frames[loop.thread.ident], skip_own=True)
+        stacks.append(_stack("loop", shown, loop.occupant))
     return _report(node, log_dir, stacks)
 
 
 def examine_script(node: str, log_dir: str) -> ProcessReport:
-    """Report on the script's process: the main thread, the tasks of its loop and other threads.
-
-    Args:
-        node: Address of the node.
-        log_dir: Folder of the run's logs, whose disk is reported.
-    """
-    main = threading.main_thread()
+    """Report on the script's process: the main thread, the tasks of its loop and other threads."""
     stacks: list[StackTrace] = []
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         name = names.get(ident, "?")
-        if ident == main.ident:
-            stacks.insert(0, StackTrace(thread="main", frames=_whole(frame)))
+        if ident == threading.main_thread().ident:
+            stacks.insert(0, _stack("main", frames_of(frame)))
             for task in _tasks_of(frame):
                 coroutine = getattr(task.get_coro(), "__qualname__", "task")
-                found = _as_frames((each, each.f_lineno) for each in awaited_frames(task))
-                stacks.append(StackTrace(thread=f"task {coroutine}", frames=found))
+                stacks.append(_stack(f"task {coroutine}", awaited_frames(task)))
         elif not name.startswith("helmsman"):
-            stacks.append(StackTrace(thread=name, frames=_whole(frame)))
+            stacks.append(_stack(name, frames_of(frame)))
     return _report(node, log_dir, stacks[:_MOST_TASKS])
 
 
@@ -103,48 +72,34 @@ def thread_stack_of(name: str) -> StackTrace | None:
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread.name == name and thread.ident in frames:
-            return StackTrace(thread=name, frames=_whole(frames[thread.ident]))
+            return _stack(name, frames_of(frames[thread.ident]))
     return None
 
 
-def _tasks_of(frame: FrameType | None) -> list[asyncio.Task[object]]:
+def _tasks_of(frame: FrameType) -> Iterable[asyncio.Task[object]]:
     """Return the tasks of the event loop that a thread runs."""
-    while frame is not None:
-        loop = frame.f_locals.get("self") if frame.f_code.co_name == "run_forever" else None
+    for each in frames_of(frame):
+        loop = each.f_locals.get("self") if each.f_code.co_name == "run_forever" else None
         if isinstance(loop, asyncio.AbstractEventLoop):
-            return list(asyncio.all_tasks(loop))
-        frame = frame.f_back
-    return []
+            return asyncio.all_tasks(loop)
+    return ()
 
 
-def _whole(frame: FrameType) -> list[Frame]:
-    entries = list(traceback.walk_stack(frame))
-    return _as_frames(reversed(entries))
-
-
-def _below_helmsman(frame: FrameType) -> list[Frame]:
-    """Return the frames above the last one of Helmsman that calls the engine."""
-    entries = list(traceback.walk_stack(frame))[::-1]
-    own = [
-        index
-        for index, (each, _) in enumerate(entries)
-        if str(each.f_globals.get("__name__", "")).startswith("helmsman.rpc_server.")
-    ]
-    return _as_frames(entries[own[-1] + 1 if own else 0 :])
-
-
-def _as_frames(entries: Iterable[tuple[FrameType, int]]) -> list[Frame]:
+def _stack(thread: str, frames: list[FrameType], running: Running | None = None) -> StackTrace:
     found = []
-    for frame, line in list(entries)[-_MOST_FRAMES:]:
-        code = frame.f_code
-        text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
-        found.append(Frame(code.co_filename, line, code.co_name, text[:200]))
-    return found
+    for frame in frames[-_MOST_FRAMES:]:
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        text = linecache.getline(file, line, frame.f_globals).strip()
+        found.append(Frame(file, line, frame.f_code.co_name, text[:200]))
+    if running is None:
+        return StackTrace(thread=thread, frames=found)
+    running_s = time.monotonic() - running.since
+    return StackTrace(thread=thread, frames=found, call=running.name, running_s=running_s)
 
 
-def _report(node: str, log_dir: str, stacks: Sequence[StackTrace]) -> ProcessReport:
+def _report(node: str, log_dir: str, stacks: list[StackTrace]) -> ProcessReport:
     used = [resource.getrusage(each) for each in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    sizes = _status_bytes()
+    sizes, collectives = _sizes("/proc/self/status"), last_collectives()
     return ProcessReport(
         pid=os.getpid(),
         cpu_s=sum(each.ru_utime + each.ru_stime for each in used),
@@ -152,83 +107,60 @@ def _report(node: str, log_dir: str, stacks: Sequence[StackTrace]) -> ProcessRep
         swap_bytes=sizes.get("VmSwap", 0),
         runnable_s=_runnable_s(),
         clock_jump_s=time.time() - time.monotonic() - _CLOCK_AHEAD_S,
-        stacks=list(stacks),
+        stacks=stacks,
         children=_children(int(time.monotonic())),
         node=observe_node(node, log_dir),
-        collectives=(collectives := last_collectives()),
+        collectives=collectives,
         nccl_ranks=waiting_nccl_ranks(collectives),
     )
 
 
 def observe_node(node: str, log_dir: str) -> NodeReport:
-    """Report on this node.
-
-    Args:
-        node: Address of the node.
-        log_dir: Folder of the run's logs; '' for none.
-    """
+    """Report on this node, and on the disk of a run's logs."""
     disks = {}
     for path in ("/dev/shm", tempfile.gettempdir(), log_dir):
-        try:
+        with contextlib.suppress(OSError):
             usage = shutil.disk_usage(path)
-        except OSError:
-            continue
-        disks[path] = (usage.free, usage.total)
-    try:
-        with open("/proc/meminfo") as file:
-            available = re.search(r"^MemAvailable: +(\d+) kB", file.read(), re.MULTILINE)
-    except OSError:
-        available = None
-    return NodeReport(
-        node=node,
-        clock=time.time(),
-        memory_available=int(available.group(1)) << 10 if available else 0,
-        disks=disks,
-    )
+            disks[path] = (usage.free, usage.total)
+    available = _sizes("/proc/meminfo").get("MemAvailable", 0)
+    return NodeReport(node=node, memory_available=available, disks=disks)
 
 
-def _status_bytes() -> dict[str, int]:
+def _read(path: str) -> str:
+    """Return the text of a file of /proc; '' if there is none."""
     try:
-        with open("/proc/self/status") as file:
-            found = re.findall(r"^(Vm\w+):\s+(\d+) kB", file.read(), re.MULTILINE)
+        with open(path, errors="replace") as file:
+            return file.read()
     except OSError:
-        return {}
+        return ""
+
+
+def _sizes(path: str) -> dict[str, int]:
+    """Return the sizes of a file of /proc in bytes by name."""
+    found = re.findall(r"^(\w+):\s+(\d+) kB", _read(path), re.MULTILINE)
     return {name: int(size) << 10 for name, size in found}
 
 
+def _of_threads(name: str) -> list[str]:
+    """Return the content of a file of /proc for each thread of this process."""
+    try:
+        return [_read(f"/proc/self/task/{each}/{name}") for each in os.listdir("/proc/self/task")]
+    except OSError:
+        return []
+
+
 def _runnable_s() -> float:
-    """Return the time that the threads spent in the run queue, from /proc/<pid>/schedstat."""
-    total = 0
-    with contextlib.suppress(OSError):  # the kernel has no statistics
-        for thread in os.listdir("/proc/self/task"):
-            with (
-                contextlib.suppress(FileNotFoundError),  # the thread has ended
-                open(f"/proc/self/task/{thread}/schedstat") as file,
-            ):
-                total += int(file.read().split()[1])
-    return total / 1e9
+    """Return the time that the threads spent in the run queue."""
+    found = [each.split() for each in _of_threads("schedstat")]
+    return sum(int(fields[1]) for fields in found if len(fields) > 1) / 1e9
 
 
 @functools.lru_cache(maxsize=1)
 def _children(second: int) -> list[ChildProcess]:
     """Return the direct children, once a second: inline workers share one process."""
-    pids: list[int] = []
-    try:
-        for thread in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{thread}/children") as file:
-                pids += map(int, file.read().split())
-    except OSError:  # a thread has ended, or the kernel does not list children
-        pass
     found = []
-    for pid in pids:
-        fields = stat_fields(pid)
-        if not fields:
-            continue
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                command = file.read(200).replace(b"\0", b" ").decode(errors="replace").strip()
-        except OSError:
-            continue
-        cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        found.append(ChildProcess(pid=pid, state=fields[0].decode(), cpu_s=cpu_s, command=command))
+    for pid in map(int, " ".join(_of_threads("children")).split()):
+        command = _read(f"/proc/{pid}/cmdline")[:200].replace("\0", " ").strip()
+        if (process := process_of(pid)) is not None:
+            found.append(ChildProcess(pid=pid, state=process.state, command=command))
     return found

@@ -26,7 +26,6 @@ from helmsman.api.scheduler import EngineSpec, ResultHandle, WorkerHealth
 from helmsman.api.suggestions import nearest
 from helmsman.api.workers import InstanceNodes, WorkerContext, within
 from helmsman.rpc_server._host import connectivity
-from helmsman.rpc_server._host.call_log import CallLog
 from helmsman.rpc_server._host.call_states import CallStates
 from helmsman.rpc_server._host.engine_calls import (
     arguments_of,
@@ -37,6 +36,7 @@ from helmsman.rpc_server._host.engine_calls import (
 )
 from helmsman.rpc_server._host.examination import examine
 from helmsman.rpc_server._host.faults import Faults, Prepared
+from helmsman.rpc_server._host.files import read_files
 from helmsman.rpc_server._host.handles import HandleStore, keep
 from helmsman.rpc_server._host.journal import Journal
 from helmsman.rpc_server._host.threads import (
@@ -47,7 +47,7 @@ from helmsman.rpc_server._host.threads import (
 from helmsman.rpc_server._process.command import CommandEngine
 from helmsman.rpc_server._process.environment import Environment, follow_thread_count
 from helmsman.rpc_server._process.pulse import Pulse
-from helmsman.rpc_server._process.recorder import Recorder
+from helmsman.rpc_server._process.recorder import CallLog, Recorder
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import (
     Reply,
@@ -251,6 +251,8 @@ class EngineHost:
             case Verb.EXAMINE:
                 log_dir = os.path.dirname(self.identity.log_path)
                 return examine(self.identity.node, log_dir, self.engine_thread, self._loop)
+            case Verb.FILES:
+                return read_files(os.path.dirname(self.identity.log_path), arguments[0])
             case Verb.CONFIGURE:
                 return self._configure(*arguments)
             case Verb.SET_ENV:

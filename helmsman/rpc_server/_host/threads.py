@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from helmsman.rpc_server._host.call_log import CallLog
+from helmsman.rpc_server._process.recorder import CallLog
 
 _OWN_PACKAGE = "helmsman.rpc_server."
 SWITCH_INTERVAL_S = 1e-6
@@ -337,14 +337,13 @@ def _is_own(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith(_OWN_PACKAGE)
 
 
+def frames_of(frame: FrameType, *, skip_own: bool = False) -> list[FrameType]:
+    """Return the frames of a thread, outermost first; those above Helmsman's last one if asked."""
+    frames = [each for each, _ in traceback.walk_stack(frame)][::-1]
+    own = [index for index, each in enumerate(frames) if skip_own and _is_own(each)]
+    return frames[own[-1] + 1 if own else 0 :]
+
+
 def _format(frame: FrameType, *, skip_own: bool = False) -> str:
-    entries = list(traceback.walk_stack(frame))
-    entries.reverse()
-    if skip_own:
-        last_own = max(
-            (index for index, (each, _) in enumerate(entries) if _is_own(each)), default=-1
-        )
-        entries = entries[last_own + 1 :]
-    return "".join(traceback.format_list(traceback.StackSummary.extract(iter(entries)))).rstrip(
-        "\n"
-    )
+    entries = ((each, each.f_lineno) for each in frames_of(frame, skip_own=skip_own))
+    return "".join(traceback.format_list(traceback.StackSummary.extract(entries))).rstrip("\n")

@@ -15,7 +15,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from helmsman.rpc_server._process.guardian import stat_fields
@@ -156,18 +156,21 @@ class Seen(NamedTuple):
     """The call that began last on the event loop; None if it cannot be read."""
 
 
+def memfds_of(pid: int) -> Iterator[tuple[str, str]]:
+    """Yield (name, path) of the anonymous files of a process; none if it is not accessible."""
+    folder = f"/proc/{pid}/fd"
+    with contextlib.suppress(OSError):
+        for each in os.listdir(folder):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                kind, _, name = os.readlink(f"{folder}/{each}").partition(":")
+                if kind == "/memfd":
+                    yield name.removesuffix(" (deleted)"), f"{folder}/{each}"
+
+
 def find_page(pid: int, tag: str) -> mmap.mmap | None:
     """Map the page of another process; None if it is not accessible, such as on another machine."""
-    wanted = f"/memfd:{_NAME}{tag} (deleted)"
-    folder = f"/proc/{pid}/fd"
-    try:
-        for name in os.listdir(folder):
-            with contextlib.suppress(OSError):  # closed meanwhile
-                if os.readlink(f"{folder}/{name}") == wanted:
-                    return map_page(os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC))
-    except OSError:
-        pass
-    return None
+    run_id, _, worker_id = tag.partition("/")
+    return pages_of(pid, run_id).get(worker_id)
 
 
 def pages_of(pid: int, run_id: str) -> dict[str, mmap.mmap]:
@@ -176,15 +179,12 @@ def pages_of(pid: int, run_id: str) -> dict[str, mmap.mmap]:
     Returns:
         Worker id, or the name of another process of the run -> page.
     """
-    wanted, folder, found = f"/memfd:{_NAME}{run_id}/", f"/proc/{pid}/fd", {}
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
+    found = {}
+    for name, path in memfds_of(pid):
+        if name.startswith(f"{_NAME}{run_id}/"):
             with contextlib.suppress(OSError):  # closed meanwhile
-                target = os.readlink(f"{folder}/{name}")
-                if target.startswith(wanted):
-                    worker_id = target.removeprefix(wanted).removesuffix(" (deleted)")
-                    fd = os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-                    found[worker_id] = map_page(fd)
+                page = map_page(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                found[name.removeprefix(f"{_NAME}{run_id}/")] = page
     return found
 
 

@@ -1,8 +1,8 @@
 """Flight recorder: the recent events of a process in a memory-mapped ring, which survives SIGKILL.
 
-A file has a header, a table of names, and a ring of slots of fixed size. A slot is written by one
-call of C code. Its number is stored at both ends, so that a reader recognises a slot that was only
-half written when the process was killed. A call has one slot, to which its end is added.
+A file has a header, a table of names, and a ring of slots. A slot is written by one call of C code.
+Its number is stored at both ends, so that a reader recognises a slot that was only half written
+when the process was killed. A call has one slot, to which its end is added.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import time
 from enum import IntEnum
 from typing import NamedTuple
 
+from helmsman.rpc_server._process.pulse import CallRecord, shown_name
 from helmsman.rpc_server._process.safe_files import open_log, open_regular
 
 SUFFIX = ".events"
 NUM_SLOTS = 1 << 15
 NUM_NAMES = 2048
 
-_MAGIC = b"helmsman events 2\0"
+_MAGIC = b"helmsman events 3\0"
 _HEADER = struct.Struct("=18sIIIqq110s")
 """Magic, pid, slots, names, monotonic and wall-clock nanoseconds at the start, title."""
-_NAME = struct.Struct("=H110s")
+_NAME = struct.Struct("=112s")
 _SLOT = struct.Struct("=IBxHqddI4x")
 """Number, kind, name, number of the event, monotonic seconds, value, and the number again."""
 _ALIVE = struct.Struct("=q")
@@ -42,28 +43,20 @@ _LAST_CHANCE = NUM_SLOTS - 256
 class Kind(IntEnum):
     """Kinds of events; the comments give name, number and value."""
 
-    SENT = 1
-    """A call was sent: worker and method, request id."""
-    REPLIED = 2
-    """Its outcome arrived: the same; value 1 for a result, 0 for an error. By ``finish`` only."""
-    BEGUN = 3
-    """A worker began a call: 'engine.method', request id."""
-    DONE = 4
-    """It ended: the same. By ``finish`` only."""
-    PHASE = 5
-    """A phase of the script began: kind and detail, its id."""
-    PHASE_END = 6
-    """It ended: the same."""
-    QUEUED = 7
-    """A generation request was queued: role, its number."""
-    ASSIGNED = 8
-    """It was sent: instance, its number."""
-    ENDED = 9
-    """It ended: state, its number; value: new tokens."""
-    WEIGHTS = 10
-    """An engine has new weights: engine, version."""
-    STATE = 11
-    """A change of state: a text."""
+    SENT = 1  # A call was sent: worker and method, request id.
+    REPLIED = 2  # Its outcome arrived: the same; 1 for a result, 0 for an error. By ``finish``.
+    BEGUN = 3  # A worker began a call: 'engine.method', request id.
+    DONE = 4  # It ended: the same. By ``finish`` only.
+    PHASE = 5  # A phase of the script began: kind and detail, its id.
+    PHASE_END = 6  # It ended: the same.
+    QUEUED = 7  # A generation request was queued: role, its number.
+    ASSIGNED = 8  # It was sent: instance, its number.
+    ENDED = 9  # It ended: state, its number; value: new tokens.
+    WEIGHTS = 10  # An engine has new weights: engine, version.
+    STATE = 11  # A change of state: a text.
+
+
+_BEGUN = int(Kind.BEGUN)
 
 
 class Event(NamedTuple):
@@ -94,17 +87,18 @@ class Recording(NamedTuple):
 class Recorder:
     """Records the events of this process: in memory first, in a file after ``persist``.
 
-    Args:
-        title: Worker id, or 'script'.
+    The title is the worker's id, or 'script'.
     """
 
     def __init__(self, title: str) -> None:
-        self._write_to(mmap.mmap(-1, FILE_BYTES))
         self._names: dict[str, int] = {}
-        self._numbers = itertools.count(1)
-        self._last = 0
+        self._numbers, self._last = itertools.count(1), 0
         self._lock = threading.Lock()
-        self._start(title, self._page)
+        self._write_to(mmap.mmap(-1, FILE_BYTES))
+        _HEADER.pack_into(
+            *(self._page, 0, _MAGIC, os.getpid(), NUM_SLOTS, NUM_NAMES),
+            *(time.monotonic_ns(), time.time_ns(), title.encode()[:110]),
+        )
         self.name("(other)")
 
     def _write_to(self, page: mmap.mmap) -> None:
@@ -113,29 +107,16 @@ class Recorder:
         self._pack = functools.partial(_SLOT.pack_into, page)
         self._floats = memoryview(page).cast("d")
 
-    @staticmethod
-    def _start(title: str, page: mmap.mmap) -> None:
-        _HEADER.pack_into(
-            *(page, 0, _MAGIC, os.getpid(), NUM_SLOTS, NUM_NAMES),
-            *(time.monotonic_ns(), time.time_ns(), title.encode()[:110]),
-        )
-
     def persist(self, path: str, run_id: str) -> None:
-        """Write to a file from now on, and copy the events so far.
-
-        Args:
-            path: The file, without its ending; the pid is added.
-            run_id: The run, whose log directory contains the file.
+        """Write to ``<path>.<pid>.events`` from now on, and copy the events so far.
 
         Raises:
             OSError: The file cannot be created, or the disk is full.
         """
-        fd = open_log(f"{path}.{os.getpid()}{SUFFIX}", run_id, mapped=True)
-        try:
-            os.posix_fallocate(fd, 0, FILE_BYTES)  # else a full disk would raise SIGBUS later
-            page = mmap.mmap(fd, FILE_BYTES)
-        finally:
-            os.close(fd)
+        name = f"{path}.{os.getpid()}{SUFFIX}"
+        with os.fdopen(open_log(name, run_id, mapped=True), "r+b", buffering=0) as file:
+            os.posix_fallocate(file.fileno(), 0, FILE_BYTES)  # else a full disk raises SIGBUS later
+            page = mmap.mmap(file.fileno(), FILE_BYTES)
         with self._lock:
             page[:] = self._page[:]
             self._write_to(page)
@@ -158,9 +139,8 @@ class Recorder:
             number = self._names.get(text, len(self._names))
             if number >= NUM_NAMES:
                 return 0
-            encoded = text.encode(errors="replace")[:110]
             offset = _NAMES_AT + number * _NAME.size
-            _NAME.pack_into(self._page, offset, len(encoded), encoded)
+            _NAME.pack_into(self._page, offset, text.encode(errors="replace"))
             self._names[text] = number
             return number
 
@@ -190,20 +170,47 @@ class Recorder:
     def finish(
         self, slot: int, end: float, kind: int, name: int, number: int, began: float
     ) -> None:
-        """Record the end of a call.
+        """Record the end of a call, by the result of ``note`` and its arguments.
 
-        Args:
-            slot: Its slot; if this has been overwritten, the call is recorded again.
-            end: Its ``time.monotonic()``; negative for an error.
-            kind: SENT or BEGUN, as at its begin.
-            name: As at its begin.
-            number: As at its begin.
-            began: As ``at`` at its begin.
+        ``end`` is its ``time.monotonic()``, negative for an error. A call whose slot has been
+        overwritten is recorded again.
         """
         if self._last - slot < _LAST_CHANCE:
             self._floats[_FIRST_VALUE + (slot & (NUM_SLOTS - 1)) * 5] = end
         else:
             self.note(kind, name, number, end, began)
+
+
+class CallLog:
+    """Records calls, and shows the running one on a page for observers outside the process.
+
+    ``is_serial`` tells whether a call ends before the next one begins.
+    """
+
+    def __init__(self, recorder: Recorder, shown: CallRecord | None, *, is_serial: bool) -> None:
+        self._recorder, self._shown, self._is_serial = recorder, shown, is_serial
+        self._names: dict[str, tuple[int, bytes]] = {}
+        """Name of a call -> its number in the recorder, and its text on the page."""
+
+    def begun(self, name: str, request_id: object, since: float) -> int:
+        """Note a begin; returns the slot in the recorder, 0 if only the page shows the call."""
+        found = self._names.get(name)
+        if found is None:
+            found = self._names[name] = self._recorder.name(name), shown_name(name)
+        number, text = found
+        if self._shown is not None:
+            self._shown.begun(text, since)
+        if type(request_id) is int:
+            return self._recorder.note(_BEGUN, number, request_id, 0.0, since)
+        return 0
+
+    def ended(self, slot: int, name: str, request_id: object, since: float) -> None:
+        """Note the end of a call; the arguments are the result and those of ``begun``."""
+        if self._is_serial and self._shown is not None:
+            self._shown.ended()
+        if type(request_id) is int:
+            number, _ = self._names[name]
+            self._recorder.finish(slot, time.monotonic(), _BEGUN, number, request_id, since)
 
 
 def read_recording(path: str | os.PathLike[str]) -> Recording | None:
@@ -217,10 +224,7 @@ def read_recording(path: str | os.PathLike[str]) -> Recording | None:
     if len(content) < FILE_BYTES or not content.startswith(_MAGIC):
         return None
     _, pid, _, _, monotonic, wall, title = _HEADER.unpack_from(content)
-    names = []
-    for number in range(NUM_NAMES):
-        length, text = _NAME.unpack_from(content, _NAMES_AT + number * _NAME.size)
-        names.append(text[:length].decode(errors="replace"))
+    names = [_text(text) for (text,) in _NAME.iter_unpack(content[_NAMES_AT:_SLOTS_AT])]
     found = []
     for number, kind, name, event, at, value, again in _SLOT.iter_unpack(content[_SLOTS_AT:]):
         if not number or number != again or kind not in _KINDS or name >= NUM_NAMES:
@@ -231,13 +235,12 @@ def read_recording(path: str | os.PathLike[str]) -> Recording | None:
         if last is not None and end:
             found.append(Event(int(abs(end) * 1e9), last, names[name], event, float(end > 0)))
     found.sort(key=lambda each: each.at_ns)
-    return Recording(
-        title.rstrip(b"\0").decode(errors="replace"),
-        pid,
-        wall - monotonic,
-        _ALIVE.unpack_from(content, _ALIVE_AT)[0],
-        found,
-    )
+    (alive_ns,) = _ALIVE.unpack_from(content, _ALIVE_AT)
+    return Recording(_text(title), pid, wall - monotonic, alive_ns, found)
+
+
+def _text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode(errors="replace")
 
 
 _KINDS = frozenset(Kind)

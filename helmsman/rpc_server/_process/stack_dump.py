@@ -18,11 +18,13 @@ import subprocess
 import time
 
 from helmsman.api.run_state import Frame, StackTrace
+from helmsman.rpc_server._process.pulse import memfds_of
 
 _NAME = "helmsman_stacks"
-_THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*?)\])? .*:$")
-_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
-_PY_SPY_FRAME = re.compile(r"^    (\S.*) \((.*):(\d+)\)$")
+_THREAD = re.compile(r"^(?P<holder>Current )?[Tt]hread (0x[0-9a-f]+)(?: \[(.*?)\])? .*:$")
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
+_PY_SPY_THREAD = re.compile(r'^Thread (?:.*?"(.*)")?')
+_PY_SPY_FRAME = re.compile(r"^    (?P<function>\S.*) \((?P<file>.*):(?P<line>\d+)\)$")
 _QUIET_S = 0.1
 _PY_SPY_S = 5.0
 
@@ -40,26 +42,20 @@ def offer_stacks() -> None:
 def dump_stacks(pid: int, limit_s: float = 1.0) -> list[StackTrace]:
     """Return the stacks of a process of this machine; empty if none could be obtained.
 
-    Uses py-spy where it is installed, which also reads a stopped process. Otherwise the process
-    must have called ``offer_stacks``, and must not be stopped.
-
-    Args:
-        pid: The process, which must belong to a run of this user.
-        limit_s: Longest wait in seconds for the process.
+    The thread with the interpreter's lock comes first. Uses py-spy where it is installed, which
+    also reads a stopped process. Otherwise the process must have called ``offer_stacks``, must not
+    be stopped, and has ``limit_s`` seconds. It must belong to a run of this user.
     """
     program = shutil.which("py-spy")
     if program is not None:
+        command = [program, "dump", "--nonblocking", "--pid", str(pid)]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(
-                [program, "dump", "--nonblocking", "--pid", str(pid)],
-                capture_output=True,
-                text=True,
-                timeout=_PY_SPY_S,
-                check=True,
+            output = subprocess.check_output(
+                command, stderr=subprocess.DEVNULL, text=True, timeout=_PY_SPY_S
             )
-            if found := _parse_py_spy(done.stdout):
+            if found := _parse(output, _PY_SPY_THREAD, _PY_SPY_FRAME):
                 return found
-    path = _file_of(pid)
+    path = dict(memfds_of(pid)).get(_NAME)
     if path is None:
         return []
     with contextlib.suppress(OSError):
@@ -75,46 +71,26 @@ def dump_stacks(pid: int, limit_s: float = 1.0) -> list[StackTrace]:
             time.sleep(0.01)
         with open(path, "rb") as file:
             file.seek(begin)
-            return parse_dump(file.read().decode(errors="replace"))
+            return _parse(file.read().decode(errors="replace"), _THREAD, _FRAME)
     return []
 
 
-def parse_dump(text: str) -> list[StackTrace]:
-    """Parse the output of faulthandler; the thread with the interpreter's lock comes first."""
+def _parse(text: str, thread: re.Pattern[str], frame: re.Pattern[str]) -> list[StackTrace]:
     found: list[StackTrace] = []
-    holder = ""
+    shown: list[Frame] = []
     for line in text.splitlines():
-        if head := _THREAD.match(line):
-            found.append(StackTrace(thread=head[3] or head[2], frames=[]))
-            if head[1] == "Current thread":
-                holder = found[-1].thread
-        elif found and (match := _FRAME.match(line)):
-            number = int(match[2]) if match[2].isdigit() else 0
-            text = linecache.getline(match[1], number).strip()[:200]
-            found[-1].frames.insert(0, Frame(match[1], number, match[3], text))
-    return sorted(found, key=lambda each: each.thread != holder)
-
-
-def _parse_py_spy(text: str) -> list[StackTrace]:
-    found: list[StackTrace] = []
-    for line in text.splitlines():
-        if line.startswith("Thread "):
-            found.append(StackTrace(thread=line.rpartition('"')[0].partition('"')[2], frames=[]))
-        elif found and (match := _PY_SPY_FRAME.match(line)):
-            found[-1].frames.insert(0, Frame(match[2], int(match[3]), match[1]))
+        if head := thread.match(line):
+            names = [each for each in head.groups() if each]
+            at = 0 if "holder" in head.groupdict() and head["holder"] else len(found)
+            found.insert(at, StackTrace(thread=names[-1] if names else "", frames=[]))
+            shown = found[at].frames
+        elif found and (match := frame.match(line)):
+            number = int(match["line"]) if match["line"].isdigit() else 0
+            source = linecache.getline(match["file"], number).strip()[:200]
+            shown.insert(0, Frame(match["file"], number, match["function"], source))
     return found
 
 
 def _signal_number() -> int:
     """A real-time signal that neither glibc nor common libraries use."""
     return int(signal.SIGRTMAX) - 3
-
-
-def _file_of(pid: int) -> str | None:
-    folder, wanted = f"/proc/{pid}/fd", f"/memfd:{_NAME} (deleted)"
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            with contextlib.suppress(OSError):  # closed meanwhile
-                if os.readlink(f"{folder}/{name}") == wanted:
-                    return f"{folder}/{name}"
-    return None

@@ -21,6 +21,8 @@ class Verb(StrEnum):
     """() -> str, the stacks of all threads."""
     EXAMINE = "examine"
     """() -> ProcessReport: the stacks of its calls, its memory and children, and its node."""
+    FILES = "files"
+    """(worker id) -> dict[str, bytes]: recordings and log of a worker of this node; read-only."""
     CONFIGURE = "configure"
     """(WorkerConfig) -> None. Sets environment, thread counts and seeds."""
     SET_ENV = "set_env"

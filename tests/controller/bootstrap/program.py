@@ -162,7 +162,29 @@ def moves() -> int:
     return 0
 
 
-PROGRAMS = {each.__name__: each for each in (count, busy, burst, loses, interrupts, moves)}
+class Steps:
+    """An engine that can be called."""
+
+    def step(self) -> None:
+        return
+
+
+def records(log_dir: str) -> int:
+    """Workers on rank 1 that are called once, and then wait."""
+    from helmsman import Job, RayScheduler, SchedulingSpec
+
+    spec = SchedulingSpec(cpu=0.5, node_labels={"helmsman-rank": "1"})
+    with RayScheduler(log_dir=log_dir) as scheduler:
+        ids = scheduler.create_workers(Job(role="actor", replicas=2, tasks=[spec]))
+        scheduler.create_engines(ids, Steps)
+        for each in ids:
+            scheduler.call_engine(each, "step")
+        print(f"{len(ids)} workers were called", flush=True)
+        threading.Event().wait()
+    return 0
+
+
+PROGRAMS = {each.__name__: each for each in (count, busy, burst, loses, interrupts, moves, records)}
 
 if __name__ == "__main__":
     sys.exit(PROGRAMS[sys.argv[1]](*sys.argv[2:]))  # type: ignore[operator]

@@ -30,7 +30,6 @@ GIB = 1 << 30
 def report(**fields: Any) -> ProcessReport:
     node = NodeReport(
         node="10.0.0.1",
-        clock=0.0,
         memory_available=fields.pop("memory_available", 8 * GIB),
         disks=fields.pop("disks", {"/dev/shm": (8 * GIB, 16 * GIB)}),
     )
@@ -92,7 +91,7 @@ def only(now: RunSnapshot) -> Finding:
 def in_call(frame: Frame, **fields: Any) -> dict[str, Any]:
     age_s = fields.pop("age_s", 100.0)
     stack = StackTrace(thread="engine", frames=[frame], call="a/0.step", running_s=age_s)
-    call = OpenCall(name="a/0.step", age_s=age_s, median_s=1.0, num_before=9)
+    call = OpenCall(name="a/0.step", age_s=age_s, median_s=1.0)
     return {"calls": [call], "report": report(stacks=[stack], **fields)}
 
 
