@@ -254,8 +254,8 @@ def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
         except OSError as error:
             raise PreflightError(
                 f"the folder for Ray's files and the run's record cannot be created in "
-                f"{folder.parent}: {str(error).rstrip('.')}. Set TMPDIR, and RAY_TMPDIR if it is set, to a "
-                "writable folder"
+                f"{folder.parent}: {str(error).rstrip('.')}. Set TMPDIR, and RAY_TMPDIR if it is "
+                "set, to a writable folder"
             ) from error
         yield run_id, folder
 
