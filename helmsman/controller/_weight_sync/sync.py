@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import logging
 import os
 import time
 import uuid
@@ -15,22 +16,33 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from helmsman.api.errors import EngineCallError, GroupCallError, WorkerFailedError
+from helmsman.api.errors import (
+    EngineCallError,
+    GroupCallError,
+    HandleLostError,
+    HelmsmanError,
+    MethodNotFoundError,
+    WorkerFailedError,
+)
 from helmsman.api.generation import InFlight
 from helmsman.api.scheduler import ResultHandle
 from helmsman.api.weight_exchange import ReceivesWeights, SendsWeights, WeightSink, WeightSource
 from helmsman.api.weights import (
     CollectiveTarget,
+    DeviceTarget,
     DiskTarget,
     MemoryTarget,
     WeightFormat,
     WeightsOnDisk,
     WeightTarget,
 )
+from helmsman.api.workers import Worker
 from helmsman.controller._aio.event_loop import run_async
-from helmsman.controller._roles.call_all import is_communication_error, release
+from helmsman.controller._roles.call_all import is_communication_error, observe, release
 from helmsman.controller._roles.role_controller import blocking
 from helmsman.controller._validation.argument_types import checked
+
+log = logging.getLogger(__name__)
 
 Transferred: TypeAlias = tuple[int, Mapping[str, Exception]]
 """Bytes that left the trainer, and the errors by instance id."""
@@ -60,7 +72,8 @@ class WeightSync:
     Args:
         trainer: The TrainController that sends the weights.
         rollout: The RolloutController that receives them.
-        way: The transport: ViaMemory (the default), ViaCollective or ViaDisk.
+        way: The transport: ViaMemory, ViaDevice, ViaCollective or ViaDisk. When None, ViaDevice for
+            instances on the trainer's devices, else ViaMemory.
         form: Data type, parameter names, bucket size and checksums of the sent weights.
         in_flight: Handling of requests in flight. "keep": they continue with the new weights, and
             each token records its version. "wait": they finish with the old weights first, and no
@@ -87,7 +100,7 @@ class WeightSync:
                 "one, since weights are sent between its workers"
             )
         self._transport, self._form, self._in_flight = (
-            way or ViaMemory(),
+            way or _default_way(source, sink),
             form or WeightFormat(),
             in_flight,
         )
@@ -211,6 +224,113 @@ class ViaMemory(WeightTransport):
         return await push.store(MemoryTarget(version=push.version))
 
 
+class ViaDevice(WeightTransport):
+    """Hands weights to instances on the trainer's devices, through two buffers of each device.
+
+    Each trainer rank gathers the weights bucket by bucket and fills one buffer while the process on
+    its device loads the other. Nothing is copied to the host. An instance of several ranks needs a
+    trainer rank on each of its devices. On nodes without devices the buffers are on the host.
+
+    Where an instance is on other devices, or the devices' memory cannot be shared between
+    processes, the push falls back to ViaMemory and logs the reason. An instance that is rebuilt
+    between two pushes receives the weights by ViaMemory, unless the trainer has others by then.
+
+    Args:
+        timeout: Limit in seconds for which a trainer rank and an instance wait for each other.
+    """
+
+    def __init__(self, timeout: float = 120.0) -> None:
+        self._timeout_s = timeout
+        self._why_not = ""
+        """Why memory cannot be shared; '' if it can, as far as is known."""
+
+    def check(self, source: WeightSource, sink: WeightSink) -> None:
+        if source.scheduler.shares_process:
+            raise ValueError(
+                f"ViaDevice needs one process per worker, but {type(source.scheduler).__name__} "
+                "runs all workers in one; use ViaMemory"
+            )
+        _ranks_beside(source.workers, sink.workers)
+
+    async def transfer(self, push: Push) -> Transferred:
+        ids = push.sink.living_ids(with_suspects=False)
+        if not ids:
+            return 0, await push.sink.update({}, push.version, push.left_s, kept=None)
+        reason = self._why_not
+        if not reason:
+            try:
+                ranks = _ranks_beside(
+                    push.source.workers, [each for each in push.sink.workers if each.id in ids]
+                )
+                return await self._hand_over(push, ranks)
+            except ValueError as error:
+                reason = str(error)
+            except (EngineCallError, GroupCallError) as error:
+                unable = [each for each in _members_of(error) if _is_unable(each)]
+                if not unable:
+                    raise
+                reason = self._why_not = str(unable[0]).split("\n", 1)[0]
+        log.warning(
+            "weights of role %s go to role %s by ViaMemory: %s",
+            push.source.role,
+            push.sink.role,
+            reason,
+        )
+        return await ViaMemory().transfer(push)
+
+    async def _hand_over(self, push: Push, ranks: Mapping[str, Sequence[int]]) -> Transferred:
+        source, sink = push.source, push.sink
+        seats = await source.open_seats(push.left_s)
+        receivers: list[list[str]] = [[] for _ in seats]
+        for id_, its_ranks in ranks.items():
+            for rank in its_ranks:
+                receivers[rank].append(id_)
+        place = DeviceTarget(
+            version=push.version,
+            key=uuid.uuid4().hex,
+            seats=tuple(seats),
+            receivers=tuple(map(tuple, receivers)),
+            timeout_s=max(0.1, min(self._timeout_s, push.left_s)),
+        )
+        weights = {
+            id_: msgspec.structs.replace(
+                place, seats=tuple(seats[rank] for rank in its_ranks), receivers=(), receiver=id_
+            )
+            for id_, its_ranks in ranks.items()
+        }
+        sending = asyncio.ensure_future(source.publish(place, push.form, push.left_s))
+
+        def leave_out(id_: str) -> None:
+            if not sending.done():
+                observe(source.leave_out(weights[id_]), f"{source.role}: leaving out {id_}")
+
+        async def from_memory() -> ResultHandle:
+            target = MemoryTarget(version=push.version)
+            try:
+                handle: ResultHandle = await source.publish(target, push.form, None)
+            except HelmsmanError as error:
+                raise HandleLostError(
+                    worker_id=f"role {source.role}",
+                    handle_id=f"weights of version {push.version}",
+                    reason=str(error).split("\n", 1)[0],
+                ) from error
+            return handle
+
+        updating = sink.update(
+            weights,
+            push.version,
+            push.left_s,
+            kept=from_memory,
+            sending=sending,
+            on_failure=leave_out,
+        )
+        outcome = _Outcome(*await asyncio.gather(sending, updating, return_exceptions=True))
+        for each in outcome.errors:
+            if any(map(_is_unable, _members_of(each))):
+                raise each
+        return outcome.transferred()
+
+
 class ViaExport(WeightTransport):
     """Like ViaMemory, for engines without ``publish_weights``: uses ``export_weights``.
 
@@ -295,9 +415,7 @@ class ViaCollective(WeightTransport):
             left = [id_ for id_ in await push.sink.answering_ids() if id_ not in outcome.unable]
             if left:
                 outcome = await self._broadcast(push, left)
-        if outcome.errors and (outcome.num_bytes is None or outcome.failures is None):
-            raise outcome.errors[0]
-        return outcome.num_bytes or 0, outcome.failures or {}
+        return outcome.transferred()
 
     async def _broadcast(self, push: Push, ids: Sequence[str]) -> _Outcome:
         source, sink = push.source, push.sink
@@ -358,6 +476,62 @@ class _Outcome:
             if isinstance(each, EngineCallError) and not _is_broken(each)
         }
         """Instances whose own failure would recur in a second attempt."""
+
+    def transferred(self) -> Transferred:
+        """Return the results, or raise the error of a side that failed as a whole."""
+        if self.num_bytes is None or self.failures is None:
+            raise self.errors[0]
+        return self.num_bytes, self.failures
+
+
+def _default_way(source: WeightSource, sink: WeightSink) -> WeightTransport:
+    if any(each.devices for each in sink.workers):
+        way = ViaDevice()
+        try:
+            way.check(source, sink)
+        except ValueError as error:
+            log.info("role %s receives weights by ViaMemory: %s", sink.role, error)
+        else:
+            return way
+    return ViaMemory()
+
+
+def _ranks_beside(trainers: Sequence[Worker], instances: Sequence[Worker]) -> dict[str, list[int]]:
+    """Return the trainer rank on each device of each instance, by the instance's id.
+
+    Instances without devices are divided among the ranks of their node.
+
+    Raises:
+        ValueError: A device has no trainer rank.
+    """
+    num_served = [0] * len(trainers)
+    found: dict[str, list[int]] = {}
+    for instance in instances:
+        found[instance.id] = []
+        for device in [[str(each)] for each in instance.devices] or [[]]:
+            beside = [
+                rank
+                for rank, trainer in enumerate(trainers)
+                if trainer.node_id == instance.node_id and list(map(str, trainer.devices)) == device
+            ]
+            if not beside:
+                where = f"device {device[0]}" if device else "no device"
+                raise ValueError(
+                    f"{instance.id} is on {where} of node {instance.node_id}, where no trainer "
+                    "rank is; use ViaMemory"
+                )
+            rank = min(beside, key=num_served.__getitem__)
+            num_served[rank] += 1
+            found[instance.id].append(rank)
+    return found
+
+
+def _is_unable(error: Exception) -> bool:
+    """Whether an engine cannot share its device's memory."""
+    return isinstance(error, MethodNotFoundError) or (
+        isinstance(error, EngineCallError)
+        and error.remote_type in ("DeviceSharingError", "NotImplementedError")
+    )
 
 
 def _members_of(error: Any) -> Collection[Any]:
