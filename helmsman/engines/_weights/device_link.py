@@ -164,17 +164,17 @@ class DeviceSender:
         self, links: dict[str, Connection], device: torch.device, num_bytes: int, timeout_s: float
     ) -> None:
         self._links, self._device, self._timeout_s = links, device, timeout_s
-        self._buffers: list[SharedBuffer] = []
+        self._pair: list[SharedBuffer] = []
         self._num_filled = 0
         if not num_bytes:
             return
         try:
             for _ in range(NUM_BUFFERS):
-                self._buffers.append(SharedBuffer(num_bytes, device))
+                self._pair.append(SharedBuffer(num_bytes, device))
         except BaseException:
             self._release()
             raise
-        self._send(_Handles([buffer.handle for buffer in self._buffers]))
+        self._send(_Handles([buffer.handle for buffer in self._pair]))
 
     def send_header(self, data: bytes) -> None:
         """Send bytes that precede tensors, or end the transfer."""
@@ -184,7 +184,7 @@ class DeviceSender:
         """Return the next buffer, after all receivers have loaded what it had."""
         if self._num_filled >= NUM_BUFFERS:
             self._with_each(_await_ack)
-        return self._buffers[self._num_filled % NUM_BUFFERS].tensor
+        return self._pair[self._num_filled % NUM_BUFFERS].tensor
 
     def send(self, num_bytes: int) -> None:
         """Pass on the buffer that was returned last; the receivers load it meanwhile."""
@@ -201,10 +201,10 @@ class DeviceSender:
         for link in self._links.values():
             link.close()
         self._links = {}
-        for buffer in self._buffers:
+        for buffer in self._pair:
             buffer.close()
-        if self._buffers:
-            self._buffers = []
+        if self._pair:
+            self._pair = []
             release_shared(self._device)
 
     def _send(self, message: _Message) -> None:
@@ -245,7 +245,7 @@ class DeviceReceiver:
 
     def __init__(self, place: DeviceTarget, device: torch.device) -> None:
         self._device, self._timeout_s = device, place.timeout_s
-        self._buffers: list[torch.Tensor] = []
+        self._pair: list[torch.Tensor] = []
         self._is_loading = False
         self._link = sit_down(place, place.seats[0])
 
@@ -258,7 +258,7 @@ class DeviceReceiver:
         """
         message = self._receive()
         if isinstance(message, _Handles):
-            self._buffers = [open_buffer(each, self._device) for each in message.handles]
+            self._pair = [open_buffer(each, self._device) for each in message.handles]
             message = self._receive()
         assert isinstance(message, _Header)
         return message.data
@@ -272,7 +272,7 @@ class DeviceReceiver:
         message = self._receive()
         assert isinstance(message, _Filled)
         self._is_loading = True
-        return self._buffers[message.buffer][:num_bytes]
+        return self._pair[message.buffer][:num_bytes]
 
     def _receive(self) -> _Message:
         try:
@@ -290,7 +290,7 @@ class DeviceReceiver:
 
     def leave(self) -> None:
         """Unmap the buffers and disconnect. Idempotent."""
-        self._buffers = []
+        self._pair = []
         self._link.close()
 
     end = leave

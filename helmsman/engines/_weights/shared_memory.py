@@ -47,20 +47,23 @@ class SharedBuffer:
 
     Raises:
         DeviceSharingError: The device's memory cannot be shared.
-        RuntimeError: There is too little memory.
+        torch.OutOfMemoryError: The device has too little memory.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._on_host: HostBuffer | None = None
-        if device.type == "cpu":
-            self._on_host = HostBuffer(num_bytes)
-            self.tensor, handle = self._on_host.tensor, self._on_host.path
-        else:
-            self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            try:
+        handle: Any
+        try:
+            if device.type == "cpu":
+                self._on_host = HostBuffer(num_bytes)
+                self.tensor, handle = self._on_host.tensor, self._on_host.path
+            else:
+                self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
                 handle = reduce_tensor(self.tensor)
-            except RuntimeError as error:
-                raise _not_shared(error) from error
+        except torch.OutOfMemoryError:
+            raise
+        except (OSError, RuntimeError) as error:
+            raise _not_shared(error) from error
         self.handle = pickle.dumps(handle)
 
     def close(self) -> None:
