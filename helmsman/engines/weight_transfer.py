@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -347,7 +348,11 @@ def incoming(weights: Weights, group: WeightGroup) -> Iterator[Incoming]:
             received = _Received(way)
             if way is group:
                 stack.callback(received.read_to_the_end)
-            yield Incoming(received.shapes, received.buckets(), received.bucket_bytes)
+            try:
+                yield Incoming(received.shapes, received.buckets(), received.bucket_bytes)
+            except BaseException as error:
+                _clear_frames(error)
+                raise
     elif isinstance(weights, WeightsOnDisk):
         yield _in_files(weights)
     else:
@@ -387,6 +392,13 @@ def _in_files(weights: WeightsOnDisk) -> Incoming:
         with open_file(file_name) as tensors:
             shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in names})
     return Incoming(shapes, buckets())
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Drop the local variables of an error's frames, which would keep buffers mapped."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class _Received:
