@@ -46,6 +46,7 @@ from helmsman.engines._models.model import build_model, checkpoint_layers, resol
 from helmsman.engines._train.attention import (
     RowShape,
     check_heads,
+    compile_layers,
     gather_tokens,
     use_row_attention,
     why_not_rows,
@@ -201,6 +202,8 @@ class FSDPTrainEngine(TrainEngine):
             check_heads(config.get_text_config(), tensor_size, context_size)
         elif packing:
             use_row_attention(model, "packing")
+        if self.config.compile_layers:
+            compile_layers(model)  # checkpoints, and later FSDP, work on the compiled layers
         if self.config.gradient_checkpointing:
             checkpoint_layers(model)
         if self.config.head == "lm":

@@ -241,8 +241,8 @@ class ViaDevice(WeightTransport):
 
     def __init__(self, timeout: float = 120.0) -> None:
         self._timeout_s = timeout
-        self._why_not = ""
-        """Why memory cannot be shared; '' if it can, as far as is known."""
+        self.fallback_reason = ""
+        """Why all pushes go by ViaMemory; '' while devices' memory can be shared."""
 
     def check(self, source: WeightSource, sink: WeightSink) -> None:
         if source.scheduler.shares_process:
@@ -256,7 +256,7 @@ class ViaDevice(WeightTransport):
         ids = push.sink.living_ids(with_suspects=False)
         if not ids:
             return 0, await push.sink.update({}, push.version, push.left_s, kept=None)
-        reason = self._why_not
+        reason = self.fallback_reason
         if not reason:
             try:
                 ranks = _ranks_beside(
@@ -269,7 +269,7 @@ class ViaDevice(WeightTransport):
                 unable = [each for each in _members_of(error) if _is_unable(each)]
                 if not unable:
                     raise
-                reason = self._why_not = str(unable[0]).split("\n", 1)[0]
+                reason = self.fallback_reason = str(unable[0]).split("\n", 1)[0]
         log.warning(
             "weights of role %s go to role %s by ViaMemory: %s",
             push.source.role,
