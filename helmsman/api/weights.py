@@ -25,8 +25,8 @@ class WeightFormat(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=Tr
     """
     bucket_bytes: int = 256 << 20
     """Size of a bucket: parameters that are cast, sent, written and checked together. Besides the
-    model, a sender needs memory for two buckets and 64 MiB, and a receiver for one. With ViaDevice a
-    sender needs three. A larger parameter is a bucket of its own; broadcasts send it in pieces, which
+    model, a sender needs memory for two buckets and 64 MiB, with ViaDevice for three, and a
+    receiver for one. A larger parameter is a bucket of its own; broadcasts send it in pieces, which
     receivers collect on the host, and the buffers of ViaDevice have its size.
     """
     checksum: bool = False
