@@ -70,10 +70,10 @@ class TrainConfig(
     (arXiv:1604.06174).
     """
     compile_layers: bool = False
-    """Compile each decoder layer with torch.compile. The first steps take minutes; later ones need
-    no compilation for batches of other lengths. Attention over packed or context-parallel rows
-    stays as it is, and divides each layer into four graphs. Needs a C++ compiler on the host, and
-    Triton on GPUs.
+    """Compile each decoder layer with torch.compile. The first steps take minutes; packed batches
+    of other lengths are not compiled again. Attention over packed or context-parallel rows stays as
+    it is, and divides each layer into four graphs. Needs a C++ compiler on the host, and Triton on
+    GPUs.
     """
     reshard_after_forward: bool = True
     """Free each layer's gathered parameters between forward and backward (ZeRO-3) instead of
