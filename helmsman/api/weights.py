@@ -114,7 +114,7 @@ class DeviceTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     receiver: str = ""
     """Id of the instance; '' for the trainer."""
     timeout_s: float
-    """Limit in seconds for either end to wait for the other."""
+    """Limit in seconds for a trainer rank to wait for a receiver; twice that for a receiver."""
 
 
 WeightTarget: TypeAlias = MemoryTarget | DiskTarget | CollectiveTarget | DeviceTarget

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +107,16 @@ def test_incoming_every_dtype_and_bucket_size(way: str, bucket_bytes: int, tmp_p
     """Also where one begins in the middle of another's word, has no bytes, or no dimensions."""
     form = WeightFormat(bucket_bytes=bucket_bytes, checksum=True)
     if way in ("collective", "device"):
-        groups, places = members(3) if way == "collective" else seats(2)
+        groups: list[WeightGroup]
+        places: Sequence[CollectiveTarget | DeviceTarget]
+        if way == "collective":
+            groups, places = members(3)
+        else:
+            groups, places = seats(2)
         with concurrent.futures.ThreadPoolExecutor() as threads:
             reading = [
-                threads.submit(read, *each) for each in zip(places[1:], groups[1:], strict=True)
+                threads.submit(read, place, group)
+                for place, group in zip(places[1:], groups[1:], strict=True)
             ]
             send(ODD, places[0], form, groups[0])
             arrived = [each.result(60) for each in reading]

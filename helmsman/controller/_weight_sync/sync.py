@@ -100,7 +100,7 @@ class WeightSync:
                 "one, since weights are sent between its workers"
             )
         self._transport, self._form, self._in_flight = (
-            way or _default_way(source, sink),
+            way or _ByPlacement(),
             form or WeightFormat(),
             in_flight,
         )
@@ -236,13 +236,15 @@ class ViaDevice(WeightTransport):
     between two pushes receives the weights by ViaMemory, unless the trainer has others by then.
 
     Args:
-        timeout: Limit in seconds for which a trainer rank and an instance wait for each other.
+        timeout: Limit in seconds for which a trainer rank waits for an instance, before it goes on
+            without; an instance waits twice as long.
     """
 
     def __init__(self, timeout: float = 120.0) -> None:
         self._timeout_s = timeout
+        self._can_share = True
         self.fallback_reason = ""
-        """Why all pushes go by ViaMemory; '' while devices' memory can be shared."""
+        """Why the last push went by ViaMemory; '' if it did not."""
 
     def check(self, source: WeightSource, sink: WeightSink) -> None:
         if source.scheduler.shares_process:
@@ -253,29 +255,32 @@ class ViaDevice(WeightTransport):
         _ranks_beside(source.workers, sink.workers)
 
     async def transfer(self, push: Push) -> Transferred:
-        ids = push.sink.living_ids(with_suspects=False)
+        source, sink = push.source, push.sink
+        ids = sink.living_ids(with_suspects=False)
         if not ids:
-            return 0, await push.sink.update({}, push.version, push.left_s, kept=None)
+            return 0, await sink.update({}, push.version, push.left_s, kept=None)
         reason = self.fallback_reason
-        if not reason:
+        if self._can_share:
             try:
-                ranks = _ranks_beside(
-                    push.source.workers, [each for each in push.sink.workers if each.id in ids]
-                )
-                return await self._hand_over(push, ranks)
+                ranks = _ranks_beside(source.workers, [w for w in sink.workers if w.id in ids])
             except ValueError as error:
                 reason = str(error)
-            except (EngineCallError, GroupCallError) as error:
-                unable = [each for each in _members_of(error) if _is_unable(each)]
-                if not unable:
-                    raise
-                reason = self.fallback_reason = str(unable[0]).split("\n", 1)[0]
-        log.warning(
-            "weights of role %s go to role %s by ViaMemory: %s",
-            push.source.role,
-            push.sink.role,
-            reason,
-        )
+            else:
+                try:
+                    done = await self._hand_over(push, ranks)
+                except (EngineCallError, GroupCallError) as error:
+                    unable = [each for each in _members_of(error) if _is_unable(each)]
+                    if not unable:
+                        raise
+                    reason, self._can_share = str(unable[0]).split("\n", 1)[0], False
+                else:
+                    self.fallback_reason = ""
+                    return done
+        if reason != self.fallback_reason:
+            self.fallback_reason = reason
+            log.warning(
+                "role %s sends weights to role %s by ViaMemory: %s", source.role, sink.role, reason
+            )
         return await ViaMemory().transfer(push)
 
     async def _hand_over(self, push: Push, ranks: Mapping[str, Sequence[int]]) -> Transferred:
@@ -301,7 +306,7 @@ class ViaDevice(WeightTransport):
         sending = asyncio.ensure_future(source.publish(place, push.form, push.left_s))
 
         def leave_out(id_: str) -> None:
-            if not sending.done():
+            if not sending.done() or sending.cancelled():
                 observe(source.leave_out(weights[id_]), f"{source.role}: leaving out {id_}")
 
         async def from_memory() -> ResultHandle:
@@ -316,19 +321,38 @@ class ViaDevice(WeightTransport):
                 ) from error
             return handle
 
-        updating = sink.update(
-            weights,
-            push.version,
-            push.left_s,
-            kept=from_memory,
-            sending=sending,
-            on_failure=leave_out,
-        )
-        outcome = _Outcome(*await asyncio.gather(sending, updating, return_exceptions=True))
+        async def update() -> Mapping[str, Exception]:
+            try:
+                return await sink.update(
+                    weights,
+                    push.version,
+                    push.left_s,
+                    kept=from_memory,
+                    sending=sending,
+                    on_failure=leave_out,
+                )
+            except BaseException:  # of the update as a whole, or a cancellation
+                for id_ in weights:
+                    leave_out(id_)
+                raise
+
+        outcome = _Outcome(*await asyncio.gather(sending, update(), return_exceptions=True))
         for each in outcome.errors:
             if any(map(_is_unable, _members_of(each))):
                 raise each
         return outcome.transferred()
+
+
+class _ByPlacement(WeightTransport):
+    """ViaDevice if the two roles share devices at the time of a push, else ViaMemory."""
+
+    def __init__(self) -> None:
+        self._via_device = ViaDevice()
+
+    async def transfer(self, push: Push) -> Transferred:
+        if _devices_of(push.source.workers) & _devices_of(push.sink.workers):
+            return await self._via_device.transfer(push)
+        return await ViaMemory().transfer(push)
 
 
 class ViaExport(WeightTransport):
@@ -394,12 +418,7 @@ class ViaCollective(WeightTransport):
                 "use ViaMemory"
             )
         sender = source.workers[0]
-        shared = [
-            each.id
-            for each in sink.workers
-            if each.node_id == sender.node_id
-            and set(map(str, each.devices)) & set(map(str, sender.devices))
-        ]
+        shared = [each.id for each in sink.workers if _devices_of([each]) & _devices_of([sender])]
         if shared:
             raise ValueError(
                 f"{shared[0]} shares a device with {sender.id}; a collective needs one device per "
@@ -484,16 +503,9 @@ class _Outcome:
         return self.num_bytes, self.failures
 
 
-def _default_way(source: WeightSource, sink: WeightSink) -> WeightTransport:
-    if any(each.devices for each in sink.workers):
-        way = ViaDevice()
-        try:
-            way.check(source, sink)
-        except ValueError as error:
-            log.info("role %s receives weights by ViaMemory: %s", sink.role, error)
-        else:
-            return way
-    return ViaMemory()
+def _devices_of(workers: Sequence[Worker]) -> set[tuple[str, str]]:
+    """Return the node and id of each device of some workers."""
+    return {(each.node_id, str(device)) for each in workers for device in each.devices}
 
 
 def _ranks_beside(trainers: Sequence[Worker], instances: Sequence[Worker]) -> dict[str, list[int]]:

@@ -95,7 +95,7 @@ def compile_layers(model: nn.Module) -> None:
     """
     AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(row_attention))
     for layer in decoder_layers(model):
-        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def check_heads(config: Any, tensor_size: int, context_size: int) -> None:

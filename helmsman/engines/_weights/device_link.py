@@ -117,7 +117,8 @@ def sit_down(place: DeviceTarget, seat: str, *, is_absent: bool = False) -> Conn
         peer.connect(f"\0{seat}")
         if not _is_own(peer):
             raise ConnectionError("another user listens there")
-        link = _link(peer, place.timeout_s)
+        # A sender may wait for another receiver until its own limit.
+        link = _link(peer, 2 * place.timeout_s)
         hello = _Hello(place.key, place.receiver, is_absent)
         link.send_bytes(msgspec.msgpack.encode(hello))
     except OSError as error:
@@ -244,7 +245,7 @@ class DeviceReceiver:
     """
 
     def __init__(self, place: DeviceTarget, device: torch.device) -> None:
-        self._device, self._timeout_s = device, place.timeout_s
+        self._device, self._timeout_s = device, 2 * place.timeout_s
         self._pair: list[torch.Tensor] = []
         self._is_loading = False
         self._link = sit_down(place, place.seats[0])

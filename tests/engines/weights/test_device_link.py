@@ -181,7 +181,7 @@ def test_receiver_left_out_is_not_awaited() -> None:
 
 
 def test_receiver_late_is_left_out() -> None:
-    groups, (place, *own) = seats(2, timeout_s=1.0)
+    groups, (place, *own) = seats(2, timeout_s=2.0)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         reading = threads.submit(read, own[1], groups[2])
         send(place, groups[0])
