@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +108,14 @@ def test_incoming_every_dtype_and_bucket_size(way: str, bucket_bytes: int, tmp_p
     form = WeightFormat(bucket_bytes=bucket_bytes, checksum=True)
     if way in ("collective", "device"):
         groups: list[WeightGroup]
-        places: Sequence[CollectiveTarget | DeviceTarget]
+        places: list[Any]
         if way == "collective":
             groups, places = members(3)
         else:
             groups, places = seats(2)
+        pairs: list[tuple[Any, WeightGroup]] = [*zip(places[1:], groups[1:], strict=True)]
         with concurrent.futures.ThreadPoolExecutor() as threads:
-            reading = [
-                threads.submit(read, place, group)
-                for place, group in zip(places[1:], groups[1:], strict=True)
-            ]
+            reading = [threads.submit(read, place, group) for place, group in pairs]
             send(ODD, places[0], form, groups[0])
             arrived = [each.result(60) for each in reading]
         for group in groups:

@@ -191,11 +191,11 @@ def test_receiver_late_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("change", [{"key": "another"}, {"receiver": "rollout/9"}])
-def test_seat_refuses_strangers(change: dict[str, str]) -> None:
+def test_seat_refuses_others(change: dict[str, str]) -> None:
     groups, (place, own) = seats(1)
-    stranger = msgspec.structs.replace(own, **change)
+    other = msgspec.structs.replace(own, **change)
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        refused = sit_down(stranger, place.seats[0])
+        refused = sit_down(other, place.seats[0])
         reading = threads.submit(read, own, groups[1])
         send(place, groups[0])
         require_all(reading.result(60))
