@@ -3,8 +3,17 @@
 from helmsman.api.weights import WeightFormat as WeightFormat
 from helmsman.controller._weight_sync.sync import SyncReport as SyncReport
 from helmsman.controller._weight_sync.sync import ViaCollective as ViaCollective
+from helmsman.controller._weight_sync.sync import ViaDevice as ViaDevice
 from helmsman.controller._weight_sync.sync import ViaDisk as ViaDisk
 from helmsman.controller._weight_sync.sync import ViaMemory as ViaMemory
 from helmsman.controller._weight_sync.sync import WeightSync as WeightSync
 
-__all__ = ["SyncReport", "ViaCollective", "ViaDisk", "ViaMemory", "WeightFormat", "WeightSync"]
+__all__ = [
+    "SyncReport",
+    "ViaCollective",
+    "ViaDevice",
+    "ViaDisk",
+    "ViaMemory",
+    "WeightFormat",
+    "WeightSync",
+]

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.gpu.harness import Machine, check
 from benchmarks.gpu.training import samples_of, training
 from helmsman import Job, RolloutController, SamplingParams, SchedulingStrategy, WeightSync
-from helmsman.weights import ViaCollective, ViaDisk, ViaMemory
+from helmsman.weights import ViaCollective, ViaDevice, ViaDisk, ViaMemory
 
 HF = "helmsman.engines.rollout.HFRolloutEngine"
 
@@ -91,6 +91,42 @@ def logprobs(machine: Machine) -> dict[str, str]:
         largest, mean = difference(trainer, rollout, prompts_of(machine, 16), 8)
     assert largest < 1e-3, largest
     return {"largest difference": f"{largest:.1e}", "mean": f"{mean:.1e}"}
+
+
+@check("weights.shared_device")
+def shared_device(machine: Machine) -> dict[str, str]:
+    """A sync between processes on the same devices: by buffers there, and by the host's memory."""
+    figures = {}
+    prompts, batch = prompts_of(machine, 8), samples_of(4, 64, machine.model["vocab_size"], 2)
+    beside = SchedulingStrategy(type="colocation", target="train", fork=True)
+    job = Job(
+        role="rollout",
+        replicas=machine.num_devices,
+        tasks=[machine.spec()],
+        scheduling_strategy=beside,
+    )
+    known: dict[str, Any] = {"model": machine.model, "max_model_len": 512, "max_concurrency": 64}
+    with (
+        training(machine, machine.num_devices, compute_dtype="float32") as trainer,
+        RolloutController(
+            machine.scheduler, HF, job, engine_kwargs={**known, "dtype": "float32"}
+        ) as rollout,
+    ):
+        way = ViaDevice()
+        for name, each in {"device": way, "memory": ViaMemory()}.items():
+            sync = WeightSync(trainer, rollout, each)
+            sync.push()
+            trainer.train_batch(batch, "sft")
+            before, _ = difference(trainer, rollout, prompts, 4)
+            report = sync.push()
+            largest, _ = difference(trainer, rollout, prompts, 4)
+            assert largest < 1e-3 < before, (name, largest, before)
+            figures[name] = (
+                f"{report.num_bytes / 2**20:.0f} MiB in {1e3 * report.seconds:.0f} ms, difference "
+                f"{largest:.1e}"
+            )
+        assert not way.fallback_reason, way.fallback_reason
+    return figures
 
 
 @check("weights.three_ways")

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from helmsman.api.generation import GenerationRequest, GenerationResult
-from helmsman.api.weights import WeightFormat, Weights, WeightsInMemory, WeightsOnDisk, WeightTarget
+from helmsman.api.weights import (
+    DeviceTarget,
+    WeightFormat,
+    Weights,
+    WeightsInMemory,
+    WeightsOnDisk,
+    WeightTarget,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -193,6 +200,18 @@ class TrainEngine(abc.ABC):
         raise NotImplementedError(
             f"{type(self).__name__} has no open_weight_store; it sends weights only by "
             "export_weights"
+        )
+
+    def open_weight_seat(self) -> str:
+        """Listen for processes on this rank's device; returns the address, for a DeviceTarget."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no open_weight_seat; use another transport than ViaDevice"
+        )
+
+    async def leave_out_receiver(self, target: DeviceTarget) -> None:
+        """Stop waiting at this rank's seat for ``target.receiver``, which will not connect."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no leave_out_receiver; use another transport than ViaDevice"
         )
 
     @abc.abstractmethod

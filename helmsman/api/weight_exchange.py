@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from helmsman.api.generation import InFlight
 from helmsman.api.scheduler import ResultHandle, Scheduler, Worker
-from helmsman.api.weights import WeightFormat, Weights, WeightTarget
+from helmsman.api.weights import DeviceTarget, WeightFormat, Weights, WeightTarget
+
+KeptWeights: TypeAlias = ResultHandle | Weights | Callable[[], Awaitable[ResultHandle]]
+"""Weights for an instance that is rebuilt, or a function that has the trainer store them; it raises
+HandleLostError if the trainer cannot.
+"""
 
 
 class WeightPeer(Protocol):
@@ -69,6 +74,12 @@ class WeightSource(WeightPeer, Protocol):
     async def open_store(self, timeout: float | None) -> int:
         """Open a store on rank 0, through which a group's members connect; returns its port."""
 
+    async def open_seats(self, timeout: float | None) -> list[str]:
+        """Have every rank listen for processes on its device; returns the addresses in order."""
+
+    async def leave_out(self, target: DeviceTarget) -> None:
+        """Have the ranks wait no more for ``target.receiver``, which will not connect."""
+
 
 class WeightSink(WeightPeer, Protocol):
     """Serves weights on the instances of a rollout."""
@@ -100,8 +111,9 @@ class WeightSink(WeightPeer, Protocol):
         version: int,
         timeout: float | None,
         *,
-        kept: ResultHandle | Weights | None = None,
+        kept: KeptWeights | None = None,
         sending: asyncio.Future[Any] | None = None,
+        on_failure: Callable[[str], None] | None = None,
     ) -> Mapping[str, Exception]:
         """Load ``version`` on exactly these instances, by one call each; requires ``hold``.
 
@@ -113,6 +125,7 @@ class WeightSink(WeightPeer, Protocol):
                 none.
             sending: The transfer that the instances wait for. Once it fails, they get a short grace
                 period to fail by themselves.
+            on_failure: Called with the id of an instance as soon as its call has failed.
 
         Returns:
             Failures by instance id.

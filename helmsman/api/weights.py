@@ -25,9 +25,9 @@ class WeightFormat(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=Tr
     """
     bucket_bytes: int = 256 << 20
     """Size of a bucket: parameters that are cast, sent, written and checked together. Besides the
-    model, a sender needs memory for two buckets and 64 MiB, and a receiver for one. A larger
-    parameter is a bucket of its own; broadcasts send it in pieces, which receivers collect on the
-    host.
+    model, a sender needs memory for two buckets and 64 MiB, with ViaDevice for three, and a
+    receiver for one. A larger parameter is a bucket of its own; broadcasts send it in pieces, which
+    receivers collect on the host, and the buffers of ViaDevice have its size.
     """
     checksum: bool = False
     """Whether to compute a CRC-32 of every parameter's bytes at the sender and check it at the
@@ -95,7 +95,29 @@ class CollectiveTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Limit in seconds for a member to wait for the others, at the start and in each broadcast."""
 
 
-WeightTarget: TypeAlias = MemoryTarget | DiskTarget | CollectiveTarget
+class DeviceTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Fill buffers for the processes on each trainer rank's device, and return the number of bytes.
+
+    An instance receives the same struct as its Weights, with the seats of its own devices.
+    """
+
+    version: int
+    """Expected weight version; see MemoryTarget."""
+    key: str
+    """Secret of this sync, which receivers must have."""
+    seats: tuple[str, ...]
+    """Addresses of TrainEngine.open_weight_seat: of all trainer ranks in order, or, for an
+    instance, those of the ranks on its devices in order.
+    """
+    receivers: tuple[tuple[str, ...], ...] = ()
+    """Instances that connect to each seat of the trainer."""
+    receiver: str = ""
+    """Id of the instance; '' for the trainer."""
+    timeout_s: float
+    """Limit in seconds for a trainer rank to wait for a receiver; twice that for a receiver."""
+
+
+WeightTarget: TypeAlias = MemoryTarget | DiskTarget | CollectiveTarget | DeviceTarget
 
 
 class WeightsInMemory(msgspec.Struct, frozen=True):
@@ -112,7 +134,9 @@ class WeightsOnDisk(msgspec.Struct, frozen=True):
     num_bytes: int = 0
 
 
-Weights: TypeAlias = Mapping[str, Any] | WeightsInMemory | WeightsOnDisk | CollectiveTarget
+Weights: TypeAlias = (
+    Mapping[str, Any] | WeightsInMemory | WeightsOnDisk | CollectiveTarget | DeviceTarget
+)
 """Argument of ``InferenceEngine.update_weights``: tensors by name, or their location.
 ``helmsman.engines.weight_transfer`` reads all forms.
 """

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from helmsman.api.engines import LossFn, Sample, TrainEngine
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import (
+    DeviceTarget,
     MemoryTarget,
     WeightFormat,
     WeightsInMemory,
@@ -45,6 +46,7 @@ from helmsman.engines._models.model import build_model, checkpoint_layers, resol
 from helmsman.engines._train.attention import (
     RowShape,
     check_heads,
+    compile_layers,
     gather_tokens,
     use_row_attention,
     why_not_rows,
@@ -200,6 +202,8 @@ class FSDPTrainEngine(TrainEngine):
             check_heads(config.get_text_config(), tensor_size, context_size)
         elif packing:
             use_row_attention(model, "packing")
+        if self.config.compile_layers:
+            compile_layers(model)  # checkpoints, and later FSDP, work on the compiled layers
         if self.config.gradient_checkpointing:
             checkpoint_layers(model)
         if self.config.head == "lm":
@@ -520,19 +524,34 @@ class FSDPTrainEngine(TrainEngine):
         """
         return self._weight_group.open_store(address)
 
+    def open_weight_seat(self) -> str:
+        """Listen for the processes on this rank's device, for the next publish_weights.
+
+        Returns:
+            The address, for a DeviceTarget.
+        """
+        self._built_model(may_sleep=True)
+        return self._weight_group.open_seat()
+
+    async def leave_out_receiver(self, target: DeviceTarget) -> None:
+        """Stop waiting in publish_weights for ``target.receiver``, which will not connect."""
+        await asyncio.to_thread(self._weight_group.leave_out, target)
+
     def publish_weights(
         self, target: WeightTarget, form: WeightFormat
     ) -> WeightsInMemory | WeightsOnDisk | int | None:
         """Send the full parameters by Hugging Face name, bucket by bucket. A collective.
 
-        Rank 0 sends; the other ranks contribute their shards.
+        Rank 0 sends, and the other ranks contribute their shards. To a DeviceTarget, each rank
+        sends to the processes on its device.
 
         Args:
-            target: Memory, a folder on disk or a weight-sync group, with the version to send.
+            target: Memory, a folder on disk, a weight-sync group or the seats of devices, with the
+                version to send.
             form: Dtype, names, bucket size in bytes and checksums of the sent tensors.
 
         Returns:
-            On rank 0 the weights in memory, the folder, or the number of bytes broadcast; None
+            On rank 0 the weights in memory, the folder, or the number of bytes sent; None
             elsewhere.
 
         Raises:
@@ -542,16 +561,21 @@ class FSDPTrainEngine(TrainEngine):
             ConnectionError: The instances did not join the group, or left it.
             OSError: The files cannot be written.
         """
-        return publish(
-            named_tensors(self._built_model(may_sleep=True)),
-            target,
-            form,
-            version=self._progress.version,
-            is_root=dist.get_rank() == 0,
-            group=self._weight_group,
-            gather=self._memory.gather,
-            in_files=self._checkpoint_names(),
-        )
+        model = self._built_model(may_sleep=True)
+        try:
+            self._in_files = self._in_files or CheckpointNames(model)
+            return publish(
+                named_tensors(model),
+                target,
+                form,
+                version=self._progress.version,
+                is_root=dist.get_rank() == 0,
+                group=self._weight_group,
+                gather=self._memory.gather,
+                in_files=self._in_files,
+            )
+        finally:
+            self._weight_group.close_seat()
 
     def save(self, path: str) -> None:
         """Write a checkpoint to ``path``, all or nothing. A collective.
@@ -645,11 +669,6 @@ class FSDPTrainEngine(TrainEngine):
             source=source,
             gather=self._memory.gather,
         )
-
-    def _checkpoint_names(self) -> CheckpointNames:
-        if self._in_files is None:
-            self._in_files = CheckpointNames(self._built_model(may_sleep=True))
-        return self._in_files
 
     def _model_folder(self) -> str | None:
         return self.config.model if isinstance(self.config.model, str) else None

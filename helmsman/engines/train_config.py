@@ -69,6 +69,12 @@ class TrainConfig(
     """Recompute each layer in the backward pass instead of keeping its activations
     (arXiv:1604.06174).
     """
+    compile_layers: bool = False
+    """Compile each decoder layer with torch.compile. The first steps take minutes; packed batches
+    of other lengths are not compiled again. Attention over packed or context-parallel rows stays as
+    it is, and divides each layer into four graphs. Needs a C++ compiler on the host, and Triton on
+    GPUs.
+    """
     reshard_after_forward: bool = True
     """Free each layer's gathered parameters between forward and backward (ZeRO-3) instead of
     keeping them (ZeRO-2).

@@ -1,9 +1,10 @@
-"""Weight transfer from a trainer to a rollout instance: in memory, as files or by broadcasts.
+"""Weight transfer from a trainer to a rollout instance: in memory, as files or as streams.
 
 The trainer's ranks send their tensors with ``publish``, and an instance reads them with
-``incoming``; both work in buckets. In broadcasts, each bucket is a header (msgpack) followed by the
-bytes of its tensors, concatenated. The first header has the names and shapes of all tensors, so
-that an instance can refuse them before it has changed anything.
+``incoming``; both work in buckets. A stream is a series of broadcasts, or goes through buffers on a
+shared device. Each bucket is a header (msgpack) followed by the bytes of its tensors, concatenated.
+The first header has the names and shapes of all tensors, so that an instance can refuse them before
+it has changed anything.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from safetensors import safe_open
 
 from helmsman.api.weights import (
     CollectiveTarget,
+    DeviceTarget,
     DiskTarget,
     MemoryTarget,
     WeightFormat,
@@ -33,8 +36,8 @@ from helmsman.api.weights import (
 from helmsman.engines._models.files import INDEX_FILE, FolderWriter, replace_folder
 from helmsman.engines._models.model import resolve_dtype
 from helmsman.engines._weights.checkpoint_names import CheckpointNames, Conversion
-from helmsman.engines._weights.gathering import gather
-from helmsman.engines._weights.group import WeightGroup
+from helmsman.engines._weights.gathering import gather, type_in
+from helmsman.engines._weights.group import Arriving, Outgoing, WeightGroup
 from helmsman.engines._weights.sending import (
     Bucket,
     Gather,
@@ -62,12 +65,15 @@ def publish(
     gather: Gather = gather,
     in_files: CheckpointNames | None = None,
 ) -> WeightsInMemory | WeightsOnDisk | int | None:
-    """Send tensors by name to a target; rank 0 sends. A collective of all ranks that hold shards.
+    """Send tensors by name to a target. A collective of all ranks that hold shards.
+
+    Rank 0 sends, or each rank to the processes on its device.
 
     Args:
         tensors: Tensors by name, of any dtype and device, possibly sharded (DTensor); the same
             names on every rank. Instances expect the names and shapes of Hugging Face files.
-        target: Memory, a folder on disk or a weight-sync group, with the version to send.
+        target: Memory, a folder on disk, a weight-sync group or the seats of devices, with the
+            version to send.
         form: Dtype, names, bucket size in bytes and checksums of the sent tensors.
         version: Weight version of the tensors.
         is_root: Whether this is rank 0.
@@ -76,16 +82,17 @@ def publish(
         in_files: Converts the tensors of a model to the form of files; None if they have it.
 
     Returns:
-        On rank 0 the weights in memory, the folder, or the number of bytes broadcast; None
-        elsewhere.
+        On rank 0 the weights in memory, the folder, or the number of bytes sent; None elsewhere.
 
     Raises:
         ValueError: ``version`` is not the target's, two names map to the same one, or the dtype is
             unknown.
         ConnectionError: On rank 0: a member of the weight-sync group is missing or late.
+        DeviceSharingError: This rank's device has memory that other processes cannot map.
         OSError: On rank 0: the files cannot be written.
-        RuntimeError: On the other ranks: rank 0 failed. All ranks take part until the end.
+        RuntimeError: Another rank failed. All ranks take part until the end.
     """
+    sends = is_root or (isinstance(target, DeviceTarget) and group.serves(target))
     try:
         if version != target.version:
             raise ValueError(
@@ -101,9 +108,10 @@ def publish(
         )
         sent = _sent_names(shapes, form)
     except ValueError as wrong:
-        if is_root and isinstance(target, CollectiveTarget):
-            GroupSink(target, group).give_up(wrong)
+        if sends and isinstance(target, CollectiveTarget | DeviceTarget):
+            StreamSink(group.sending(target, 0)).give_up(wrong)
         raise
+    sizes = [each.numel() * type_in(each, dtype).itemsize for each in tensors.values()]
 
     def pack(stack: contextlib.ExitStack) -> Packer[Any]:
         convert = None if in_files is None else Conversion(in_files)
@@ -112,25 +120,26 @@ def publish(
             parts = {name: tensor} if convert is None else convert(name, tensor)
             return {sent[each]: part for each, part in parts.items()}
 
-        return Packer(
-            _sink_for(
-                target,
-                {sent[name]: shapes[name] for name in shapes},
-                form.bucket_bytes,
-                group,
-                stack,
-            ),
-            form.bucket_bytes,
-            convert=renamed,
-            checksum=form.checksum,
-        )
+        if isinstance(target, MemoryTarget):
+            sink: Sink[Any] = _MemorySink()
+        elif isinstance(target, DiskTarget):
+            sink = _DiskSink(target, stack)
+        else:
+            most = form.bucket_bytes
+            if isinstance(target, DeviceTarget):
+                most = max(1, min(sum(sizes), max(most, *sizes)))
+            way = group.sending(target, most)
+            stack.callback(way.end)
+            sink = stream = StreamSink(way)
+            stream.announce({sent[name]: shapes[name] for name in shapes}, most)
+        return Packer(sink, form.bucket_bytes, convert=renamed, checksum=form.checksum)
 
     return send_all(
         tensors,
         gather,
         dtype,
         form.bucket_bytes,
-        pack if is_root else None,
+        pack if sends else None,
         "publishing the weights",
     )
 
@@ -148,22 +157,6 @@ def _sent_names(names: Iterable[str], form: WeightFormat) -> dict[str, str]:
             )
         sources[mapped] = name
     return sent
-
-
-def _sink_for(
-    target: WeightTarget,
-    shapes: Mapping[str, list[int]],
-    bucket_bytes: int,
-    group: WeightGroup,
-    until_the_end: contextlib.ExitStack,
-) -> Sink[Any]:
-    if isinstance(target, MemoryTarget):
-        return _MemorySink()
-    if isinstance(target, DiskTarget):
-        return _DiskSink(target, until_the_end)
-    sink = GroupSink(target, group)
-    sink.announce(shapes, bucket_bytes)
-    return sink
 
 
 class _MemorySink(Sink[WeightsInMemory]):
@@ -239,26 +232,20 @@ class _Header(msgspec.Struct, frozen=True):
     """Why the tensors are not sent; empty if they are."""
 
 
-def _at_least(buffer: torch.Tensor, num_bytes: int) -> torch.Tensor:
-    return buffer if buffer.numel() >= num_bytes else buffer.new_empty(num_bytes)
+class StreamSink(Sink[int]):
+    """Sends weights as a stream of headers and bytes."""
 
-
-class GroupSink(Sink[int]):
-    """Broadcasts weights as rank 0 of a weight-sync group."""
-
-    def __init__(self, place: CollectiveTarget, group: WeightGroup) -> None:
-        self._group, self._num_bytes, self._is_over = group, 0, False
+    def __init__(self, way: Outgoing) -> None:
+        self._way, self._num_bytes, self._is_over = way, 0, False
         self._bucket_bytes = 0
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=group.device)
-        group.join(place)
 
     def announce(self, shapes: Mapping[str, Sequence[int]], bucket_bytes: int) -> None:
-        """Broadcast the names and shapes of all tensors, and the size of the largest broadcast."""
+        """Send the names and shapes of all tensors, and the size of the largest piece."""
         self._bucket_bytes = bucket_bytes
         self._send({name: list(shape) for name, shape in shapes.items()}, bucket_bytes=bucket_bytes)
 
     def give_up(self, error: Exception) -> None:
-        """Broadcast the reason why no more tensors follow.
+        """Send the reason why no more tensors follow.
 
         Does nothing if all have been sent or the group is broken.
         """
@@ -266,12 +253,13 @@ class GroupSink(Sink[int]):
             self._is_over = True
             with contextlib.suppress(ConnectionError):  # the caller raises the first error
                 self._send({}, error=f"{type(error).__name__}: {error}")
+                self._way.end()
 
     def _send(self, shapes: dict[str, list[int]], **others: Any) -> None:
-        self._group.broadcast_bytes(msgspec.msgpack.encode(_Header(shapes, **others)))
+        self._way.send_header(msgspec.msgpack.encode(_Header(shapes, **others)))
 
     def put(self, bucket: Bucket) -> None:
-        """Broadcast a bucket: its header, then its bytes.
+        """Send a bucket: its header, then its bytes, which may still be on their way afterwards.
 
         More than ``bucket_bytes``, which is one tensor, leave in pieces of that size.
         """
@@ -287,21 +275,23 @@ class GroupSink(Sink[int]):
         pieces = [parts]
         if num_bytes > self._bucket_bytes:
             pieces = [[piece] for piece in parts[0].split(self._bucket_bytes)]
-        self._buffer = _at_least(self._buffer, min(num_bytes, self._bucket_bytes))
-        self._send(shapes, dtypes=dtypes, checksums=bucket.checksums, num_bytes=num_bytes)
-        # After the header the receivers wait for the bytes, so nothing in between may fail.
-        for piece in pieces:
-            size = 0
+        for index, piece in enumerate(pieces):
+            size = sum(part.numel() for part in piece)
+            buffer, start = self._way.buffer(size), 0
+            if index == 0:
+                self._send(shapes, dtypes=dtypes, checksums=bucket.checksums, num_bytes=num_bytes)
+                # Now the receivers wait for the bytes, so nothing before the end may fail.
             for part in piece:
-                self._buffer[size : size + part.numel()].copy_(part)
-                size += part.numel()
-            self._group.broadcast(self._buffer[:size])
+                buffer[start : start + part.numel()].copy_(part)
+                start += part.numel()
+            self._way.send(size)
         self._num_bytes += num_bytes
 
     def finish(self) -> int:
-        """Broadcast the end of the transfer; returns the number of bytes sent."""
+        """Send the end of the transfer; returns the number of bytes sent."""
         self._is_over = True
         self._send({})
+        self._way.end()
         return self._num_bytes
 
 
@@ -334,7 +324,7 @@ class Incoming:
 
 @contextlib.contextmanager
 def incoming(weights: Weights, group: WeightGroup) -> Iterator[Incoming]:
-    """Read weights from memory, files or broadcasts.
+    """Read weights from memory, files, broadcasts or buffers on this device.
 
     Args:
         weights: The weights, or where to get them.
@@ -344,17 +334,25 @@ def incoming(weights: Weights, group: WeightGroup) -> Iterator[Incoming]:
         Their shapes, and their tensors in buckets.
 
     Raises:
-        ConnectionError: A member of the weight-sync group is missing or late.
+        ConnectionError: A member of the weight-sync group is missing or late, or the trainer rank
+            on this device is.
+        DeviceSharingError: The buffers of the trainer rank cannot be mapped.
         OSError: The files cannot be read.
         RuntimeError: The trainer reported that it cannot send its weights.
         ValueError: A checksum does not match.
     """
-    if isinstance(weights, CollectiveTarget):
-        received = _Received(weights, group)
-        try:
-            yield Incoming(received.shapes, received.buckets(), received.bucket_bytes)
-        finally:
-            received.read_to_the_end()
+    if isinstance(weights, CollectiveTarget | DeviceTarget):
+        way = group.receiving(weights)
+        with contextlib.ExitStack() as stack:
+            stack.callback(way.end)
+            received = _Received(way)
+            if way is group:
+                stack.callback(received.read_to_the_end)
+            try:
+                yield Incoming(received.shapes, received.buckets(), received.bucket_bytes)
+            except BaseException as error:
+                _clear_frames(error)
+                raise
     elif isinstance(weights, WeightsOnDisk):
         yield _in_files(weights)
     else:
@@ -396,17 +394,18 @@ def _in_files(weights: WeightsOnDisk) -> Incoming:
     return Incoming(shapes, buckets())
 
 
+def _clear_frames(error: BaseException | None) -> None:
+    """Drop the local variables of an error's frames, which would keep buffers mapped."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 class _Received:
-    """Broadcasts received as a member of a weight-sync group.
+    """A stream that has been sent by a StreamSink."""
 
-    Buckets that the reader does not use are received too, because the other members do not wait.
-    """
-
-    def __init__(self, place: CollectiveTarget, group: WeightGroup) -> None:
-        self._group = group
-        self._is_over = True  # nothing is received if joining fails
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=group.device)
-        group.join(place)
+    def __init__(self, way: Arriving) -> None:
+        self._way = way
         first = self._header()
         self.shapes = {name: tuple(shape) for name, shape in first.shapes.items()}
         self.bucket_bytes = first.bucket_bytes
@@ -419,13 +418,16 @@ class _Received:
             yield bucket
 
     def read_to_the_end(self) -> None:
-        """Receive the remaining buckets, so that the group stays usable, unless it is broken."""
+        """Receive the remaining buckets, because the other members of a group do not wait.
+
+        Does nothing if the group is broken.
+        """
         with contextlib.suppress(ConnectionError, RuntimeError):
             while self._next() is not None:
                 pass
 
     def _header(self) -> _Header:
-        header = msgspec.msgpack.decode(self._group.broadcast_bytes(None), type=_Header)
+        header = msgspec.msgpack.decode(self._way.receive_header(), type=_Header)
         if header.error:
             raise RuntimeError(f"the trainer could not send its weights: {header.error}")
         return header
@@ -437,19 +439,7 @@ class _Received:
         header = self._header()
         if header.num_bytes == 0:
             return None
-        try:
-            self._buffer = _at_least(self._buffer, min(header.num_bytes, self.bucket_bytes))
-            view = self._buffer[: header.num_bytes]
-            if header.num_bytes > self.bucket_bytes:
-                view = torch.empty(header.num_bytes, dtype=torch.uint8)
-        except RuntimeError:  # Out of memory: leave, or the other members would wait.
-            self._group.leave()
-            raise
-        for piece in view.split(self.bucket_bytes):
-            arrived = self._buffer[: piece.numel()]
-            self._group.broadcast(arrived)
-            if header.num_bytes > self.bucket_bytes:
-                piece.copy_(arrived)
+        view = self._bytes(header.num_bytes)
         self._is_over = False
         tensors: dict[str, torch.Tensor] = {}
         start = 0
@@ -463,6 +453,19 @@ class _Received:
             aligned = part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
             tensors[name] = aligned.view(dtype).view(shape)
         return header, tensors
+
+    def _bytes(self, num_bytes: int) -> torch.Tensor:
+        """Receive so many bytes; more than a bucket has are collected on the host."""
+        if num_bytes <= self.bucket_bytes:
+            return self._way.receive(num_bytes)
+        try:
+            whole = torch.empty(num_bytes, dtype=torch.uint8)
+        except RuntimeError:  # Out of memory: leave, or the other members would wait.
+            self._way.leave()
+            raise
+        for piece in whole.split(self.bucket_bytes):
+            piece.copy_(self._way.receive(piece.numel()))
+        return whole
 
 
 def _require_checksums(tensors: Mapping[str, torch.Tensor], checksums: Mapping[str, int]) -> None:

@@ -252,9 +252,10 @@ def _check_cluster(settings: GRPOSettings) -> None:
         )
         if rollout.engine != "vllm":
             raise ValueError(f"{spans}; rollout.engine {rollout.engine!r} cannot, use 'vllm'")
-        if settings.sync.way == "memory":
+        if settings.sync.way not in ("collective", "disk"):
             raise ValueError(
-                f"{spans}; sync.way 'memory' reaches one of them only, use 'collective' or 'disk'"
+                f"{spans}; sync.way {settings.sync.way!r} reaches one of them only, use "
+                "'collective' or 'disk'"
             )
     if cluster.placement == "colocated":
         num_devices = cluster.rollout_instances * cluster.rollout_devices
@@ -273,7 +274,7 @@ def _check_cluster(settings: GRPOSettings) -> None:
         if settings.sync.way == "collective":
             raise ValueError(
                 "sync.way is 'collective', which needs one device per member; trainer and rollout "
-                "share devices with cluster.placement 'colocated'. Use 'memory'"
+                "share devices with cluster.placement 'colocated'. Use 'auto'"
             )
         if settings.sync.in_flight == "abort":
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from helmsman import (
 )
 from helmsman.policies import LeastOutstandingTokens, PrefixAffinity, RoundRobin
 from helmsman.recipes.settings import Cluster, GRPOSettings, RunSettings
-from helmsman.weights import ViaCollective, ViaDisk, ViaMemory, WeightFormat
+from helmsman.weights import ViaCollective, ViaDevice, ViaDisk, ViaMemory, WeightFormat
 
 ENGINE_MODULES = ("torch", "helmsman.engines.train", "helmsman.engines.rollout")
 """Preloaded modules: workers forked from a process with them start in a tenth of the time."""
@@ -180,13 +181,13 @@ def make_sync(
 ) -> WeightSync:
     """Return the weight sync of the settings."""
     sync = settings.sync
-    way = (
-        ViaDisk(sync.folder or str(Path(settings.out).absolute() / "weights"))
-        if sync.way == "disk"
-        else ViaCollective()
-        if sync.way == "collective"
-        else ViaMemory()
-    )
+    ways: dict[str, Callable[[], Any]] = {
+        "memory": ViaMemory,
+        "device": ViaDevice,
+        "collective": ViaCollective,
+        "disk": lambda: ViaDisk(sync.folder or str(Path(settings.out).absolute() / "weights")),
+    }
+    way = None if sync.way == "auto" else ways[sync.way]()
     form = WeightFormat(dtype=sync.dtype, bucket_bytes=sync.bucket_mb << 20, checksum=sync.checksum)
     return WeightSync(trainer, rollout, way, form=form, in_flight=sync.in_flight)
 

@@ -296,9 +296,10 @@ class Critic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How weights are sent to the rollout instances."""
 
-    way: Literal["memory", "collective", "disk"] = "memory"
-    """``memory``: shared memory or Ray's object store; ``collective``: broadcasts by gloo, nccl or
-    hccl; ``disk``: files."""
+    way: Literal["auto", "memory", "device", "collective", "disk"] = "auto"
+    """``memory``: shared memory or Ray's object store; ``device``: buffers on devices that trainer
+    and instances share; ``auto``: ``device`` where they share devices, else ``memory``;
+    ``collective``: broadcasts by gloo, nccl or hccl; ``disk``: files."""
     folder: str | None = None
     """Folder for ``disk``, reachable by all nodes; a folder in ``out`` when null."""
     dtype: DType | None = None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from helmsman.api.engines import TrainEngine
 from helmsman.api.weights import Weights, WeightsInMemory
 from helmsman.engines._models.distributed import named_tensors
 from helmsman.engines._weights.gathering import gather
@@ -44,6 +45,12 @@ class Trainer(FSDPTrainEngine):
             name: next(gather([tensor])).cpu().clone()
             for name, tensor in named_tensors(self._built_model()).items()
         }
+
+
+class Seatless(Trainer):
+    """An engine that shares no memory of its device."""
+
+    open_weight_seat = TrainEngine.open_weight_seat
 
 
 class Marked(Trainer):

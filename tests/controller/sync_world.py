@@ -17,6 +17,7 @@ from helmsman import (
     RolloutController,
     Scheduler,
     SchedulingSpec,
+    SchedulingStrategy,
     SupervisionPolicy,
     TrainController,
 )
@@ -51,17 +52,28 @@ class World:
         **options: Any,
     ) -> None:
         self.scheduler = scheduler
+        spec = options.pop("spec", SPEC)
+        strategy = (
+            SchedulingStrategy(type="colocation", target=f"train{name}", fork=True)
+            if options.pop("beside", False)
+            else SchedulingStrategy()
+        )
         model = {"model": options.pop("model", QWEN2), "seed": 3}
         self.trainer = TrainController(
             scheduler,
             f"{ENGINES}.{options.pop('trainer', 'Trainer')}",
-            Job(role=f"train{name}", replicas=num_ranks, tasks=[SPEC]),
+            Job(role=f"train{name}", replicas=num_ranks, tasks=[spec]),
             engine_kwargs={**model, "lr": 1e-2},
         )
         self.rollout = RolloutController(
             scheduler,
             f"{ENGINES}.Rollout",
-            Job(role=f"rollout{name}", replicas=num_instances, tasks=[SPEC]),
+            Job(
+                role=f"rollout{name}",
+                replicas=num_instances,
+                tasks=[spec],
+                scheduling_strategy=strategy,
+            ),
             engine_kwargs={**model, "max_concurrency": 8, "max_model_len": 2048},
             **options,
         )

@@ -25,6 +25,12 @@ _SIZE = {
 
 QWEN2: dict[str, Any] = {"model_type": "qwen2", **_SIZE, "tie_word_embeddings": True}
 LLAMA: dict[str, Any] = {"model_type": "llama", **_SIZE, "tie_word_embeddings": False}
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    **_SIZE,
+    "tie_word_embeddings": False,
+    "head_dim": 8,
+}
 MISTRAL_SLIDING: dict[str, Any] = {"model_type": "mistral", **_SIZE, "sliding_window": 6}
 GEMMA3_MIXED: dict[str, Any] = {
     "model_type": "gemma3_text",

@@ -14,6 +14,7 @@ import torch
 
 from helmsman.api.weights import (
     CollectiveTarget,
+    DeviceTarget,
     DiskTarget,
     MemoryTarget,
     WeightFormat,
@@ -67,6 +68,22 @@ def read(weights: Weights, group: WeightGroup) -> dict[str, torch.Tensor]:
     return found
 
 
+def seats(
+    num_receivers: int, timeout_s: float = 60.0
+) -> tuple[list[WeightGroup], list[DeviceTarget]]:
+    """Of a trainer of one rank, which comes first, and its receivers."""
+    groups = [WeightGroup(CPU) for _ in range(1 + num_receivers)]
+    names = tuple(f"rollout/{index}" for index in range(num_receivers))
+    place = DeviceTarget(
+        version=1,
+        key="secret",
+        seats=(groups[0].open_seat(),),
+        receivers=(names,),
+        timeout_s=timeout_s,
+    )
+    return groups, [place, *(msgspec.structs.replace(place, receiver=name) for name in names)]
+
+
 def members(
     world_size: int, timeout_s: float = 60.0
 ) -> tuple[list[WeightGroup], list[CollectiveTarget]]:
@@ -85,16 +102,20 @@ def members(
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 9, 40, 1 << 40])
-@pytest.mark.parametrize("way", ["memory", "disk", "collective"])
+@pytest.mark.parametrize("way", ["memory", "disk", "collective", "device"])
 def test_incoming_every_dtype_and_bucket_size(way: str, bucket_bytes: int, tmp_path: Path) -> None:
     """Also where one begins in the middle of another's word, has no bytes, or no dimensions."""
     form = WeightFormat(bucket_bytes=bucket_bytes, checksum=True)
-    if way == "collective":
-        groups, places = members(3)
+    if way in ("collective", "device"):
+        groups: list[WeightGroup]
+        places: list[Any]
+        if way == "collective":
+            groups, places = members(3)
+        else:
+            groups, places = seats(2)
+        pairs: list[tuple[Any, WeightGroup]] = [*zip(places[1:], groups[1:], strict=True)]
         with concurrent.futures.ThreadPoolExecutor() as threads:
-            reading = [
-                threads.submit(read, *each) for each in zip(places[1:], groups[1:], strict=True)
-            ]
+            reading = [threads.submit(read, place, group) for place, group in pairs]
             send(ODD, places[0], form, groups[0])
             arrived = [each.result(60) for each in reading]
         for group in groups:

@@ -305,6 +305,7 @@ def test_make_jobs_large_instances() -> None:
     assert engine_arguments(found)["tensor_parallel_size"] == 16
     for name, value, told in (
         ("sync.way", "memory", "sync.way 'memory' reaches one of them only"),
+        ("sync.way", "auto", "sync.way 'auto' reaches one of them only"),
         ("rollout.engine", "server", "rollout.engine 'server' cannot, use 'vllm'"),
     ):
         with pytest.raises(ValueError, match=f"an instance spans nodes; {told}"):

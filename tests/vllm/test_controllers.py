@@ -28,7 +28,7 @@ from helmsman import (
     WeightSync,
 )
 from helmsman.controller._generation.health import Health
-from helmsman.weights import ViaCollective, ViaDisk, ViaMemory, WeightFormat
+from helmsman.weights import ViaCollective, ViaDevice, ViaDisk, ViaMemory, WeightFormat
 from tests.contract.helpers import wait_until
 from tests.processes import command_of
 from tests.vllm.vllm_models import (
@@ -144,10 +144,11 @@ def world(
         yield World(scheduler, model, request.param)
 
 
-@pytest.mark.parametrize("way", ["memory", "collective", "disk"])
+@pytest.mark.parametrize("way", ["memory", "device", "collective", "disk"])
 def test_train_step_reaches_vllm(world: World, way: str, tmp_path: Path) -> None:
     ways = {
         "memory": ViaMemory(),
+        "device": ViaDevice(),
         "collective": ViaCollective(timeout=60.0),
         "disk": ViaDisk(str(tmp_path)),
     }

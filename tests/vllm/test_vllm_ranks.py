@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from helmsman.api.generation import SamplingParams
+from helmsman.engines._weights.shared_memory import DeviceSharingError
 from helmsman.engines.vllm_engine import VLLMEngine
 from helmsman.engines.weights import PartialWeightUpdateError
 from tests.vllm.vllm_models import (
@@ -23,7 +24,14 @@ from tests.vllm.vllm_models import (
     model_of,
     weights_of,
 )
-from tests.vllm.vllm_served import PROMPTS, Served, broadcast, require_the_trainers, written
+from tests.vllm.vllm_served import (
+    PROMPTS,
+    Served,
+    broadcast,
+    hand_over,
+    require_the_trainers,
+    written,
+)
 
 pytestmark = pytest.mark.timeout(300)  # a start takes 15 s, and 60 s beside other work
 
@@ -73,6 +81,24 @@ async def test_ranks_update_weights_by_broadcast(served: Served) -> None:
             {k: each for k, each in weights_of(model).items() if k != "model.norm.weight"},
         )
     await require_the_trainers(served, "two ranks, after broadcasts that did not fit")
+
+
+@pytest.mark.parametrize("num_seats", [2, 1], ids=["a seat for each", "passed on by the first"])
+async def test_ranks_update_weights_by_device(served: Served, num_seats: int) -> None:
+    version = served.engine.get_version() + 1
+    model = model_of(QWEN2_TIED, seed=10 + num_seats)
+    await hand_over(served, model, version, weights_of(model), num_seats)
+    await require_the_trainers(served, f"two ranks, {num_seats} seats")
+    wrong = {k: each for k, each in weights_of(model).items() if k != "model.norm.weight"}
+    with pytest.raises(ValueError, match="1 missing: model.norm.weight"):
+        await hand_over(served, model, version + 1, wrong, num_seats)
+    await require_the_trainers(served, "two ranks, after buffers that did not fit")
+
+
+async def test_ranks_refuse_other_number_of_devices(served: Served) -> None:
+    version, model = served.engine.get_version() + 1, served.model
+    with pytest.raises(DeviceSharingError, match="the instance has 2 ranks on 3 devices"):
+        await hand_over(served, model, version, weights_of(model), 3)
 
 
 async def test_ranks_torn_update(served: Served, tmp_path: Path) -> None:

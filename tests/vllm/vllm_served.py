@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
-from helmsman.api.weights import CollectiveTarget, WeightFormat, WeightsOnDisk
+from helmsman.api.weights import CollectiveTarget, DeviceTarget, WeightFormat, WeightsOnDisk
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines._weights.sending import checksum_of
 from helmsman.engines.server_engine import ServerEngine
@@ -193,3 +193,40 @@ async def _broadcast_by(
     assert sent == sum(tensor.nbytes for tensor in tensors.values()), sent
     if isinstance(taken, BaseException):
         raise taken
+
+
+async def hand_over(
+    served: Served, model: Any, version: int, tensors: dict[str, torch.Tensor], num_seats: int
+) -> None:
+    """Bring tensors as trainer ranks do that have a seat each, all of them in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    groups = [WeightGroup(torch.device("cpu")) for _ in range(num_seats)]
+    place = DeviceTarget(
+        version=version,
+        key="secret",
+        seats=tuple(group.open_seat() for group in groups),
+        receivers=(("instance",),) * num_seats,
+        timeout_s=WAIT_S,
+    )
+    form = WeightFormat(bucket_bytes=150_000, checksum=True)
+
+    def send(group: WeightGroup) -> Any:
+        return publish(tensors, place, form, version=version, is_root=True, group=group)
+
+    async def take() -> int:
+        try:
+            return await served.engine.update_weights(
+                msgspec.structs.replace(place, receiver="instance"), version
+            )
+        finally:
+            for group in groups:
+                group.leave_out(msgspec.structs.replace(place, receiver="instance"))
+
+    try:
+        sending = [asyncio.to_thread(send, group) for group in groups]
+        await asyncio.gather(take(), *sending)
+    finally:
+        for group in groups:
+            group.close()
+        dist.destroy_process_group()
+    served.model = model

@@ -4,7 +4,7 @@
 
     to_training   the rollout sleeps, then the trainer wakes
     to_rollout    the trainer sleeps, the rollout allocates its weights, receives them from the
-                  trainer's host memory, then allocates its KV cache
+                  trainer, then allocates its KV cache
 
 A side wakes only after the other sleeps, so devices never hold both. The sleeping trainer sends the
 weights and moves one parameter at a time onto its devices. After a failed hand-over the owner is
@@ -67,7 +67,8 @@ class DeviceHandoff:
         trainer: The trainer, initialized. If both sides do not fit on the devices at the start, put
             the trainer to sleep before initializing the rollout.
         rollout: The rollout, initialized.
-        sync: The weight sync from trainer to rollout; WeightSync with ViaMemory when None.
+        sync: The weight sync from trainer to rollout; WeightSync with its default transport when
+            None.
         level: Sleep level of the rollout. 2 drops its weights, which the next hand-over sends
             again; 1 keeps them in host memory.
         in_flight: Handling of running requests when the trainer's turn begins; see

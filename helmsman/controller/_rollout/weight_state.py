@@ -19,6 +19,7 @@ from helmsman.api.errors import (
 )
 from helmsman.api.generation import InFlight
 from helmsman.api.scheduler import ResultHandle, Worker
+from helmsman.api.weight_exchange import KeptWeights
 from helmsman.api.weight_states import WeightEvent, WeightState
 from helmsman.api.weights import Weights
 from helmsman.controller._generation.health import Event, Health
@@ -62,7 +63,7 @@ class RolloutWeights:
     def __init__(self, instances: Instances, requests: RolloutRequests) -> None:
         self._instances, self._requests = instances, requests
         self.scheduler, self.role = instances.scheduler, instances.role
-        self._served: tuple[ResultHandle | Weights, int] | None = None
+        self._served: tuple[KeptWeights, int] | None = None
         """Weights of the last update and their version; kept only under supervision."""
         self.version: int | None = None
         self.state = WeightState.AWAKE
@@ -198,8 +199,9 @@ class RolloutWeights:
         version: int,
         timeout: float | None,
         *,
-        kept: ResultHandle | Weights | None = None,
+        kept: KeptWeights | None = None,
         sending: asyncio.Future[Any] | None = None,
+        on_failure: Callable[[str], None] | None = None,
     ) -> Mapping[str, Exception]:
         if not self.state.has_weight_memory:
             raise HelmsmanError(
@@ -234,7 +236,7 @@ class RolloutWeights:
                 id_: asyncio.ensure_future(self._update_one(id_, weights[id_], version, timeout))
                 for id_ in weights
             }
-            failures = await _all_that_answer(tasks, sending)
+            failures = await _all_that_answer(tasks, sending, on_failure)
             if len(failures) < len(weights):
                 self._weights_have_come()
             num_serving = len(weights) - len(failures)
@@ -300,7 +302,7 @@ class RolloutWeights:
             requests.have_weights(worker_id, version)
         note(Event.UPDATED)
 
-    def _release(self, served: tuple[ResultHandle | Weights, int] | None) -> None:
+    def _release(self, served: tuple[KeptWeights, int] | None) -> None:
         if served is not None and isinstance(served[0], ResultHandle):
             release(self.scheduler, served[0])
 
@@ -404,7 +406,7 @@ class RolloutWeights:
         while self._served is not None:
             weights, version = self._served
             try:
-                served = await self._instances.ask(worker_id, "update_weights", weights, version)
+                served = await self._serve(worker_id, weights, version)
             except (HandleLostError, EngineCallError) as error:
                 if self.version != version:
                     continue  # The weights were replaced meanwhile.
@@ -420,6 +422,17 @@ class RolloutWeights:
                     self._weights_have_come()
                 return bool(served == version)
         return False
+
+    async def _serve(self, worker_id: str, weights: KeptWeights, version: int) -> int:
+        """Have an instance load kept weights; return the version that it serves."""
+        if not callable(weights):
+            served: int = await self._instances.ask(worker_id, "update_weights", weights, version)
+            return served
+        handle = await weights()
+        try:
+            return await self._serve(worker_id, handle, version)
+        finally:
+            await asyncio.to_thread(release, self.scheduler, handle)
 
     # --- for a sync -------------------------------------------------------------------------------
 
@@ -447,7 +460,9 @@ class RolloutWeights:
 
 
 async def _all_that_answer(
-    updates: Mapping[str, asyncio.Task[None]], sending: asyncio.Future[Any] | None
+    updates: Mapping[str, asyncio.Task[None]],
+    sending: asyncio.Future[Any] | None,
+    on_failure: Callable[[str], None] | None,
 ) -> dict[str, Exception]:
     """Wait for all updates; returns the failures, earliest first.
 
@@ -458,6 +473,8 @@ async def _all_that_answer(
     def ended(worker_id: str, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             failures[worker_id] = error
+            if on_failure is not None:
+                on_failure(worker_id)
 
     for worker_id, task in updates.items():
         task.add_done_callback(functools.partial(ended, worker_id))

@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from helmsman.api.errors import ParallelLayoutError
+from helmsman.engines._models.model import decoder_layers
 
 IMPLEMENTATION = "helmsman"
 """Name of this implementation in transformers' attention interface."""
@@ -84,6 +85,17 @@ def why_not_rows(model: nn.Module) -> str:
     if getattr(config, "attn_logit_softcapping", None):
         return "its attention scores are capped, which torch's fused kernels do not support"
     return ""
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile the forward pass of each decoder layer, for any number of tokens.
+
+    row_attention is left out, which breaks a layer's graph at its attention: the lengths of packed
+    sequences are Python numbers, for which each micro-batch would be compiled again.
+    """
+    AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(row_attention))
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def check_heads(config: Any, tensor_size: int, context_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Transfer of weights into the processes of a vLLM instance: shared memory, files or broadcasts."""
+"""Transfer of weights into the processes of a vLLM instance: shared memory, files or streams."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import msgspec
 import torch
 
 from helmsman.api.errors import EngineDeadError
-from helmsman.api.weights import CollectiveTarget, Weights, WeightsOnDisk
+from helmsman.api.weights import CollectiveTarget, DeviceTarget, Weights, WeightsOnDisk
 from helmsman.engines._weights.fit import Expected, expected_of, require_fit
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines._weights.sending import as_bytes
+from helmsman.engines._weights.shared_memory import DeviceSharingError, HostBuffer
 from helmsman.engines.weight_transfer import Incoming, incoming
 from helmsman.engines.weights import partial_update
 
@@ -29,6 +30,7 @@ _TYPES: dict[str, type[Exception]] = {
     each.__name__: each
     for each in (
         ConnectionError,
+        DeviceSharingError,
         FileNotFoundError,
         MemoryError,
         OSError,
@@ -54,15 +56,16 @@ class VLLMTransfer:
 
         Raises:
             ValueError: The weights do not fit; nothing has changed.
-            ConnectionError: A member of the weight-sync group is missing or late; nothing has
-                changed.
+            ConnectionError: A member of the weight-sync group, or the trainer rank on a device, is
+                missing or late; nothing has changed.
+            DeviceSharingError: Memory of the devices cannot be shared; nothing has changed.
             OSError: The files cannot be read; nothing has changed.
             PartialWeightUpdateError: The update failed half-way.
             EngineDeadError: vLLM's processes have ended.
         """
         if not self._forms:
             self._forms = await asyncio.to_thread(expected_of, self._model)
-        if isinstance(weights, CollectiveTarget):
+        if isinstance(weights, CollectiveTarget | DeviceTarget):
             forms = msgspec.to_builtins(self._forms)
             _require_done(await call("helmsman_receive", msgspec.to_builtins(weights), forms))
             return
@@ -111,24 +114,18 @@ class VLLMTransfer:
 def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
     """Copy tensors to shared memory for processes of this user on this machine.
 
-    Yields a message of plain types for read_shared. The memory is an anonymous kernel file, opened
-    through its owner's entry in /proc, so no name can be left behind.
+    Yields a message of plain types for read_shared.
     """
     entries: dict[str, list[Any]] = {}
     end = 0
     for name, tensor in tensors.items():
         entries[name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end]
         end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    descriptor = os.memfd_create("helmsman-weights", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(descriptor, max(end, 1))
-        memory = torch.frombuffer(mmap.mmap(descriptor, max(end, 1)), dtype=torch.uint8)
+    with contextlib.closing(HostBuffer(max(end, 1))) as memory:
         for name, tensor in tensors.items():
             start = entries[name][2]
-            memory[start : start + tensor.nbytes].copy_(as_bytes(tensor))
-        yield {"path": f"/proc/{os.getpid()}/fd/{descriptor}", "entries": entries}
-    finally:
-        os.close(descriptor)
+            memory.tensor[start : start + tensor.nbytes].copy_(as_bytes(tensor))
+        yield {"path": memory.path, "entries": entries}
 
 
 def read_shared(message: Mapping[str, Any]) -> dict[str, torch.Tensor]:

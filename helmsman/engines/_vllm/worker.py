@@ -14,13 +14,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from helmsman.api.weights import CollectiveTarget, WeightsOnDisk
+from helmsman.api.weights import CollectiveTarget, DeviceTarget, WeightsOnDisk
 from helmsman.engines._vllm import internals
 from helmsman.engines._vllm.transfer import read_shared
 from helmsman.engines._weights.fit import Expected, require_fit
-from helmsman.engines._weights.group import WeightGroup
+from helmsman.engines._weights.group import Arriving, WeightGroup
 from helmsman.engines._weights.sending import Bucket
-from helmsman.engines.weight_transfer import GroupSink, incoming
+from helmsman.engines._weights.shared_memory import DeviceSharingError
+from helmsman.engines.weight_transfer import StreamSink, incoming
 from helmsman.engines.weights import PartialWeightUpdateError
 
 internals.request_amx()
@@ -66,14 +67,17 @@ class VLLMWorkerExtension:
     def helmsman_receive(
         self, place: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]
     ) -> Outcome:
-        """Load all weights from a trainer's broadcasts.
+        """Load all weights from a trainer's broadcasts, or from buffers on this rank's device.
 
         The first rank is a member of the weight-sync group and passes the weights on to the other
-        ranks of this instance. ``place`` is a CollectiveTarget and ``forms`` are Expected, as plain
-        types.
+        ranks of this instance. With a seat for each rank, each one connects to its own. ``place``
+        is a CollectiveTarget or a DeviceTarget and ``forms`` are Expected, as plain types.
         """
-        found = msgspec.convert(place, CollectiveTarget), msgspec.convert(forms, list[Expected])
-        return _outcome(lambda: _loading_of(self).receive(*found))
+        found: CollectiveTarget | DeviceTarget = msgspec.convert(
+            place, CollectiveTarget | DeviceTarget
+        )
+        accepted = msgspec.convert(forms, list[Expected])
+        return _outcome(lambda: _loading_of(self).receive(found, accepted))
 
 
 class _Loading:
@@ -120,17 +124,25 @@ class _Loading:
         with incoming(weights, WeightGroup(self._worker.device)) as arriving:
             self._take(arriving)  # mapped files: each rank copies its shards to the device
 
-    def receive(self, place: CollectiveTarget, forms: Sequence[Expected]) -> None:
+    def receive(self, place: CollectiveTarget | DeviceTarget, forms: Sequence[Expected]) -> None:
         from vllm.distributed.parallel_state import get_world_group
 
         world = get_world_group()
         within = _InstanceGroup(world, self._worker.device)
-        if world.rank_in_group > 0:
+        is_alone = world.world_size == 1
+        if isinstance(place, DeviceTarget) and len(place.seats) > 1:
+            if len(place.seats) != world.world_size:
+                raise DeviceSharingError(
+                    f"the instance has {world.world_size} ranks on {len(place.seats)} devices"
+                )
+            place = msgspec.structs.replace(place, seats=(place.seats[world.rank_in_group],))
+            is_alone = True
+        if not is_alone and world.rank_in_group > 0:
             with incoming(place, within) as arriving:
                 self._take(_kept(arriving))
             return
         self._group = group = self._group or WeightGroup(self._worker.device)
-        sink = GroupSink(place, within) if world.world_size > 1 else None
+        sink = None if is_alone else StreamSink(within)
         try:
             with incoming(place, group) as arriving:
                 require_fit(forms, arriving.shapes)
@@ -165,8 +177,11 @@ class _InstanceGroup(WeightGroup):
         super().__init__(device)
         self._world = world
 
-    def join(self, place: CollectiveTarget) -> None:
-        return
+    def receiving(self, place: CollectiveTarget | DeviceTarget) -> Arriving:
+        return self
+
+    def send(self, num_bytes: int) -> None:
+        self.broadcast(self._buffer[:num_bytes])
 
     def leave(self) -> None:
         return
@@ -188,7 +203,7 @@ class _InstanceGroup(WeightGroup):
 
 
 def _passed_on(
-    buckets: Iterable[Mapping[str, torch.Tensor]], sink: GroupSink | None
+    buckets: Iterable[Mapping[str, torch.Tensor]], sink: StreamSink | None
 ) -> Iterator[Mapping[str, torch.Tensor]]:
     """Yield each bucket after the other ranks have received it too."""
     for bucket in buckets:

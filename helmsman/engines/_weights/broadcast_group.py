@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -58,21 +58,40 @@ class BroadcastGroup:
         Raises:
             RuntimeError: A member has left or is late, or ``abort`` was called.
         """
+        self.begin_broadcast(tensor, limit_s)()
+
+    def begin_broadcast(self, tensor: torch.Tensor, limit_s: float) -> Callable[[], None]:
+        """Begin a broadcast, which only reads ``tensor`` on rank 0.
+
+        Args:
+            tensor: As in ``broadcast``.
+            limit_s: Longest time in seconds from now.
+
+        Returns:
+            A function that waits for the end; it raises as ``broadcast`` does.
+
+        Raises:
+            RuntimeError: A member has left, or ``abort`` was called.
+        """
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=limit_s)
         work = self._group.broadcast([tensor], options)
         deadline = time.monotonic() + limit_s
-        # wait() of NCCL and HCCL only orders streams. The next synchronization would block in the
-        # kernel, which never ends if a member has died.
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"a broadcast did not end within {limit_s:g} s")
-            time.sleep(_POLL_S)
-        if self._is_aborted.is_set():
-            raise RuntimeError("the broadcast was aborted")
-        work.wait()
-        current_platform.synchronize()
+
+        def finish() -> None:
+            # wait() of NCCL and HCCL only orders streams. The next synchronization would block in
+            # the kernel, which never ends if a member has died.
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"a broadcast did not end within {limit_s:g} s")
+                time.sleep(_POLL_S)
+            if self._is_aborted.is_set():
+                raise RuntimeError("the broadcast was aborted")
+            work.wait()
+            current_platform.synchronize()
+
+        return finish
 
     def abort(self) -> None:
         """End broadcasts in progress, here and at the other members; from any thread."""

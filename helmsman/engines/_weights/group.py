@@ -2,20 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from helmsman.api.platforms import current_platform
-from helmsman.api.weights import CollectiveTarget
+from helmsman.api.weights import CollectiveTarget, DeviceTarget
 from helmsman.engines._weights.broadcast_group import BroadcastGroup
+from helmsman.engines._weights.device_link import DeviceReceiver, DeviceSender, Seat, sit_down
+
+
+class Outgoing(Protocol):
+    """Way of headers and tensors to receivers, which get all of them in order."""
+
+    def send_header(self, data: bytes) -> None:
+        """Send bytes that precede tensors, or end the transfer."""
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Return memory for the next tensors, (at least ``num_bytes``,) uint8, once it is free."""
+
+    def send(self, num_bytes: int) -> None:
+        """Start to send the first bytes of the memory that ``buffer`` returned last."""
+
+    def end(self) -> None:
+        """Release the memory, after the end of the transfer or an error."""
+
+
+class Arriving(Protocol):
+    """The other end of an Outgoing."""
+
+    def receive_header(self) -> bytes:
+        """Return the next header."""
+
+    def receive(self, num_bytes: int) -> torch.Tensor:
+        """Return the next (N,) uint8 bytes, valid until the next call of either method."""
+
+    def leave(self) -> None:
+        """Take part no more."""
+
+    def end(self) -> None:
+        """Release the memory, after the end of the transfer or an error."""
 
 
 class WeightGroup:
     """Membership of this process in a weight-sync group.
 
-    On rank 0 it also holds the store where members meet. Broadcast tensors are on ``device``.
+    On rank 0 it also holds the store where members meet, and on any rank the seat where processes
+    on its device connect. Tensors are on ``device``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,6 +62,67 @@ class WeightGroup:
         self._limit_s = 0.0
         """Limit of a broadcast, of the last join."""
         self._group_id = ""
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._finish: Callable[[], None] | None = None
+        """Waits for the broadcast in progress."""
+        self._seat: Seat | None = None
+
+    def open_seat(self) -> str:
+        """Listen for the processes on this rank's device, for the next sync; return the address."""
+        self.close_seat()
+        self._seat = Seat()
+        return self._seat.address
+
+    def leave_out(self, place: DeviceTarget) -> None:
+        """Report at this rank's seat that a receiver will not connect. From any thread."""
+        if (seat := self._seat) is not None:
+            with contextlib.suppress(ConnectionError):  # the sync is over
+                sit_down(place, seat.address, is_absent=True).close()
+
+    def close_seat(self) -> None:
+        """Listen no more, which ends the wait of processes that have connected. Idempotent."""
+        seat, self._seat = self._seat, None
+        if seat is not None:
+            seat.close()
+
+    def serves(self, place: DeviceTarget) -> bool:
+        """Whether receivers connect to this rank."""
+        seat = self._seat
+        return seat is not None and any(
+            receivers and address == seat.address
+            for address, receivers in zip(place.seats, place.receivers, strict=True)
+        )
+
+    def sending(self, place: CollectiveTarget | DeviceTarget, num_bytes: int) -> Outgoing:
+        """Meet the receivers, as the sender.
+
+        Args:
+            place: The group, or the seats of devices.
+            num_bytes: Size of the largest buffer; 0 if no tensors will be sent.
+
+        Raises:
+            ConnectionError: Not all members of the group joined in time.
+            DeviceSharingError: The device's memory cannot be shared.
+        """
+        if isinstance(place, CollectiveTarget):
+            self.join(place)
+            return self
+        try:
+            links = self._seat.meet(place) if self._seat is not None else {}
+        finally:
+            self.close_seat()
+        return DeviceSender(links, self.device, num_bytes, place.timeout_s)
+
+    def receiving(self, place: CollectiveTarget | DeviceTarget) -> Arriving:
+        """Meet the sender.
+
+        Raises:
+            ConnectionError: Members of the group are late, or no trainer rank listens at the seat.
+        """
+        if isinstance(place, CollectiveTarget):
+            self.join(place)
+            return self
+        return DeviceReceiver(place, self.device)
 
     def open_store(self, address: str) -> int:
         """Become rank 0: listen on a port that the system chooses; return the port."""
@@ -86,11 +184,28 @@ class WeightGroup:
             ConnectionError: A member is missing or late. This process leaves the group, so that the
                 others do not wait for it.
         """
+        self._begin(tensor)
+        self._wait()
+
+    def _begin(self, tensor: torch.Tensor) -> None:
+        """Begin a broadcast after the one in progress."""
+        self._wait()
         group = self._group
         if group is None:
             raise ConnectionError("this process has left the weight-sync group")
+        with self._leaving_on_error():
+            self._finish = group.begin_broadcast(tensor, self._limit_s)
+
+    def _wait(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            with self._leaving_on_error():
+                finish()
+
+    @contextlib.contextmanager
+    def _leaving_on_error(self) -> Iterator[None]:
         try:
-            group.broadcast(tensor, self._limit_s)
+            yield
         except RuntimeError as error:
             self.leave()
             raise ConnectionError(
@@ -108,12 +223,42 @@ class WeightGroup:
         self.broadcast(buffer)
         return bytes(buffer.cpu().numpy())
 
+    def send_header(self, data: bytes) -> None:
+        self.broadcast_bytes(data)
+
+    def receive_header(self) -> bytes:
+        return self.broadcast_bytes(None)
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        self._wait()
+        if self._buffer.numel() < num_bytes:
+            self._buffer = self._buffer.new_empty(num_bytes)
+        return self._buffer
+
+    def send(self, num_bytes: int) -> None:
+        # It is in progress while the trainer gathers the next tensors.
+        self._begin(self._buffer[:num_bytes])
+
+    def receive(self, num_bytes: int) -> torch.Tensor:
+        try:
+            arrived = self.buffer(num_bytes)[:num_bytes]
+        except RuntimeError:  # Out of memory: leave, or the other members would wait.
+            self.leave()
+            raise
+        self.broadcast(arrived)
+        return arrived
+
+    def end(self) -> None:
+        self._buffer = self._buffer.new_empty(0)
+
     def leave(self) -> None:
         """Leave the group, which makes the others' broadcasts fail. Idempotent; any thread."""
         group, self._group, self._group_id = self._group, None, ""
+        self._finish = None
         if group is not None:
             group.abort()
 
     def close(self) -> None:
         self.leave()
+        self.close_seat()
         self._store = None

@@ -1,0 +1,60 @@
+"""Layers compiled by torch.compile compute what eager ones do, and are compiled once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
+
+from helmsman.engines.train import FSDPTrainEngine
+from tests.engines.conftest import Make
+from tests.engines.small_models import LLAMA, QWEN3, random_tokens
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a compilation takes a minute
+
+BATCHES = [(5, 9, 12, 20), (3, 30), (7, 7, 8, 2, 14), (25,)]
+"""Lengths of samples; a micro-batch has at most 24 tokens."""
+
+
+def samples_of(lengths: tuple[int, ...]) -> list[dict[str, Any]]:
+    return [{"input_ids": random_tokens(length, seed=length)} for length in lengths]
+
+
+def loss_and_gradients(
+    engine: FSDPTrainEngine, lengths: tuple[int, ...]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    model = engine._built_model()
+    model.zero_grad(set_to_none=True)
+    loss = engine._accumulate(samples_of(lengths), "sft", None)["loss"]
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        gradients[name] = parameter.grad.full_tensor().clone()
+    return loss, gradients
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute"), [(LLAMA, False), (QWEN3, True)], ids=["llama", "qwen3, recomputed"]
+)
+def test_compile_layers_equals_eager(make: Make, model: dict[str, Any], recompute: bool) -> None:
+    config = {
+        "model": {**model, "initializer_range": 0.1},
+        "max_tokens_per_micro_batch": 24,
+        "gradient_checkpointing": recompute,
+    }
+    eager, compiled = make(**config), make(**config, compile_layers=True)
+    numbers = []
+    for lengths in BATCHES:
+        loss, gradients = loss_and_gradients(eager, lengths)
+        own_loss, own_gradients = loss_and_gradients(compiled, lengths)
+        assert own_loss == pytest.approx(loss, rel=1e-5)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(own_gradients[name], gradient, atol=1e-5, rtol=1e-5)
+        numbers.append((counters["stats"]["unique_graphs"], sum(counters["frames"].values())))
+    assert numbers[0][0] > 0
+    assert numbers == [numbers[0]] * len(BATCHES), "a batch was compiled again"
+    before, after = eager.forward(samples_of(BATCHES[0])), compiled.forward(samples_of(BATCHES[0]))
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
