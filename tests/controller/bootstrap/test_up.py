@@ -320,6 +320,7 @@ def test_up_show_settings(up: Up) -> None:
         "RAY_worker_niceness=5": "your environment",
         "NCCL_DEBUG=INFO": "--env",
         "MINE=1": "--env",
+        "HCCL_HOST_SOCKET_PORT_RANGE=auto": "default",
         "HCCL_NPU_SOCKET_PORT_RANGE=auto": "default",
         "RAY_gcs_server_port_wait_time_s=240": "default",
         "RAY_agent_register_timeout_ms=240000": "default",
@@ -327,6 +328,7 @@ def test_up_show_settings(up: Up) -> None:
     }.items() <= sources.items()
     names = {setting.partition("=")[0] for setting in sources}
     assert names >= {default.name for default in (*cluster_defaults(1), *NODE_DEFAULTS)}
+    assert "NCCL_CUMEM_ENABLE" not in names  # 0 turns off NVLink SHARP
 
 
 # --- a cluster that is there ----------------------------------------------------------------------
