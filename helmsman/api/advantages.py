@@ -196,7 +196,9 @@ def whiten(
         raise ValueError(f"{len(rows)} rows for {len(masks)} masks; expected one for each")
     for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         if len(row) != len(mask):
-            raise ValueError(f"sample {index}: {len(row)} numbers for {len(mask)} tokens")
+            raise ValueError(
+                f"sample {index}: its row has {len(row)} numbers, but its mask {len(mask)} tokens"
+            )
     rows, places = [plain(row) for row in rows], [chosen_tokens(plain(mask)) for mask in masks]
     numbers = [row[token] for row, chosen in zip(rows, places, strict=True) for token in chosen]
     if len(numbers) < 2:

@@ -157,5 +157,5 @@ def test_whiten() -> None:
         whiten([[1, 2]], [[True, True]])
     with pytest.raises(ValueError, match="1 rows for 2 masks"):
         whiten([[1, 2]], [[True, True], [True, True]])
-    with pytest.raises(ValueError, match="sample 1: 1 numbers for 2 tokens"):
+    with pytest.raises(ValueError, match="sample 1: its row has 1 numbers, but its mask 2 tokens"):
         whiten([[1, 2], [3]], [[True, True], [True, True]])

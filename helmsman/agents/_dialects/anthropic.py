@@ -1,4 +1,4 @@
-"""Anthropic's Messages."""
+"""The Messages API of Anthropic: its requests, answers, streams and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Body(msgspec.Struct):
 
 
 class AnthropicMessages(Dialect):
-    """Anthropic's Messages."""
+    """The Messages API of Anthropic: its requests, answers, streams and errors."""
 
     path: ClassVar[str] = "messages"
     ping = event({"type": "ping"})

@@ -1,4 +1,4 @@
-"""OpenAI's Responses."""
+"""The Responses API of OpenAI: its requests, answers, streams and errors."""
 
 from __future__ import annotations
 

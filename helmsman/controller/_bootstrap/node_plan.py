@@ -125,7 +125,7 @@ def lease(leases: PortLeases, count: int) -> list[int]:
     try:
         return leases.lease(count)
     except (OSError, ValueError) as error:
-        raise PreflightError(f"Ray has no ports on this node: {error}") from error
+        raise PreflightError(f"no ports for Ray could be reserved on this node: {error}") from error
 
 
 def worker_ports(taken: Sequence[tuple[int, int]]) -> tuple[int, int]:

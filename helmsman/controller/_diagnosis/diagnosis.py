@@ -1,4 +1,4 @@
-"""Diagnosis of a run: all rules in the order of causes, and a sentence about a healthy run."""
+"""Diagnosis of a run: applies all rules, root causes first, or states what a run waits for."""
 
 from __future__ import annotations
 

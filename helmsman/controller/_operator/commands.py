@@ -92,7 +92,10 @@ def _logs(options: argparse.Namespace) -> None:
         known = ", ".join(sorted(logs.find_logs(run.log_dir)))
         others = f"; the run has logs of {known or 'no worker'}"
     if not found:
-        raise RunNotFoundError(f"no log of {options.chosen or 'any worker'}{others}.")
+        raise RunNotFoundError(
+            f"there is no log of {options.chosen or 'any worker'}{others}. `helmsman status` lists "
+            "the workers"
+        )
     for _, source, line in found[-options.lines :]:
         show(source, line)
 

@@ -265,8 +265,8 @@ class Cluster(RoleController, CallsByName[W_co]):
         ):
             raise DispatchError(
                 method=spec.full_name,
-                reason="keep leaves its results in the workers, but the method's own function must "
-                "combine them in the controller",
+                reason="keep=True leaves the results in the workers, but the method's own collect "
+                "function combines them in the controller",
                 step="Call it without keep, or declare Collect.LIST and call the function on the "
                 "workers",
             )

@@ -201,7 +201,7 @@ def test_ray_start_without_ports(
     monkeypatch.setenv(RANGE_VARIABLE, text)
     with pytest.raises(PreflightError) as caught:
         ray_start(make_plan(tmp_path), "run-1", leases)
-    for fact in ("Ray has no ports on this node", *facts):
+    for fact in ("no ports for Ray could be reserved on this node", *facts):
         assert fact in str(caught.value)
 
 
