@@ -45,7 +45,8 @@ def test_follow_takes_every_event_in_every_state(before: Health, event: Event) -
     if (before, event) in FOLLOWING:
         assert follow(before, event) is FOLLOWING[before, event]
     else:
-        with pytest.raises(ValueError, match=f"is {before.value} cannot have '{event.value}'"):
+        said = f"in the state '{before.value}' cannot receive the event '{event.value}'"
+        with pytest.raises(ValueError, match=said):
             follow(before, event)
 
 
