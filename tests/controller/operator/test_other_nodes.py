@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.helpers import wait_until
 from tests.controller.bootstrap import program
-from tests.controller.bootstrap.hosts import Command, Hosts, why_not_here
+from tests.controller.bootstrap.hosts import Command, Host, Hosts, why_not_here
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,6 +47,20 @@ def helmsman(hosts: Hosts, *arguments: str) -> str:
     return command.output
 
 
+def pid_of_worker(host: Host, worker_id: str) -> int:
+    """Wait for the title of a worker: its process has another one while it starts."""
+    pids: list[int] = []
+
+    def is_seen() -> bool:
+        processes = host.processes().items()
+        pids[:] = [pid for pid, line in processes if line.startswith(f"helmsman: {worker_id} ")]
+        return bool(pids)
+
+    wait_until(is_seen, f"{worker_id} has its title")
+    (pid,) = pids
+    return pid
+
+
 def test_files_of_another_node_are_fetched(hosts: Hosts) -> None:
     log_dir, out = hosts[0].folder / "logs", hosts[0].folder / "trace"
     log_dir.mkdir(mode=0o700)
@@ -55,7 +70,7 @@ def test_files_of_another_node_are_fetched(hosts: Hosts) -> None:
     head.said("2 workers were called")
     assert not list(log_dir.glob("actor-*"))
     # The other worker of the node reads the files of one that is stopped.
-    (stopped,) = [pid for pid, line in hosts[1].processes().items() if "actor/0" in line]
+    stopped = pid_of_worker(hosts[1], "actor/0")
     os.kill(stopped, signal.SIGSTOP)
     assert "recordings of" not in helmsman(hosts, "trace", str(log_dir), "-o", str(out))
     events = json.loads(out.read_bytes())["traceEvents"]
