@@ -93,6 +93,25 @@ def logprobs(machine: Machine) -> dict[str, str]:
     return {"largest difference": f"{largest:.1e}", "mean": f"{mean:.1e}"}
 
 
+def of_a_sync(
+    trainer: Any,
+    rollout: RolloutController,
+    way: Any,
+    prompts: list[list[int]],
+    batch: list[dict[str, Any]],
+) -> str:
+    """What a sync after a step takes; the instance must then say what the trainer says."""
+    sync = WeightSync(trainer, rollout, way)
+    sync.push()  # connects, and maps memory
+    trainer.train_batch(batch, "sft")
+    before, _ = difference(trainer, rollout, prompts, 4)
+    report = sync.push()
+    largest, _ = difference(trainer, rollout, prompts, 4)
+    assert largest < 1e-3 < before, (way, largest, before)
+    size, duration = report.num_bytes / 2**20, 1e3 * report.seconds
+    return f"{size:.0f} MiB in {duration:.0f} ms, difference {largest:.1e}"
+
+
 @check("weights.shared_device")
 def shared_device(machine: Machine) -> dict[str, str]:
     """A sync between processes on the same devices: by buffers there, and by the host's memory."""
@@ -114,17 +133,7 @@ def shared_device(machine: Machine) -> dict[str, str]:
     ):
         way = ViaDevice()
         for name, each in {"device": way, "memory": ViaMemory()}.items():
-            sync = WeightSync(trainer, rollout, each)
-            sync.push()
-            trainer.train_batch(batch, "sft")
-            before, _ = difference(trainer, rollout, prompts, 4)
-            report = sync.push()
-            largest, _ = difference(trainer, rollout, prompts, 4)
-            assert largest < 1e-3 < before, (name, largest, before)
-            figures[name] = (
-                f"{report.num_bytes / 2**20:.0f} MiB in {1e3 * report.seconds:.0f} ms, difference "
-                f"{largest:.1e}"
-            )
+            figures[name] = of_a_sync(trainer, rollout, each, prompts, batch)
         assert not way.fallback_reason, way.fallback_reason
     return figures
 
@@ -149,15 +158,5 @@ def three_ways(machine: Machine) -> dict[str, str]:
             if name == "collective" and machine.num_devices == 1:
                 figures[name] = "needs two devices"  # NCCL takes no two ranks on one
                 continue
-            sync = WeightSync(trainer, rollout, way)  # type: ignore[arg-type]
-            sync.push()  # connects, and maps memory
-            trainer.train_batch(batch, "sft")
-            before, _ = difference(trainer, rollout, prompts, 4)
-            report = sync.push()
-            largest, _ = difference(trainer, rollout, prompts, 4)
-            assert largest < 1e-3 < before, (name, largest, before)
-            figures[name] = (
-                f"{report.num_bytes / 2**20:.0f} MiB in {1e3 * report.seconds:.0f} ms, difference "
-                f"{largest:.1e}"
-            )
+            figures[name] = of_a_sync(trainer, rollout, way, prompts, batch)
     return figures

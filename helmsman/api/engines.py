@@ -15,6 +15,7 @@ import msgspec
 
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.weights import (
+    CollectiveTarget,
     DeviceTarget,
     WeightFormat,
     Weights,
@@ -208,11 +209,14 @@ class TrainEngine(abc.ABC):
             f"{type(self).__name__} has no open_weight_seat; use another transport than ViaDevice"
         )
 
-    async def leave_out_receiver(self, target: DeviceTarget) -> None:
-        """Stop waiting at this rank's seat for ``target.receiver``, which will not connect."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has no leave_out_receiver; use another transport than ViaDevice"
-        )
+    async def leave_out_receiver(self, target: CollectiveTarget | DeviceTarget) -> None:  # noqa: B027 - engines may do without
+        """Stop waiting in publish_weights for a receiver that takes part no more.
+
+        By default, the engine waits until its limit.
+
+        Args:
+            target: What the receiver was told to connect to.
+        """
 
     @abc.abstractmethod
     def save(self, path: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from helmsman.api.generation import InFlight
 from helmsman.api.scheduler import ResultHandle, Scheduler, Worker
-from helmsman.api.weights import DeviceTarget, WeightFormat, Weights, WeightTarget
+from helmsman.api.weights import CollectiveTarget, DeviceTarget, WeightFormat, Weights, WeightTarget
 
 KeptWeights: TypeAlias = ResultHandle | Weights | Callable[[], Awaitable[ResultHandle]]
 """Weights for an instance that is rebuilt, or a function that has the trainer store them; it raises
@@ -77,8 +77,12 @@ class WeightSource(WeightPeer, Protocol):
     async def open_seats(self, timeout: float | None) -> list[str]:
         """Have every rank listen for processes on its device; returns the addresses in order."""
 
-    async def leave_out(self, target: DeviceTarget) -> None:
-        """Have the ranks wait no more for ``target.receiver``, which will not connect."""
+    async def leave_out(self, target: CollectiveTarget | DeviceTarget) -> None:
+        """Have the ranks wait no more for a receiver that takes part no more.
+
+        Args:
+            target: What the receiver was told to connect to.
+        """
 
 
 class WeightSink(WeightPeer, Protocol):
@@ -113,7 +117,7 @@ class WeightSink(WeightPeer, Protocol):
         *,
         kept: KeptWeights | None = None,
         sending: asyncio.Future[Any] | None = None,
-        on_failure: Callable[[str], None] | None = None,
+        on_failure: Callable[[str, Exception], None] | None = None,
     ) -> Mapping[str, Exception]:
         """Load ``version`` on exactly these instances, by one call each; requires ``hold``.
 
@@ -125,7 +129,7 @@ class WeightSink(WeightPeer, Protocol):
                 none.
             sending: The transfer that the instances wait for. Once it fails, they get a short grace
                 period to fail by themselves.
-            on_failure: Called with the id of an instance as soon as its call has failed.
+            on_failure: Called with an instance's id and its error as soon as its call has failed.
 
         Returns:
             Failures by instance id.

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from helmsman.api.engines import LossFn, Sample, TrainEngine
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import (
+    CollectiveTarget,
     DeviceTarget,
     MemoryTarget,
     WeightFormat,
@@ -533,8 +534,8 @@ class FSDPTrainEngine(TrainEngine):
         self._built_model(may_sleep=True)
         return self._weight_group.open_seat()
 
-    async def leave_out_receiver(self, target: DeviceTarget) -> None:
-        """Stop waiting in publish_weights for ``target.receiver``, which will not connect."""
+    async def leave_out_receiver(self, target: CollectiveTarget | DeviceTarget) -> None:
+        """Stop waiting in publish_weights for a receiver that takes part no more."""
         await asyncio.to_thread(self._weight_group.leave_out, target)
 
     def publish_weights(

@@ -15,6 +15,7 @@ from helmsman.api.engines import TrainEngine
 from helmsman.api.weights import Weights, WeightsInMemory
 from helmsman.engines._models.distributed import named_tensors
 from helmsman.engines._weights.gathering import gather
+from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.rollout import HFRolloutEngine
 from helmsman.engines.train import FSDPTrainEngine
 
@@ -84,6 +85,8 @@ class Rollout(HFRolloutEngine):
         self.num_updates = self.num_aborts = 0
         self._memory = ("", 0)
         self._fault = 0
+        self._fault_after: int | None = None
+        self._num_broadcasts = 0
         self._refuses = False
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -106,9 +109,18 @@ class Rollout(HFRolloutEngine):
         """Device and inode of the memory that it last read weights from."""
         return self._memory
 
-    def fail_in_next_update(self, number: int) -> None:
-        """Send itself this signal once the next update has begun."""
-        self._fault = number
+    def fail_in_next_update(self, number: int, num_broadcasts: int | None = None) -> None:
+        """Send itself a signal in the next update: as it begins, or before one of its broadcasts.
+
+        Args:
+            number: The signal.
+            num_broadcasts: Broadcasts that it still takes part in; None to join no group.
+        """
+        self._fault, self._fault_after = number, num_broadcasts
+
+    def num_broadcasts(self) -> int:
+        """Number of broadcasts of the last update."""
+        return self._num_broadcasts
 
     def refuse_updates(self, refuses: bool) -> None:
         """Raise in each update, before it takes part in anything."""
@@ -121,10 +133,26 @@ class Rollout(HFRolloutEngine):
         if isinstance(weights, WeightsInMemory):
             self._memory = _inode_of(next(iter(weights.tensors.values())))
         fault, self._fault = self._fault, 0
-        if fault:
-            # at once: another thread may take it late
-            signal.pthread_kill(threading.get_ident(), fault)
+        if fault and self._fault_after is None:
+            _send_to_itself(fault)
+        self._count_broadcasts(fault)
         return await super().update_weights(weights, version)
+
+    def _count_broadcasts(self, fault: int) -> None:
+        group, self._num_broadcasts = self._running()._weight_group, 0
+
+        def counted(tensor: torch.Tensor) -> None:
+            if fault and self._num_broadcasts == self._fault_after:
+                _send_to_itself(fault)
+            self._num_broadcasts += 1
+            WeightGroup.broadcast(group, tensor)
+
+        group.broadcast = counted  # type: ignore[method-assign]
+
+
+def _send_to_itself(number: int) -> None:
+    # at once: another thread may take it late
+    signal.pthread_kill(threading.get_ident(), number)
 
 
 def _inode_of(tensor: torch.Tensor) -> tuple[str, int]:

@@ -201,7 +201,7 @@ class RolloutWeights:
         *,
         kept: KeptWeights | None = None,
         sending: asyncio.Future[Any] | None = None,
-        on_failure: Callable[[str], None] | None = None,
+        on_failure: Callable[[str, Exception], None] | None = None,
     ) -> Mapping[str, Exception]:
         if not self.state.has_weight_memory:
             raise HelmsmanError(
@@ -462,7 +462,7 @@ class RolloutWeights:
 async def _all_that_answer(
     updates: Mapping[str, asyncio.Task[None]],
     sending: asyncio.Future[Any] | None,
-    on_failure: Callable[[str], None] | None,
+    on_failure: Callable[[str, Exception], None] | None,
 ) -> dict[str, Exception]:
     """Wait for all updates; returns the failures, earliest first.
 
@@ -474,7 +474,7 @@ async def _all_that_answer(
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             failures[worker_id] = error
             if on_failure is not None:
-                on_failure(worker_id)
+                on_failure(worker_id, error)
 
     for worker_id, task in updates.items():
         task.add_done_callback(functools.partial(ended, worker_id))

@@ -13,7 +13,13 @@ from helmsman.api.engines import LossFn, Sample, SampleShare
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError
 from helmsman.api.pairs import sample_units
 from helmsman.api.scheduler import Call, ResultHandle, Scheduler, Worker
-from helmsman.api.weights import DeviceTarget, MemoryTarget, WeightFormat, WeightTarget
+from helmsman.api.weights import (
+    CollectiveTarget,
+    DeviceTarget,
+    MemoryTarget,
+    WeightFormat,
+    WeightTarget,
+)
 from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._roles.call_all import call_all, release
 from helmsman.controller._roles.role_controller import DeviceOwner, RoleController
@@ -365,5 +371,5 @@ class Ranks:
         addresses: list[str] = await self.replicated("open_weight_seat", timeout=timeout)
         return addresses
 
-    async def leave_out(self, target: DeviceTarget) -> None:
+    async def leave_out(self, target: CollectiveTarget | DeviceTarget) -> None:
         await self.replicated("leave_out_receiver", target)

@@ -44,6 +44,9 @@ from helmsman.controller._validation.argument_types import checked
 
 log = logging.getLogger(__name__)
 
+_GROUP_IS_BROKEN = "weight-sync group has left"
+"""Part of the reason why an instance was updated only in part, see WeightGroup."""
+
 Transferred: TypeAlias = tuple[int, Mapping[str, Exception]]
 """Bytes that left the trainer, and the errors by instance id."""
 
@@ -305,7 +308,7 @@ class ViaDevice(WeightTransport):
         }
         sending = asyncio.ensure_future(source.publish(place, push.form, push.left_s))
 
-        def leave_out(id_: str) -> None:
+        def leave_out(id_: str, _error: BaseException) -> None:
             if not sending.done() or sending.cancelled():
                 observe(source.leave_out(weights[id_]), f"{source.role}: leaving out {id_}")
 
@@ -331,9 +334,9 @@ class ViaDevice(WeightTransport):
                     sending=sending,
                     on_failure=leave_out,
                 )
-            except BaseException:  # of the update as a whole, or a cancellation
+            except BaseException as error:  # of the update as a whole, or a cancellation
                 for id_ in weights:
-                    leave_out(id_)
+                    leave_out(id_, error)
                 raise
 
         outcome = _Outcome(*await asyncio.gather(sending, update(), return_exceptions=True))
@@ -457,9 +460,22 @@ class ViaCollective(WeightTransport):
             id_: msgspec.structs.replace(place, rank=rank) for rank, id_ in enumerate(ids, 1)
         }
         sending = asyncio.ensure_future(source.publish(place, push.form, push.left_s))
+
+        def abort(id_: str, error: Exception) -> None:
+            # A live member leaves by itself. Neither gloo nor NCCL notices a dead one in time.
+            if isinstance(error, WorkerFailedError) and not sending.done():
+                observe(source.leave_out(weights[id_]), f"{source.role}: leaving out {id_}")
+
         sides: tuple[Any, Any] = await asyncio.gather(
             sending,
-            sink.update(weights, push.version, push.left_s, kept=None, sending=sending),
+            sink.update(
+                weights,
+                push.version,
+                push.left_s,
+                kept=None,
+                sending=sending,
+                on_failure=abort,
+            ),
             return_exceptions=True,
         )
         outcome = _Outcome(*sides)
@@ -556,7 +572,11 @@ def _is_broken(error: Exception) -> bool:
         isinstance(each, WorkerFailedError)
         or (
             isinstance(each, EngineCallError)
-            and (each.remote_type == "ConnectionError" or is_communication_error(each))
+            and (
+                each.remote_type == "ConnectionError"
+                or is_communication_error(each)
+                or _GROUP_IS_BROKEN in each.remote_message
+            )
         )
         for each in _members_of(error)
     )

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -20,9 +20,13 @@ import torch.distributed as dist
 from helmsman.api.platforms import current_platform
 
 _POLL_S = 0.0002
+_NOTICE_S = 0.25
+"""Interval at which members look whether another one has left."""
 _BACKEND_LIMIT = timedelta(days=1)
 """Limit of NCCL and HCCL themselves, above any of ours: when it passes, they may end the process.
 """
+_ABORTED = "aborted"
+"""Key of the store that a member sets when it leaves."""
 _REPORT_ONLY = "0"
 """Value of *_ASYNC_ERROR_HANDLING that keeps a watchdog from ending the process after an error."""
 
@@ -46,6 +50,7 @@ class BroadcastGroup:
         self, backend: str, store: dist.Store, rank: int, world_size: int, limit_s: float
     ) -> None:
         self._is_aborted = threading.Event()
+        self._store = store
         self._group = _make_group(backend, store, rank, world_size, timedelta(seconds=limit_s))
 
     def broadcast(self, tensor: torch.Tensor, limit_s: float) -> None:
@@ -77,14 +82,21 @@ class BroadcastGroup:
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=limit_s)
         work = self._group.broadcast([tensor], options)
-        deadline = time.monotonic() + limit_s
+        begun = time.monotonic()
 
         def finish() -> None:
+            noticed = time.monotonic()
             # wait() of NCCL and HCCL only orders streams. The next synchronization would block in
             # the kernel, which never ends if a member has died.
             while not work.is_completed():
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                if now > begun + limit_s:
                     raise RuntimeError(f"a broadcast did not end within {limit_s:g} s")
+                if now > noticed + _NOTICE_S:
+                    # An abort of gloo does not end the broadcasts of the other members.
+                    noticed = now
+                    if self._store.check([_ABORTED]):
+                        raise RuntimeError("another member has left the group")
                 time.sleep(_POLL_S)
             if self._is_aborted.is_set():
                 raise RuntimeError("the broadcast was aborted")
@@ -96,6 +108,8 @@ class BroadcastGroup:
     def abort(self) -> None:
         """End broadcasts in progress, here and at the other members; from any thread."""
         self._is_aborted.set()
+        with suppress(RuntimeError):  # of a store that is gone
+            self._store.set(_ABORTED, "")
         # ProcessGroupHCCL inherits an abort() that does nothing.
         abort_hccl = getattr(self._group, "abort_hccl_comm", None)
         if abort_hccl is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Protocol
@@ -14,6 +15,8 @@ from helmsman.api.platforms import current_platform
 from helmsman.api.weights import CollectiveTarget, DeviceTarget
 from helmsman.engines._weights.broadcast_group import BroadcastGroup
 from helmsman.engines._weights.device_link import DeviceReceiver, DeviceSender, Seat, sit_down
+
+_POLL_S = 0.005
 
 
 class Outgoing(Protocol):
@@ -61,7 +64,8 @@ class WeightGroup:
         self._group: BroadcastGroup | None = None
         self._limit_s = 0.0
         """Limit of a broadcast, of the last join."""
-        self._group_id = ""
+        self._group_id = self._given_up = ""
+        """Ids of the group that is joined, and of the last one that a member has left."""
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._finish: Callable[[], None] | None = None
         """Waits for the broadcast in progress."""
@@ -73,9 +77,16 @@ class WeightGroup:
         self._seat = Seat()
         return self._seat.address
 
-    def leave_out(self, place: DeviceTarget) -> None:
-        """Report at this rank's seat that a receiver will not connect. From any thread."""
-        if (seat := self._seat) is not None:
+    def leave_out(self, place: CollectiveTarget | DeviceTarget) -> None:
+        """Report that a receiver takes part no more: at this rank's seat, or by leaving its group.
+
+        From any thread.
+        """
+        if isinstance(place, CollectiveTarget):
+            self._given_up = place.group_id
+            if self._group_id == place.group_id:
+                self.leave()
+        elif (seat := self._seat) is not None:
             with contextlib.suppress(ConnectionError):  # the sync is over
                 sit_down(place, seat.address, is_absent=True).close()
 
@@ -155,6 +166,7 @@ class WeightGroup:
                 store = self._store
             prefixed = dist.PrefixStore(place.group_id, store)
             prefixed.set_timeout(limit)
+            self._meet(prefixed, place)
             self._group = BroadcastGroup(
                 current_platform.communication_backend,
                 prefixed,
@@ -162,6 +174,9 @@ class WeightGroup:
                 place.world_size,
                 place.timeout_s,
             )
+            self._group_id = place.group_id
+            if self._given_up == place.group_id:
+                raise RuntimeError("a member has failed")
             # Backends connect on first use. Connect here, where a failure means that a member is
             # missing.
             self._group.broadcast(
@@ -175,7 +190,25 @@ class WeightGroup:
                 f"within {place.timeout_s:g} s ({error}). Check the members that did not report "
                 "this error."
             ) from error
-        self._group_id = place.group_id
+
+    def _meet(self, store: dist.Store, place: CollectiveTarget) -> None:
+        """Wait until all members are at the store: a backend would wait for a dead one."""
+        store.set(f"member {place.rank}", "")
+        if place.rank > 0:
+            if store.get("verdict") != b"complete":
+                raise RuntimeError("another member has failed")
+            return
+        members = [f"member {rank}" for rank in range(place.world_size)]
+        deadline, failure = time.monotonic() + place.timeout_s, ""
+        while not failure and not store.check(members):
+            if self._given_up == place.group_id:
+                failure = "a member has failed"
+            elif time.monotonic() > deadline:
+                failure = "a member is late"
+            time.sleep(_POLL_S)
+        store.set("verdict", "incomplete" if failure else "complete")
+        if failure:
+            raise RuntimeError(failure)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Broadcast rank 0's contiguous tensor into the members' tensors of the same size.

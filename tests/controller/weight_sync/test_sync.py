@@ -281,6 +281,29 @@ def test_via_collective_without_members_that_fail(supervised: World) -> None:
         assert len(supervised.rollout.generate([PROMPT] * 4)) == 4
 
 
+@pytest.mark.parametrize(
+    "place",
+    [None, 0, 2, 4, -1],
+    ids=["joining", "first header", "header of a bucket", "bytes of a bucket", "end"],
+)
+def test_via_collective_member_killed(place: int | None, supervised: World) -> None:
+    """The others go on at once, not only after the limit for which members wait."""
+    killed, *others = supervised.ids
+    sync = supervised.sync(ViaCollective(timeout=3600.0), form=WeightFormat(bucket_bytes=4000))
+    supervised.step()
+    assert sync.push().updated == supervised.ids
+    if place == -1:
+        place += supervised.scheduler.call_engine(killed, "num_broadcasts", None)
+    supervised.step()
+    supervised.scheduler.call_engine(killed, "fail_in_next_update", None, KILL, place)
+    report = sync.push(timeout=60)
+    assert (report.updated, set(report.failed)) == (tuple(others), {killed})
+    assert "SIGKILL" in report.failed[killed]
+    assert not any(supervised.differing(others).values())
+    supervised.step()
+    assert sync.push(timeout=60).updated == tuple(others)
+
+
 def test_weight_sync_refuses_invalid_arguments(pair: World) -> None:
     with make_scheduler("inline") as other, World(other, 1, 1) as alone:
         with pytest.raises(ValueError, match="run on two schedulers"):
