@@ -7,6 +7,7 @@ from benchmarks.cases import (  # noqa: F401
     groups,
     imports,
     operator,
+    optimizer,
     packing,
     payload,
     planner,

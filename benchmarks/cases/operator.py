@@ -5,9 +5,13 @@ The workers are simulated: threads of one process, each with a call that does no
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import Pair, case
 from benchmarks.world import World
@@ -21,6 +25,31 @@ from helmsman.rpc_server._process.recorder import Kind, Recorder
 NUM_WORKERS = 1000
 EVENTS = 10_000
 EVENT_LIMIT_US, STATUS_LIMIT_S, WHY_LIMIT_S = 2.0, 2.0, 10.0
+
+
+CALLS = 2000
+
+
+class Switch:
+    """Turns the recording of this process's calls on and off."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+        for name in ("note", "finish"):
+            setattr(Recorder, name, self._switched(getattr(Recorder, name)))
+
+    def _switched(self, record: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: record(*arguments) if self.is_on else 0
+
+
+class Recorded:
+    """An engine with an empty call, which turns the recording of the next one on or off."""
+
+    def __init__(self) -> None:
+        self._switch = Switch()
+
+    def ping(self, is_on: bool) -> None:
+        self._switch.is_on = is_on
 
 
 class Waiting:
@@ -63,6 +92,39 @@ def event(world: World) -> Pair:
             recorder.note(Kind.BEGUN, name, number)
 
     return Pair(ours=record, floor=EVENT_LIMIT_US, per_run=EVENTS, repeats=5)
+
+
+@case("operator.recorder", unit="us", floor="an empty call without the recorder")
+def recorder(world: World) -> Pair:
+    """Both sides of a call record it."""
+    scheduler = world.scheduler("local")
+    job = Job(role="recorded", replicas=1, tasks=[SchedulingSpec(cpu=0.1)])
+    (worker,) = scheduler.create_workers(job)
+    world.until_case_ends.callback(scheduler.delete_workers, "recorded")
+    scheduler.create_engines([worker], Recorded)
+
+    switch = Switch()
+    figures: dict[bool, list[float]] = {True: [], False: []}
+
+    def take_turns() -> None:
+        # Call by call: over longer times, the speed of a machine varies by more than the recorder.
+        took: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(CALLS):
+            switch.is_on = is_on = number % 2 == 0
+            started = time.perf_counter()
+            scheduler.call_engine(worker, "ping", None, not is_on)
+            took[is_on].append(time.perf_counter() - started)
+        for is_on, durations in took.items():
+            figures[is_on].append(statistics.median(durations))
+
+    def figure(is_on: bool) -> float:
+        if not figures[is_on]:
+            take_turns()
+        return figures[is_on].pop()
+
+    return Pair(
+        ours=lambda: figure(True), floor=lambda: figure(False), rounds=20, returns_figure=True
+    )
 
 
 @case("operator.status_1000", unit="s", floor="limit of 2 s", goal="<= 1")
