@@ -30,7 +30,8 @@ from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._schedulers.local import LocalScheduler
 from helmsman.controller._training.recovery import RecoverableTraining, RecoveryPolicy
 from helmsman.controller._training.train_controller import TrainController
-from helmsman.controller._weight_sync.sync import ViaCollective, WeightSync
+from helmsman.controller._weight_sync.sync import WeightSync
+from helmsman.controller._weight_sync.via_collective import ViaCollective
 from tests.contract.engines import release_interpreter
 from tests.contract.helpers import wait_until
 from tests.controller.recovery_engines import HELD, HOLD, plan_fault

@@ -25,7 +25,9 @@ from helmsman import (
 from helmsman.api.errors import MethodNotFoundError
 from helmsman.api.weights import WeightFormat, WeightsOnDisk
 from helmsman.controller._generation.health import Health
-from helmsman.controller._weight_sync.sync import ViaCollective, ViaDisk, ViaMemory, WeightSync
+from helmsman.controller._weight_sync.sync import WeightSync
+from helmsman.controller._weight_sync.via_collective import ViaCollective
+from helmsman.controller._weight_sync.via_storage import ViaDisk, ViaMemory
 from tests.controller.sync_engines import KILL, STOP
 from tests.controller.sync_world import (
     PROMPT,

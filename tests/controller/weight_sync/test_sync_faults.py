@@ -21,7 +21,9 @@ from helmsman import HelmsmanError, SamplingParams, Scheduler, SupervisionPolicy
 from helmsman.api.errors import CallTimeoutError, RequestsInFlightError
 from helmsman.api.weights import WeightFormat
 from helmsman.controller._generation.health import Health
-from helmsman.controller._weight_sync.sync import SyncReport, ViaCollective, ViaDisk, WeightSync
+from helmsman.controller._weight_sync.sync import SyncReport, WeightSync
+from helmsman.controller._weight_sync.via_collective import ViaCollective
+from helmsman.controller._weight_sync.via_storage import ViaDisk
 from tests.contract.helpers import stop
 from tests.controller.sync_engines import KILL, STOP
 from tests.controller.sync_world import (

@@ -32,7 +32,8 @@ from helmsman import (
 )
 from helmsman.api.weights import WeightFormat
 from helmsman.controller._generation.health import Health
-from helmsman.controller._weight_sync.sync import SyncReport, ViaDevice
+from helmsman.controller._weight_sync.sync import SyncReport
+from helmsman.controller._weight_sync.via_device import ViaDevice
 from tests.contract.helpers import has_stopped, stop, wait_until
 from tests.controller.sync_engines import KILL, STOP
 from tests.controller.sync_world import PROMPT, SUPERVISED, SharedWorld, World
