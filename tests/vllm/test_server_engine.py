@@ -92,7 +92,7 @@ async def test_abort_stops_requests_in_server(served: Served) -> None:
 async def test_update_during_requests_recomputes(served: Served) -> None:
     old, new, before = served.model, model_of(LLAMA, seed=30), served.engine.get_version()
     long = SamplingParams(temperature=0.0, max_new_tokens=200)
-    tasks = [await served.begun(served.request(prompt, long)) for prompt in PROMPTS]
+    tasks = await served.all_begun([served.request(prompt, long) for prompt in PROMPTS])
     await served.bring(new, before + 1)
     for prompt, result in zip(PROMPTS, await asyncio.gather(*tasks), strict=True):
         num_old = result.versions.count(before)

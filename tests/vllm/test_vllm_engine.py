@@ -221,7 +221,7 @@ async def test_update_during_requests_keeps_cache(served: Served) -> None:
     version, old = served.engine.get_version(), served.model
     new = model_of(LLAMA, seed=8)
     long = SamplingParams(temperature=0.0, max_new_tokens=200)
-    tasks = [await served.begun(served.request(prompt, long)) for prompt in PROMPTS]
+    tasks = await served.all_begun([served.request(prompt, long) for prompt in PROMPTS])
     waiting = asyncio.ensure_future(served.engine.agenerate(served.request([50], long)))
     await served.bring(new, version + 1)
     for prompt, result in zip(PROMPTS, await asyncio.gather(*tasks), strict=True):

@@ -113,10 +113,8 @@ async def test_ranks_torn_update(served: Served, tmp_path: Path) -> None:
 
 async def test_ranks_recompute_cache(served: Served) -> None:
     version, old, new = served.engine.get_version(), served.model, model_of(QWEN2_TIED, seed=7)
-    tasks = [
-        await served.begun(served.request(prompt, SamplingParams(seed=3, max_new_tokens=200)))
-        for prompt in PROMPTS
-    ]
+    long = SamplingParams(seed=3, max_new_tokens=200)
+    tasks = await served.all_begun([served.request(prompt, long) for prompt in PROMPTS])
     await served.bring(new, version + 1)
     for prompt, result in zip(PROMPTS, await asyncio.gather(*tasks), strict=True):
         num_old = result.versions.count(version)

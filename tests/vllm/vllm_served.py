@@ -69,6 +69,28 @@ class Served:
                 await asyncio.sleep(0.005)
         return task
 
+    async def all_begun(
+        self, requests: Sequence[GenerationRequest]
+    ) -> list[asyncio.Task[GenerationResult]]:
+        """Requests that run together, each with a token at least.
+
+        Those that run advance in step, and each passes its tokens on in groups of 8: once so many
+        have arrived, no request can be without.
+        """
+        tasks = [asyncio.ensure_future(self.engine.agenerate(each)) for each in requests]
+        before: float | None = None
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                stats = await self.stats()
+                if before is None and stats["num_running"] >= len(tasks):
+                    before = stats["num_generated_tokens"]
+                elif before is not None and (
+                    stats["num_generated_tokens"] >= before + 24 * len(tasks)
+                ):
+                    return tasks
+                assert not any(task.done() for task in tasks), tasks
+                await asyncio.sleep(0.005)
+
     async def stats(self) -> dict[str, float]:
         found = self.engine.stats()
         return await found if inspect.isawaitable(found) else found
