@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from helmsman.controller._generation.health import Health
 from helmsman.controller._weight_sync.sync import SyncReport, WeightSync
 from helmsman.controller._weight_sync.via_collective import ViaCollective
 from helmsman.controller._weight_sync.via_storage import ViaDisk
-from tests.contract.helpers import stop
+from tests.contract.helpers import has_stopped, stop, wait_until
 from tests.controller.sync_engines import KILL, STOP
 from tests.controller.sync_world import (
     PROMPT,
@@ -51,23 +50,6 @@ def shared(scheduler: Scheduler) -> Iterator[SharedWorld]:
     shared = SharedWorld(lambda: World(scheduler, 2, 2, supervision=SUPERVISED))
     with contextlib.closing(shared):
         yield shared
-
-
-@pytest.fixture
-def world(shared: SharedWorld) -> Iterator[World]:
-    with shared.lent() as world:
-        yield world
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -195,9 +177,11 @@ async def _cancelled_push(world: World, sync: WeightSync) -> None:
     world.scheduler.call_engine(last, "fail_in_next_update", None, STOP)
     pushing = asyncio.ensure_future(sync.async_push())
     with going_on(pid):
-        await asyncio.to_thread(until, lambda: is_stopped(pid))
+        await asyncio.to_thread(wait_until, lambda: has_stopped(pid), "it has stopped")
         await asyncio.to_thread(
-            until, lambda: world.scheduler.call_engine(first, "get_version") == version
+            wait_until,
+            lambda: world.scheduler.call_engine(first, "get_version") == version,
+            "the first instance is updated",
         )
         pushing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -215,7 +199,9 @@ def test_push_cancelled_moves_requests_elsewhere(world: World) -> None:
     futures = [world.rollout.submit(PROMPT, sampling) for _ in range(8)]
     asyncio.run(_cancelled_push(world, sync))
     assert world.health()[1] is Health.STALE
-    until(lambda: world.scheduler.call_engine(last, "aborts") > num_aborts)
+    wait_until(
+        lambda: world.scheduler.call_engine(last, "aborts") > num_aborts, "it aborts requests"
+    )
     assert [len(future.result(120).token_ids) for future in futures] == [LONG] * 8
     assert sync.push().updated == world.ids
 
@@ -229,7 +215,10 @@ def test_push_reports_requests_that_do_not_end(world: World) -> None:
             world.rollout.submit(PROMPT, SamplingParams(max_new_tokens=LONG)) for _ in range(8)
         ]
         assert set(world.sync().push(timeout=1.0).failed) == {last}
-        until(lambda: not world.rollout.stats().instances[world.ids[0]].num_in_flight)
+        wait_until(
+            lambda: not world.rollout.stats().instances[world.ids[0]].num_in_flight,
+            "its requests have ended",
+        )
         for in_flight in ("wait", "abort"):
             sync = world.sync(in_flight=in_flight)  # type: ignore[arg-type]
             told = (
@@ -275,7 +264,7 @@ def test_rebuilt_instance_without_files_waits_for_update(
         sync.push()
         shutil.rmtree(tmp_path / "weights")
         os.kill(world.pid(world.ids[0]), KILL)
-        until(lambda: world.health()[0] is Health.STALE)
+        wait_until(lambda: world.health()[0] is Health.STALE, "it is stale")
         world.step()
         report = sync.push()
         assert (report.updated, report.failed) == (world.ids, {})

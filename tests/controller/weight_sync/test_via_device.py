@@ -65,12 +65,6 @@ def shared(scheduler: Scheduler) -> Iterator[SharedWorld]:
         yield shared
 
 
-@pytest.fixture
-def world(shared: SharedWorld) -> Iterator[World]:
-    with shared.lent() as world:
-        yield world
-
-
 def memories(pid: int) -> dict[int, int]:
     """Inode and size of the weight buffers that a process has open or mapped."""
     found = {}

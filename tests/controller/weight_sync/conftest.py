@@ -1,0 +1,15 @@
+"""Roles that the tests of a module share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.controller.sync_world import SharedWorld, World
+
+
+@pytest.fixture
+def world(shared: SharedWorld) -> Iterator[World]:
+    with shared.lent() as world:
+        yield world
