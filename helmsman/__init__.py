@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from helmsman.controller._schedulers.factory import make_scheduler as make_scheduler
     from helmsman.controller._schedulers.inline import InlineScheduler as InlineScheduler
     from helmsman.controller._schedulers.local import LocalScheduler as LocalScheduler
-    from helmsman.controller._training.recovery import Checkpoints as Checkpoints
+    from helmsman.controller._training.checkpoints import Checkpoints as Checkpoints
     from helmsman.controller._training.recovery import RecoverableTraining as RecoverableTraining
     from helmsman.controller._training.recovery import RecoveryPolicy as RecoveryPolicy
     from helmsman.controller._training.train_controller import TrainController as TrainController

@@ -16,17 +16,16 @@ from helmsman.api.columns import (
     Ragged,
     concat_columns,
     fill_rows,
-    from_tensordict,
     kind_of,
     row_number,
     row_numbers,
     same,
     shown,
     take,
-    to_tensordict,
     vector,
 )
 from helmsman.api.errors import UnevenBatchError
+from helmsman.api.tensordicts import from_tensordict, to_tensordict
 
 Remainder: TypeAlias = Literal["error", "pad", "uneven"]
 """Handling of rows that do not divide evenly. error: UnevenBatchError; pad: the last row is

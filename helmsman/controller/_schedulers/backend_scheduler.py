@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import threading
-import weakref
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,23 +30,19 @@ from helmsman.api.scheduler import (
     id_of,
     ids_of,
 )
-from helmsman.controller._aio.event_loop import await_all, forbid_blocking, run_async, run_sync
+from helmsman.controller._aio.event_loop import await_all, run_async, run_sync
 from helmsman.controller._node.cleanup import remove_old_logs
-from helmsman.controller._node.control_socket import ControlSocket
-from helmsman.controller._node.run_registry import RunLock
 from helmsman.controller._placement.resources import as_node
 from helmsman.controller._schedulers.backend import Backend, Run
 from helmsman.controller._schedulers.calls import CallService, ValueStore
 from helmsman.controller._schedulers.role_lifecycle import RoleLifecycle
-from helmsman.controller._schedulers.roles import Role, RoleRegistry, rank_of, stop_roles
-from helmsman.controller._schedulers.run_view import SCRIPT, RunView, ask_all
-from helmsman.controller._schedulers.watchdog import Watchdog
+from helmsman.controller._schedulers.roles import RoleRegistry, rank_of
+from helmsman.controller._schedulers.run_end import RunEnd
+from helmsman.controller._schedulers.run_view import RunView, ask_all
 from helmsman.controller._schedulers.worker_requests import inject, probe
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
 from helmsman.controller._validation.argument_types import checked, refusal
-from helmsman.rpc_server._process.pulse import Pulse
-from helmsman.rpc_server._process.stack_dump import offer_stacks
 from helmsman.rpc_server._wire.messages import Verb
 
 log = logging.getLogger(__name__)
@@ -92,7 +85,7 @@ class BackendScheduler(Scheduler):
             shares_process=backend.shares_process,
             scale=self._lifecycle.scale,
         )
-        self._end = _End(self)
+        self._end = RunEnd(self, self._run, self._roles, self._values, self._backend, self._view)
         remove_old_logs()
         try:
             backend.open(self._run, self._roles.client)
@@ -395,63 +388,6 @@ class BackendScheduler(Scheduler):
         self._values.release(handle)
 
 
-class _End:
-    """Ends a scheduler's run: on ``close``, at the script's exit, or once it is garbage-collected.
-
-    It references the parts of the scheduler, not the scheduler itself.
-    """
-
-    def __init__(self, scheduler: BackendScheduler) -> None:
-        self._run, self._roles = scheduler._run, scheduler._roles
-        self._values, self._backend = scheduler._values, scheduler._backend
-        self._platform_guard = self._backend.guard_platform()
-        self._record = _open_record(self._run, type(scheduler).__name__)
-        self._socket = _open_socket(self._run, scheduler._view)
-        self._pulse = _show_life(self._run)
-        self._watchdog = Watchdog(self._run, self._roles, scheduler._view)
-        self._scheduler = weakref.ref(scheduler)
-        atexit.register(self.close)
-        weakref.finalize(scheduler, self._dropped).atexit = False
-
-    def close(self) -> None:
-        if not self._roles.is_closed:
-            forbid_blocking()  # before the roles are marked as closed
-        self._backend.closing()
-        doomed = self._roles.close()
-        if doomed is not None:
-            atexit.unregister(self.close)
-            run_sync(self._close(doomed))
-
-    async def _close(self, doomed: list[Role]) -> None:
-        if (scheduler := self._scheduler()) is not None:
-            scheduler.monitor.close()
-        try:
-            await stop_roles(doomed, True, "close", self._run.timeouts.shutdown_s)
-        finally:
-            self._values.forget_all()
-            await self._backend.close()
-            self._platform_guard.close()
-            self._watchdog.stop()
-            self._pulse.stop()
-            if self._socket is not None:
-                self._socket.close()
-            if self._record is not None:
-                self._record.release()
-            self._run.end()
-
-    def _dropped(self) -> None:
-        """Close on another thread: garbage is collected on any, whose locks may be held."""
-        if not self._roles.is_closed:
-            threading.Thread(target=self._close_dropped, name="helmsman-dropped").start()
-
-    def _close_dropped(self) -> None:
-        log.warning(
-            "run %s: its scheduler was dropped without close(), so its workers end now",
-            self._run.id,
-        )
-        self.close()
-
-
 def _valid(job: Job | Collection[Job]) -> list[Job]:
     jobs = [job] if isinstance(job, Job) else list(job)
     for index, each in enumerate(jobs):
@@ -473,41 +409,3 @@ def _ask_all(
         return dict(zip(clients, await await_all(map(ask, clients.values())), strict=True))
 
     return run_sync(ask_all())
-
-
-def _show_life(run: Run) -> Pulse:
-    """Let ``helmsman why`` observe this process while its interpreter cannot answer."""
-    pulse, recorder = Pulse(f"{run.id}/{SCRIPT}"), run.recorder
-
-    def describe() -> bytes:
-        recorder.beat()
-        return b""
-
-    try:
-        pulse.start(describe)
-        offer_stacks()
-    except (OSError, RuntimeError) as error:
-        log.warning(
-            "run %s: other processes cannot read the script's state or stacks: %s", run.id, error
-        )
-    return pulse
-
-
-def _open_socket(run: Run, view: RunView) -> ControlSocket | None:
-    """Open the socket by which ``helmsman status`` and ``why`` reach the run."""
-    try:
-        return ControlSocket(run.id, view.answer)
-    except OSError as error:
-        log.warning(
-            "run %s has no control socket, so helmsman why cannot ask it: %s", run.id, error
-        )
-        return None
-
-
-def _open_record(run: Run, scheduler: str) -> RunLock | None:
-    """Write the record by which ``helmsman clean`` detects that the run's controller has died."""
-    try:
-        return RunLock(run.id, scheduler, run.log_dir)
-    except OSError as error:
-        log.warning("run %s has no record, so helmsman clean will not find it: %s", run.id, error)
-        return None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.controller._training.recovery import Checkpoints
+from helmsman.controller._training.checkpoints import Checkpoints
 
 
 def fill(folder: Path) -> None:
