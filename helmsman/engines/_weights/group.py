@@ -17,6 +17,9 @@ from helmsman.engines._weights.broadcast_group import BroadcastGroup
 from helmsman.engines._weights.device_link import DeviceReceiver, DeviceSender, Seat, sit_down
 
 _POLL_S = 0.005
+_CONNECT_S = 20.0
+"""Limit for members to connect once all have met, in which nothing else ends the wait for one that
+dies."""
 
 
 class Outgoing(Protocol):
@@ -172,7 +175,7 @@ class WeightGroup:
                 prefixed,
                 place.rank,
                 place.world_size,
-                place.timeout_s,
+                min(place.timeout_s, _CONNECT_S),
             )
             self._group_id = place.group_id
             if self._given_up == place.group_id:
