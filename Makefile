@@ -18,7 +18,7 @@ CASE ?=
 CHECK ?=
 PYTEST_ARGS ?=
 # Processes that share the tests, file by file: most of a test's time is spent waiting for processes to start and end.
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 STAMP_DOCS := .venv/.stamp-docs
 # A process of tests that crashes is not replaced: pytest-xdist would wait forever for the rest of its file.
 PYTEST := $(PY) -m pytest -n $(TEST_PROCESSES) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
