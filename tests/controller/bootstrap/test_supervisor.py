@@ -226,7 +226,7 @@ def test_supervisor_node_killed_before_the_run_returns(make_nodes: MakeNodes) ->
 
 
 def test_supervisor_head_with_too_many_open_files(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(2, command=script("pass"))
+    nodes = make_nodes(2, command=script("pass"), timeout_s=60.0)
     head = nodes.start(0)
     head.said("rank 1, not connected")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
