@@ -1,12 +1,9 @@
 """AReaL's Scheduler API on Helmsman's schedulers: its classes, signatures, defaults and errors.
 
-A script runs with these imports in place of AReaL's. AReaL's own dataclasses, or any objects with
-their fields, are accepted too. ``scheduler.helmsman`` is the scheduler behind it, for everything
-that AReaL's API lacks.
-
-An engine's method may return a future or another awaitable. An engine with several model-parallel
-ranks provides their process group as ``context_and_model_parallel_group``. Rank 0 of that group is
-the head; its arguments reach all ranks, unless ``rpc_meta`` is ``{"broadcast": False}``.
+A script imports these names in place of AReaL's. It may pass AReaL's own dataclasses, or objects
+with their fields. ``scheduler.helmsman`` is the scheduler behind it. An engine with model-parallel
+ranks provides their process group as ``context_and_model_parallel_group``. The arguments of rank 0
+reach all ranks of it, unless ``rpc_meta`` is ``{"broadcast": False}``.
 """
 
 from __future__ import annotations
@@ -58,10 +55,7 @@ class SchedulingSpec:
 
 
 _DEFAULTS = SchedulingSpec()
-_MAPPED = {
-    *("cpu", "gpu", "port_count", "env_vars", "cmd", "nodelist", "exclude"),
-    "ray_placement_strategy",
-}
+_MAPPED = vars(_DEFAULTS).keys() & {*helmsman.SchedulingSpec.__struct_fields__} - {"mem"}
 
 
 @dataclass
@@ -125,17 +119,20 @@ def _as_job(job: Any) -> helmsman.Job:
 
 
 def _as_spec(role: str, spec: Any, *, has_devices: bool) -> helmsman.SchedulingSpec:
-    value = {name: getattr(spec, name, getattr(_DEFAULTS, name)) for name in _MAPPED}
-    return helmsman.SchedulingSpec(
-        cpu=value["cpu"],
-        gpu=value["gpu"] if has_devices else 0,  # a colocated worker has its target's
-        port_count=max(2, value["port_count"]),
-        env_vars={name: str(each) for name, each in (value["env_vars"] or {}).items()},
-        cmd=_as_command(role, value["cmd"]),
-        nodelist=_as_nodes(value["nodelist"]),
-        exclude=_as_nodes(value["exclude"]),
-        ray_placement_strategy=value["ray_placement_strategy"],
-    )
+    value: dict[str, Any] = {
+        name: getattr(spec, name, getattr(_DEFAULTS, name)) for name in _MAPPED
+    }
+    value["gpu"] *= has_devices  # a colocated worker has its target's
+    value["port_count"] = max(2, value["port_count"])
+    value["env_vars"] = _as_texts(value["env_vars"] or {})
+    value["cmd"] = _as_command(role, value["cmd"])
+    for name in ("nodelist", "exclude"):
+        value[name] = _as_nodes(value[name])
+    return helmsman.SchedulingSpec(**value)
+
+
+def _as_texts(variables: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in variables.items()}
 
 
 def _as_nodes(nodes: str | Sequence[str] | None) -> list[str]:
@@ -266,11 +263,10 @@ def _areal_errors(worker: str, method: str = "") -> Iterator[None]:
     try:
         yield
     except errors.HelmsmanError as error:
-        raise _as_areal_error(error, worker, method) from error
+        raise _as_areal_error(error, str(error), worker, method) from error
 
 
-def _as_areal_error(error: errors.HelmsmanError, worker: str, method: str) -> SchedulerError:
-    reason = str(error)
+def _as_areal_error(error: Any, reason: str, worker: str, method: str) -> SchedulerError:
     match error:
         case errors.WorkerNotFoundError():
             return WorkerNotFoundError(error.name)
@@ -283,9 +279,9 @@ def _as_areal_error(error: errors.HelmsmanError, worker: str, method: str) -> Sc
             return WorkerCreationError(error.role or worker, reason)
         case errors.CallTimeoutError() if not method:
             return WorkerTimeoutError(worker, error.limit_s)
-        case errors.CallError() | errors.EngineNotFoundError() if method == "__init__":
-            return EngineCreationError(worker, reason)
         case errors.CallError() | errors.EngineNotFoundError():
+            if method == "__init__":
+                return EngineCreationError(worker, reason)
             return EngineCallError(worker, method, reason)
     return SchedulerError(reason)
 
@@ -329,9 +325,9 @@ class Scheduler(Closing):
             WorkerCreationError: The job is invalid or cannot start. Nothing of it remains.
             WorkerNotFoundError: The role to colocate with does not exist.
         """
+        ours = isinstance(job, helmsman.Job)
         with _areal_errors(job.role):
-            is_ours = isinstance(job, helmsman.Job)
-            return self.helmsman.create_workers(job if is_ours else _as_job(job))
+            return self.helmsman.create_workers(job if ours else _as_job(job))
 
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
         """Return a role's workers in rank order, once each has answered.
@@ -377,9 +373,8 @@ class Scheduler(Closing):
 
     async def set_worker_env(self, worker_id: str, env: Mapping[str, Any]) -> None:
         """Set environment variables in a worker, before its engines are created."""
-        variables = {name: str(value) for name, value in env.items()}
         with _areal_errors(worker_id, "set_worker_env"):
-            await self.helmsman.set_worker_env(worker_id, variables)
+            await self.helmsman.set_worker_env(worker_id, _as_texts(env))
 
     async def create_engine(
         self, worker_id: str, engine: Any, engine_name: str | None = None, *args: Any, **kwargs: Any

@@ -9,10 +9,10 @@ is the Cluster behind it. A cluster that is pickled calls the same workers from 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import itertools
 import os
+import pkgutil
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +79,7 @@ def register(
     clear_cache: bool = True,
     **ignored: bool,
 ) -> Callable[[F], F]:
-    """Declare a method of a worker, which its cluster then has, too.
+    """Return a decorator for a worker's method, which its cluster then has, too.
 
     Args:
         dispatch_mode: How arguments reach the ranks, or {"dispatch_fn": ..., "collect_fn": ...},
@@ -87,9 +87,6 @@ def register(
         execute_mode: All ranks, or rank 0 alone.
         clear_cache: Whether to return cached device memory after each call; not for ``async def``.
         ignored: ROLL's options for tracing and remote batches, without effect.
-
-    Returns:
-        A decorator.
     """
 
     def declare(function: F) -> F:
@@ -99,7 +96,8 @@ def register(
             @functools.wraps(function)
             def called(*args: Any, **kwargs: Any) -> Any:
                 result = function(*args, **kwargs)
-                _clear_cache()
+                if "torch" in sys.modules and current_platform.name != "cpu":
+                    current_platform.empty_cache()
                 return result
 
         modes = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode}
@@ -109,17 +107,8 @@ def register(
     return declare
 
 
-def _clear_cache() -> None:
-    if "torch" in sys.modules and current_platform.name != "cpu":
-        current_platform.empty_cache()
-
-
 class Worker(GroupWorker):
-    """Base class of workers.
-
-    Args:
-        worker_config: The configuration of its cluster.
-    """
+    """Base class of workers; ``worker_config`` is the configuration of its cluster."""
 
     rank_info: Any
 
@@ -169,8 +158,7 @@ class Cluster:
         self, name: str, worker_cls: Any, resource_manager: ResourceManager, worker_config: Any
     ) -> None:
         if isinstance(worker_cls, str):
-            module, _, attribute = worker_cls.rpartition(".")
-            worker_cls = getattr(importlib.import_module(module), attribute)
+            worker_cls = pkgutil.resolve_name(worker_cls)
         config = worker_config
         if not isinstance(config, ClusterConfig):
             mapping = worker_config.device_mapping or None
@@ -283,7 +271,7 @@ class Cluster:
         return list(self._each_its_own(method_name, args, kwargs))
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Do the same, and wait."""
+        """Call all ranks in the same way, and return their results."""
         return get(self.execute_all_async(method_name, *args, **kwargs))
 
     execute_all = execute_all_async
@@ -380,12 +368,12 @@ def _joined(results: list[Any]) -> Any:
 
 
 _of = functools.partial
+# ``dispatch_fn(cluster, *args, **kwargs)`` and ``collect_fn(cluster, results)`` of the modes, for
+# dispatch modes of a script's own.
 dispatch_one_to_all = _of(_dispatched, Dispatch.ONE_TO_ALL)
-"""``dispatch_fn(cluster, *args, **kwargs)`` of a mode, for dispatch modes of a script's own."""
 dispatch_all_to_all = _of(_dispatched, Dispatch.ALL_TO_ALL)
 dispatch_dp_mp_compute = _of(_dispatched, Dispatch.DP_MP_COMPUTE)
 dispatch_dp_mp_dispatch_first = _of(_dispatched, Dispatch.DP_MP_DISPATCH_FIRST)
 collect_all_to_all = _of(_collected, Dispatch.ALL_TO_ALL)
-"""``collect_fn(cluster, results)`` of a mode."""
 collect_all_to_one = _of(_collected, Dispatch.ONE_TO_ALL_ONE)
 collect_dp_mp_compute = _of(_collected, Dispatch.DP_MP_COMPUTE)

@@ -18,7 +18,7 @@ Names: TypeAlias = str | Sequence[str] | None
 
 
 class DataProto:
-    """Rows of tensors and objects, and metadata; ``rows`` is a Batch of the same.
+    """Rows of tensors and objects, and metadata; ``rows`` is a Batch of them.
 
     Args:
         batch: A TensorDict of batch size (N,), or name -> tensor (N, ...); None for no tensors.
@@ -46,15 +46,12 @@ class DataProto:
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: Any = None) -> DataProto:
-        """Make rows of columns.
+        """Return rows of columns.
 
         Args:
             data: Name -> tensor (N, ...), array (N, ...), or list of N objects, which becomes an
                 array of objects.
             meta_info: Entries that apply to all rows.
-
-        Returns:
-            The rows.
         """
         tensors = {name: each for name, each in data.items() if kind_of(each) == "tensor"}
         others = {name: _objects(each) for name, each in data.items() if name not in tensors}
@@ -64,21 +61,18 @@ class DataProto:
     def from_dict(
         cls, tensors: Mapping[str, Any], non_tensors: Any = None, meta_info: Any = None
     ) -> DataProto:
-        """Make rows of tensors and of other columns.
+        """Return rows of tensors and of other columns.
 
         Args:
             tensors: Name -> tensor (N, ...).
             non_tensors: Name -> array (N, ...) or list of N objects.
             meta_info: Entries that apply to all rows.
-
-        Returns:
-            The rows.
         """
         return cls.from_single_dict({**tensors, **(non_tensors or {})}, meta_info)
 
     @classmethod
     def from_rows(cls, rows: Batch) -> DataProto:
-        """Make a DataProto of a Batch, without its padding; tensors and arrays share memory."""
+        """Return a Batch's rows without its padding; tensors and arrays share memory."""
         return cls.from_single_dict(rows.unpad().columns, rows.meta)
 
     @property
@@ -108,15 +102,12 @@ class DataProto:
         non_tensor_batch_keys: Names = None,
         meta_info_keys: Names = None,
     ) -> DataProto:
-        """Return some columns and entries; None stands for all of a kind.
+        """Return some columns and entries, which share memory with these.
 
         Args:
-            batch_keys: Names of tensors.
+            batch_keys: Names of tensors; None for all, as for the others.
             non_tensor_batch_keys: Names of other columns.
             meta_info_keys: Names of entries.
-
-        Returns:
-            Rows that share memory with these.
 
         Raises:
             KeyError: A name does not exist.
@@ -133,37 +124,30 @@ class DataProto:
         non_tensor_batch_keys: Names = None,
         meta_info_keys: Names = None,
     ) -> DataProto:
-        """Remove columns and entries, and return them; None stands for none of a kind.
+        """Remove columns and entries, and return them.
 
         Args:
-            batch_keys: Names of tensors.
+            batch_keys: Names of tensors; None for none, as for the others.
             non_tensor_batch_keys: Names of other columns.
             meta_info_keys: Names of entries.
-
-        Returns:
-            The removed ones.
 
         Raises:
             KeyError: A name does not exist; nothing is removed.
         """
         popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
-        for name in _listed(batch_keys):
+        for name in popped._tensors():
             del self.batch[name]
-        for name in popped.non_tensor_batch:
-            del self.non_tensor_batch[name]
-        for name in popped.meta_info:
-            del self.meta_info[name]
+        for kind in ("non_tensor_batch", "meta_info"):
+            for name in getattr(popped, kind):
+                del getattr(self, kind)[name]
         return popped
 
     def rename(self, old_keys: Names = None, new_keys: Names = None) -> DataProto:
-        """Rename columns in place.
+        """Rename columns in place, and return these rows.
 
         Args:
             old_keys: Their names.
             new_keys: As many new names.
-
-        Returns:
-            These rows.
 
         Raises:
             ValueError: There are not as many new names, or a new name is taken.
@@ -184,14 +168,11 @@ class DataProto:
         self._become(self.rows.reorder(indices))
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Return the rows several times.
+        """Return new rows, each of these several times.
 
         Args:
             repeat_times: How often.
             interleave: Whether copies of a row follow each other, instead of all rows.
-
-        Returns:
-            New rows.
         """
         return self.from_rows(self.rows.repeat(repeat_times, interleave=interleave))
 
@@ -215,11 +196,9 @@ class DataProto:
             KeyError: A column does not exist.
         """
         rows = self.rows
-        for name in _listed(keys):
-            if name not in rows:
-                raise KeyError(
-                    f"Grouping key {name!r} is not a column; there are {', '.join(rows.columns)}"
-                )
+        if missing := [name for name in _listed(keys) if name not in rows]:
+            known = ", ".join(rows.columns)
+            raise KeyError(f"Grouping key {missing[0]!r} is not a column; there are {known}")
         texts = [numpy.asarray(rows[name]).astype(str).tolist() for name in _listed(keys)]
         groups: dict[str, list[int]] = {}
         for row, values in enumerate(zip(*texts, strict=True)):
@@ -230,15 +209,12 @@ class DataProto:
     def concat(
         data: Sequence[DataProto], *, global_keys: Collection[str] = ("metrics",)
     ) -> DataProto:
-        """Join rows. Metadata is that of the first, but for entries that are merged.
+        """Return all rows. Metadata is that of the first part, but for entries that are merged.
 
         Args:
             data: The parts.
             global_keys: Entries that are merged, beside ``metrics``: all their values become one
                 list; of dicts, those of each name.
-
-        Returns:
-            All rows.
         """
         meta = dict(data[0].meta_info)
         for name in {*global_keys, "metrics"}:
@@ -257,28 +233,22 @@ class DataProto:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Append copies of the last row until the number of rows is divisible.
+    """Return new rows, with copies of the last one appended, and the number of these copies.
 
     Args:
         data: The rows.
-        size_divisor: The divisor.
-
-    Returns:
-        New rows, and how many were added.
+        size_divisor: Divides the number of the new rows.
     """
     rows = data.rows.pad(size_divisor)
     return DataProto.from_single_dict(rows.columns, rows.meta), rows.num_padding
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Return the rows without the last ones.
+    """Return the rows without the last ones; they share memory.
 
     Args:
         data: The rows.
         pad_size: Number of rows to leave out.
-
-    Returns:
-        Rows that share memory with ``data``.
     """
     return DataProto.from_rows(data.rows[: len(data) - pad_size])
 
@@ -293,14 +263,12 @@ def custom_np_concatenate(val: Sequence[Any]) -> Any:
 def reduce_metrics(
     metrics: dict[str, Any], reduce_func: Callable[..., Any] = numpy.mean
 ) -> dict[str, Any]:
-    """Reduce lists and arrays in place; the end of a name, as in 'loss@max', chooses the function.
+    """Reduce lists and arrays in place, and return the metrics.
 
     Args:
-        metrics: Name -> a number, or values.
-        reduce_func: For names that end with none of mean, max, min, std, sum, p50 and p99.
-
-    Returns:
-        ``metrics``.
+        metrics: Name -> a number, or values. The end of a name, as in 'loss@max', chooses the
+            function: mean, max, min, std, sum, or a percentile such as p50.
+        reduce_func: The function for other names.
     """
     for name, values in metrics.items():
         if isinstance(values, (list, tuple, numpy.ndarray)) and len(values):
@@ -315,10 +283,7 @@ def reduce_metrics(
 def _objects(column: Any) -> Any:
     if isinstance(column, numpy.ndarray):
         return column
-    made = numpy.empty(len(column), dtype=object)
-    for row, value in enumerate(column):
-        made[row] = value
-    return made
+    return numpy.fromiter(column, dtype=object, count=len(column))
 
 
 def _listed(names: Names) -> list[str]:

@@ -454,6 +454,12 @@ class Ranked:
         self.num_calls += 1
         return args, kwargs
 
+    def apply(self, function: Callable[[int], Any]) -> Any:
+        """The function of this rank."""
+        import torch.distributed as dist
+
+        return function(dist.get_rank())
+
     def count(self) -> int:
         """How often receive ran."""
         return self.num_calls
@@ -472,6 +478,13 @@ class Unloadable:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _refuse, ()
+
+
+class OneWay:
+    """A value that arrives as one which cannot be pickled again."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return threading.Lock, ()
 
 
 class Printer:

@@ -9,10 +9,11 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+import torch
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
-from tests.contract.engines import Ranked, Unloadable
+from tests.contract.engines import OneWay, Ranked, Unloadable
 from tests.contract.helpers import LIMIT_S, Engine
 
 pytestmark = [
@@ -68,6 +69,22 @@ def test_broadcast_unloadable_runs_nowhere(ranks: list[Engine]) -> None:
     assert other.ranks == [0]  # type: ignore[attr-defined]
     assert "refused to load" in str(other)
     assert _both(ranks, "count", [(), ()], broadcast=False) == before
+    assert _both(ranks, "receive", [("still well",), ()]) == [(("still well",), {})] * 2
+
+
+def test_broadcast_accepts_values_that_calls_carry(ranks: list[Engine]) -> None:
+    """A lambda travels by value, which plain pickle refuses."""
+    assert _both(ranks, "apply", [(lambda rank: rank + 1,), ()]) == [1, 2]
+    given = torch.arange(5000, dtype=torch.bfloat16)
+    for (received,), _ in _both(ranks, "receive", [(given,), ()]):
+        assert torch.equal(received, given)
+        assert received.dtype == given.dtype
+
+
+def test_broadcast_value_that_only_loads_runs_nowhere(ranks: list[Engine]) -> None:
+    head, other = _both(ranks, "receive", [(OneWay(),), ()])
+    assert "lock" in str(head)
+    assert isinstance(other, errors.PeerNotReadyError)
     assert _both(ranks, "receive", [("still well",), ()]) == [(("still well",), {})] * 2
 
 

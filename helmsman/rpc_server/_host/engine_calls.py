@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from helmsman.api import errors
 from helmsman.api.extras import needed_by
 from helmsman.api.topology import RankInfo
 from helmsman.api.worker_group import GroupWorker
+from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import Request
 from helmsman.rpc_server._wire.remote_errors import clipped, traceback_text
 
@@ -134,8 +136,9 @@ def _broadcast_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the head's (args, kwargs) on every rank of the engine's model-parallel group.
 
-    The ranks first agree that the head's arguments are loaded. Otherwise the other ranks would wait
-    in the broadcast for a head that has failed.
+    The ranks first agree that the head's arguments are loaded and encoded. Otherwise the other
+    ranks would wait in the broadcast for a head that has failed. The codec encodes them, since
+    torch's broadcast pickles without cloudpickle and refuses values that a call may carry.
 
     Args:
         group: The model-parallel group.
@@ -145,17 +148,21 @@ def _broadcast_arguments(
 
     Raises:
         CallError: The head's arguments cannot be loaded; raised on the head.
-        PeerNotReadyError: The same, raised on the other ranks.
+        CodecError: They cannot be encoded again; raised on the head. Or they load on the head, but
+            not on this rank.
+        PeerNotReadyError: The head has raised; raised on the other ranks.
     """
     import torch.distributed as dist
 
     is_head = dist.get_rank(group) == 0
-    failure: errors.CallError | None = None
+    failure: errors.HelmsmanError | None = None
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    encoded: Any = b""
     if is_head:
         try:
             arguments = load()
-        except errors.CallError as error:
+            encoded = encode(arguments, root="arguments", inband_below=sys.maxsize).data
+        except errors.HelmsmanError as error:
             failure = error
     reasons: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reasons, None if failure is None else str(failure), group=group)
@@ -170,8 +177,6 @@ def _broadcast_arguments(
             ranks=failed,
             reason=str(reasons[failed[0]]),
         )
-    box = [arguments if is_head else None]
+    box = [encoded]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-    received = box[0]
-    assert received is not None
-    return received
+    return arguments if is_head else decode(Payload(box[0], [], []))

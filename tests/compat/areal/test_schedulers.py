@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -96,6 +97,9 @@ def test_train_controller_order_of_calls(scheduler: Scheduler) -> None:
     own = [{"batch": 5}, {"batch": 6}]
     alone = asyncio.run(on_all("train_batch", own, rpc_meta={"broadcast": False}))
     assert alone == [(0, 5, 1), (1, 6, 1)]
+    rollout = Mock(address="host:1")  # an instance of its own class, which plain pickle refuses
+    received = asyncio.run(on_all("train_batch", [{"batch": rollout}, {}]))
+    assert [given.address for _, given, _ in received] == ["host:1", "host:1"]
     meta = [{"meta": "disk"}, {}]
     assert asyncio.run(on_all("update_weights", meta)) == ["disk on 0", "disk on 1"]
 
