@@ -94,6 +94,7 @@ async def test_instance_on_two_nodes(scheduler: RayScheduler, tmp_path: Path) ->
     model_folder = folder_of(model, tmp_path / "model")
     scheduler.create_engines([worker], PATH, model=model_folder, tensor_parallel_size=2, **ENGINE)
     scheduler.call_engine(worker, "initialize")
+    wait_until(lambda: len(_ranks()) == 2, "both ranks have their titles")
     beside, away = sorted(_ranks(), key=lambda rank: not _is_of_core(rank))
     assert _is_of_core(beside) and not _is_of_core(away), "one rank on each node"
     served = Served(_Remote(scheduler, worker), model)
