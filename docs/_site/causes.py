@@ -243,10 +243,6 @@ CAUSES: dict[str, tuple[str, str]] = {
         "A device mask was changed in the worker.",
         "Remove the variable from `env_vars`.",
     ),
-    "PlatformPicklingError": (
-        "`current_platform` was sent to a worker.",
-        "Import it in the worker.",
-    ),
     "SchedulerClosedError": ("A call after the `with` block.", "Move the call into the block."),
     "ShutdownIncompleteError": (
         "A process ignores signals or waits for a disk.",

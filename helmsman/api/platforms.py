@@ -22,11 +22,11 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from helmsman.api.errors import DeviceMismatchError, PlatformError, PlatformPicklingError
+from helmsman.api.errors import DeviceMismatchError, PlatformError
 
 if TYPE_CHECKING:
     import torch
@@ -453,8 +453,9 @@ class CurrentPlatform:
     def _end_allowance(self) -> None:
         self._num_allowed = max(0, self._num_allowed - 1)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise PlatformPicklingError(name=self._info.name if self._info else "not resolved")
+    def __reduce__(self) -> str:
+        # By name: an engine of __main__ that uses it is sent by value, and finds the worker's own.
+        return "current_platform"
 
     def __repr__(self) -> str:
         return f"<current_platform: {self._info.name if self._info else 'not resolved'}>"
@@ -470,7 +471,7 @@ _SEEDERS: Mapping[str, Callable[[Any, int], object]] = {
 }
 
 current_platform = CurrentPlatform()
-"""The platform of the calling process. It cannot be pickled; import it where it is used."""
+"""The platform of the calling process; a copy in another process is that process's platform."""
 
 # A forked worker must not inherit the driver's resolution, its prohibition, or a lock that another
 # thread held.

@@ -124,7 +124,6 @@ NEXT_STEPS = {
     "UnevenBatchError": "declare remainder='pad'",
     "TopologyMismatchError": "Set the sizes and mesh of worker_config to those of the ranks' "
     "parallel groups",
-    "PlatformPicklingError": "inside the worker instead",
     "SchedulerClosedError": "Make the call there",
     "LogDirectoryError": "Set log_dir to a writable directory",
     "UntrustedPathError": "XDG_STATE_HOME",

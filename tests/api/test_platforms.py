@@ -4,7 +4,6 @@ for.
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import pickle
@@ -12,7 +11,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, cast
 
 import cloudpickle
@@ -20,7 +19,7 @@ import numpy
 import pytest
 import torch
 
-from helmsman.api.errors import DeviceMismatchError, PlatformError, PlatformPicklingError
+from helmsman.api.errors import DeviceMismatchError, PlatformError
 from helmsman.api.platforms import (
     PLATFORM_ENV_VAR,
     PLATFORMS,
@@ -368,37 +367,26 @@ assert p.is_resolved()
 # --- pickling -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "duplicate",
-    [
-        cloudpickle.dumps,
-        copy.copy,
-        lambda value: pickle.dumps({"config": [value]}, 0),
-        lambda value: copy.deepcopy([value]),
-    ],
-    ids=["cloudpickle", "copy", "pickle nested, protocol 0", "deepcopy nested"],
-)
-def test_platform_cannot_be_pickled(duplicate: Callable[[CurrentPlatform], object]) -> None:
-    with pytest.raises(
-        PlatformPicklingError, match="not resolved.*current_platform inside the worker"
-    ):
-        duplicate(CurrentPlatform())
+@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
+def test_platform_is_pickled_by_name(dumps: Callable[[object], bytes]) -> None:
+    """A process that loads it has its own, so that no process gets the resolution of another."""
+    code = (
+        "import pickle, sys; loaded = pickle.load(sys.stdin.buffer)\n"
+        "from helmsman import current_platform\n"
+        "print(loaded is current_platform, loaded.is_resolved())"
+    )
+    assert current_platform.name == "cpu"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], input=dumps(current_platform), capture_output=True, check=True
+    )
+    assert loaded.stdout.split() == [b"True", b"False"], loaded
 
 
-def test_pickling_error_names_the_kind(platform: Process) -> None:
-    with pytest.raises(PlatformPicklingError):
-        pickle.dumps(platform)
-    assert not platform.is_resolved()
-    platform.setenv(PLATFORM_ENV_VAR, "cpu")
-    _ = platform.name
-    with pytest.raises(TypeError, match=r"the platform \(cpu\) cannot be pickled"):
-        pickle.dumps(SimpleNamespace(platform=platform))
+def test_engine_of_a_script_uses_the_platform() -> None:
+    """It is sent by value with the globals that its methods name."""
     namespace: dict[str, Any] = {"__name__": "__main__", "current_platform": current_platform}
-    exec("def use():\n    return current_platform.name", namespace)
-    with pytest.raises(
-        PlatformPicklingError, match="helmsman.api.platforms.current_platform inside the worker"
-    ):
-        cloudpickle.dumps(namespace["use"])
+    exec("def use():\n    return current_platform", namespace)
+    assert pickle.loads(cloudpickle.dumps(namespace["use"]))() is current_platform
 
 
 # --- what was granted -----------------------------------------------------------------------------

@@ -71,8 +71,7 @@ HelmsmanError
 │   └── NotLoadableError
 ├── ProtocolError                         a peer broke the wire protocol or did not authenticate
 ├── PlatformError
-│   ├── DeviceMismatchError               a process sees other devices than it was granted
-│   └── PlatformPicklingError (TypeError)
+│   └── DeviceMismatchError               a process sees other devices than it was granted
 ├── SchedulerClosedError
 ├── ShutdownIncompleteError
 ├── LogDirectoryError (OSError)           the log directory of a run cannot be created or used

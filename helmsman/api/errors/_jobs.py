@@ -371,16 +371,6 @@ class PlatformError(HelmsmanError):
     """An accelerator that differs from the granted one, or a process that must not use one."""
 
 
-class PlatformPicklingError(PlatformError, TypeError):
-    """An attempt to pickle the platform, which each process resolves for itself."""
-
-    name: str
-    template = (
-        "the platform ({name}) cannot be pickled: it belongs to the process that resolved it. Use "
-        "helmsman.api.platforms.current_platform inside the worker instead of passing it there."
-    )
-
-
 class DeviceMismatchError(PlatformError):
     """A process that does not see exactly the accelerators that it was granted."""
 
