@@ -196,9 +196,9 @@ STRUCTS = {
     "SupervisionPolicy": "helmsman/controller/_generation/health.py",
     "RecoveryPolicy": "helmsman/controller/_training/recovery.py",
     "WeightFormat": "helmsman/api/weights.py",
-    "SchedulingSpec": "helmsman/api/scheduler.py",
-    "SchedulingStrategy": "helmsman/api/scheduler.py",
-    "Job": "helmsman/api/scheduler.py",
+    "SchedulingSpec": "helmsman/api/jobs.py",
+    "SchedulingStrategy": "helmsman/api/jobs.py",
+    "Job": "helmsman/api/jobs.py",
     "TrainConfig": "helmsman/engines/train_config.py",
     "VLLMConfig": "helmsman/engines/vllm_config.py",
 }

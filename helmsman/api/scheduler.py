@@ -9,23 +9,22 @@ from __future__ import annotations
 import abc
 import asyncio
 import functools
-import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-import msgspec
+from typing import Any
 
 from helmsman.api.closing import Closing
 from helmsman.api.environment import EnvironmentVariable
-from helmsman.api.errors import InvalidSpecError
 from helmsman.api.fan_out import Fanout
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.forms import awaitable
+from helmsman.api.jobs import Job as Job
+from helmsman.api.jobs import NodePacking as NodePacking
+from helmsman.api.jobs import PlacementStrategy as PlacementStrategy
+from helmsman.api.jobs import SchedulingSpec as SchedulingSpec
+from helmsman.api.jobs import SchedulingStrategy as SchedulingStrategy
 from helmsman.api.plan import Node, Plan, Reservation
 from helmsman.api.run_state import RunReporter
-from helmsman.api.suggestions import Suggesting
 from helmsman.api.supervision import Monitor
 from helmsman.api.workers import CONTROLLER as CONTROLLER
 from helmsman.api.workers import Call as Call
@@ -40,197 +39,6 @@ from helmsman.api.workers import WorkerState as WorkerState
 from helmsman.api.workers import WorkerStatus as WorkerStatus
 from helmsman.api.workers import id_of as id_of
 from helmsman.api.workers import ids_of as ids_of
-
-PlacementStrategy = Literal["shared", "separate", "deferred"]
-NodePacking = Literal["pack", "spread", "strict_spread"]
-StrategyType = Literal["separation", "colocation"]
-
-
-class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """The resources and environment of one worker."""
-
-    cpu: float = 1
-    """CPU cores. Also the thread count (OMP_NUM_THREADS and similar, torch's), at least 1."""
-    gpu: float = 0
-    """Number of accelerators, of any kind that the cluster has."""
-    mem: float = 0
-    """Memory in GB (10^9 bytes); 0 requests no specific amount."""
-    port_count: int = 0
-    """Ports leased to the worker for its engine, below the ephemeral range or in
-    HELMSMAN_PORT_RANGE ('20000-20200'). No other worker of any run on the node receives them until
-    this worker ends. A worker with a ``cmd`` has at least one.
-    """
-    env_vars: dict[str, str] = {}
-    """Environment variables of the worker; they override all forwarded variables."""
-    cmd: str | None = None
-    """Module and arguments to run (``python -m``) as a child process, which ends with the worker.
-    None: the worker runs engines only. Quoted as for a shell. ``{port0}``, ``{port1}``, ... are the
-    worker's leased ports, ``{port}`` is the first; HELMSMAN_PORTS holds all. The engine named
-    'command' has its ``pid()`` and ``poll()``; ``check_health`` reports its end in
-    ``failed_engines``.
-    """
-    cmd_ready: float | str | None = None
-    """When the ``cmd`` has started, for which ``create_workers`` waits. Seconds: it has run for
-    that time. Import path of a function: that, called in the worker with the list of its ports,
-    returns True. None: the first port named in ``cmd`` accepts connections; a ``cmd`` that names
-    none has run for 1 s.
-    """
-    ray_placement_strategy: PlacementStrategy = "shared"
-    """shared: one placement group with a bundle per worker; separate: one group per worker;
-    deferred: one group per instance, whose devices are left to what the worker launches: a server,
-    or vLLM's ranks. It may span nodes.
-    """
-    resources: dict[str, float] = {}
-    """Additional custom resources by name."""
-    node_labels: dict[str, str] = {}
-    """Labels that the worker's node must have. A value may also be '!x', 'in(x, y)' or '!in(x, y)',
-    as in Ray's label selectors.
-    """
-    accelerator_type: str | None = None
-    """Accelerator model that the worker's node must have, by Ray's name."""
-    nodelist: Sequence[str] = ()
-    """Addresses, host names or ids of the only nodes that may be used; empty allows all nodes."""
-    exclude: Sequence[str] = ()
-    """Addresses, host names or ids of nodes that must not be used."""
-    node_packing: NodePacking = "pack"
-    """pack: on as few nodes as possible, leaving whole nodes free; spread: over as many as
-    possible; strict_spread: never two of the job's bundles on one node."""
-
-
-class SchedulingStrategy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """The placement of a job's workers relative to another role."""
-
-    type: StrategyType = "separation"
-    """separation: own resources; colocation: the resources of ``target``."""
-    target: str | None = None
-    """Role to colocate with."""
-    fork: bool = False
-    """With colocation: False reuses the target's workers, where the engine name distinguishes
-    engines. True gives each worker a sibling process.
-    """
-    device_mapping: Sequence[Sequence[int]] = ()
-    """With fork: for each replica, the devices of the target that it gets, on one node. Devices are
-    numbered over the target's workers in rank order, and several replicas may share a device.
-    Empty: divides the devices evenly between adjacent replicas.
-    """
-
-
-class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """One role of the run: ``replicas`` workers with the specs ``tasks``."""
-
-    role: str
-    """Name of the role; workers are 'role/0', 'role/1', ..."""
-    replicas: int = 1
-    """Number of workers."""
-    tasks: Sequence[SchedulingSpec] = (SchedulingSpec(),)
-    """One spec for all replicas, or one for each."""
-    scheduling_strategy: SchedulingStrategy = SchedulingStrategy()
-    """Whether the role has resources of its own or shares those of another role."""
-
-    def validate(self) -> None:
-        """Check the job's fields, independently of any cluster.
-
-        Raises:
-            InvalidSpecError: A field has an invalid type or value.
-        """
-        self._require_types()
-        if not self.role or "/" in self.role or self.role != self.role.strip():
-            raise self._wrong("role", self.role, "a name without '/' or blanks at its ends")
-        if self.replicas < 1:
-            raise self._wrong("replicas", self.replicas, "1 or more")
-        if len(self.tasks) not in (1, self.replicas):
-            expected = f"1 spec, which all replicas share, or {self.replicas}, one for each"
-            raise self._wrong("the number of tasks", len(self.tasks), expected)
-        for spec in self.tasks:
-            amounts = {field: getattr(spec, field) for field in ("cpu", "gpu", "mem", "port_count")}
-            amounts |= {f"resources[{name!r}]": amount for name, amount in spec.resources.items()}
-            for field, amount in amounts.items():
-                if not (0 <= amount < math.inf):
-                    raise self._wrong(field, amount, "0 or more")
-            if isinstance(spec.cmd_ready, float | int) and not 0 <= spec.cmd_ready < math.inf:
-                raise self._wrong("cmd_ready", spec.cmd_ready, "0 or more seconds")
-            if spec.gpu != int(spec.gpu):
-                raise self._wrong(
-                    "gpu", spec.gpu, "a whole number; colocate roles to share a device"
-                )
-        for field in ("ray_placement_strategy", "node_packing"):
-            values = sorted({getattr(spec, field) for spec in self.tasks})
-            if len(values) > 1:
-                raise self._wrong(field, values, "the same for all tasks of a job")
-        strategy = self.scheduling_strategy
-        if strategy.type == "colocation" and not strategy.target:
-            raise self._wrong(
-                "scheduling_strategy.target", strategy.target, "the role to colocate with"
-            )
-        if strategy.type == "separation" and (strategy.target or strategy.fork):
-            raise self._wrong(
-                "scheduling_strategy", strategy, "target and fork only with colocation"
-            )
-        if strategy.device_mapping:
-            self._require_mapping(strategy)
-
-    def _require_mapping(self, strategy: SchedulingStrategy) -> None:
-        """Check device_mapping; ``colocation.tile`` compares it with the target's devices later."""
-        field, mapping = "scheduling_strategy.device_mapping", strategy.device_mapping
-        if not strategy.fork:
-            raise self._wrong(field, mapping, "only with colocation and fork")
-        if len(mapping) != self.replicas:
-            raise self._wrong(field, mapping, f"an entry for each of the {self.replicas} replicas")
-        for index, devices in enumerate(mapping):
-            if not devices or min(devices) < 0 or len(set(devices)) < len(devices):
-                raise self._wrong(
-                    f"{field}[{index}]", devices, "distinct device numbers, each 0 or more"
-                )
-
-    def _wrong(self, field: str, value: Any, expected: str) -> InvalidSpecError:
-        return InvalidSpecError(role=str(self.role), field=field, value=value, expected=expected)
-
-    def _require_types(self) -> None:
-        """Check field types: msgspec does not check structs made in Python.
-
-        Without this check, a misspelt strategy would be taken for another one.
-        """
-        try:
-            msgspec.convert(msgspec.to_builtins(self, enc_hook=_as_number), type=Job)
-        except (msgspec.ValidationError, TypeError, NotImplementedError) as error:
-            reason, _, where = str(error).partition(" - at `$.")
-            field = where.rstrip("`") or "job"
-            choices = _CHOICES.get(field.rpartition(".")[2])
-            expected = (
-                f"one of {', '.join(map(repr, choices))}"
-                if choices
-                else reason.removeprefix("Expected ").replace("`", "")
-            )
-            raise self._wrong(field, _at(self, field), expected) from error
-
-    def spec(self, index: int) -> SchedulingSpec:
-        """Return the spec of replica ``index``."""
-        return self.tasks[0] if len(self.tasks) == 1 else self.tasks[index]
-
-
-_CHOICES = {
-    "ray_placement_strategy": get_args(PlacementStrategy),
-    "node_packing": get_args(NodePacking),
-    "type": get_args(StrategyType),
-}
-
-
-def _as_number(value: Any) -> Any:
-    """Convert a NumPy number to a Python number."""
-    if hasattr(value, "item"):
-        return value.item()
-    raise NotImplementedError(f"Expected plain values, got `{type(value).__name__}`")
-
-
-def _at(job: Job, path: str) -> Any:
-    """Return the value at a path such as 'tasks[0].gpu', or the last value that exists on it."""
-    value: Any = job
-    for name, index in re.findall(r"(\w+)|\[(\d+)\]", path):
-        try:
-            value = getattr(value, name) if name else value[int(index)]
-        except (AttributeError, LookupError, TypeError):
-            break
-    return value
 
 
 class Scheduler(Closing):
