@@ -125,6 +125,11 @@ class Counter(CountingEngine):
     def _secret(self) -> None:
         """Not callable from outside."""
 
+    @functools.cached_property
+    def broken_once(self) -> NoReturn:
+        """A cached property that raises."""
+        raise RuntimeError("this property is broken")
+
     @property
     def broken(self) -> NoReturn:
         """A property that raises."""

@@ -147,6 +147,7 @@ def test_create_engine_name_under_construction(
         ),
         ("log", "it is not callable"),
         ("broken", "it is a property"),
+        ("broken_once", "it is a property"),
         ("", "has no public method ''"),
     ],
 )

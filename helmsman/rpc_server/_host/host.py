@@ -62,6 +62,7 @@ from helmsman.rpc_server.ports import PortLeases
 
 ReplyFn = Callable[[Reply, Payload], None]
 
+_PROPERTIES = property, functools.cached_property
 DESTROY_S = 30.0
 """Longest wait in seconds for an engine's async ``destroy``; the engine thread then goes on."""
 
@@ -522,7 +523,7 @@ class EngineHost:
         method, reason = None, ""
         if request.method.startswith("_"):
             reason = "it is private"
-        elif isinstance(inspect.getattr_static(type(engine), request.method, None), property):
+        elif isinstance(inspect.getattr_static(type(engine), request.method, None), _PROPERTIES):
             # Its code must not run on this thread, which answers health requests.
             reason = "it is a property"
         else:

@@ -11,6 +11,7 @@ stays one object.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import sys
@@ -225,6 +226,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
         if kind is self._array_type and obj.nbytes >= self._inband_below and not obj.flags.forc:
             # NumPy pickles a non-contiguous array in band; a compact copy goes out of band.
             return obj.copy(order="K").__reduce_ex__(5)
+        if kind is functools.cached_property:  # Python 3.11's has a lock
+            return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
         reduced = super().reducer_override(obj)
         if isinstance(obj, StructMeta) and reduced is not NotImplemented:
             # cloudpickle sends it by value and loses its fields.

@@ -60,7 +60,8 @@ def type_name(obj: object) -> str:
 def _first_failing(
     obj: Any, seen: set[int], pickles: Callable[[Any], object]
 ) -> tuple[str, Any, Exception] | None:
-    for label, part in _parts(obj):
+    # Parts that contain a seen object, such as methods that call super(), fail with any part of it.
+    for label, part in sorted(_parts(obj), key=lambda each: _contains(each[1], seen)):
         if id(part) in seen:
             continue
         try:
@@ -69,6 +70,12 @@ def _first_failing(
         except Exception as exc:  # noqa: BLE001
             return label, part, exc
     return None
+
+
+def _contains(part: Any, seen: set[int]) -> bool:
+    return isinstance(part, types.FunctionType) and any(
+        id(value) in seen for _, value in _function_parts(part)
+    )
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:

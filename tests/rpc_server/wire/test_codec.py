@@ -408,7 +408,7 @@ def test_decode_functions_and_local_classes() -> None:
 
 SCRIPT = """
 from __future__ import annotations
-import dataclasses, enum, pickle, sys
+import dataclasses, enum, functools, pickle, sys
 from typing import Generic, TypeVar
 import msgspec
 from helmsman.rpc_server._wire.codec import encode, decode
@@ -422,6 +422,8 @@ class Color(enum.Enum):
 class Config:
     color: Color = Color.RED
     def double(self): return Config, 2
+    @functools.cached_property
+    def once(self): return [self.color]
 
 class Base(msgspec.Struct, kw_only=True, frozen=True, tag="base"):
     '''of the script'''
@@ -455,6 +457,7 @@ data = sys.stdin.buffer.read()
 config, derived, box, red, function = decode(Payload(data, [], []))
 again = decode(Payload(data, [], []))
 assert type(again[1]) is type(derived) and again[1] == derived and again[3] is red
+assert config.once is config.once and config.once == [red]
 assert config.color is red and function() is red and config.double() == (type(config), 2)
 base = type(derived).__bases__[0]
 assert derived.double == 6 and derived.next() == base(steps=4) and base.__doc__ == "of the script"
@@ -580,6 +583,23 @@ def closure() -> Callable[[], Any]:
     return lambda: guard
 
 
+def local_class() -> type[Any]:
+    """Its first methods refer to the class, so they fail with each of its parts."""
+    guard = threading.Lock()
+
+    class Local(Holder):
+        def __init__(self) -> None:
+            super().__init__()
+
+        def make(self) -> Any:
+            return Local()
+
+        def hold(self) -> Any:
+            return guard
+
+    return Local
+
+
 def cyclic() -> Holder:
     made = Holder(first=1)
     made.me = made  # type: ignore[attr-defined]
@@ -597,6 +617,7 @@ def cyclic() -> Holder:
         (lambda: {"s": StructWithLock("a", threading.Lock())}, "args['s'].lock"),
         (lambda: [slotted()], "args[0].lock"),
         (lambda: [closure()], "args[0].<closure>.guard"),
+        (lambda: [local_class()], "args[0].hold.<closure>.guard"),
         (lambda: [functools.partial(print, threading.Lock())], "args[0].args[0]"),
         (lambda: [LeavesOut(lock=threading.Lock(), other=[threading.Lock()])], "args[0].other[0]"),
         (lambda: [cyclic()], "args[0].deep[1]['x'][1]"),
