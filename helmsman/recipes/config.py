@@ -76,7 +76,7 @@ def read(
         _set(entries, key, text, kind)
     try:
         # YAML and TOML have dates but settings.json does not: convert them to texts.
-        plain = msgspec.to_builtins(entries)
+        plain = _in_full(msgspec.to_builtins(entries), kind)
         settings, choices = choose(msgspec.convert(plain, kind, strict=False), flat_keys(plain))
         return resolve(settings), choices
     except msgspec.ValidationError as error:
@@ -234,10 +234,27 @@ def _require_known(
             continue
         many = value if isinstance(value, list) else [value]
         for index, each in enumerate(many):
+            if isinstance(each, str) and "use" in section.__struct_fields__:
+                continue
             at = f"{prefix}{name}" + (f"[{index}]" if isinstance(value, list) else "")
             if not isinstance(each, Mapping):
                 raise ValueError(f"{where}: {at} is {each!r}; expected keys and values")
             _require_known(where, each, section, f"{at}.")
+
+
+def _in_full(entries: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Replace a text by ``{"use": text}`` where rewards or an agent are expected."""
+
+    def full(value: Any) -> Any:
+        if isinstance(value, list):
+            return [full(each) for each in value]
+        return {"use": value} if isinstance(value, str) else value
+
+    for name, hint in typing.get_type_hints(kind).items():
+        section = _section(hint)
+        if name in entries and section is not None and "use" in section.__struct_fields__:
+            entries[name] = full(entries[name])
+    return entries
 
 
 def _unknown(key: str, name: str, known: Sequence[str]) -> str:
@@ -274,6 +291,8 @@ def _value(key: str, text: str, hint: Any) -> Any:
         return None
     if str in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)):
         return text  # even if it looks like a number
+    if typing.get_origin(hint) is tuple and not text.startswith("["):
+        return text.split(",") if text else []
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:

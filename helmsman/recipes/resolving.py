@@ -308,9 +308,7 @@ def _check_rewards(settings: GRPOSettings) -> None:
                 "agent.truncated_reward for the sessions of an agent"
             )
     if not names:
-        raise ValueError(
-            "rewards is empty; expected at least one, such as [{use: exact}], or an agent"
-        )
+        raise ValueError("rewards is empty; expected at least one, such as [exact], or an agent")
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two rewards are called {min(twice)!r}; give each a name of its own")
     for index, reward in enumerate(settings.rewards):

@@ -100,6 +100,32 @@ def test_load_unknown_key_in_list(file: Path) -> None:
         config.load(GRPOSettings, file)
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("exact", [("exact", 1.0)]),
+        ("exact,my_rewards.py:judge", [("exact", 1.0), ("my_rewards.py:judge", 1.0)]),
+        ('["exact", {"use": "number", "weight": 2}]', [("exact", 1.0), ("number", 2.0)]),
+    ],
+)
+def test_load_rewards_by_name(text: str, found: list[tuple[str, float]]) -> None:
+    rewards = settings(("rewards", text)).rewards
+    assert [(reward.use, reward.weight) for reward in rewards] == found
+
+
+def test_load_file_with_names(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ndata: {train: t}\nrewards: [exact, {use: number}]\n")
+    assert [reward.use for reward in config.load(GRPOSettings, file).rewards] == ["exact", "number"]
+    file.write_text("model: m\ndata: {train: t}\nagent: my_agent.py:solve\n")
+    assert config.load(GRPOSettings, file).agent.use == "my_agent.py:solve"
+
+
+def test_load_lists() -> None:
+    found = settings(("tracking.to", "console,wandb"), ("evaluation.k", "1"))
+    assert (found.tracking.to, found.evaluation.k) == (("console", "wandb"), (1,))
+
+
 def test_load_overrides() -> None:
     found = settings(
         ("train.lr", "3e-6"),
