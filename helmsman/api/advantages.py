@@ -98,7 +98,7 @@ def sequence_weights(
     if aggregation == "constant":
         if max_tokens is None or max_tokens < 1:
             raise ValueError(
-                "aggregation 'constant' needs max_tokens, the most tokens that a sequence can "
+                "aggregation 'constant' needs max_tokens, the maximum tokens that a sequence can "
                 "generate"
             )
         return [total / (num_sequences * max_tokens)] * num_sequences

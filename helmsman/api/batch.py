@@ -622,5 +622,5 @@ def _no_column(name: str, value: Any) -> str:
     return (
         f"column {name!r} is a {kind}; a column is a tensor or array with at least one dimension, "
         "neither sparse nor masked, a "
-        "list, a tuple or a Ragged. Put what belongs to all rows in meta"
+        "list, a tuple or a Ragged. Put values that belong to all rows in meta"
     )

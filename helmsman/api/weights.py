@@ -1,6 +1,6 @@
 """Formats, targets and locations of weights in transfer from trainer ranks to rollout instances.
 
-Does not import torch, because the controller reads these, too.
+The controller imports this module, so it does not import torch.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class RolloutConfig(
     them at full length.
     """
     max_model_len: int = 2048
-    """Most tokens of a sequence, prompt and continuation; a longer continuation ends with
+    """Maximum tokens of a sequence, prompt and continuation; a longer continuation ends with
     stop_reason 'length'. The model's own maximum number of positions also applies.
     """
     max_prefill_tokens: int = 16384

@@ -344,7 +344,7 @@ def _check_rest(settings: GRPOSettings) -> None:
         )
     if evaluation.samples and not all(1 <= k <= evaluation.samples for k in evaluation.k):
         raise ValueError(
-            f"evaluation.k is {list(evaluation.k)}; each is 1 to evaluation.samples, "
+            f"evaluation.k is {list(evaluation.k)}; expected 1 to evaluation.samples, "
             f"{evaluation.samples}"
         )
     if settings.prompts_per_step % settings.train.minibatches:
@@ -359,4 +359,7 @@ def _check_rest(settings: GRPOSettings) -> None:
             "other"
         )
     if algorithm.overlong_buffer > settings.rollout.max_new_tokens:
-        raise ValueError("algorithm.overlong_buffer is above rollout.max_new_tokens")
+        raise ValueError(
+            f"algorithm.overlong_buffer is {algorithm.overlong_buffer}; expected at most "
+            f"rollout.max_new_tokens, {settings.rollout.max_new_tokens}"
+        )

@@ -169,7 +169,7 @@ def test_load_origin_of_values(file: Path) -> None:
             "of 3, which does not divide cluster.train_workers, 2",
         ),
         (("train.minibatches", "3"), "does not divide prompts_per_step, 4"),
-        (("evaluation.k", "[2]"), r"evaluation.k is \[2\]; each is 1 to evaluation.samples, 1"),
+        (("evaluation.k", "[2]"), r"evaluation.k is \[2\]; expected 1 to evaluation.samples, 1"),
         (("evaluation.reward", "nothing"), "evaluation.reward is 'nothing'; the rewards are exact"),
         (("rewards", '[{"use": "exact"}, {"use": "exact"}]'), "two rewards are called 'exact'"),
         (("cluster.scheduler", "inline"), "expected cluster.train_workers 1"),

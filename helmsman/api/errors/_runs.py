@@ -336,7 +336,7 @@ class ParallelLayoutError(HelmsmanError, ValueError):
     requested: int
     observed: str
     step: str
-    template = "{what} requires {requested}, but there is {observed}. {step}."
+    template = "{what} is {requested}; {observed}. {step}."
 
 
 class FaultsUnsupportedError(HelmsmanError):

@@ -210,7 +210,7 @@ class Ranks:
         """End the waits of ranks for one that has failed; their engines must be built again."""
         logger.warning(
             "%s: ranks wait in collectives for a rank that has failed. Their process groups are "
-            "aborted: to go on, delete the role and create it again",
+            "aborted: to continue, delete the role and create it again",
             self.role,
         )
         reason = "a rank failed while others waited for it"

@@ -447,7 +447,7 @@ class TrainController(RoleController):
 
     def _after_death(self) -> str:
         return (
-            "RecoverableTraining starts all ranks again and goes on from the last checkpoint, "
+            "RecoverableTraining starts all ranks again and continues from the last checkpoint, "
             "and recover() does so by hand."
         )
 

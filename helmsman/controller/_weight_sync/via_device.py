@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class ViaDevice(WeightTransport):
-    """Hands weights to instances on the trainer's devices, through two buffers of each device.
+    """Hands weights to instances on the trainer's devices, through two buffers per device.
 
     Each trainer rank gathers the weights bucket by bucket and fills one buffer while the process on
     its device loads the other. Nothing is copied to the host. An instance of several ranks needs a
@@ -43,11 +43,11 @@ class ViaDevice(WeightTransport):
 
     Where an instance is on other devices, or the devices' memory cannot be shared between
     processes, the push falls back to ViaMemory and logs the reason. An instance that is rebuilt
-    between two pushes receives the weights by ViaMemory, unless the trainer has others by then.
+    between two pushes receives the weights by ViaMemory, if the trainer still has them.
 
     Args:
-        timeout: Limit in seconds for which a trainer rank waits for an instance, before it goes on
-            without; an instance waits twice as long.
+        timeout: Limit in seconds for which a trainer rank waits for an instance, before it
+            continues without it; an instance waits twice as long.
     """
 
     def __init__(self, timeout: float = 120.0) -> None:

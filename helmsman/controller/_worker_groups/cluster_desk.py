@@ -38,7 +38,7 @@ class GroupCall(msgspec.Struct, frozen=True):
 
 
 class DeskAddress(msgspec.Struct, frozen=True):
-    """Where a desk listens, and the key of its connections."""
+    """Address at which a desk listens, and the key of its connections."""
 
     where: str | tuple[str, int]
     key: bytes

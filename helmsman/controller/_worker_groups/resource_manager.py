@@ -229,8 +229,8 @@ class ResourceManager(Closing):
             )
         if self._destroyed:
             raise HelmsmanError(
-                f"the devices of ResourceManager {self.name!r} were released; make a new one "
-                f"for {holder!r}."
+                f"the devices of ResourceManager {self.name!r} were released; create another "
+                f"ResourceManager for {holder!r}."
             )
         with self._lock:
             if holder in self._allocations:
@@ -327,8 +327,8 @@ class ResourceManager(Closing):
         """
         if not 0 <= device < self.num_devices:
             raise IndexError(
-                f"device {device}; this ResourceManager holds {self.num_devices} devices, counted "
-                "from 0"
+                f"device is {device}; this ResourceManager holds {self.num_devices} devices, "
+                "counted from 0"
             )
         return [
             Holding(holder=each.holder, rank=worker.rank, since=each.since)

@@ -97,7 +97,7 @@ def as_folder(
     here.
 
     Args:
-        weights: The weights, or where to get them.
+        weights: The weights, or their location.
         group: This process's membership in weight-sync groups.
         forms: Accepted names and shapes; empty accepts all.
         exchange_folder: Folder in which files are written if the weights are not files yet.

@@ -36,7 +36,7 @@ class BroadcastGroup:
 
     Args:
         backend: ``gloo``, ``nccl`` or ``hccl``.
-        store: Where the members meet.
+        store: Store at which the members meet.
         rank: Rank of this process.
         world_size: Number of members.
         limit_s: Longest time in seconds for the members to meet.

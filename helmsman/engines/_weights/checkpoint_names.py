@@ -180,7 +180,7 @@ class Conversion:
     """Converts the tensors of one transfer, as they come.
 
     Args:
-        names: Of the model whose tensors are transferred.
+        names: CheckpointNames of the model whose tensors are transferred.
     """
 
     def __init__(self, names: CheckpointNames) -> None:

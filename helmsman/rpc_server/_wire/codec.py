@@ -104,7 +104,7 @@ def encode(obj: Any, *, root: str = "value", inband_below: int = 4096) -> Payloa
         NotSerializableError: A part cannot be pickled; has the path from ``root`` to the part.
     """
     if obj is None:
-        return Payload(_NONE, [], [])  # what most methods return
+        return Payload(_NONE, [], [])  # the result of most methods
     if _is_plain(obj, _PLAIN_DEPTH):
         return Payload(pickle.dumps(obj, 5), [], [])
     try:

@@ -358,7 +358,7 @@ class Session:
             num_received: Number of messages that the other end has received.
 
         Raises:
-            ProtocolError: The number contradicts what was sent and confirmed.
+            ProtocolError: The number contradicts the messages sent and confirmed.
         """
         self._confirm(num_received)
         return [
