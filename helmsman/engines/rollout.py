@@ -163,7 +163,7 @@ class HFRolloutEngine(InferenceEngine):
             Results in the order of the requests, when all have ended.
 
         Raises:
-            ValueError: The prompts differ, or a request is invalid as in agenerate.
+            ValueError: The prompts differ, or a request is invalid; see agenerate.
             RuntimeError: The engine is asleep or not running.
             Exception: The error of a decoding step that a request was part of.
         """

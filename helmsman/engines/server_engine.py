@@ -320,7 +320,7 @@ class ServerEngine(InferenceEngine):
             Results in the order of the requests, when all have ended.
 
         Raises:
-            ValueError: The prompts differ, or a request is invalid as in agenerate.
+            ValueError: The prompts differ, or a request is invalid; see agenerate.
             RuntimeError: The engine is asleep or not running.
             ServerLostError: The server has ended or its connection broke.
             ServerRequestError: The server refused a request.

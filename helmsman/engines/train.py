@@ -547,7 +547,7 @@ class FSDPTrainEngine(TrainEngine):
         sends to the processes on its device.
 
         Args:
-            target: Memory, a folder on disk, a weight-sync group or the seats of devices, with the
+            target: Memory, a folder on disk, a weight-sync group or buffers on devices, with the
                 version to send.
             form: Dtype, names, bucket size in bytes and checksums of the sent tensors.
 

@@ -215,7 +215,7 @@ class VLLMEngine(InferenceEngine):
             Results in the order of the requests, when all have ended.
 
         Raises:
-            ValueError: The prompts differ, or a request is invalid as in agenerate.
+            ValueError: The prompts differ, or a request is invalid; see agenerate.
             RuntimeError: The engine is asleep or not running.
             EngineDeadError: vLLM's processes have ended.
         """

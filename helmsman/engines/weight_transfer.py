@@ -72,7 +72,7 @@ def publish(
     Args:
         tensors: Tensors by name, of any dtype and device, possibly sharded (DTensor); the same
             names on every rank. Instances expect the names and shapes of Hugging Face files.
-        target: Memory, a folder on disk, a weight-sync group or the seats of devices, with the
+        target: Memory, a folder on disk, a weight-sync group or buffers on devices, with the
             version to send.
         form: Dtype, names, bucket size in bytes and checksums of the sent tensors.
         version: Weight version of the tensors.

@@ -221,7 +221,7 @@ class Head:
                 f"port {plan.control_port}, to which the other nodes connect, cannot be bound on "
                 f"{plan.address}: "
                 f"{os.strerror(error.errno or 0)}. Another run may have started here at the same "
-                "moment: choose another by "
+                "moment: choose another with "
                 "--control-port"
             ) from error
         self._door = Door(

@@ -145,7 +145,7 @@ _FROM_HEAD = {"broadcast": True}
 class Ranks:
     """The ranks of a job, as one engine and as its WeightSource.
 
-    A failed call raises as ``call_all`` does.
+    A failed call raises GroupCallError; with one rank, its CallError.
 
     Args:
         controller: The controller of the job.

@@ -149,7 +149,7 @@ class TrainController(RoleController):
 
         Args:
             samples: The batch, in any order; see helmsman.api.engines.Sample.
-            loss_fn: As in ``train_batch``.
+            loss_fn: A name, an import path or a function; see ``train_batch``.
             loss_kwargs: Further arguments of the loss.
             timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
 

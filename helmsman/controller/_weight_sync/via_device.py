@@ -1,4 +1,4 @@
-"""Weights that processes on the same devices hand to each other."""
+"""ViaDevice: trainer ranks hand weights to the rollout processes on their devices."""
 
 from __future__ import annotations
 

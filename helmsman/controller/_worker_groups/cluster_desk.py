@@ -29,7 +29,7 @@ _ANSWER_THREADS = 4
 
 
 class GroupCall(msgspec.Struct, frozen=True):
-    """One call of a handle; its arguments travel beside it."""
+    """One call of a handle; its arguments are sent beside it."""
 
     method: str | MethodSpec
     """A name, called on ``ranks``; or a declaration, which determines the ranks."""

@@ -3,7 +3,7 @@
 Megatron-LM, arXiv:1909.08053: the matrices of a layer are split by columns, then by rows, so that
 each rank computes some heads and some hidden units, and one sum over the ranks ends each half of
 the layer. A transformers model declares the split of each matrix (``base_model_tp_plan`` of its
-configuration, ``_tp_plan`` of its class); no model is known by name here.
+configuration, ``_tp_plan`` of its class); no model is listed by name here.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class OutputLayer(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """Both (...) float32, and differentiable."""
+    """Statistics of tokens, each (...) float32 and differentiable."""
 
     logprobs: torch.Tensor
     """Log-probability of each target."""

@@ -148,8 +148,8 @@ def _link(peer: socket.socket, timeout_s: float) -> Connection:
 class DeviceSender:
     """A trainer rank's end: fills buffers for all receivers at its seat.
 
-    A receiver that has exited, has failed or is late is left out of the rest, and only logged: its
-    instance reports the failure.
+    A receiver that has exited, has failed or is late is skipped from then on. This is only logged,
+    because its instance reports the failure.
 
     Args:
         links: Connection of each receiver.

@@ -110,7 +110,7 @@ class WeightGroup:
         """Meet the receivers, as the sender.
 
         Args:
-            place: The group, or the seats of devices.
+            place: The group, or the receivers on this rank's device.
             num_bytes: Size of the largest buffer; 0 if no tensors will be sent.
 
         Raises:

@@ -1,6 +1,6 @@
 """Payload codec: encodes arguments and results as a pickle stream and a list of raw buffers.
 
-Pickle protocol 5 carries the structure (cloudpickle where a class or function must travel by
+Pickle protocol 5 carries the structure (cloudpickle where a class or function must be sent by
 value). Every large buffer stays out of the stream and is not copied. Neither torch nor NumPy is
 imported until a value needs it.
 
