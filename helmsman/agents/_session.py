@@ -153,7 +153,7 @@ class AgentSession:
     async def complete(
         self, messages: Sequence[Mapping[str, Any]], **fields: Any
     ) -> dict[str, Any]:
-        """Have the model take a turn, without HTTP; for any event loop.
+        """Generate a turn of the model, without HTTP; works on any event loop.
 
         Args:
             messages: The chat, in the form of Chat Completions.

@@ -186,7 +186,7 @@ class McpTools(Tools):
 
 
 class ToolLoop:
-    """Has a model answer with the help of tools: it calls them until it answers in text.
+    """Runs a model with tools: the model calls them until it answers in text.
 
         async with ToolLoop([add, search]) as loop:
             with gateway.session() as session:

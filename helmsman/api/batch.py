@@ -524,8 +524,8 @@ class Batch(Frozen):
     def _require_no_padding(self, operation: str) -> None:
         if self.num_padding:
             raise ValueError(
-                f"{operation} of a batch whose last {self.num_padding} rows are padding; unpad() "
-                "first"
+                f"{operation} requires a batch without padding, and the last {self.num_padding} "
+                "rows are padding; call unpad() first"
             )
 
 

@@ -197,8 +197,8 @@ def register(
         shard: Names of the parameters to split, for modes that split; None: all of them. All ranks
             get the other arguments unchanged. Arguments that are None are never split.
         remainder: Handling of rows that do not divide evenly, for modes that split. 'pad' requires
-            Batch arguments, which carry the mask, and results with one row per row. A part may have
-            no rows.
+            Batch arguments, which carry the mask, and results with one row per input row. A
+            part may have no rows.
         collect: Handling of the results, for modes that split and do not collect from all ranks. A
             Collect, or a function that takes the list of results, in the order of the parts, and
             returns the result of the call.

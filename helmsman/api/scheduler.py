@@ -126,7 +126,7 @@ class Scheduler(Closing):
 
     @abc.abstractmethod
     def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
-        """End all processes of a role, then start their replacements: ranks of one process group.
+        """End all processes of a role, then start their replacements, for a new process group.
 
         Replacements start once the last old process has ended. They have the same ids, new ports
         and no engines.

@@ -98,7 +98,7 @@ class CollectiveTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class DeviceTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Fill buffers for the processes on each trainer rank's device, and return the number of bytes.
 
-    An instance receives the same struct as its Weights, with the seats of its own devices.
+    An instance receives the same struct as its Weights, with the addresses for its own devices.
     """
 
     version: int

@@ -251,11 +251,11 @@ def _check_cluster(settings: GRPOSettings) -> None:
             f"cluster.devices_per_node, {cluster.devices_per_node}, so that an instance spans nodes"
         )
         if rollout.engine != "vllm":
-            raise ValueError(f"{spans}; rollout.engine {rollout.engine!r} cannot, use 'vllm'")
+            raise ValueError(f"{spans}; expected rollout.engine 'vllm', not {rollout.engine!r}")
         if settings.sync.way not in ("collective", "disk"):
             raise ValueError(
-                f"{spans}; sync.way {settings.sync.way!r} reaches one of them only, use "
-                "'collective' or 'disk'"
+                f"{spans}; sync.way {settings.sync.way!r} reaches only one of these nodes, "
+                "use 'collective' or 'disk'"
             )
     if cluster.placement == "colocated":
         num_devices = cluster.rollout_instances * cluster.rollout_devices

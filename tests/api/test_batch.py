@@ -524,7 +524,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: PADDED.take([0]),
         ValueError,
-        "take of a batch whose last 1 rows are padding; unpad() first",
+        "take requires a batch without padding, and the last 1 rows are padding; call unpad",
     ),
     (lambda: PADDED.reorder([0, 2, 1]), ValueError, "reorder of a batch whose last 1 rows"),
     (lambda: PADDED.group_by("a"), ValueError, "group_by of a batch whose last 1 rows"),

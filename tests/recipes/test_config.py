@@ -306,7 +306,7 @@ def test_make_jobs_large_instances() -> None:
     for name, value, told in (
         ("sync.way", "memory", "sync.way 'memory' reaches one of them only"),
         ("sync.way", "auto", "sync.way 'auto' reaches one of them only"),
-        ("rollout.engine", "server", "rollout.engine 'server' cannot, use 'vllm'"),
+        ("rollout.engine", "server", "expected rollout.engine 'vllm', not 'server'"),
     ):
         with pytest.raises(ValueError, match=f"an instance spans nodes; {told}"):
             settings(("cluster.rollout_devices", "16"), (name, value), name="many_nodes_gpu.yaml")

@@ -78,7 +78,7 @@ def refuse_schema(form: Any, field: str) -> None:
     """
     if form is not None and not (isinstance(form, dict) and form.get("type", "text") == "text"):
         raise BadRequestError(
-            "output in a JSON schema is not supported; ask for JSON in the prompt", field
+            "output that follows a JSON schema is not supported; ask for JSON in the prompt", field
         )
 
 

@@ -188,7 +188,7 @@ class JoiningNode:
             while not isinstance(message := await self._next(connection), Welcome):
                 if isinstance(message, Refused) and message.ended:
                     raise ProtocolError(
-                        f"the head at {self._where} is another run's: {message.reason}"
+                        f"the head at {self._where} belongs to another run: {message.reason}"
                     )
                 if isinstance(message, Refused):
                     text = f"the head at {self._where} rejected this node: {message.reason}"

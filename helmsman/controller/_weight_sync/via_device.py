@@ -186,8 +186,8 @@ def _ranks_beside(trainers: Sequence[Worker], instances: Sequence[Worker]) -> di
             if not beside:
                 where = f"device {device[0]}" if device else "no device"
                 raise ValueError(
-                    f"{instance.id} is on {where} of node {instance.node_id}, where no trainer "
-                    "rank is; use ViaMemory"
+                    f"{instance.id} is on {where} of node {instance.node_id}; expected a "
+                    "trainer rank there. Use ViaMemory"
                 )
             rank = min(beside, key=num_served.__getitem__)
             num_served[rank] += 1

@@ -267,7 +267,7 @@ class ResourceManager(Closing):
             raise refuse(f"devices that this ResourceManager holds, which are {held}")
         size, rest = divmod(len(mapping), world_size)
         if rest or not size:
-            raise refuse(f"a multiple of the {world_size} workers; it has {len(mapping)} devices")
+            raise refuse(f"a multiple of {world_size} devices, one share per worker")
         workers = []
         for rank in range(world_size):
             devices = tuple(

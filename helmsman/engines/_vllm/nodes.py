@@ -40,7 +40,7 @@ def node_arguments(nodes: Sequence[tuple[str, int]], num_ranks: int, port: int) 
         port: Free port of the first node, where the ranks meet.
 
     Raises:
-        ValueError: The nodes do not have one device per rank, or differ in their number.
+        ValueError: The nodes do not have one device per rank, or differ in numbers of devices.
     """
     counts = [count for _, count in nodes]
     if num_ranks != sum(counts) or len(set(counts)) > 1:

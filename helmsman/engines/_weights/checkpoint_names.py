@@ -177,7 +177,7 @@ def _region(
 
 
 class Conversion:
-    """Converts the tensors of one transfer, as they come.
+    """Converts the tensors of one transfer, in the order of their arrival.
 
     Args:
         names: CheckpointNames of the model whose tensors are transferred.
