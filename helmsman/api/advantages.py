@@ -150,7 +150,8 @@ def gae(
         row, value, mask = plain(rewards[index]), plain(values[index]), plain(masks[index])
         if not len(row) == len(value) == len(mask):
             raise ValueError(
-                f"sample {index}: {len(row)} rewards and {len(value)} values for {len(mask)} tokens"
+                f"sample {index} has {len(row)} rewards, {len(value)} values, {len(mask)} tokens; "
+                "expected equal numbers"
             )
         advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
         chosen = chosen_tokens(mask)

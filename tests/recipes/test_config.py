@@ -304,8 +304,8 @@ def test_make_jobs_large_instances() -> None:
     assert (rollout.tasks[0].ray_placement_strategy, rollout.tasks[0].gpu) == ("deferred", 16)
     assert engine_arguments(found)["tensor_parallel_size"] == 16
     for name, value, told in (
-        ("sync.way", "memory", "sync.way 'memory' reaches one of them only"),
-        ("sync.way", "auto", "sync.way 'auto' reaches one of them only"),
+        ("sync.way", "memory", "sync.way 'memory' reaches only one of these nodes"),
+        ("sync.way", "auto", "sync.way 'auto' reaches only one of these nodes"),
         ("rollout.engine", "server", "expected rollout.engine 'vllm', not 'server'"),
     ):
         with pytest.raises(ValueError, match=f"an instance spans nodes; {told}"):

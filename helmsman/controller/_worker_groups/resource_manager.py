@@ -267,7 +267,7 @@ class ResourceManager(Closing):
             raise refuse(f"devices that this ResourceManager holds, which are {held}")
         size, rest = divmod(len(mapping), world_size)
         if rest or not size:
-            raise refuse(f"a multiple of {world_size} devices, one share per worker")
+            raise refuse(f"a multiple of {world_size} devices, an equal share per worker")
         workers = []
         for rank in range(world_size):
             devices = tuple(

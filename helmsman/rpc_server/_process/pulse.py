@@ -68,7 +68,7 @@ class CallRecord:
 
 
 class Pulse:
-    """The page of this process.
+    """The heartbeat page of this process.
 
     Args:
         tag: Readers find the page by this tag, which is unique to the worker.
