@@ -100,8 +100,8 @@ class AxisSharding(msgspec.Struct, frozen=True):
             )
         if split := set(self.take) & set(self.shard):
             raise ValueError(
-                f"take and shard both contain {', '.join(sorted(split))}; expected only axes "
-                "outside shard in take, since all coordinates of a split axis return results"
+                f"take and shard both contain {', '.join(sorted(split))}; expected only "
+                "axes that are not split in take, since every part of a split axis is returned"
             )
         if useless := set(self.give) - set(self.alone):
             raise ValueError(

@@ -526,16 +526,8 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "take requires a batch without padding, and the last 1 rows are padding; call unpad",
     ),
-    (
-        lambda: PADDED.reorder([0, 2, 1]),
-        ValueError,
-        "reorder requires a batch without padding",
-    ),
-    (
-        lambda: PADDED.group_by("a"),
-        ValueError,
-        "group_by requires a batch without padding",
-    ),
+    (lambda: PADDED.reorder([0, 2, 1]), ValueError, "reorder requires a batch without padding"),
+    (lambda: PADDED.group_by("a"), ValueError, "group_by requires a batch without padding"),
     (
         lambda: TWO.union(TWO[:1]),
         ValueError,

@@ -126,8 +126,8 @@ class TrainController(RoleController):
             The engine's statistics over the global batch.
 
         Raises:
-            ValueError: The batch is malformed, or the loss does not take a setting. Nothing was
-                sent.
+            ValueError: The batch is malformed, or the loss does not accept a setting. Nothing
+                was sent.
             DevicesNotOwnedError: A DeviceHandoff has not given the devices to the trainer.
             GroupCallError: A rank failed; a job with one rank raises its CallError.
         """
@@ -157,8 +157,8 @@ class TrainController(RoleController):
             The engine's statistics over the global batch.
 
         Raises:
-            ValueError: The batch is malformed, or the loss does not take a setting. Nothing was
-                sent.
+            ValueError: The batch is malformed, or the loss does not accept a setting. Nothing
+                was sent.
             DevicesNotOwnedError: A DeviceHandoff has not given the devices to the trainer.
             GroupCallError: A rank failed; a job with one rank raises its CallError.
         """

@@ -1,8 +1,7 @@
 """Models that return statistics of their tokens instead of logits.
 
-The output layer is taken out of a model's forward pass. Its operations on
-the logits after that layer, such as a soft cap, are found by calling its own forward method with
-stand-ins for its layers.
+The output layer is taken out of a model's forward pass. The model's operations on the logits after
+that layer, such as a soft cap, are found by calling its forward method with stand-ins for layers.
 """
 
 from __future__ import annotations

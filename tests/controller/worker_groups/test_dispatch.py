@@ -557,7 +557,7 @@ def test_register_refuses(options: dict[str, Any], said: str) -> None:
         ((("dp", "dp"),), "named twice"),
         (
             (("dp",), (), {"dp": 0}),
-            "take and shard both contain dp; expected only axes outside shard in take",
+            "take and shard both contain dp; expected only axes that are not split",
         ),
         (
             (("dp",), None, {}, {"tp": 1}),
