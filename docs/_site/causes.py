@@ -208,7 +208,7 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "RecoveryExhaustedError": (
         "Ranks are lost again and again, for example for memory.",
-        "Correct the cause, then start the script again; it goes on from the checkpoint.",
+        "Correct the cause, then start the script again; it continues from the checkpoint.",
     ),
     "DispatchError": (
         "Arguments or results do not fit the method's `@register`.",

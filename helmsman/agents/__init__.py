@@ -1,4 +1,4 @@
-"""Train existing agents: they use the model through APIs of OpenAI or Anthropic, unchanged.
+"""Training of unmodified agents, which use the model through OpenAI's or Anthropic's API.
 
     from helmsman.agents import AgentGateway
 

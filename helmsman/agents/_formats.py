@@ -26,11 +26,11 @@ class Parsed(NamedTuple):
     reasoning_span: tuple[int, int]
     """Place of the reasoning in the text; empty without one."""
     body: int
-    """Place where content and calls of tools begin."""
+    """Place where content and tool calls begin."""
 
 
 class Format(NamedTuple):
-    """How a model family writes calls of tools."""
+    """The format in which a model family writes tool calls."""
 
     name: str
     marker: str
@@ -44,7 +44,7 @@ class Format(NamedTuple):
 
 
 class ModelFormat:
-    """Splits the text of a model family into reasoning, content and calls of tools.
+    """Splits the text of a model family into reasoning, content and tool calls.
 
     Raises:
         ValueError: The family is unknown.

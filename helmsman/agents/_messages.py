@@ -16,7 +16,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call of a tool that the model requests."""
+    """A tool call that the model requests."""
 
     id: str
     name: str
@@ -68,7 +68,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: Sequence[Mapping[str, Any]] = ()
     """Functions as ``{"type": "function", "function": {name, description, parameters}}``."""
     parse_tools: bool = True
-    """Whether calls of tools are recognised in the model's text."""
+    """Whether tool calls are recognised in the model's text."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     """Texts that end the answer and are not part of it."""
@@ -112,7 +112,7 @@ class BadRequestError(HelmsmanError):
     Args:
         message: The reason and the next step.
         field: Name of the field, or ''.
-        code: Identifier of the vendor's API for this error, such as ``context_length_exceeded``.
+        code: The vendor API's identifier of this error, such as ``context_length_exceeded``.
         status: HTTP status.
     """
 

@@ -78,8 +78,8 @@ class Registry:
         num_pending = sum(not each.is_closed for each in outside) + len(self._finished)
         if self._max_pending is not None and num_pending >= self._max_pending:
             raise BadRequestError(
-                f"{num_pending} sessions of outside agents are open or not yet collected, of at "
-                f"most {self._max_pending}; try again when the trainer has collected some",
+                f"{num_pending} sessions of outside agents are open or not yet collected; the "
+                f"limit is {self._max_pending}; try again when the trainer has collected some",
                 code="rate_limit_exceeded",
                 status=429,
             )
@@ -124,7 +124,7 @@ class Registry:
             raise HelmsmanError("the gateway was closed while collect() waited for sessions")
 
     async def announce(self) -> None:
-        """Wake those who wait in ``collect``."""
+        """Wake the callers that wait in ``collect``."""
         async with self._changed:
             self._changed.notify_all()
 

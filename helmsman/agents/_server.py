@@ -147,7 +147,7 @@ class _Handlers:
         if turn is not None:
             if not isinstance(turn, int) or not 0 <= turn < session.num_turns:
                 raise BadRequestError(
-                    f"turn is {turn!r:.40}; the session has {session.num_turns} turns", "turn"
+                    f"turn is {turn!r:.40}; expected 0 or more, below {session.num_turns}", "turn"
                 )
             session.set_turn_reward(turn, float(reward or 0.0))
         elif reward is not None:

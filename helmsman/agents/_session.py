@@ -29,11 +29,11 @@ class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a session."""
 
     max_tokens: int | None = None
-    """Most tokens that the model samples in the session; None for no limit."""
+    """Maximum tokens that the model samples in the session; None for no limit."""
     max_context: int | None = None
-    """Most tokens of a prompt and its answer together; None for the gateway's."""
+    """Maximum tokens of a prompt and its answer together; None for the gateway's."""
     max_turns: int | None = None
-    """Most turns of the model; None for no limit."""
+    """Maximum turns of the model; None for no limit."""
     truncated_reward: float | None = None
     """Reward of a session that reached a limit, in place of its own; None keeps its own. Rewards of
     turns are added to it."""
@@ -153,7 +153,7 @@ class AgentSession:
     async def complete(
         self, messages: Sequence[Mapping[str, Any]], **fields: Any
     ) -> dict[str, Any]:
-        """Have the model take a turn, without HTTP; for any event loop.
+        """Generate a turn of the model, without HTTP; works on any event loop.
 
         Args:
             messages: The chat, in the form of Chat Completions.
@@ -177,7 +177,7 @@ class AgentSession:
 
         Raises:
             IndexError: There is no such turn.
-            ValueError: The reward is no finite number.
+            ValueError: The reward is not a finite number.
         """
         self.conversation.turns[turn].reward, self.is_rated = _finite(reward), True
 

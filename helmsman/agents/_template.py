@@ -29,11 +29,11 @@ class Sampled(NamedTuple):
     reasoning: Sequence[int]
     """The tokens of the reasoning."""
     body: Sequence[int]
-    """The tokens of content and calls of tools, without the end token."""
+    """The tokens of content and tool calls, without the end token."""
 
 
 class Rendered(NamedTuple):
-    """The rendering of a prompt, by which later renderings are compared."""
+    """The rendering of a prompt, with which later renderings are compared."""
 
     length: int
     digest: bytes
@@ -171,7 +171,7 @@ class ChatTemplate:
         """Return the text between the model's turn and its next one.
 
         The turn's own text plays no part: a marker stands for it. So it does not matter that a
-        template would write the same call of a tool in another way than the model did.
+        template would write the same tool call differently from the model.
         """
         marked = _marked(turn.message, 0, with_content=bool(turn.message.content))
         text = self.render([*before, marked, *after], tools, template_args)
@@ -186,7 +186,7 @@ class ChatTemplate:
         if message.reasoning and _REASONING.format(0) not in own:
             return Suffix(rewrite="the template drops the reasoning of an earlier answer")
         if message.content and _CONTENT.format(0) not in own:
-            return Suffix(rewrite="the template drops the text beside calls of tools")
+            return Suffix(rewrite="the template drops the text beside tool calls")
         return Suffix(text=text[end + length :])
 
     def rewritten(
@@ -207,7 +207,7 @@ class ChatTemplate:
         try:
             text = self.render(chat, tools, template_args)
         except BadRequestError:
-            text = ""  # some templates reject text beside calls of tools
+            text = ""  # some templates reject text beside tool calls
         has_place = all(_CONTENT.format(i) in text or not turns[i].body for i in turns)
         if self.format.family == "gptoss" or not has_place:
             # These calls are written by the template: there is no place for the model's own form.

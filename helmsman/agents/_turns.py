@@ -58,7 +58,7 @@ class TurnRequest:
 
 
 class Turns:
-    """Takes turns of sessions at the instances of a rollout, on one event loop."""
+    """Generates the turns of sessions on the instances of a rollout; used on one event loop."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Turns:
         """Count a request as waiting for a turn while its body runs.
 
         A turn whose answer reached no agent is cancelled, or withdrawn from the session: no agent
-        knows it, so none will continue it. With a key of its own, the request will be sent again.
+        has it, so none will continue it. With a key of its own, the request will be sent again.
         """
         turn.num_waiting += 1
         try:
@@ -174,7 +174,7 @@ class Turns:
             )
         conversation = session.conversation
         try:
-            # Templates and tokenizers take long for long chats: in threads, other turns go on.
+            # Templates and tokenizers take long for long chats; threads let other turns continue.
             prompt = await asyncio.to_thread(conversation.prepare, request)
             ids = prompt.ids()
             async with _reserved(session, request, len(ids), self._max_context) as most:
@@ -254,9 +254,9 @@ class Turns:
 async def _reserved(
     session: AgentSession, request: ChatRequest, num_prompt: int, max_context: int | None
 ) -> AsyncIterator[int]:
-    """Reserve the turns and tokens of a request; yield the most tokens of each of its answers.
+    """Reserve the turns and tokens of a request; yield the maximum tokens of each of its answers.
 
-    While turns in progress hold what the request needs, it waits for their ends.
+    If turns in progress hold the turns or tokens that the request needs, it waits for them.
 
     Raises:
         BadRequestError: A limit is reached; the session is truncated.

@@ -36,7 +36,7 @@ _OTHER = ToolCall("call_2", "look_up", '{"word": "船長", "count": 1}')
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What a chat template does with one kind of chat."""
+    """The effect of a chat template on one kind of chat."""
 
     chat: str
     """The kind of chat."""
@@ -45,7 +45,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     """Why a session forks, or the template's own error."""
     is_call_read: bool | None = None
-    """Whether calls of tools in the template's own form are read back; None without calls."""
+    """Whether tool calls in the template's own form are read back; None without calls."""
 
 
 class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +119,7 @@ def chat_check(tokenizer: Any, family: str | None = None) -> ChatReport:
             [Message(role="system", content="Be brief."), _USER, plain, _NEXT],
             False,
         ),
-        ("call of a tool, then its result", [_USER, call, _RESULT], True),
+        ("tool call, then its result", [_USER, call, _RESULT], True),
         ("two calls, then their results", [_USER, calls, _RESULT, second], True),
         ("text beside a call, then the result", [_USER, told, _RESULT], True),
         ("call, result, answer, then a question", [_USER, call, _RESULT, plain, _NEXT], True),
@@ -154,7 +154,7 @@ def _examine(
                 return Finding(
                     chat=name,
                     outcome="rejected",
-                    reason="the template writes no calls of tools",
+                    reason="the template writes no tool calls",
                 )
             result = GenerationResult(
                 request_id="",

@@ -180,7 +180,7 @@ async def run_task_folder(
         command: The agent's program; it finds the instruction in HELMSMAN_TASK.
         session: The session in which the model is used.
         timeout: Limit of the program in seconds; when None, that of ``task.toml``, else 600.
-        verifier_timeout: Limit of the tests in seconds; when None, likewise.
+        verifier_timeout: Limit of the tests in seconds; when None, as for ``timeout``.
 
     Returns:
         The reward.

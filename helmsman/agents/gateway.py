@@ -44,15 +44,15 @@ class AgentGateway(Starting):
         model: Name of the model that agents see; any name is accepted in requests.
         host: Address to listen on. Anyone who can reach it and has a session's key can use it.
         port: Port to listen on; 0 for a free one.
-        max_context: Most tokens of a prompt and its answer together; the tokenizer's
+        max_context: Maximum tokens of a prompt and its answer together; the tokenizer's
             ``model_max_length`` when None, if it has one.
         max_turns_in_flight: Further turns receive 429 with Retry-After.
-        max_pending: Most sessions of outside agents that are open, or finished and not yet
+        max_pending: Maximum sessions of outside agents that are open, or finished and not yet
             collected; further ones receive 429. With ``(1 + max_staleness) * batch_size``, no
             session is older than ``max_staleness`` versions when it is trained on.
         family: Form of the model's tool calls; recognised from the chat template when None.
         stop_token_ids: Further tokens that end a turn.
-        key: Key by which outside agents open sessions; a new one is drawn when None.
+        key: Key by which outside agents open sessions; generated when None.
         outside_timeout: Seconds without a request after which an outside agent's session ends.
         journal: File in which finished sessions are kept until ``forget``; None keeps none.
 

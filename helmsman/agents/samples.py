@@ -71,8 +71,8 @@ def turn_advantages(
 ) -> list[list[list[float]]]:
     """Return an advantage for each turn of the sessions that answer one task.
 
-    The return of a turn, which is the discounted sum of the rewards from it on, is compared with
-    the mean over the group's sessions of the returns of the turn with the same number.
+    A turn's return is the discounted sum of its reward and the later ones. Its advantage is the
+    return minus the mean return of the turns with the same number in the group's sessions.
 
     Args:
         group: The samples of each session.

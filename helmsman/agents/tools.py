@@ -186,7 +186,7 @@ class McpTools(Tools):
 
 
 class ToolLoop:
-    """Has a model answer with the help of tools: it calls them until it answers in text.
+    """Runs a model with tools: the model calls them until it answers in text.
 
         async with ToolLoop([add, search]) as loop:
             with gateway.session() as session:
@@ -195,7 +195,7 @@ class ToolLoop:
     Args:
         tools: Python functions, and other Tools such as McpTools.
         system: System prompt; None for none.
-        max_turns: Most turns of the model.
+        max_turns: Maximum turns of the model.
         timeout: Limit of a call of a Python function in seconds.
         num_processes: Number of Python functions that run at once.
 
@@ -240,7 +240,7 @@ class ToolLoop:
     async def run(
         self, session: AgentSession, prompt: str | Sequence[Mapping[str, Any]]
     ) -> str | None:
-        """Run until the model answers without a call of a tool.
+        """Run until the model answers without a tool call.
 
         Args:
             session: The session in which the model is used.

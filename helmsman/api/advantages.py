@@ -98,7 +98,7 @@ def sequence_weights(
     if aggregation == "constant":
         if max_tokens is None or max_tokens < 1:
             raise ValueError(
-                "aggregation 'constant' needs max_tokens, the most tokens that a sequence can "
+                "aggregation 'constant' needs max_tokens, the maximum tokens that a sequence can "
                 "generate"
             )
         return [total / (num_sequences * max_tokens)] * num_sequences
@@ -150,7 +150,8 @@ def gae(
         row, value, mask = plain(rewards[index]), plain(values[index]), plain(masks[index])
         if not len(row) == len(value) == len(mask):
             raise ValueError(
-                f"sample {index}: {len(row)} rewards and {len(value)} values for {len(mask)} tokens"
+                f"sample {index} has {len(row)} rewards, {len(value)} values, {len(mask)} tokens; "
+                "expected equal numbers"
             )
         advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
         chosen = chosen_tokens(mask)

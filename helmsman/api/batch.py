@@ -524,8 +524,8 @@ class Batch(Frozen):
     def _require_no_padding(self, operation: str) -> None:
         if self.num_padding:
             raise ValueError(
-                f"{operation} of a batch whose last {self.num_padding} rows are padding; unpad() "
-                "first"
+                f"{operation} requires a batch without padding, and the last {self.num_padding} "
+                "rows are padding; call unpad() first"
             )
 
 
@@ -622,5 +622,5 @@ def _no_column(name: str, value: Any) -> str:
     return (
         f"column {name!r} is a {kind}; a column is a tensor or array with at least one dimension, "
         "neither sparse nor masked, a "
-        "list, a tuple or a Ragged. Put what belongs to all rows in meta"
+        "list, a tuple or a Ragged. Put values that belong to all rows in meta"
     )

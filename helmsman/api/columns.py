@@ -298,7 +298,7 @@ def concat_columns(columns: Sequence[Column], where: str = "") -> Column:
     kinds = {kind_of(column) for column in columns}
     if len(kinds) > 1 or "" in kinds:
         raise TypeError(
-            f"{where}parts of different kinds: {', '.join(dict.fromkeys(map(_described, columns)))}"
+            f"{where}parts differ in kinds: {', '.join(dict.fromkeys(map(_described, columns)))}"
         )
     if len(columns) == 1:
         return columns[0]
@@ -349,7 +349,7 @@ def _joined(parts: Sequence[Any], where: str) -> Dense:
     facts: list[tuple[type[Exception], str, set[Any]]] = [
         (TypeError, "kinds", {kind_of(part) for part in parts}),
         (TypeError, "dtypes", {part.dtype for part in parts}),
-        (ValueError, "shapes of a row", {tuple(part.shape[1:]) for part in parts}),
+        (ValueError, "row shapes", {tuple(part.shape[1:]) for part in parts}),
         (ValueError, "devices", {getattr(part, "device", None) for part in parts}),
     ]
     for error, what, found in facts:
@@ -357,7 +357,7 @@ def _joined(parts: Sequence[Any], where: str) -> Dense:
         if len(found) > 1 and not (
             what == "dtypes" and {getattr(dtype, "kind", "") for dtype in found} in ({"U"}, {"S"})
         ):
-            raise error(f"{where}parts of different {what}: {', '.join(sorted(map(str, found)))}")
+            raise error(f"{where}parts differ in {what}: {', '.join(sorted(map(str, found)))}")
     if kind_of(parts[0]) == "tensor":
         tensor: Dense = sys.modules["torch"].cat(list(parts))
         return tensor

@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Dispatch(Enum):
     """How arguments are distributed over ranks, and which results are returned.
 
-    The names are those of the field.
+    The names are those of ROLL.
     """
 
     ONE_TO_ALL = "one_to_all"
@@ -100,12 +100,12 @@ class AxisSharding(msgspec.Struct, frozen=True):
             )
         if split := set(self.take) & set(self.shard):
             raise ValueError(
-                f"take names {', '.join(sorted(split))}, which shard splits; expected other axes, "
-                "since results come from every coordinate of a split axis"
+                f"take and shard both contain {', '.join(sorted(split))}; expected only "
+                "axes that are not split in take, since every part of a split axis is returned"
             )
         if useless := set(self.give) - set(self.alone):
             raise ValueError(
-                f"give names {', '.join(sorted(useless))}; expected axes that are neither split "
+                f"give contains {', '.join(sorted(useless))}; expected axes that are neither split "
                 "nor replicated"
             )
 

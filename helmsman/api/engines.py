@@ -210,12 +210,12 @@ class TrainEngine(abc.ABC):
         )
 
     async def leave_out_receiver(self, target: CollectiveTarget | DeviceTarget) -> None:  # noqa: B027 - engines may do without
-        """Stop waiting in publish_weights for a receiver that takes part no more.
+        """Stop waiting in publish_weights for a receiver that no longer takes part.
 
         By default, the engine waits until its limit.
 
         Args:
-            target: What the receiver was told to connect to.
+            target: The receiver's target.
         """
 
     @abc.abstractmethod
@@ -267,7 +267,7 @@ class TrainEngine(abc.ABC):
     async def abort_collectives(self, reason: str) -> None:
         """End the collectives that this rank waits in, while another of its methods runs.
 
-        Called on all ranks when one has failed and others go on waiting for it. Later calls must
+        Called on all ranks when one has failed and others still wait for it. Later calls must
         fail, since the ranks no longer agree on their next collective. Without this method, such
         ranks wait until their own limits.
 

@@ -103,4 +103,4 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True):
     done: bool
     """Whether the fault was injected."""
     outcome: str
-    """What happened, or why the fault was not injected, for messages."""
+    """The effect, or the reason why the fault was not injected, for messages."""

@@ -1,4 +1,4 @@
-"""Sampling parameters, generation requests and results, which travel between driver and workers.
+"""Sampling parameters, generation requests and results, which driver and workers exchange.
 
 This module does not import torch.
 """

@@ -48,8 +48,8 @@ class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
     """
     ray_placement_strategy: PlacementStrategy = "shared"
     """shared: one placement group with a bundle per worker; separate: one group per worker;
-    deferred: one group per instance, whose devices are left to what the worker launches: a server,
-    or vLLM's ranks. It may span nodes.
+    deferred: one group per instance, whose devices are left to processes that the worker starts: a
+    server, or vLLM's ranks. It may span nodes.
     """
     resources: dict[str, float] = {}
     """Additional custom resources by name."""

@@ -1,8 +1,9 @@
 """Parent process of a program, such as an inference server; stops all its processes when it ends.
 
 It also stops them when its own parent ends. A program's children may have changed their group,
-their session and, by setting a process title, the environment that others can read. Once their
-parent has exited they could not be found, so this process adopts them (PR_SET_CHILD_SUBREAPER).
+their session and, by setting a process title, the environment that others can read. Such
+children could not be found after their parent has exited, so this process adopts them
+(PR_SET_CHILD_SUBREAPER).
 
 Standard library only: this file runs as a script,
 ``process_guard.py REPORT_FD LIMIT_S FOLDER -- COMMAND``. A byte on its standard input requests an

@@ -197,8 +197,8 @@ def register(
         shard: Names of the parameters to split, for modes that split; None: all of them. All ranks
             get the other arguments unchanged. Arguments that are None are never split.
         remainder: Handling of rows that do not divide evenly, for modes that split. 'pad' requires
-            Batch arguments, which carry the mask, and results with one row per row. A part may have
-            no rows.
+            Batch arguments, which carry the mask, and results with one row per input row. A
+            part may have no rows.
         collect: Handling of the results, for modes that split and do not collect from all ranks. A
             Collect, or a function that takes the list of results, in the order of the parts, and
             returns the result of the call.
@@ -267,7 +267,7 @@ def _spec_of(
     shown = mode_name(mode)
     if execute_mode is Execute.RANK_ZERO and (cuts or mode is Dispatch.ALL_TO_ALL):
         raise refuse(
-            f"{shown} gives different ranks different things, and RANK_ZERO would drop all but "
+            f"{shown} sends different arguments to each rank, and RANK_ZERO would drop all but "
             "the first",
             "Use ONE_TO_ALL, ONE_TO_ALL_ONE or functions of your own with RANK_ZERO, or "
             "Execute.ALL",
@@ -278,13 +278,13 @@ def _spec_of(
             "Omit them, or use a mode that splits rows, such as Dispatch.DP_MP_COMPUTE",
         )
     if remainder not in ("error", "pad", "uneven"):
-        raise refuse(f"remainder={remainder!r}", "Give 'error', 'pad' or 'uneven'")
+        raise refuse(f"remainder is {remainder!r}", "Give 'error', 'pad' or 'uneven'")
     joins = cuts and mode is not Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL
     if collect is not None and (
         not joins or not (isinstance(collect, Collect) or callable(collect))
     ):
         raise refuse(
-            f"collect={collect} does not go with {shown}",
+            f"collect={collect} cannot be combined with {shown}",
             "Omit it, or use a mode that splits rows and joins results, such as "
             "Dispatch.DP_MP_COMPUTE",
         )

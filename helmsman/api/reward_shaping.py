@@ -63,8 +63,8 @@ def token_rewards(
             current, reference = plain(logprobs[index]), plain(ref_logprobs[index])
             if not len(current) == len(reference) == len(mask):
                 raise ValueError(
-                    f"sample {index}: {len(current)} logprobs and {len(reference)} ref_logprobs "
-                    f"for {len(mask)} tokens"
+                    f"sample {index} has {len(current)} logprobs, {len(reference)} ref_logprobs, "
+                    f"{len(mask)} tokens; expected equal numbers"
                 )
             for token in chosen:
                 divergence = _estimate(current[token] - reference[token], estimator)

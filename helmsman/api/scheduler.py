@@ -1,7 +1,7 @@
 """The contract between a controller script and the backend that runs its workers.
 
 A script describes a Job, a Scheduler starts its workers, and the script creates and calls engines
-in them by worker id. Names follow the field's existing Scheduler API, so that scripts carry over.
+in them by worker id. Names follow AReaL's Scheduler API, so that scripts carry over.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Scheduler(Closing):
 
     @abc.abstractmethod
     def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
-        """End all processes of a role, then start their replacements: ranks of one process group.
+        """End all processes of a role, then start their replacements, for a new process group.
 
         Replacements start once the last old process has ended. They have the same ids, new ports
         and no engines.

@@ -88,7 +88,7 @@ class Monitor:
         self._looking: asyncio.Task[None] | None = None
 
     async def ask(self, worker_id: str, limit_s: float, *, or_busy: bool = True) -> Report:
-        """Probe a worker until it answers, is busy, or the limit has passed, when it is DEAD.
+        """Probe a worker until it answers or is busy; after the limit it is DEAD.
 
         One more probe follows the limit: this process may itself have been stopped, with an answer
         unread.

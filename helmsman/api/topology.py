@@ -169,8 +169,7 @@ class Topology(ParallelSizes):
                 else (f"dp {dp} x ", {dp})
             )
             raise ValueError(
-                f"{given}tp {tp} x pp {pp} x cp {cp} does not make up a world of {world_size} "
-                "ranks; it makes up "
+                f"world_size is {world_size}; {given}tp {tp} x pp {pp} x cp {cp} requires "
                 f"{' or '.join(str(model * factor) for factor in sorted(factors))}"
             )
         return cls(dp=world_size // model if dp is None else dp, tp=tp, pp=pp, cp=cp, mesh=mesh)
@@ -182,7 +181,7 @@ class Topology(ParallelSizes):
             IndexError: The rank does not exist.
         """
         if not 0 <= rank < self.world_size:
-            raise IndexError(f"rank {rank}; there are ranks 0 to {self.world_size - 1}")
+            raise IndexError(f"rank is {rank}; expected 0 to {self.world_size - 1}")
         return self.ranks[rank]
 
     def rank_at(self, **coordinates: int) -> int:
@@ -195,7 +194,7 @@ class Topology(ParallelSizes):
         self._require_axes(coordinates)
         for axis, size in self.sizes.items():
             if not 0 <= coordinates.get(axis, 0) < size:
-                raise IndexError(f"{axis}={coordinates[axis]}; {axis} goes from 0 to {size - 1}")
+                raise IndexError(f"{axis} is {coordinates[axis]}; expected 0 to {size - 1}")
         rank = 0
         for axis in self.mesh:
             rank = rank * self.sizes[axis] + operator.index(coordinates.get(axis, 0))

@@ -78,10 +78,10 @@ class WeightSource(WeightPeer, Protocol):
         """Have every rank listen for processes on its device; returns the addresses in order."""
 
     async def leave_out(self, target: CollectiveTarget | DeviceTarget) -> None:
-        """Have the ranks wait no more for a receiver that takes part no more.
+        """Make the ranks stop waiting for a receiver that no longer takes part.
 
         Args:
-            target: What the receiver was told to connect to.
+            target: The receiver's target.
         """
 
 
@@ -152,7 +152,7 @@ class WeightSink(WeightPeer, Protocol):
 
 @runtime_checkable
 class SendsWeights(Protocol):
-    """A TrainController."""
+    """A controller that sends weights: TrainController."""
 
     @property
     def weight_source(self) -> WeightSource:
@@ -161,7 +161,7 @@ class SendsWeights(Protocol):
 
 @runtime_checkable
 class ReceivesWeights(Protocol):
-    """A RolloutController."""
+    """A controller that receives weights: RolloutController."""
 
     @property
     def weight_sink(self) -> WeightSink:

@@ -1,6 +1,6 @@
 """Formats, targets and locations of weights in transfer from trainer ranks to rollout instances.
 
-Does not import torch, because the controller reads these, too.
+The controller imports this module, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class CollectiveTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class DeviceTarget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Fill buffers for the processes on each trainer rank's device, and return the number of bytes.
 
-    An instance receives the same struct as its Weights, with the seats of its own devices.
+    An instance receives the same struct as its Weights, with the addresses for its own devices.
     """
 
     version: int

@@ -132,8 +132,8 @@ class GroupFuture(Generic[T_co]):
     """The pending result of a group call.
 
     ``result()`` blocks; ``await`` works on any event loop. Iterating over it yields a future for
-    each rank whose result the call returns, in their order, which is done as soon as that rank is
-    and raises that rank's own error: ``await asyncio.gather(*group.execute_all_async("step"))``.
+    each rank whose result the call returns, in the same order. Each is done as soon as its rank is,
+    and raises that rank's error: ``await asyncio.gather(*group.execute_all_async("step"))``.
 
     The call continues even if no caller waits for it. The first request for the result combines the
     ranks' results, once.

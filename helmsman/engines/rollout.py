@@ -43,7 +43,7 @@ class RolloutConfig(
     them at full length.
     """
     max_model_len: int = 2048
-    """Most tokens of a sequence, prompt and continuation; a longer continuation ends with
+    """Maximum tokens of a sequence, prompt and continuation; a longer continuation ends with
     stop_reason 'length'. The model's own maximum number of positions also applies.
     """
     max_prefill_tokens: int = 16384
@@ -163,7 +163,7 @@ class HFRolloutEngine(InferenceEngine):
             Results in the order of the requests, when all have ended.
 
         Raises:
-            ValueError: The prompts differ, or a request is invalid as in agenerate.
+            ValueError: The prompts differ, or a request is invalid; see agenerate.
             RuntimeError: The engine is asleep or not running.
             Exception: The error of a decoding step that a request was part of.
         """

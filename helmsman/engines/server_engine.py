@@ -218,7 +218,7 @@ class ServerEngine(InferenceEngine):
         return self._requests.version if self._requests is not None else 0
 
     def failure(self) -> str | None:
-        """Return why the server can serve no more, or None while it can."""
+        """Return why the server can no longer serve, or None while it can."""
         if self._process is None or not self._process.has_ended or self._is_destroyed:
             return None
         return f"its inference server has ended: {self._process.how_it_ended()}"
@@ -320,7 +320,7 @@ class ServerEngine(InferenceEngine):
             Results in the order of the requests, when all have ended.
 
         Raises:
-            ValueError: The prompts differ, or a request is invalid as in agenerate.
+            ValueError: The prompts differ, or a request is invalid; see agenerate.
             RuntimeError: The engine is asleep or not running.
             ServerLostError: The server has ended or its connection broke.
             ServerRequestError: The server refused a request.

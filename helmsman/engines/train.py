@@ -535,7 +535,7 @@ class FSDPTrainEngine(TrainEngine):
         return self._weight_group.open_seat()
 
     async def leave_out_receiver(self, target: CollectiveTarget | DeviceTarget) -> None:
-        """Stop waiting in publish_weights for a receiver that takes part no more."""
+        """Stop waiting in publish_weights for a receiver that no longer takes part."""
         await asyncio.to_thread(self._weight_group.leave_out, target)
 
     def publish_weights(
@@ -547,7 +547,7 @@ class FSDPTrainEngine(TrainEngine):
         sends to the processes on its device.
 
         Args:
-            target: Memory, a folder on disk, a weight-sync group or the seats of devices, with the
+            target: Memory, a folder on disk, a weight-sync group or buffers on devices, with the
                 version to send.
             form: Dtype, names, bucket size in bytes and checksums of the sent tensors.
 
@@ -700,7 +700,7 @@ class FSDPTrainEngine(TrainEngine):
         """End the collectives that this rank waits in, while another of its methods runs.
 
         All engines of this process lose their process groups. gloo does not end a wait, so this
-        rank's method then goes on until its limit; later calls fail at once on the other ranks.
+        rank's method then continues until its limit; later calls fail at once on the other ranks.
 
         Args:
             reason: For the errors of later calls, until ``initialize``.

@@ -46,7 +46,7 @@ class TrainConfig(
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this global 2-norm; None disables clipping."""
     max_tokens_per_micro_batch: int = 16384
-    """Most tokens of one forward pass per data-parallel rank, padding included. Its
+    """Maximum tokens of one forward pass per data-parallel rank, padding included. Its
     context-parallel ranks share them.
     """
     compute_dtype: str = "auto"

@@ -20,7 +20,7 @@ _BY_FIELD = {
     "enable_sleep_mode": "set VLLMConfig.enable_sleep_mode",
     "worker_extension_cls": "weight updates need the engine's own extension; leave it out",
 }
-"""Keys that engine_args must not have -> what to do instead."""
+"""Keys that engine_args must not have -> the alternative."""
 
 
 class VLLMConfig(
@@ -38,7 +38,7 @@ class VLLMConfig(
     first token, and those before an update or an abort, are passed on at once.
     """
     max_model_len: int = 2048
-    """Most tokens of a sequence, prompt and continuation; a longer continuation ends with
+    """Maximum tokens of a sequence, prompt and continuation; a longer continuation ends with
     stop_reason 'length'.
     """
     dtype: str = "auto"
@@ -70,7 +70,7 @@ class VLLMConfig(
     update empties the prefix cache.
     """
     in_flight: InFlight | None = None
-    """What an update does with the keys and values of requests in flight. ``keep`` (also None)
+    """Treatment of requests in flight and their keys and values in updates. ``keep`` (also None)
     continues with them, like HFRolloutEngine. ``recompute`` makes vLLM compute them again under the
     new weights. vLLM also recomputes requests that it preempts for lack of memory. A request
     without a token yet always starts again.

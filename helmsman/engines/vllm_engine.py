@@ -134,7 +134,7 @@ class VLLMEngine(InferenceEngine):
         return addresses
 
     def failure(self) -> str | None:
-        """Return why vLLM can serve no more, or None while it can."""
+        """Return why vLLM can no longer serve, or None while it can."""
         return self._instance.failure if self._instance is not None else None
 
     def destroy(self) -> None:
@@ -215,7 +215,7 @@ class VLLMEngine(InferenceEngine):
             Results in the order of the requests, when all have ended.
 
         Raises:
-            ValueError: The prompts differ, or a request is invalid as in agenerate.
+            ValueError: The prompts differ, or a request is invalid; see agenerate.
             RuntimeError: The engine is asleep or not running.
             EngineDeadError: vLLM's processes have ended.
         """
@@ -241,8 +241,8 @@ class VLLMEngine(InferenceEngine):
     async def update_weights(self, weights: Weights, version: int) -> int:
         """Load new weights and serve them as ``version``.
 
-        VLLMConfig.in_flight says what happens to requests in flight. Weights in memory are copied
-        once, into shared memory of this node for vLLM's processes. Files are read by each rank.
+        VLLMConfig.in_flight determines the treatment of requests in flight. Weights in memory are
+        copied once, into shared memory of this node for vLLM's processes. Each rank reads files.
         Broadcasts are received by the first rank, on its device, and passed on to the others.
 
         Args:

@@ -72,7 +72,7 @@ def publish(
     Args:
         tensors: Tensors by name, of any dtype and device, possibly sharded (DTensor); the same
             names on every rank. Instances expect the names and shapes of Hugging Face files.
-        target: Memory, a folder on disk, a weight-sync group or the seats of devices, with the
+        target: Memory, a folder on disk, a weight-sync group or buffers on devices, with the
             version to send.
         form: Dtype, names, bucket size in bytes and checksums of the sent tensors.
         version: Weight version of the tensors.
@@ -225,7 +225,7 @@ class _Header(msgspec.Struct, frozen=True):
     dtypes: dict[str, str] = {}
     checksums: dict[str, int] = {}
     bucket_bytes: int = 0
-    """In the first header: most bytes of one broadcast."""
+    """In the first header: maximum bytes of one broadcast."""
     num_bytes: int = 0
     """Size of the tensors that follow; 0 ends the transfer."""
     error: str = ""
@@ -327,7 +327,7 @@ def incoming(weights: Weights, group: WeightGroup) -> Iterator[Incoming]:
     """Read weights from memory, files, broadcasts or buffers on this device.
 
     Args:
-        weights: The weights, or where to get them.
+        weights: The weights, or their location.
         group: This process's membership in weight-sync groups.
 
     Yields:

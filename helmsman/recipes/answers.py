@@ -118,7 +118,7 @@ class AgentAnswers(Answers):
     Args:
         gateway: The gateway in front of the instances.
         settings: The agent and its limits.
-        staleness: Most steps between a session's start and its use.
+        staleness: Maximum steps between a session's start and its use.
         functions: Functions that the script passed, by name.
 
     Raises:

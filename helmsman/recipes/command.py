@@ -1,4 +1,4 @@
-"""The command lines of the recipes: ``helmsman grpo`` and its siblings.
+"""The command lines of the recipes: ``helmsman grpo`` and the others.
 
     helmsman grpo --config one_machine_8gpu --model path/to/model --data train.jsonl
     helmsman grpo --config ... --plan              # print settings, sizes and placement only

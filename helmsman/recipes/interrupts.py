@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP as an exception, so that context managers clean up."""
+"""Raises an exception on SIGINT, SIGTERM and SIGHUP, so that context managers clean up."""
 
 from __future__ import annotations
 

@@ -236,8 +236,8 @@ class Recipe(abc.ABC, Generic[S]):
         found = Checkpoints(out / "checkpoints", self.settings.checkpoints.keep).latest()
         if found is not None and found[0] > self.settings.steps:
             raise ValueError(
-                f"the run in {out} is at step {found[0]} already; expected steps of {found[0]} or "
-                f"more"
+                f"steps is {self.settings.steps}; expected {found[0]} or more, since the run in "
+                f"{out} is already at that step"
             )
         MetricsFile(out / "metrics.jsonl").read()
 

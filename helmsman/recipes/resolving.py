@@ -251,11 +251,11 @@ def _check_cluster(settings: GRPOSettings) -> None:
             f"cluster.devices_per_node, {cluster.devices_per_node}, so that an instance spans nodes"
         )
         if rollout.engine != "vllm":
-            raise ValueError(f"{spans}; rollout.engine {rollout.engine!r} cannot, use 'vllm'")
+            raise ValueError(f"{spans}; expected rollout.engine 'vllm', not {rollout.engine!r}")
         if settings.sync.way not in ("collective", "disk"):
             raise ValueError(
-                f"{spans}; sync.way {settings.sync.way!r} reaches one of them only, use "
-                "'collective' or 'disk'"
+                f"{spans}; sync.way {settings.sync.way!r} reaches only one of these nodes, "
+                "use 'collective' or 'disk'"
             )
     if cluster.placement == "colocated":
         num_devices = cluster.rollout_instances * cluster.rollout_devices
@@ -342,7 +342,7 @@ def _check_rest(settings: GRPOSettings) -> None:
         )
     if evaluation.samples and not all(1 <= k <= evaluation.samples for k in evaluation.k):
         raise ValueError(
-            f"evaluation.k is {list(evaluation.k)}; each is 1 to evaluation.samples, "
+            f"evaluation.k is {list(evaluation.k)}; expected 1 to evaluation.samples, "
             f"{evaluation.samples}"
         )
     if settings.prompts_per_step % settings.train.minibatches:
@@ -357,4 +357,7 @@ def _check_rest(settings: GRPOSettings) -> None:
             "other"
         )
     if algorithm.overlong_buffer > settings.rollout.max_new_tokens:
-        raise ValueError("algorithm.overlong_buffer is above rollout.max_new_tokens")
+        raise ValueError(
+            f"algorithm.overlong_buffer is {algorithm.overlong_buffer}; expected at most "
+            f"rollout.max_new_tokens, {settings.rollout.max_new_tokens}"
+        )

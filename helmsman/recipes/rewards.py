@@ -258,7 +258,7 @@ class Caller:
         """Return the arguments of each call that scores the answers.
 
         Args:
-            answers: What rewards receive about each answer, by the names in ``GIVEN``.
+            answers: The arguments for rewards about each answer, by the names in ``GIVEN``.
 
         Returns:
             Keyword arguments that the function has parameters for: of one call if it takes
@@ -326,7 +326,7 @@ def batch_arguments(
 
     Args:
         function: The function.
-        answers: What rewards receive about each answer, by the names in ``GIVEN``; the answers
+        answers: The arguments for rewards about each answer, by the names in ``GIVEN``; the answers
             have the same row.
 
     Returns:
@@ -359,7 +359,7 @@ def batch_arguments(
 
 
 def _drop(*_: Any) -> None:
-    """Take what TRL would log; no tracker of this run is reachable from a reward's process."""
+    """Drop values for TRL's logs; no tracker of this run is reachable from a reward's process."""
 
 
 def values_of_batch(use: str, returned: Any, num_answers: int) -> list[Any]:

@@ -43,7 +43,7 @@ class Completion(NamedTuple):
     result: GenerationResult
 
     def given(self, row: Row) -> dict[str, Any]:
-        """Return what rewards receive about this answer to the prompt of ``row``."""
+        """Return the arguments for rewards about this answer to the prompt of ``row``."""
         token_ids = list(self.result.token_ids)
         return {
             "completion": self.text,

@@ -15,7 +15,7 @@ DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the run takes place; moving to more machines changes only this section."""
+    """Machines and placement of the run; moving to more machines changes only this section."""
 
     scheduler: Literal["ray", "local", "inline"] = "local"
     """``ray``: on this machine or a cluster; ``local``: processes on this machine, without Ray;
@@ -146,11 +146,11 @@ class Agent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     timeout_s: float = 600.0
     """Time limit of a session in seconds."""
     max_turns: int | None = None
-    """Most turns of the model in a session."""
+    """Maximum turns of the model in a session."""
     max_tokens: int | None = None
-    """Most tokens that the model samples in a session."""
+    """Maximum tokens that the model samples in a session."""
     max_context: int | None = None
-    """Most tokens of a turn's prompt and answer together; data.max_prompt_tokens plus
+    """Maximum tokens of a turn's prompt and answer together; data.max_prompt_tokens plus
     rollout.max_new_tokens when not given."""
     truncated_reward: float | None = None
     """Reward of a session that reached a limit; by default its own."""

@@ -81,8 +81,8 @@ class PortLeases:
             if len(leased) < count:
                 raise OSError(
                     f"only {len(leased)} of {count} ports are free: of the {len(candidates)} "
-                    f"ports {first}-{last} of this node Helmsman's workers have leased {num_ours}, "
-                    f"other programs have bound {num_foreign} (or had until a minute ago); end "
+                    f"ports {first}-{last} of this node, Helmsman's workers leased {num_ours}, "
+                    f"other programs have bound {num_foreign} (or had a minute ago); end "
                     f"programs that are no longer needed, or set {RANGE_VARIABLE} to a wider range"
                 )
             undo.pop_all()

@@ -78,7 +78,7 @@ def tokenizer_for(template: str) -> Any:
 
 
 def call_text(family: str, calls: list[ToolCall]) -> str:
-    """Write calls of tools as a family's models do, with a spacing of their own."""
+    """Write tool calls as a family's models do, with a spacing of their own."""
     found = []
     for call in calls:
         arguments = json.loads(call.arguments)

@@ -134,7 +134,7 @@ def test_gae_of_tensors() -> None:
     ("arguments", "message"),
     [
         (([[0, 1]], [[0, 1], [0, 1]], [[True, True]]), "1 rows of rewards, 2 of values, 1 masks"),
-        (([[0, 1]], [[0]], [[True, True]]), "sample 0: 2 rewards and 1 values for 2 tokens"),
+        (([[0, 1]], [[0]], [[True, True]]), "sample 0 has 2 rewards, 1 values, 2 tokens"),
     ],
 )
 def test_gae_refuses(arguments: tuple[list[list[float]], ...], message: str) -> None:

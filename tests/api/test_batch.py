@@ -524,10 +524,10 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: PADDED.take([0]),
         ValueError,
-        "take of a batch whose last 1 rows are padding; unpad() first",
+        "take requires a batch without padding, and the last 1 rows are padding; call unpad",
     ),
-    (lambda: PADDED.reorder([0, 2, 1]), ValueError, "reorder of a batch whose last 1 rows"),
-    (lambda: PADDED.group_by("a"), ValueError, "group_by of a batch whose last 1 rows"),
+    (lambda: PADDED.reorder([0, 2, 1]), ValueError, "reorder requires a batch without padding"),
+    (lambda: PADDED.group_by("a"), ValueError, "group_by requires a batch without padding"),
     (
         lambda: TWO.union(TWO[:1]),
         ValueError,
@@ -562,7 +562,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: Batch.concat([TWO, one(np.zeros(1))]),
         TypeError,
-        "column 'a': parts of different kinds: list, array",
+        "column 'a': parts differ in kinds: list, array",
     ),
 ]
 
@@ -629,7 +629,7 @@ def test_concat_fills_rows() -> None:
     assert joined["t"].tolist() == [[1, 1, -1], [2, 2, 2], [2, 2, 2]]
     assert joined["a"].dtype == np.float32
     assert joined["a"].tolist() == [[[1, 1], [0, 0]], [[2, 0], [2, 0]], [[2, 0], [2, 0]]]
-    with pytest.raises(ValueError, match="column 't': parts of different shapes of a row"):
+    with pytest.raises(ValueError, match="column 't': parts differ in row shapes"):
         Batch.concat(parts, fill={"a": 0})
     with pytest.raises(TypeError, match="only rows of tensors and arrays can be padded; got lis"):
         Batch.concat([Batch({"x": [1]})] * 2, fill={"x": 0})

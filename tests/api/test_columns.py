@@ -94,8 +94,8 @@ def test_concat_columns_gradients() -> None:
 @pytest.mark.parametrize(
     ("parts", "error", "message"),
     [
-        ([torch.zeros(1), [1]], TypeError, "parts of different kinds: tensor, list"),
-        ([torch.zeros(1), 3], TypeError, "parts of different kinds: tensor, int"),
+        ([torch.zeros(1), [1]], TypeError, "parts differ in kinds: tensor, list"),
+        ([torch.zeros(1), 3], TypeError, "parts differ in kinds: tensor, int"),
         (
             [torch.zeros(1), torch.zeros(1, dtype=torch.int64)],
             TypeError,
@@ -103,8 +103,8 @@ def test_concat_columns_gradients() -> None:
         ),
         ([np.zeros(1), np.zeros(1, "f4")], TypeError, "dtypes: float32, float64"),
         ([np.zeros(1, "U1"), np.zeros(1, "S1")], TypeError, "dtypes: <U1, |S1"),
-        ([torch.zeros(0), torch.zeros(1, 3)], ValueError, "shapes of a row: (), (3,)"),
-        ([np.zeros((1, 2)), np.zeros((1, 3))], ValueError, "shapes of a row: (2,), (3,)"),
+        ([torch.zeros(0), torch.zeros(1, 3)], ValueError, "row shapes: (), (3,)"),
+        ([np.zeros((1, 2)), np.zeros((1, 3))], ValueError, "row shapes: (2,), (3,)"),
         ([torch.zeros(1), torch.zeros(1, device="meta")], ValueError, "devices: cpu, meta"),
         (
             [Ragged(torch.zeros(1), [0, 1]), Ragged(np.zeros(1), [0, 1])],
@@ -114,7 +114,7 @@ def test_concat_columns_gradients() -> None:
         (
             [Ragged(torch.zeros(1), [0, 1]), Ragged(torch.zeros(1, 2), [0, 1])],
             ValueError,
-            "shapes of a row: (), (2,)",
+            "row shapes: (), (2,)",
         ),
     ],
 )
@@ -123,9 +123,7 @@ def test_concat_columns_different_parts(
 ) -> None:
     with pytest.raises(
         error,
-        match=re.escape(
-            f"column 'a': parts of different {message.removeprefix('parts of different ')}"
-        ),
+        match=re.escape(f"column 'a': parts differ in {message.removeprefix('parts differ in ')}"),
     ):
         concat_columns(parts, "column 'a': ")
 
@@ -272,12 +270,12 @@ RAGGED_REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: Ragged.from_rows([FOUR, np.zeros(1)]),
         TypeError,
-        "rows of a ragged column: parts of different kinds",
+        "rows of a ragged column: parts differ in kinds",
     ),
     (
         lambda: Ragged.from_rows([torch.zeros(1, 2), torch.zeros(1, 3)]),
         ValueError,
-        "parts of different shapes of a row",
+        "parts differ in row shapes",
     ),
     *(
         ((lambda row=row: JAGGED[row]), IndexError, f"row {row} does not exist; there are 3 rows")

@@ -51,7 +51,7 @@ def test_token_rewards_without_divergence() -> None:
         (
             ([1.0], [MASK], [[0.0] * 4], [[0.0] * 3]),
             {"kl_coef": 0.1},
-            "sample 0: 4 logprobs and 3 ref_logprobs for 4 tokens",
+            "sample 0 has 4 logprobs, 3 ref_logprobs, 4 tokens",
         ),
         (([1.0], [MASK]), {"estimator": "k4"}, "'k1', 'k2' or 'k3'"),
     ],

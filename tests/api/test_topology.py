@@ -200,21 +200,21 @@ def test_topology_plain_integers() -> None:
         (
             lambda: Topology.of(10, tp=2, pp=2),
             ValueError,
-            "tp 2 x pp 2 x cp 1 does not make up a world of 10 ranks; it makes up 8 or 12",
+            "world_size is 10; tp 2 x pp 2 x cp 1 requires 8 or 12",
         ),
         (
             lambda: Topology.of(2, tp=4),
             ValueError,
-            "tp 4 x pp 1 x cp 1 does not make up a world of 2 ranks; it makes up 4",
+            "world_size is 2; tp 4 x pp 1 x cp 1 requires 4",
         ),
         (
             lambda: Topology.of(16, dp=3, tp=4),
             ValueError,
-            "dp 3 x tp 4 x pp 1 x cp 1 does not make up a world of 16 ranks; it makes up 12",
+            "world_size is 16; dp 3 x tp 4 x pp 1 x cp 1 requires 12",
         ),
-        (lambda: Topology(dp=2).get_rank_info(2), IndexError, "rank 2; there are ranks 0 to 1"),
-        (lambda: Topology(dp=2).get_rank_info(-1), IndexError, "rank -1; there are ranks 0 to 1"),
-        (lambda: Topology(dp=2).rank_at(dp=2), IndexError, "dp=2; dp goes from 0 to 1"),
+        (lambda: Topology(dp=2).get_rank_info(2), IndexError, "rank is 2; expected 0 to 1"),
+        (lambda: Topology(dp=2).get_rank_info(-1), IndexError, "rank is -1; expected 0 to 1"),
+        (lambda: Topology(dp=2).rank_at(dp=2), IndexError, "dp is 2; expected 0 to 1"),
         (
             lambda: Topology(dp=2).rank_at(ddp=1),
             ValueError,

@@ -26,7 +26,7 @@ def test_config_topology_before_start() -> None:
         (ClusterConfig(device_mapping="0-2", num_gpus_per_worker=2), "a divisor of the 3 devices"),
         (
             ClusterConfig(world_size=3, tp_size=2),
-            "tp 2 x pp 1 x cp 1 does not make up a world of 3",
+            "world_size is 3; tp 2 x pp 1 x cp 1 requires 2 or 4",
         ),
     ],
 )

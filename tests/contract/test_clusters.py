@@ -116,7 +116,7 @@ def test_cluster_ranks_and_devices(members: Members, resources: ResourceManager)
         f"members/{rank}" for rank in range(8)
     ]
     assert "members/5" in members.table() and "dp=0/2 tp=1/2 pp=1/2 cp=0/1" in members.table()
-    with pytest.raises(IndexError, match="rank 8; there are ranks 0 to 7"):
+    with pytest.raises(IndexError, match="rank is 8; expected 0 to 7"):
         members.get_rank_info(8)
     assert resources.holders(3)[0].holder == "members"
 
@@ -852,7 +852,7 @@ def test_device_mappings_overlap(
         ({"world_size": 0}, "'world_size'|world_size is 0|1 or more"),
         (
             {"world_size": 6, "tp_size": 4},
-            "tp 4 x pp 1 x cp 1 does not make up a world of 6 ranks; it makes up 4 or 8",
+            "world_size is 6; tp 4 x pp 1 x cp 1 requires 4 or 8",
         ),
         ({"world_size": 4, "mesh": ("dp", "tp")}, "expected each of"),
         ({"world_size": 2, "max_concurrency": 0}, "max_concurrency is 0; expected 1 or more"),

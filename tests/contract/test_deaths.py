@@ -148,9 +148,9 @@ def test_worker_death_controller_next_step(
         )
     expected = {
         "trainer": [
-            "RecoverableTraining starts all ranks again and goes on from the last checkpoint"
+            "RecoverableTraining starts all ranks again and continues from the last checkpoint"
         ],
-        "recovered trainer": ["RecoverableTraining goes on from the last checkpoint."],
+        "recovered trainer": ["RecoverableTraining continues from the last checkpoint."],
         "rollout": ["With supervision=SupervisionPolicy()", "with retries=RetryGeneration()"],
         "supervised rollout": [
             "Its RolloutController starts it again",

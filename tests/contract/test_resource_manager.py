@@ -27,7 +27,8 @@ def test_resource_manager_destroy_ends_workers(scheduler: Scheduler) -> None:
         "all are free",
     )
     with pytest.raises(
-        errors.HelmsmanError, match="'short-lived' were released; make a new one for 'late'"
+        errors.HelmsmanError,
+        match="'short-lived' were released; create another ResourceManager for 'late'",
     ):
         manager.allocate_placement_group(1, holder="late")
     with manager:

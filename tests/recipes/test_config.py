@@ -195,7 +195,7 @@ def test_load_origin_of_values(file: Path) -> None:
             "of 3, which does not divide cluster.train_workers, 2",
         ),
         (("train.minibatches", "3"), "does not divide prompts_per_step, 4"),
-        (("evaluation.k", "[2]"), r"evaluation.k is \[2\]; each is 1 to evaluation.samples, 1"),
+        (("evaluation.k", "[2]"), r"evaluation.k is \[2\]; expected 1 to evaluation.samples, 1"),
         (("evaluation.reward", "nothing"), "evaluation.reward is 'nothing'; the rewards are exact"),
         (("rewards", '[{"use": "exact"}, {"use": "exact"}]'), "two rewards are called 'exact'"),
         (("cluster.scheduler", "inline"), "expected cluster.train_workers 1"),
@@ -330,9 +330,9 @@ def test_make_jobs_large_instances() -> None:
     assert (rollout.tasks[0].ray_placement_strategy, rollout.tasks[0].gpu) == ("deferred", 16)
     assert engine_arguments(found)["tensor_parallel_size"] == 16
     for name, value, told in (
-        ("sync.way", "memory", "sync.way 'memory' reaches one of them only"),
-        ("sync.way", "auto", "sync.way 'auto' reaches one of them only"),
-        ("rollout.engine", "server", "rollout.engine 'server' cannot, use 'vllm'"),
+        ("sync.way", "memory", "sync.way 'memory' reaches only one of these nodes"),
+        ("sync.way", "auto", "sync.way 'auto' reaches only one of these nodes"),
+        ("rollout.engine", "server", "expected rollout.engine 'vllm', not 'server'"),
     ):
         with pytest.raises(ValueError, match=f"an instance spans nodes; {told}"):
             settings(("cluster.rollout_devices", "16"), (name, value), name="many_nodes_gpu.yaml")

@@ -1,1 +1,1 @@
-"""The APIs that agents speak: Chat Completions, Responses and Anthropic's Messages."""
+"""The APIs that agents use: Chat Completions, Responses and Anthropic's Messages."""

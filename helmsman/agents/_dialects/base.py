@@ -78,12 +78,12 @@ def refuse_schema(form: Any, field: str) -> None:
     """
     if form is not None and not (isinstance(form, dict) and form.get("type", "text") == "text"):
         raise BadRequestError(
-            "the engine cannot be bound to a JSON schema; ask for JSON in the prompt", field
+            "output that follows a JSON schema is not supported; ask for JSON in the prompt", field
         )
 
 
 def parses_tools(choice: Any) -> bool:
-    """Return whether calls of tools are recognised.
+    """Return whether tool calls are recognised.
 
     Raises:
         BadRequestError: The choice forces a call, which needs constrained decoding.

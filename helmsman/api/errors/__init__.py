@@ -63,7 +63,7 @@ HelmsmanError
 ├── RecoveryExhaustedError                train workers were lost more often than allowed
 ├── DispatchError (TypeError)             arguments or results do not fit the dispatch mode
 ├── UnevenBatchError (ValueError)         rows that do not divide over the ranks
-├── TopologyMismatchError                 workers see other coordinates than the controller
+├── TopologyMismatchError                 workers report other coordinates than expected
 ├── ParallelLayoutError (ValueError)      sizes of a parallel layout that do not divide
 ├── ResourcesNotMetError                  the cluster lacks nodes or devices of a ResourceManager
 ├── CodecError                            a payload that cannot be packed or unpacked

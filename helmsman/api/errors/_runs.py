@@ -219,7 +219,7 @@ class RewardLostError(HelmsmanError):
     reason: str
     template = (
         "{call} has no result and was not repeated, because its worker exited: {reason}. Other "
-        "workers continue; this one is "
+        "workers continue; the lost one is "
         "restarted as often as RewardPool.max_restarts allows. Score the item again if repeating "
         "the call is safe."
     )
@@ -336,7 +336,7 @@ class ParallelLayoutError(HelmsmanError, ValueError):
     requested: int
     observed: str
     step: str
-    template = "{what} requires {requested}, but there is {observed}. {step}."
+    template = "{what} is {requested}; {observed}. {step}."
 
 
 class FaultsUnsupportedError(HelmsmanError):

@@ -188,9 +188,8 @@ class Head:
                     or "none"
                 )
                 raise BootstrapError(
-                    f"{news}, after {deadline.limit_s:g} s. There are: {present}. Look at what "
-                    "the missing "
-                    "nodes have printed; if they only need more time, raise --timeout",
+                    f"{news}, after {deadline.limit_s:g} s. There are: {present}. Check the "
+                    "output of the missing nodes; if they only need more time, raise --timeout",
                     exit_code=BootstrapExit.NOT_JOINED,
                 )
             await asyncio.sleep(_POLL_S)
@@ -222,7 +221,7 @@ class Head:
                 f"port {plan.control_port}, to which the other nodes connect, cannot be bound on "
                 f"{plan.address}: "
                 f"{os.strerror(error.errno or 0)}. Another run may have started here at the same "
-                "moment: choose another by "
+                "moment: choose another with "
                 "--control-port"
             ) from error
         self._door = Door(
@@ -300,7 +299,7 @@ class Head:
             if self._members.get(hello.rank) is member and member.state != "lost":
                 member.state = "lost"
                 if self._began and not self._ending:
-                    self._report(f"{member} is lost: {error}; the run goes on without it")
+                    self._report(f"{member} is lost: {error}; the run continues without it")
 
     def _welcome(self, member: Member) -> None:
         token = "" if self._plan.secret else self._token
@@ -332,7 +331,7 @@ class Head:
             await asyncio.to_thread(self._view.drain, node.node_id, reason, self._plan.grace_s)
         except (KeyError, ConnectionError) as error:
             self._report(
-                f"Ray does not drain the node of {member}, so what runs there ends with it: {error}"
+                f"Ray does not drain the node of {member}, so its processes end with it: {error}"
             )
 
     async def _end(self, ended: Ended) -> None:

@@ -146,9 +146,8 @@ class JoiningNode:
                 self._report_once(news, f"; trying for {deadline.remaining_s:.0f} s more")
                 if deadline.passed:
                     raise BootstrapError(
-                        f"{news}, after {deadline.limit_s:g} s: rank 0 is missing. Look at what "
-                        "it has printed; that host must "
-                        "be the one where rank 0 runs, and its firewall must not block the ports",
+                        f"{news}, after {deadline.limit_s:g} s: rank 0 is missing. Check its "
+                        "output; that host must run rank 0 and its firewall must allow the ports",
                         exit_code=BootstrapExit.NOT_JOINED,
                     ) from error
             await asyncio.sleep(_RETRY_S)
@@ -189,7 +188,7 @@ class JoiningNode:
             while not isinstance(message := await self._next(connection), Welcome):
                 if isinstance(message, Refused) and message.ended:
                     raise ProtocolError(
-                        f"the head at {self._where} is another run's: {message.reason}"
+                        f"the head at {self._where} belongs to another run: {message.reason}"
                     )
                 if isinstance(message, Refused):
                     text = f"the head at {self._where} rejected this node: {message.reason}"

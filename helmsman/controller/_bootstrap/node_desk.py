@@ -25,7 +25,7 @@ _STUCK_S = 1.0
 
 
 class NodeDesk:
-    """Answers queries about this node, on threads of its own; ``report`` prints why it cannot."""
+    """Answers queries about this node, on its own threads; ``report`` prints a failed start."""
 
     def __init__(self, plan: NodePlan, report: StatusPrinter) -> None:
         self._plan, self._began = plan, time.monotonic()
@@ -53,12 +53,12 @@ class NodeDesk:
             self._socket.close()
 
     def note(self, text: str, *, missing: str = "", is_apart: bool = False) -> None:
-        """Set what the supervisor does from now on.
+        """Set the current activity of the supervisor.
 
         Args:
             text: A predicate, such as 'runs the script'.
             missing: Nodes that have not joined.
-            is_apart: Whether the connection to the head is not there.
+            is_apart: Whether the connection to the head is lost.
         """
         if text != self._node.doing:
             self._began = time.monotonic()

@@ -148,7 +148,7 @@ def worker_ports(taken: Sequence[tuple[int, int]]) -> tuple[int, int]:
         raise PreflightError(
             f"no ports are left for Ray's workers on this node: --port, --control-port and "
             f"{RANGE_VARIABLE} leave fewer than {_FEWEST_WORKER_PORTS} consecutive ports of "
-            f"{_WORKER_PORTS[0]} to {_WORKER_PORTS[1]}; set {RANGE_VARIABLE} to a range outside"
+            f"{_WORKER_PORTS[0]} to {_WORKER_PORTS[1]}; set {RANGE_VARIABLE} to others"
         )
     return max(runs, key=lambda run: run[1] - run[0])
 

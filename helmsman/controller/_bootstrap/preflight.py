@@ -96,17 +96,17 @@ def require_port(port: int, what: str, flag: str, *, listens: bool) -> None:
     """Raise PreflightError if a port is invalid, or taken where this node must listen on it."""
     if not 0 < port < 1 << 16:
         raise PreflightError(
-            f"port {port}, {what}, is invalid: expected 1 to 65535. Choose another by {flag}"
+            f"port {port}, {what}, is invalid: expected 1 to 65535. Choose another with {flag}"
         )
     reason = bind_error(port) if listens else 0
     if reason == errno.EADDRINUSE:
         raise PreflightError(
             f"port {port}, {what}, is held by {_holder(port)}. End that process, or choose another "
-            f"port by {flag}, the same on all nodes"
+            f"port with {flag}, the same on all nodes"
         )
     if reason:
         raise PreflightError(
-            f"port {port}, {what}, cannot be bound: {os.strerror(reason)}; choose another by {flag}"
+            f"port {port}, {what}, cannot be bound: {os.strerror(reason)}; set another with {flag}"
         )
 
 

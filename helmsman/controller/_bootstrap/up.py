@@ -318,8 +318,8 @@ def make_plan(
     if options.gpus is not None and options.gpus != num_devices:
         raise PreflightError(
             f"{options.gpus} accelerators are expected on this node (--gpus) and {num_devices} "
-            "are found: look at the driver "
-            "(nvidia-smi, npu-smi), the visibility variables, and what the container was given"
+            "are found: check the driver "
+            "(nvidia-smi, npu-smi), the visibility variables and the devices of the container"
         )
     local = of_address(address, interface, chosen=bool(options.interface))
     defaults = cluster_defaults(identity.count, options.start_timeout)

@@ -118,9 +118,8 @@ class SupervisionPolicy(ProbePolicy, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 < self.probe_every_s <= self.suspect_s < self.dead_s:
             raise ValueError(
-                f"probe_every_s {self.probe_every_s:g}, suspect_s {self.suspect_s:g} and dead_s "
-                f"{self.dead_s:g} must be in "
-                "this order, and above 0"
+                f"probe_every_s is {self.probe_every_s:g}, suspect_s {self.suspect_s:g}, dead_s "
+                f"{self.dead_s:g}; expected 0 < probe_every_s <= suspect_s < dead_s"
             )
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts is {self.max_restarts}; expected 0 or more")

@@ -1,7 +1,7 @@
 """GenerateScheduler: owns every generation request from its submission until it ends.
 
 Everything here runs on one event loop, so there are no locks; conditions checked before an
-``await`` are checked again after it. Time is the loop's, so that the same code runs on a virtual
+``await`` are checked again after it. Time is the loop's clock, so the same code runs on a virtual
 clock (helmsman.testing.run_virtually).
 """
 

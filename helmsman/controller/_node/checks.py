@@ -51,7 +51,7 @@ def judge(seen: Observed, *, num_devices: int | None = None) -> list[Check]:
     shm = (
         f"Ray's object store would take {size(wanted_shm)} (30 % of the available memory): "
         "enlarge it (docker --shm-size, an "
-        "emptyDir with medium Memory), or what does not fit goes to disk"
+        "emptyDir with medium Memory), or objects that do not fit spill to disk"
     )
     files = f"A head of many nodes needs {_FILES_WANTED}: ulimit -n {_FILES_WANTED}"
     if seen.open_files_hard < _FILES_WANTED:
@@ -61,9 +61,8 @@ def judge(seen: Observed, *, num_devices: int | None = None) -> list[Check]:
             "service, docker --ulimit, limits.conf)"
         )
     devices = (
-        f"{num_devices} are expected: look at the driver (nvidia-smi, npu-smi), the mask "
-        "variable, and what the container was "
-        "given"
+        f"{num_devices} are expected: check the driver (nvidia-smi, npu-smi), the mask "
+        "variable and the devices of the container"
     )
     cpus = "Less than one CPU is allowed: raise the limit of the container or the job"
     temp = (

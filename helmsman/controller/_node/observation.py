@@ -96,9 +96,9 @@ def observe(
     """Collect facts about this node without starting anything or taking a device.
 
     Args:
-        rank: As for identify_node.
-        count: As for identify_node.
-        head: As for identify_node.
+        rank: Value of --node-rank.
+        count: Value of --num-nodes.
+        head: Value of --head.
         ports: TCP ports to try to bind.
         environ: Environment variables; those of this process by default.
 

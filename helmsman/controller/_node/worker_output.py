@@ -15,7 +15,7 @@ _NOT_OF_WORKERS = ("driver.log", "forkserver.log")
 
 
 class WorkerOutput:
-    """Prints what workers write from now on, each line after its worker: ``[rollout-0] ...``.
+    """Prints the workers' output from now on, each line with its worker: ``[rollout-0] ...``.
 
     It prints in a thread of its own until ``close``, to ``sys.stdout``; in a notebook that is the
     current cell. Workers on other nodes are included only if the folder is on a shared disk.
@@ -57,7 +57,7 @@ class WorkerOutput:
                 print(*(f"[{path.stem}] {line}" for line in lines), sep=os.linesep, flush=True)
 
     def close(self) -> None:
-        """Print what is there, and stop. Idempotent."""
+        """Print the remaining output, and stop. Idempotent."""
         self._closing.set()
         self._thread.join()
 

@@ -96,7 +96,7 @@ class Allocator(abc.ABC):
         return "others"
 
     def why_pending(self, jobs: Sequence[Job]) -> str:
-        """Describe what the placement of these jobs waits for; '' if they fit now.
+        """Describe why the placement of these jobs is pending; '' if they fit now.
 
         Blocks for a few cluster queries.
         """

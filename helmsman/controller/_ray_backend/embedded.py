@@ -41,7 +41,7 @@ _REAP_S = 1.0
 class EmbeddedRay:
     """A started embedded Ray, whose processes are watched. Its methods run on the event loop.
 
-    ``processes`` are gcs_server and raylet, by these names; ``logs`` is the folder of their logs.
+    ``processes`` has the keys gcs_server and raylet; ``logs`` is the folder of their logs.
     """
 
     def __init__(self, processes: Mapping[str, subprocess.Popen[bytes]], logs: Path) -> None:

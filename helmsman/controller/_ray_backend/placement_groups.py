@@ -415,7 +415,7 @@ def get_placement_group_master_ip_and_port(
         table = placement_group_table(placement_group)
         name = table["name"] or placement_group.id.hex()
         raise TimeoutError(
-            f"bundle {bundle_index} of placement group {name} gave no address within 60 s; the "
+            f"bundle {bundle_index} of placement group {name} reported no address within 60 s; the "
             f"group is {table['state']}. "
             "Wait for placement_group.ready() first, or request fewer resources."
         ) from error

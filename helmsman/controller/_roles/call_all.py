@@ -76,7 +76,7 @@ async def call_all(
         grace_s: Seconds for which the other calls are awaited after the first failure, for ranks
             that wait for each other. None awaits all calls, for independent workers.
         follow: Called with the calls once they have begun.
-        release_peers: Called when other calls go on after the first failure and ``grace_s``. They
+        release_peers: Called when other calls still run ``grace_s`` after the first failure. They
             are then awaited for ``grace_s`` again.
 
     Returns:

@@ -89,7 +89,7 @@ class Instances(RoleController):
         on_closed: Callable[[], None],
     ) -> None:
         self._lender: StartedRole | None = None
-        own: Any = job  # RoleController refuses what is neither
+        own: Any = job  # RoleController refuses other types
         if isinstance(own, RoleController):
             lender: Any = own
             _check_lender(lender, bool(engine_args or engine_kwargs or engine_name))
@@ -168,9 +168,9 @@ class Instances(RoleController):
                 "With supervision=SupervisionPolicy() its RolloutController starts dead "
                 "instances again"
             )
-        retried = "with retries=RetryGeneration() requests that it had begun go on elsewhere"
+        retried = "with retries=RetryGeneration() requests that it had begun continue elsewhere"
         if self._goes_on_elsewhere:
-            retried = "its retries decide which requests go on elsewhere"
+            retried = "its retries decide which requests continue elsewhere"
         return f"{supervised}, and {retried}."
 
     def _on_started(self) -> None:

@@ -60,14 +60,14 @@ class RolloutController(Starting):
         supervision: Health probes and rebuilds. A dead worker is rebuilt and serves once it has the
             weights of the last update, which are kept until the next one. Workers with a
             preemption notice are evacuated: their requests continue elsewhere, and they are rebuilt
-            where there is room. When None, a death is noticed only by a call and is final.
+            where there is room. When None, only a call detects a death, which is final.
         samples_by_engine: Send all samples of a prompt to one worker in one call of its engine's
             ``agenerate_samples``, which computes the prompt once, when it has room for all of them.
             Otherwise each sample is a separate request.
 
     Raises:
         ValueError: A limit is below 1, or a Cluster is given with engine arguments.
-        InvalidSpecError: The Cluster has ranks that are no instances of their own.
+        InvalidSpecError: A worker of the Cluster is not an instance by itself.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class RolloutController(Starting):
 
         Args:
             prompt: Token ids, or a GenerationRequest.
-            num_samples: How many results to return.
+            num_samples: Number of results.
             sampling: The defaults when None.
             options: Priority, session and other options of the requests.
 

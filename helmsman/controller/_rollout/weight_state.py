@@ -211,7 +211,7 @@ class RolloutWeights:
             )
         if self.version is not None and version < self.version:
             raise ValueError(
-                f"weight version {version} after {self.version}: versions only grow, since each "
+                f"weight version is {version}; expected {self.version} or more, since a version "
                 "identifies the weights that generated a sample. "
                 "After restoring a checkpoint, call set_version with a higher version."
             )

@@ -1,4 +1,4 @@
-"""The end of a scheduler's run, and what shows other processes that the run is alive."""
+"""Ends a scheduler's run, and shows other processes until then that the run is alive."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ _FROM_HEAD = {"broadcast": True}
 class Ranks:
     """The ranks of a job, as one engine and as its WeightSource.
 
-    A failed call raises as ``call_all`` does.
+    A failed call raises GroupCallError; with one rank, its CallError.
 
     Args:
         controller: The controller of the job.
@@ -210,7 +210,7 @@ class Ranks:
         """End the waits of ranks for one that has failed; their engines must be built again."""
         logger.warning(
             "%s: ranks wait in collectives for a rank that has failed. Their process groups are "
-            "aborted: to go on, delete the role and create it again",
+            "aborted: to continue, delete the role and create it again",
             self.role,
         )
         reason = "a rank failed while others waited for it"

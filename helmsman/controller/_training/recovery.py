@@ -68,8 +68,8 @@ class RecoveryPolicy(ProbePolicy, frozen=True, kw_only=True):
             raise ValueError(f"window_s is {self.window_s:g}; expected more than 0")
         if not 0 < self.probe_every_s <= self.dead_s:
             raise ValueError(
-                f"probe_every_s {self.probe_every_s:g} and dead_s {self.dead_s:g} must be in this "
-                "order, and above 0"
+                f"probe_every_s is {self.probe_every_s:g} and dead_s {self.dead_s:g}; expected "
+                "0 < probe_every_s <= dead_s"
             )
 
 
@@ -170,7 +170,7 @@ class RecoverableTraining:
         add_files: Adds files to a checkpoint folder before it is published.
         others: Further jobs that a step uses, such as a critic. When a rank of any job is lost, all
             are rebuilt, these with the weights with which their engines are built; ``on_begin``
-            restores them from what ``add_files`` has saved.
+            restores them from the files of ``add_files``.
 
     Raises:
         InvalidSpecError: A job is colocated with another role without a fork.
@@ -224,7 +224,7 @@ class RecoverableTraining:
         with contextlib.ExitStack() as held:
             monitors = []
             for job in (self.trainer, *self._others):
-                advice = "RecoverableTraining goes on from the last checkpoint."
+                advice = "RecoverableTraining continues from the last checkpoint."
                 job.scheduler.advise(job.role, advice)
                 monitors.append(held.enter_context(RankMonitor(job, self.policy)))
             while True:

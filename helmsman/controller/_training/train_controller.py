@@ -126,8 +126,8 @@ class TrainController(RoleController):
             The engine's statistics over the global batch.
 
         Raises:
-            ValueError: The batch is malformed, or the loss does not take a setting. Nothing was
-                sent.
+            ValueError: The batch is malformed, or the loss does not accept a setting. Nothing
+                was sent.
             DevicesNotOwnedError: A DeviceHandoff has not given the devices to the trainer.
             GroupCallError: A rank failed; a job with one rank raises its CallError.
         """
@@ -149,7 +149,7 @@ class TrainController(RoleController):
 
         Args:
             samples: The batch, in any order; see helmsman.api.engines.Sample.
-            loss_fn: As in ``train_batch``.
+            loss_fn: A name, an import path or a function; see ``train_batch``.
             loss_kwargs: Further arguments of the loss.
             timeout: Limit in seconds; the scheduler's ``timeouts.call_s`` when None.
 
@@ -157,8 +157,8 @@ class TrainController(RoleController):
             The engine's statistics over the global batch.
 
         Raises:
-            ValueError: The batch is malformed, or the loss does not take a setting. Nothing was
-                sent.
+            ValueError: The batch is malformed, or the loss does not accept a setting. Nothing
+                was sent.
             DevicesNotOwnedError: A DeviceHandoff has not given the devices to the trainer.
             GroupCallError: A rank failed; a job with one rank raises its CallError.
         """
@@ -447,7 +447,7 @@ class TrainController(RoleController):
 
     def _after_death(self) -> str:
         return (
-            "RecoverableTraining starts all ranks again and goes on from the last checkpoint, "
+            "RecoverableTraining starts all ranks again and continues from the last checkpoint, "
             "and recover() does so by hand."
         )
 

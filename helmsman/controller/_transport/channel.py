@@ -232,7 +232,7 @@ class Channel(Transport):
                 )
         except EOFError as error:
             stream.close()
-            raise ConnectionResetError("the worker closed the connection at once") from error
+            raise ConnectionResetError("the worker closed the connection immediately") from error
         except BaseException:
             stream.close()
             raise

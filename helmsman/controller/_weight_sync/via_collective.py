@@ -1,4 +1,4 @@
-"""Weights that the trainer broadcasts to a group of instances."""
+"""ViaCollective: the trainer broadcasts weights to a group of instances."""
 
 from __future__ import annotations
 

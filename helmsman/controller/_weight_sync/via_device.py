@@ -1,4 +1,4 @@
-"""Weights that processes on the same devices hand to each other."""
+"""ViaDevice: trainer ranks hand weights to the rollout processes on their devices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class ViaDevice(WeightTransport):
-    """Hands weights to instances on the trainer's devices, through two buffers of each device.
+    """Hands weights to instances on the trainer's devices, through two buffers per device.
 
     Each trainer rank gathers the weights bucket by bucket and fills one buffer while the process on
     its device loads the other. Nothing is copied to the host. An instance of several ranks needs a
@@ -43,11 +43,11 @@ class ViaDevice(WeightTransport):
 
     Where an instance is on other devices, or the devices' memory cannot be shared between
     processes, the push falls back to ViaMemory and logs the reason. An instance that is rebuilt
-    between two pushes receives the weights by ViaMemory, unless the trainer has others by then.
+    between two pushes receives the weights by ViaMemory, if the trainer still has them.
 
     Args:
-        timeout: Limit in seconds for which a trainer rank waits for an instance, before it goes on
-            without; an instance waits twice as long.
+        timeout: Limit in seconds for which a trainer rank waits for an instance, before it
+            continues without it; an instance waits twice as long.
     """
 
     def __init__(self, timeout: float = 120.0) -> None:
@@ -186,8 +186,8 @@ def _ranks_beside(trainers: Sequence[Worker], instances: Sequence[Worker]) -> di
             if not beside:
                 where = f"device {device[0]}" if device else "no device"
                 raise ValueError(
-                    f"{instance.id} is on {where} of node {instance.node_id}, where no trainer "
-                    "rank is; use ViaMemory"
+                    f"{instance.id} is on {where} of node {instance.node_id}; expected a "
+                    "trainer rank there. Use ViaMemory"
                 )
             rank = min(beside, key=num_served.__getitem__)
             num_served[rank] += 1

@@ -1,4 +1,4 @@
-"""Weights that the trainer stores, in memory or in files, and instances read from there."""
+"""Transports through storage: trainers write weights to memory or files, instances read them."""
 
 from __future__ import annotations
 

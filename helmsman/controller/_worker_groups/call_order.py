@@ -167,7 +167,7 @@ def _difference(ours: RankInfo, theirs: Any) -> tuple[str, str] | None:
 
 _PUT_FROM_BYTES = 64 * 1024
 """Larger arguments for several ranks are put in the store, from which each node fetches them once;
-the others travel in messages.
+the others are sent in messages.
 """
 
 

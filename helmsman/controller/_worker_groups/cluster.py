@@ -343,10 +343,10 @@ class Cluster(RoleController, CallsByName[W_co]):
         the workers, until the cluster is closed.
 
         Args:
-            address: Address of this machine at which those processes reach it. When None, the one
-                that it has among the nodes of the scheduler when the ResourceManager was made; if
-                there are no others, only processes of this machine can connect, and large values
-                pass through shared memory. The first call decides for all.
+            address: Address of this machine at which those processes reach it. When None, its
+                address among the scheduler's nodes when the ResourceManager was made. If it is the
+                only node, only processes of this machine can connect, and large values pass through
+                shared memory. The first call decides for all.
 
         Raises:
             HelmsmanError: None of the nodes is this machine, so that ``address`` is needed.

@@ -29,7 +29,7 @@ _ANSWER_THREADS = 4
 
 
 class GroupCall(msgspec.Struct, frozen=True):
-    """One call of a handle; its arguments travel beside it."""
+    """One call of a handle; its arguments are sent beside it."""
 
     method: str | MethodSpec
     """A name, called on ``ranks``; or a declaration, which determines the ranks."""
@@ -38,7 +38,7 @@ class GroupCall(msgspec.Struct, frozen=True):
 
 
 class DeskAddress(msgspec.Struct, frozen=True):
-    """Where a desk listens, and the key of its connections."""
+    """Address at which a desk listens, and the key of its connections."""
 
     where: str | tuple[str, int]
     key: bytes

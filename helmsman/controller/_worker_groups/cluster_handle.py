@@ -36,14 +36,14 @@ class ClusterHandle(CallsByName[W_co], Closing):
 
     ``cluster.handle()`` makes one, and so does pickling the cluster. Its calls are those of the
     Cluster, with the same results and errors, and begin in the order in which the handle sends
-    them. The controller makes the calls, so they end with it. Iterating over a future yields
-    futures of the ranks' results, which are done together, where the call returns a list of them.
-    A process connects with its first call.
+    them. The controller makes the calls, so they end when it does. If a call returns a list of the
+    ranks' results, iterating over its future yields a future for each; all are done together. A
+    process connects with its first call.
 
     Args:
         name: Name of the cluster.
         topology: Coordinates of its ranks.
-        address: Where the cluster's controller listens.
+        address: Address at which the cluster's controller listens.
     """
 
     def __init__(self, name: str, topology: Topology, address: DeskAddress) -> None:
@@ -63,7 +63,7 @@ class ClusterHandle(CallsByName[W_co], Closing):
     def close(self) -> None:
         """Close the connection; the cluster is not affected. Idempotent; a later call reconnects.
 
-        Calls in flight fail in this process, and go on in the workers.
+        Calls in flight fail in this process, and continue in the workers.
         """
         channel, self._channel = self._channel, None
 
@@ -184,7 +184,7 @@ class _Controller:
         return b""
 
     async def wait_ended(self, limit_s: float) -> None:
-        """It goes on."""
+        """It continues."""
 
     async def kill(self) -> None:
-        """It goes on."""
+        """It continues."""

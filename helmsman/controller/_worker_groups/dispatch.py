@@ -180,7 +180,7 @@ def _coordinate(topology: Topology, what: str, named: Mapping[Axis, int], axis: 
         raise DispatchError(
             method="AxisSharding",
             reason=f"rows are {what} coordinate {coordinate} of {axis}, which has size {size}",
-            step=f"Name one from 0 to {size - 1}, or -1 for the last",
+            step=f"Use a coordinate from 0 to {size - 1}, or -1 for the last",
         )
     return coordinate % size
 

@@ -14,7 +14,7 @@ _Future: TypeAlias = "concurrent.futures.Future[Any]"
 
 
 def settle(futures: Sequence[_Future], call: _Future) -> None:
-    """Give the futures that have no outcome when their call has ended that of the call.
+    """Resolve futures that are pending when their call ends, with the outcome of the call.
 
     Args:
         futures: A future for each rank.

@@ -229,8 +229,8 @@ class ResourceManager(Closing):
             )
         if self._destroyed:
             raise HelmsmanError(
-                f"the devices of ResourceManager {self.name!r} were released; make a new one "
-                f"for {holder!r}."
+                f"the devices of ResourceManager {self.name!r} were released; create another "
+                f"ResourceManager for {holder!r}."
             )
         with self._lock:
             if holder in self._allocations:
@@ -267,7 +267,7 @@ class ResourceManager(Closing):
             raise refuse(f"devices that this ResourceManager holds, which are {held}")
         size, rest = divmod(len(mapping), world_size)
         if rest or not size:
-            raise refuse(f"a multiple of the {world_size} workers; it has {len(mapping)} devices")
+            raise refuse(f"a multiple of {world_size} devices, an equal share per worker")
         workers = []
         for rank in range(world_size):
             devices = tuple(
@@ -327,8 +327,8 @@ class ResourceManager(Closing):
         """
         if not 0 <= device < self.num_devices:
             raise IndexError(
-                f"device {device}; this ResourceManager holds {self.num_devices} devices, counted "
-                "from 0"
+                f"device is {device}; this ResourceManager holds {self.num_devices} devices, "
+                "counted from 0"
             )
         return [
             Holding(holder=each.holder, rank=worker.rank, since=each.since)

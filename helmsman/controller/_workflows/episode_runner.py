@@ -1,6 +1,6 @@
 """EpisodeRunner: runs one async user function per episode on one event loop, and forms batches.
 
-Time is the loop's, so that batch policies can be tested on a virtual clock
+Time is the loop's clock, so that batch policies can be tested on a virtual clock
 (helmsman.testing.run_virtually).
 """
 

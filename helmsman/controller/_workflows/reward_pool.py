@@ -107,7 +107,7 @@ class RewardPool(RoleController):
         max_in_flight_per_worker: int = 64,
         max_restarts: int = 64,
     ) -> Self:
-        """Start a pool of processes on this machine; its close ends them.
+        """Start a pool of processes on this machine; closing it ends them.
 
         Args:
             function: ``def`` or ``async def``; picklable, or an import path

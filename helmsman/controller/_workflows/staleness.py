@@ -85,7 +85,7 @@ class BatchPolicy(Protocol):
             state: State of the executor.
 
         Returns:
-            ``state.batch_size`` of ``waiting``, or nothing to wait for further episodes.
+            ``state.batch_size`` of ``waiting``, or an empty list to wait for further episodes.
         """
 
 

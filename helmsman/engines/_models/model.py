@@ -132,7 +132,7 @@ _LENGTH_INCLUDED = ("longrope", "su", "llama3")
 
 
 def max_positions(config: Any) -> int | None:
-    """Return the most tokens of a sequence that a model supports; None if unknown.
+    """Return the maximum tokens of a sequence that a model supports; None if unknown.
 
     Scaled rotary embeddings allow ``factor`` times as many, by vLLM's rules. If the number may
     already include the factor, the larger result is returned.

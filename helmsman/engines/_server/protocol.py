@@ -18,7 +18,7 @@ _OURS = {
     "--port": "the engine uses the port leased to its worker; leave it out",
     "--api-key": "each engine generates its own; leave it out",
 }
-"""Arguments that ServerConfig.args must not have -> what to do instead."""
+"""Arguments that ServerConfig.args must not have -> the alternative."""
 
 
 class ServerConfig(
@@ -33,7 +33,7 @@ class ServerConfig(
     tensor_parallel_size: int = 1
     """Devices that the model is split over, out of the worker's."""
     max_model_len: int | None = None
-    """Most tokens of a sequence, prompt and continuation; None uses the model's limit."""
+    """Maximum tokens of a sequence, prompt and continuation; None uses the model's limit."""
     dtype: str = "auto"
     """Type of weights and cache, by the server's name for it."""
     seed: int = 0
@@ -108,7 +108,7 @@ class Stats(NamedTuple):
 
 
 class Dialect(Protocol):
-    """How to start one kind of server and talk to it. Stateless."""
+    """Command, requests and answers of one kind of server. Stateless."""
 
     health_route: str
     """Route that answers 200 once the server is ready."""

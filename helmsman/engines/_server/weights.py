@@ -97,7 +97,7 @@ def as_folder(
     here.
 
     Args:
-        weights: The weights, or where to get them.
+        weights: The weights, or their location.
         group: This process's membership in weight-sync groups.
         forms: Accepted names and shapes; empty accepts all.
         exchange_folder: Folder in which files are written if the weights are not files yet.
@@ -146,7 +146,7 @@ def write_folder(buckets: Iterable[Mapping[str, torch.Tensor]], path: str) -> No
             raise OSError(
                 error.errno,
                 f"no room for {sum(tensor.nbytes for tensor in bucket.values())} more bytes of "
-                f"weights, after {writer.num_bytes}, in {path}: {error}. Free some, or set "
+                f"weights, after {writer.num_bytes}, in {path}: {error}. Free space, or set "
                 "ServerConfig.exchange_folder to a folder with room for all of them",
             ) from error
     writer.finish()

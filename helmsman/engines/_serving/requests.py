@@ -54,7 +54,7 @@ class Requests:
         read: Sends an attempt to the server and calls ``take`` until all of it has ended.
         has_ended: Whether the server has ended. If so, nothing is held back, so that ``read``
             raises.
-        max_model_len: Most tokens of a sequence; None if unknown.
+        max_model_len: Maximum tokens of a sequence; None if unknown.
         vocab_size: Size of the vocabulary; None if unknown.
         samples_together: Whether one attempt may have several samples, if they have no seeds.
         forget: Called when an attempt is closed, for servers that do not react to a closed

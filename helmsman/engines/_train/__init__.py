@@ -1,1 +1,1 @@
-"""Parts of the training engine: meshes, packing, attention, losses over chunks."""
+"""Parts of the training engine: meshes, packing, attention, chunked log-probabilities."""

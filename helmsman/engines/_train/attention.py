@@ -107,8 +107,8 @@ def check_heads(config: Any, tensor_size: int, context_size: int) -> None:
         raise ParallelLayoutError(
             what="context_parallel_size",
             requested=context_size,
-            observed=f"num_attention_heads {num_heads}, {per_rank} on each tensor-parallel rank, "
-            "which it does not divide",
+            observed=f"it does not divide the {per_rank} heads of each tensor-parallel rank "
+            f"(num_attention_heads is {num_heads})",
             step=f"Set context_parallel_size to {' or '.join(map(str, valid))}",
         )
 

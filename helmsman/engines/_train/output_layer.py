@@ -1,8 +1,7 @@
 """Models that return statistics of their tokens instead of logits.
 
-The output layer is taken out of a model's forward pass. What a model does with its logits after
-that layer, such as a soft cap, is found by calling its own forward method with stand-ins for its
-layers.
+The output layer is taken out of a model's forward pass. The model's operations on the logits after
+that layer, such as a soft cap, are found by calling its forward method with stand-ins for layers.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _separated(model: Any) -> tuple[bool, Transform | None]:
     """Return whether a linear layer on the base model's hidden states makes the logits.
 
-    Also returns what the model then does with each logit; None if nothing.
+    Also returns the model's operation on each logit after that; None if there is none.
     """
     head = model.get_output_embeddings()
     names = [name for name, child in model.named_children() if child is head]

@@ -54,7 +54,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
                 raise ParallelLayoutError(
                     what=name,
                     requested=size,
-                    observed="a number of ranks",
+                    observed="expected a positive number of ranks",
                     step=f"Set {name} to 1 or more",
                 )
         product = math.prod(sizes.values())
@@ -62,7 +62,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
             raise ParallelLayoutError(
                 what=" x ".join(f"{name} {size}" for name, size in sizes.items()),
                 requested=product,
-                observed=f"a world of {self.world_size} ranks",
+                observed=f"it does not divide the world size, {self.world_size}",
                 step=f"Start a multiple of {product} ranks, or choose sizes whose product divides "
                 f"{self.world_size}",
             )

@@ -3,7 +3,7 @@
 Megatron-LM, arXiv:1909.08053: the matrices of a layer are split by columns, then by rows, so that
 each rank computes some heads and some hidden units, and one sum over the ranks ends each half of
 the layer. A transformers model declares the split of each matrix (``base_model_tp_plan`` of its
-configuration, ``_tp_plan`` of its class); no model is known by name here.
+configuration, ``_tp_plan`` of its class); no model is listed by name here.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ class TensorPlan:
             if length % size:
                 is_vocabulary = name in (self._embedding_name, self._output_name)
                 what = (
-                    "a vocabulary of"
+                    "the vocabulary size,"
                     if is_vocabulary
-                    else f"{name} with {'columns' if dim else 'rows'} to the number of"
+                    else f"the number of {'columns' if dim else 'rows'} of {name},"
                 )
                 raise self._uneven(size, f"{what} {length}", length)
 
@@ -174,14 +174,14 @@ class TensorPlan:
         for field in ("num_attention_heads", "num_key_value_heads"):
             number = getattr(config, field, None)
             if number is not None and number % size:
-                raise self._uneven(size, f"{field} {number}", number)
+                raise self._uneven(size, f"{field}, {number}", number)
 
     def _uneven(self, size: int, observed: str, number: int) -> ParallelLayoutError:
         valid = [other for other in range(1, size) if number % other == 0]
         return ParallelLayoutError(
             what=f"tensor_parallel_size of {self._name}",
             requested=size,
-            observed=f"{observed}, which it does not divide",
+            observed=f"it does not divide {observed}",
             step=f"Set tensor_parallel_size to {' or '.join(map(str, valid))}",
         )
 

@@ -18,8 +18,8 @@ from torch.nn.functional import linear
 _CHUNK_NUMEL = 1 << 24
 """Logits of a chunk (64 MiB in float32), which bound the memory besides the gradients."""
 _KEPT_NUMEL = 1 << 27
-"""Most logits of a batch that are kept for the backward pass rather than computed again (256 MiB in
-bfloat16).
+"""Maximum logits of a batch that are kept for the backward pass rather than computed again (256 MiB
+in bfloat16).
 """
 
 
@@ -31,11 +31,11 @@ class OutputLayer(NamedTuple):
     bias: torch.Tensor | None = None
     """(V)."""
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """What the model does with logits (N, V), element by element, such as a soft cap."""
+    """The model's operation on logits (N, V), element by element, such as a soft cap."""
 
 
 class TokenStatistics(NamedTuple):
-    """Both (...) float32, and differentiable."""
+    """Statistics of tokens, each (...) float32 and differentiable."""
 
     logprobs: torch.Tensor
     """Log-probability of each target."""
@@ -52,7 +52,7 @@ def token_statistics(
     with_entropies: bool = False,
     chunk_numel: int = _CHUNK_NUMEL,
 ) -> TokenStatistics:
-    """Compute what a distribution over the vocabulary says of each target.
+    """Compute the log-probability of each target, and the entropy of its distribution.
 
     Args:
         inputs: (..., H) hidden states; without a layer (..., V) logits. Floating point.
@@ -60,8 +60,8 @@ def token_statistics(
         layer: The output layer, which is applied here.
         group: Ranks that share the vocabulary, in equal parts; the call and its backward pass are
             then collectives, and the gradients of the results must be the same on all of them.
-        with_entropies: Whether entropies are computed, too.
-        chunk_numel: Most logits that are computed at once.
+        with_entropies: Whether entropies are also computed.
+        chunk_numel: Maximum logits that are computed at once.
 
     Returns:
         The statistics; entropies are None unless asked for.

@@ -41,7 +41,7 @@ class VLLMInstance:
         self.config = config
         self._others = others
         self.failure: str | None = None
-        """Why vLLM can serve no more; None while it can."""
+        """Why vLLM can no longer serve; None while it can."""
         self.requests = Requests(
             self._read,
             has_ended=lambda: self.failure is not None,

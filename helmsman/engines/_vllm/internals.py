@@ -50,8 +50,8 @@ def require_vllm() -> None:
     found = re.match(r"(\d+)\.(\d+)", text)  # a source build has no number and is accepted
     if found and (int(found[1]), int(found[2])) < OLDEST:
         raise UnsupportedVLLMError(
-            f"the installed vLLM is {text}; VLLMEngine supports {_OLDEST_TEXT} and later. Install "
-            "one of these, such as by pip install 'helmsman[vllm]'"
+            f"the installed vLLM is {text}; VLLMEngine supports {_OLDEST_TEXT} and later. "
+            "Install one of these with: pip install 'helmsman[vllm]'"
         )
 
 
@@ -89,7 +89,7 @@ async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None])
     except ImportError as error:
         raise UnsupportedVLLMError(
             f"the installed vLLM lacks a part that VLLMEngine uses: {error}. It is tested with "
-            f"vLLM {_OLDEST_TEXT}; install that, such as by pip install 'helmsman[vllm]'"
+            f"vLLM {_OLDEST_TEXT}; install it with: pip install 'helmsman[vllm]'"
         ) from error
 
     class Listener(StatLoggerBase):  # type: ignore[misc, unused-ignore]

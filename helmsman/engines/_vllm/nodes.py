@@ -32,7 +32,7 @@ def instance_nodes() -> list[tuple[str, int]]:
 
 
 def node_arguments(nodes: Sequence[tuple[str, int]], num_ranks: int, port: int) -> dict[str, Any]:
-    """Return the further arguments of AsyncEngineArgs for an instance on these nodes.
+    """Return the additional arguments of AsyncEngineArgs for an instance on these nodes.
 
     Args:
         nodes: (address, number of devices) of each node, the first rank's first.
@@ -40,7 +40,7 @@ def node_arguments(nodes: Sequence[tuple[str, int]], num_ranks: int, port: int) 
         port: Free port of the first node, where the ranks meet.
 
     Raises:
-        ValueError: The nodes do not have one device per rank, or not equally many.
+        ValueError: The nodes do not have one device per rank, or differ in numbers of devices.
     """
     counts = [count for _, count in nodes]
     if num_ranks != sum(counts) or len(set(counts)) > 1:

@@ -133,7 +133,8 @@ class _Loading:
         if isinstance(place, DeviceTarget) and len(place.seats) > 1:
             if len(place.seats) != world.world_size:
                 raise DeviceSharingError(
-                    f"the instance has {world.world_size} ranks on {len(place.seats)} devices"
+                    f"the instance has {world.world_size} ranks on {len(place.seats)} devices; "
+                    "expected one device per rank"
                 )
             place = msgspec.structs.replace(place, seats=(place.seats[world.rank_in_group],))
             is_alone = True

@@ -36,7 +36,7 @@ class BroadcastGroup:
 
     Args:
         backend: ``gloo``, ``nccl`` or ``hccl``.
-        store: Where the members meet.
+        store: Store at which the members meet.
         rank: Rank of this process.
         world_size: Number of members.
         limit_s: Longest time in seconds for the members to meet.
@@ -69,11 +69,11 @@ class BroadcastGroup:
         """Begin a broadcast, which only reads ``tensor`` on rank 0.
 
         Args:
-            tensor: As in ``broadcast``.
+            tensor: Contiguous, any shape and dtype, on the group's device.
             limit_s: Longest time in seconds from now.
 
         Returns:
-            A function that waits for the end; it raises as ``broadcast`` does.
+            A function that waits for the end; it raises RuntimeError if a member left or is late.
 
         Raises:
             RuntimeError: A member has left, or ``abort`` was called.

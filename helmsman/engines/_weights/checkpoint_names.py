@@ -177,10 +177,10 @@ def _region(
 
 
 class Conversion:
-    """Converts the tensors of one transfer, as they come.
+    """Converts the tensors of one transfer, in the order of their arrival.
 
     Args:
-        names: Of the model whose tensors are transferred.
+        names: CheckpointNames of the model whose tensors are transferred.
     """
 
     def __init__(self, names: CheckpointNames) -> None:

@@ -77,7 +77,7 @@ def defer_model(
 
 
 class DeferredModel:
-    """A model on the meta device, but for buffers that no file has."""
+    """A model on the meta device, except for buffers that no file has."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ def _fill(
     parts: Mapping[str, Region],
     files: WeightFiles,
 ) -> None:
-    """Copy the tensors of files, or what is needed of them, into a shard of a tensor."""
+    """Copy the tensors of files, or the needed parts, into a shard of a tensor."""
     if len(parts) == 1:
         ((name, region),) = parts.items()
         if region == Region.whole(shape):

@@ -62,7 +62,7 @@ _ACK = b"loaded"
 
 
 class Seat:
-    """Where a trainer rank listens for the processes on its device, for one sync."""
+    """Socket on which a trainer rank accepts the processes on its device, for one sync."""
 
     def __init__(self) -> None:
         self.address = f"helmsman-weights-{secrets.token_hex(16)}"
@@ -106,7 +106,7 @@ class Seat:
 
 
 def sit_down(place: DeviceTarget, seat: str, *, is_absent: bool = False) -> Connection:
-    """Connect to a seat as a receiver, or on behalf of one that will not come.
+    """Connect to a seat as a receiver, or on behalf of one that is absent.
 
     Raises:
         ConnectionError: The trainer rank does not listen there (any more).
@@ -148,8 +148,8 @@ def _link(peer: socket.socket, timeout_s: float) -> Connection:
 class DeviceSender:
     """A trainer rank's end: fills buffers for all receivers at its seat.
 
-    A receiver that has exited, has failed or is late is left out of the rest, and only logged: its
-    instance reports the failure.
+    A receiver that has exited, has failed or is late is skipped from then on. This is only logged,
+    because its instance reports the failure.
 
     Args:
         links: Connection of each receiver.
@@ -182,7 +182,7 @@ class DeviceSender:
         self._send(_Header(data))
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Return the next buffer, after all receivers have loaded what it had."""
+        """Return the next buffer, after all receivers have loaded its previous content."""
         if self._num_filled >= NUM_BUFFERS:
             self._with_each(_await_ack)
         return self._pair[self._num_filled % NUM_BUFFERS].tensor
@@ -237,7 +237,7 @@ class DeviceReceiver:
     """A receiver's end: yields the headers and buffers of the trainer rank on its device.
 
     Args:
-        place: Where to connect: its first seat.
+        place: The target; its first seat is the address.
         device: Device of this process.
 
     Raises:

@@ -166,7 +166,7 @@ class _Packed:
     def _join(
         self, shape: tuple[int, ...], start: int, splits: Sequence[_Split], ranks: dict[int, int]
     ) -> torch.Tensor:
-        """Join what the splits divide, of the ranks with these coordinates by axis."""
+        """Join the parts of these splits, of the ranks with these coordinates by axis."""
         if not splits:
             of_rank = self._gathered[tuple(ranks[axis] for axis in self._axes)]
             return of_rank[start : start + math.prod(shape)].view(shape)

@@ -18,12 +18,11 @@ from helmsman.engines._weights.device_link import DeviceReceiver, DeviceSender, 
 
 _POLL_S = 0.005
 _CONNECT_S = 20.0
-"""Limit for members to connect once all have met, in which nothing else ends the wait for one that
-dies."""
+"""Limit for members to connect once all have met; nothing else ends the wait for one that dies."""
 
 
 class Outgoing(Protocol):
-    """Way of headers and tensors to receivers, which get all of them in order."""
+    """Sends headers and tensors to receivers, in order."""
 
     def send_header(self, data: bytes) -> None:
         """Send bytes that precede tensors, or end the transfer."""
@@ -48,7 +47,7 @@ class Arriving(Protocol):
         """Return the next (N,) uint8 bytes, valid until the next call of either method."""
 
     def leave(self) -> None:
-        """Take part no more."""
+        """Stop taking part."""
 
     def end(self) -> None:
         """Release the memory, after the end of the transfer or an error."""
@@ -81,7 +80,7 @@ class WeightGroup:
         return self._seat.address
 
     def leave_out(self, place: CollectiveTarget | DeviceTarget) -> None:
-        """Report that a receiver takes part no more: at this rank's seat, or by leaving its group.
+        """Report that a receiver no longer takes part, at this rank's seat or by leaving its group.
 
         From any thread.
         """
@@ -94,7 +93,7 @@ class WeightGroup:
                 sit_down(place, seat.address, is_absent=True).close()
 
     def close_seat(self) -> None:
-        """Listen no more, which ends the wait of processes that have connected. Idempotent."""
+        """Stop listening, which ends the wait of processes that have connected. Idempotent."""
         seat, self._seat = self._seat, None
         if seat is not None:
             seat.close()
@@ -111,7 +110,7 @@ class WeightGroup:
         """Meet the receivers, as the sender.
 
         Args:
-            place: The group, or the seats of devices.
+            place: The group, or the receivers on this rank's device.
             num_bytes: Size of the largest buffer; 0 if no tensors will be sent.
 
         Raises:

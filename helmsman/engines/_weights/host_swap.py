@@ -41,7 +41,7 @@ class HostBlocks:
         return pieces
 
     def reserve(self, num_bytes: int, *, pinned: bool) -> None:
-        """Allocate what is missing for ``num_bytes`` beside the bytes in use."""
+        """Allocate the memory missing for ``num_bytes`` beside the bytes in use."""
         missing = self._num_used + num_bytes - sum(map(len, self.blocks))
         while missing > 0:
             size = min(self._LARGEST, 1 << (missing.bit_length() - 1))

@@ -19,7 +19,7 @@ Gather = Callable[[Sequence[torch.Tensor], torch.dtype | None], Iterator[torch.T
 """Gathers whole tensors of a dtype from their shards; see ``gathering.gather``."""
 
 _GATHERED_BYTES = 32 << 20
-"""Most bytes that are gathered at once. More would not be faster, and every rank allocates them."""
+"""Maximum bytes gathered at once. More would not be faster, and every rank allocates them."""
 
 
 def checksum_of(tensor: torch.Tensor) -> int:

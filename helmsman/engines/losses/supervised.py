@@ -54,7 +54,7 @@ def value_loss(values: torch.Tensor, batch: Columns, clip: float | None = None) 
         batch: ``loss_mask`` (B, T) bool; float32 ``returns`` (B, T), as from
             helmsman.api.advantages.gae, or (B,); with ``clip`` also ``values`` (B, T), the output
             of ``forward`` before the batch's updates; optionally ``loss_weights`` (B,) or (B, T).
-        clip: If given, the loss is the larger one of that of the value and that of the value
+        clip: If given, the loss is the larger of the losses of the value and of the value
             clipped to within this distance of the old one (arXiv:2005.12729, section 3,
             optimisation 1).
 

@@ -32,7 +32,7 @@ class Listener:
             limit_s: Seconds without a connection after which it stops listening.
 
         Returns:
-            Why it cannot listen; '' on success.
+            The reason why it cannot listen; '' on success.
         """
         self.close()
         if port is None:
@@ -102,7 +102,7 @@ def reach(address: str, port: int, proof: bytes, limit_s: float) -> str:
         limit_s: Time limit of each step in seconds.
 
     Returns:
-        Why it cannot be reached; '' on success.
+        The reason why it cannot be reached; '' on success.
     """
     try:
         with socket.create_connection((address, port), timeout=limit_s) as peer:

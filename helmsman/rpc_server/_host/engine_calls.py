@@ -72,7 +72,7 @@ def is_pending(result: Any) -> bool:
 
 
 async def settled(result: Any) -> Any:
-    """Await a method's result, and what that returns, until it is a value."""
+    """Await a method's result, and any awaitable that it returns, until it is a value."""
     while is_pending(result):
         if isinstance(result, concurrent.futures.Future):
             result = asyncio.wrap_future(result)

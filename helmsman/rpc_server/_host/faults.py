@@ -74,7 +74,7 @@ def _start_helper(command: FaultCommand) -> subprocess.Popen[bytes]:
     with helper.stdout as said:
         if said.read(1) != b"r":
             raise OSError(
-                f"the helper that stops a worker ended with {helper.wait()} before it began"
+                f"the helper that stops a worker exited with status {helper.wait()} at its start"
             )
     return helper
 

@@ -19,7 +19,7 @@ class HandleStore(Protocol):
     """Storage for values behind handles."""
 
     def put(self, handle_id: str, payload: Payload) -> Any:
-        """Keep a packed value; returns its location, which travels in the handle."""
+        """Keep a packed value; returns its location, which the handle contains."""
 
     def fetch(self, handle: ResultHandle) -> Payload:
         """Return the packed value of a handle of any process. Raises HandleLostError."""

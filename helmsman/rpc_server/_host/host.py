@@ -64,7 +64,7 @@ ReplyFn = Callable[[Reply, Payload], None]
 
 _PROPERTIES = property, functools.cached_property
 DESTROY_S = 30.0
-"""Longest wait in seconds for an engine's async ``destroy``; the engine thread then goes on."""
+"""Longest wait in seconds for an engine's async ``destroy``; the engine thread then continues."""
 
 
 class EngineHost:
@@ -451,7 +451,7 @@ class EngineHost:
                     if not done.wait(DESTROY_S):
                         problems.append(
                             f"{dotted(name, 'destroy')} did not end within {DESTROY_S:g} s; it "
-                            "goes on in the background"
+                            "continues in the background"
                         )
             # An engine's own clean-up may raise anything.
             except BaseException as error:  # noqa: BLE001

@@ -57,7 +57,7 @@ class RewardEngine:
     async def async_score(self, call: Arguments, limit_s: float) -> Any:
         """Score with an async function; returns Overtime if it exceeds the limit.
 
-        A function that suppresses its cancellation goes on in the background.
+        A function that suppresses its cancellation continues in the background.
         """
         args, kwargs = call
         started = time.monotonic()

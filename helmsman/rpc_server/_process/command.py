@@ -38,7 +38,7 @@ class CommandEngine:
         command: Module name and arguments, quoted as for a shell. ``{port0}``, ``{port1}``, ...
             are replaced by the leased ports, ``{port}`` by the first one.
         ports: The ports leased to the worker.
-        ready: When the child has started; see ``SchedulingSpec.cmd_ready``.
+        ready: Condition under which the child counts as started; see SchedulingSpec.cmd_ready.
         node: Address of the worker's node.
         limit_s: Longest wait for a port or a check, in seconds.
 

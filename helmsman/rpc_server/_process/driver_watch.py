@@ -1,4 +1,4 @@
-"""Ends a forkserver and its run after the driver, even while the forkserver is still importing.
+"""Ends a forkserver and its run once the driver has exited, even while the forkserver imports.
 
 Standard library only.
 """

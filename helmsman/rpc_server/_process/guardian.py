@@ -158,7 +158,7 @@ def descendants(root: int, table: dict[int, Process]) -> set[int]:
 
 
 def family(worker_pid: int, tag: str) -> set[int]:
-    """Return the pids of a worker's family, without zombies, the worker and the caller.
+    """Return the pids of a worker's family, excluding zombies, the worker and the caller.
 
     Args:
         worker_pid: The worker, which may have exited.

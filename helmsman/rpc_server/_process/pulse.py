@@ -1,7 +1,7 @@
 """A worker's heartbeat: a shared page that others read while the worker cannot answer.
 
 The worker updates the page every BEAT_S with a beat and a description of itself, and records the
-begin and the end of each call. The controller, or the worker's observer.py on another machine,
+start and the end of each call. The controller, or the worker's observer.py on another machine,
 calls observe(); read() decodes the result.
 """
 
@@ -50,7 +50,7 @@ def shown_name(name: str) -> bytes:
 
 
 class CallRecord:
-    """Record in a page of the call that began last."""
+    """Record, in a page, of the call that began most recently."""
 
     def __init__(self, page: mmap.mmap, offset: int) -> None:
         # Bound once, since every call uses them.
@@ -68,7 +68,7 @@ class CallRecord:
 
 
 class Pulse:
-    """The page of this process.
+    """The heartbeat page of this process.
 
     Args:
         tag: Readers find the page by this tag, which is unique to the worker.

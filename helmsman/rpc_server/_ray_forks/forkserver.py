@@ -266,7 +266,7 @@ def read_order(
         imported_with: Environment under which the modules were imported.
 
     Returns:
-        None if the request is not for a plain Python worker, or if its environment differs from
+        The order; None if it is not for a plain Python worker, or if its environment differs from
         ``imported_with`` in variables that take effect at the start.
     """
     number, folder, *words = map(os.fsdecode, request.split(b"\0"))

@@ -53,7 +53,7 @@ def through_client(command: Sequence[str], workers: Path) -> list[str] | None:
         workers: Ray's folder of worker programs.
 
     Returns:
-        None if the command has an unexpected form.
+        The command; None if it has an unexpected form.
     """
     programs = [str(workers / "setup_worker.py"), str(workers / "default_worker.py")]
     expected = _COMMAND_OPTION + subprocess.list2cmdline([sys.executable, *programs]) + " "

@@ -44,7 +44,7 @@ from helmsman.rpc_server._wire.wire import (
 from helmsman.rpc_server.ports import RANGE_VARIABLE
 
 CHANNEL_BYTES = 1 << 20
-"""Between machines, payloads below this size go through a channel; larger ones travel beside it."""
+"""Between machines, payloads below this size use the channel; larger ones are sent beside it."""
 
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Exceptions of decoding a request."""

@@ -1,8 +1,8 @@
 """Parent of a LocalScheduler's workers: it imports torch once and forks workers in milliseconds.
 
-It runs no user code and has one thread, so it always answers. As their parent it learns the exit
-status of each worker. It also guarantees that nothing survives the driver: when its connection to
-the driver closes, or the driver's process ends, it ends all workers and their descendants,
+It runs no user code and has one thread, so it always answers. As their parent it receives the
+exit status of each worker. It also guarantees that nothing survives the driver: when its connection
+to the driver closes, or the driver's process ends, it ends all workers and their descendants,
 removes the run's folder and exits. If it cannot, its watcher does so (driver_watch.py).
 
     driver <--- Unix socket pair ---> forkserver --- fork ---> workers
@@ -85,7 +85,7 @@ class NotSpawned(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """A worker's process has ended; its family is ended next."""
+    """A worker's process has ended; its family, the processes it started, is ended next."""
 
     pid: int
     status: int

@@ -1,6 +1,6 @@
 """Payload codec: encodes arguments and results as a pickle stream and a list of raw buffers.
 
-Pickle protocol 5 carries the structure (cloudpickle where a class or function must travel by
+Pickle protocol 5 carries the structure (cloudpickle where a class or function must be sent by
 value). Every large buffer stays out of the stream and is not copied. Neither torch nor NumPy is
 imported until a value needs it.
 
@@ -105,7 +105,7 @@ def encode(obj: Any, *, root: str = "value", inband_below: int = 4096) -> Payloa
         NotSerializableError: A part cannot be pickled; has the path from ``root`` to the part.
     """
     if obj is None:
-        return Payload(_NONE, [], [])  # what most methods return
+        return Payload(_NONE, [], [])  # the result of most methods
     if _is_plain(obj, _PLAIN_DEPTH):
         return Payload(pickle.dumps(obj, 5), [], [])
     try:

@@ -48,7 +48,7 @@ class Verb(StrEnum):
     INSPECT = "inspect"
     """([request id, ...]) -> {request id: CallState}. Reports the states of calls; read-only."""
     CANCEL = "cancel"
-    """(request id) -> CallState. Withdraws a pending call; a call that has begun goes on."""
+    """(request id) -> CallState. Withdraws a pending call; a call that has begun continues."""
     RELEASE = "release"
     """(handle id) -> None."""
     FAULT = "fault"

@@ -52,7 +52,7 @@ _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; not in the fcntl module
 
 
 class SegmentLocation(msgspec.Struct, frozen=True):
-    """How another process of this machine and user finds a segment."""
+    """Location of a segment for other processes of this machine and user."""
 
     pid: int
     """Pid of its owner."""

@@ -139,7 +139,7 @@ class Stream:
 
     def _require_open(self) -> None:
         if not self.is_open:
-            raise ConnectionAbortedError("the connection was closed here")
+            raise ConnectionAbortedError("the connection was closed by this end")
 
     async def _ready(self, *, for_writing: bool) -> None:
         loop = asyncio.get_running_loop()

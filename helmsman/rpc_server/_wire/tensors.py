@@ -1,4 +1,4 @@
-"""Tensors for the codec: converts an exact ``torch.Tensor`` to raw bytes and back.
+"""Tensors for the codec: converts ``torch.Tensor``, but no subclass, to raw bytes and back.
 
 A tensor with dense elements, in any order, is sent from its own memory, with shape and strides.
 Dimensions of stride 0 (``expand``) cost nothing. Views with gaps are copied compactly first. The

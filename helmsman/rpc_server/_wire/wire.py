@@ -141,19 +141,19 @@ def from_wire(wire: WirePayload, *, populated: bool = True) -> Payload:
 
 
 MAX_FRAME_BYTES = 1 << 30
-"""Largest message. Large buffers travel beside it, so only a huge in-band pickle approaches it."""
+"""Largest message. Large buffers are sent beside it, so only a huge in-band pickle comes near."""
 
 
 class RequestFrame(msgspec.Struct, frozen=True, array_like=True):
     request: Request
     payload: WirePayload | None = None
-    """None if it travels beside the message."""
+    """None if it is sent beside the message."""
 
 
 class ReplyFrame(msgspec.Struct, frozen=True, array_like=True):
     reply: Reply
     payload: WirePayload | None = None
-    """None if it travels beside the message."""
+    """None if it is sent beside the message."""
 
 
 encode_frame = msgspec.msgpack.Encoder().encode
@@ -222,7 +222,7 @@ def require_size(size: int) -> None:
         raise ProtocolError(
             f"a message of {size} bytes is larger than the limit of {MAX_FRAME_BYTES}; send bulk "
             "data as tensors, arrays or "
-            "bytearrays, which travel beside the message"
+            "bytearrays, which are sent beside the message"
         )
 
 
@@ -358,7 +358,7 @@ class Session:
             num_received: Number of messages that the other end has received.
 
         Raises:
-            ProtocolError: The number contradicts what was sent and confirmed.
+            ProtocolError: The number contradicts the messages sent and confirmed.
         """
         self._confirm(num_received)
         return [

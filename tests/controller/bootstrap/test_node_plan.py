@@ -163,7 +163,7 @@ def test_worker_ports_without_room() -> None:
     for fact in (
         "10002 to 19999",
         "--port, --control-port and HELMSMAN_PORT_RANGE",
-        "to a range outside",
+        "to others",
     ):
         assert fact in str(caught.value)
 

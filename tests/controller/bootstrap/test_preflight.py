@@ -96,7 +96,7 @@ def test_require_port_that_is_free() -> None:
 def test_require_port_out_of_range(port: int) -> None:
     with pytest.raises(
         PreflightError,
-        match=f"port {port}, of the head's Ray, is invalid: expected 1 to 65535.*by --port",
+        match=f"port {port}, of the head's Ray, is invalid: expected 1 to 65535.*with --port",
     ):
         require_port(port, *WHAT, listens=False)
 
@@ -119,7 +119,7 @@ def test_require_port_names_its_holder(listen: Listen, tmp_path: Path, who: str)
     for fact in (
         f"port {port}, of the head's Ray",
         f"held by {who} (pid {pid}: ",
-        "by --port, the same on all nodes",
+        "with --port, the same on all nodes",
     ):
         assert fact in str(caught.value)
 

@@ -190,7 +190,7 @@ def test_supervisor_head_unreachable(make_nodes: MakeNodes, make_cable: MakeCabl
         "cannot be reached",
         "whether the run continues there is unknown",
     )
-    head.said("is lost: the connection was closed; the run goes on without it")
+    head.said("is lost: the connection was closed; the run continues without it")
     nodes.release()
     head.ends(0)
 
@@ -246,7 +246,7 @@ def test_supervisor_member_killed_returns_too_late(make_nodes: MakeNodes) -> Non
     head, member = nodes.start_running()
     ray = member.ray["pid"]
     member.signal(KILL)
-    head.said("is lost: the connection was closed; the run goes on without it")
+    head.said("is lost: the connection was closed; the run continues without it")
     wait_gone({"its Ray": ray})
     nodes.behaviour(1, "hangs")
     (nodes.folder / "1" / "started").unlink()

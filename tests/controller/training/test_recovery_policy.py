@@ -19,11 +19,11 @@ from helmsman.controller._training.recovery import RecoveryPolicy
         ({"window_s": 0.0}, "window_s is 0; expected more than 0"),
         (
             {"probe_every_s": 5.0, "dead_s": 4.0},
-            "probe_every_s 5 and dead_s 4 must be in this order",
+            "probe_every_s is 5 and dead_s 4; expected 0 < probe_every_s <= dead_s",
         ),
         (
             {"probe_every_s": 0.0},
-            "probe_every_s 0 and dead_s 60 must be in this order, and above 0",
+            "probe_every_s is 0 and dead_s 60; expected 0 < probe_every_s <= dead_s",
         ),
     ],
 )

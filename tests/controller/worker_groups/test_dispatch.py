@@ -439,7 +439,7 @@ def test_collecting_ranks() -> None:
     ]
     with pytest.raises(
         DispatchError,
-        match="rows are taken from coordinate 3 of tp, which has size 3. Name one from 0 to 2",
+        match="coordinate 3 of tp, which has size 3. Use a coordinate from 0 to 2",
     ):
         collecting_ranks(topology, AxisSharding(("dp",), (), {"tp": 3}))
 
@@ -522,17 +522,17 @@ def test_register_modes_that_go_together(mode: Any, execute: Execute) -> None:
         ),
         (
             {"dispatch_mode": Dispatch.DP_MP_COMPUTE, "remainder": "drop"},
-            "remainder='drop'. Give 'error', 'pad' or 'uneven'",
+            "remainder is 'drop'. Give 'error', 'pad' or 'uneven'",
         ),
         ({"dispatch_mode": Dispatch.ONE_TO_ALL, "shard": ("x",)}, "ONE_TO_ALL does not split"),
         ({"dispatch_mode": Dispatch.ONE_TO_ALL, "remainder": "pad"}, "ONE_TO_ALL does not split"),
         (
             {"dispatch_mode": Dispatch.ONE_TO_ALL, "collect": Collect.LIST},
-            "does not go with ONE_TO_ALL",
+            "cannot be combined with ONE_TO_ALL",
         ),
         (
             {"dispatch_mode": Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL, "collect": Collect.JOIN},
-            "does not go with",
+            "cannot be combined with",
         ),
     ],
 )
@@ -557,11 +557,11 @@ def test_register_refuses(options: dict[str, Any], said: str) -> None:
         ((("dp", "dp"),), "named twice"),
         (
             (("dp",), (), {"dp": 0}),
-            "take names dp, which shard splits",
+            "take and shard both contain dp; expected only axes that are not split",
         ),
         (
             (("dp",), None, {}, {"tp": 1}),
-            "give names tp; expected axes that are neither split nor replicated",
+            "give contains tp; expected axes that are neither split nor replicated",
         ),
     ],
 )

@@ -376,21 +376,21 @@ def test_initialize_indivisible_layouts(four_ranks: list[dict[str, Any]]) -> Non
         assert "GPT2LMHeadModel (gpt2) declares no plan" in found["no plan"][1]
         assert found["vocabulary"][0] == ParallelLayoutError.__name__
         assert (
-            "a vocabulary of 51, which it does not divide. Set tensor_parallel_size to 1"
+            "it does not divide the vocabulary size, 51. Set tensor_parallel_size to 1"
             in found["vocabulary"][1]
         )
         assert found["heads"][0] == ParallelLayoutError.__name__
         assert (
-            "num_key_value_heads 2, which it does not divide. Set tensor_parallel_size to 1 or 2"
+            "it does not divide num_key_value_heads, 2. Set tensor_parallel_size to 1 or 2"
             in found["heads"][1]
         )
         assert found["context heads"][0] == ParallelLayoutError.__name__
         assert (
-            "num_attention_heads 6, 3 on each tensor-parallel rank, which it does not divide"
+            "it does not divide the 3 heads of each tensor-parallel rank (num_attention_heads is 6)"
             in found["context heads"][1]
         )
         assert found["world"][0] == ParallelLayoutError.__name__
-        assert "but there is a world of 4 ranks" in found["world"][1]
+        assert "it does not divide the world size, 4" in found["world"][1]
 
 
 def test_packing_unsupported_model(make: Make) -> None:

@@ -187,7 +187,7 @@ def test_destroy_async_hangs(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> N
     asked.begin(2, Verb.CREATE_ENGINE, (Hanging, (), {}), engine="hanging")
     assert asked.answer(2) == (True, None)
     assert asked.ask(3, Verb.DESTROY, (["hanging"],)) == [
-        "hanging.destroy did not end within 0.05 s; it goes on in the background"
+        "hanging.destroy did not end within 0.05 s; it continues in the background"
     ]
     assert asked.ask(4, Verb.CALL, (("later",), {}), "note") == ["later"]
 
