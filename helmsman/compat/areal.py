@@ -9,13 +9,12 @@ reach all ranks of it, unless ``rpc_meta`` is ``{"broadcast": False}``.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import getpass
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast, dataclass_transform
 
 import helmsman
 from helmsman.api import errors
@@ -31,7 +30,8 @@ log = logging.getLogger(__name__)
 class SchedulingSpec:
     """The resources and environment of one worker, with AReaL's defaults.
 
-    ``mem`` and the fields of containers and Slurm have no effect.
+    ``cmd`` is 'python -m module arguments', in which Helmsman's worker replaces AReaL's servers.
+    Commas separate nodes. ``mem`` and the fields of containers and Slurm have no effect.
     """
 
     cpu: float = 8
@@ -42,15 +42,12 @@ class SchedulingSpec:
     task_type: str = "worker"
     env_vars: dict[str, str] = field(default_factory=dict)
     cmd: str | None = None
-    """'python -m module arguments'. AReaL's own servers are replaced by Helmsman's worker."""
     srun_additional_args: str = ""
     additional_bash_cmds: list[str] | None = None
     container_type: str = ""
     mount: str = ""
     nodelist: str | Sequence[str] | None = None
-    """Nodes, separated by commas."""
     exclude: str | Sequence[str] | None = None
-    """Nodes, separated by commas."""
     ray_placement_strategy: str = "shared"
 
 
@@ -91,90 +88,18 @@ class Worker:
     """Empty, as in AReaL."""
 
 
-def _as_job(job: Any) -> helmsman.Job:
-    """Convert a job of AReaL's fields, and log the fields that have no effect."""
-    given = getattr(job, "scheduling_strategy", None) or SchedulingStrategy()
-    kind = str(getattr(given.type, "value", given.type))  # its enumeration, or a string
-    if kind not in ("separation", "colocation"):
-        raise ValueError(
-            f"job {job.role!r}: scheduling_strategy.type is {kind!r}; expected 'separation' or "
-            "'colocation'"
-        )
-    colocated = kind == "colocation"
-    strategy = helmsman.SchedulingStrategy(
-        type=cast(Any, kind),
-        target=given.target if colocated else None,
-        fork=colocated and bool(getattr(given, "fork", True)),
-    )
-    tasks = list(job.tasks) or [SchedulingSpec()]
-    if ignored := sorted(set().union(*map(_ignored, filter(dataclasses.is_dataclass, tasks)))):
-        names = ", ".join(ignored)
-        log.warning("job %r: these fields of its specs have no effect: %s", job.role, names)
-    return helmsman.Job(
-        role=job.role,
-        replicas=job.replicas,
-        tasks=[_as_spec(job.role, spec, has_devices=not colocated) for spec in tasks],
-        scheduling_strategy=strategy,
-    )
-
-
-def _as_spec(role: str, spec: Any, *, has_devices: bool) -> helmsman.SchedulingSpec:
-    value: dict[str, Any] = {
-        name: getattr(spec, name, getattr(_DEFAULTS, name)) for name in _MAPPED
-    }
-    value["gpu"] *= has_devices  # a colocated worker has its target's
-    value["port_count"] = max(2, value["port_count"])
-    value["env_vars"] = _as_texts(value["env_vars"] or {})
-    value["cmd"] = _as_command(role, value["cmd"])
-    for name in ("nodelist", "exclude"):
-        value[name] = _as_nodes(value[name])
-    return helmsman.SchedulingSpec(**value)
-
-
-def _as_texts(variables: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(value) for name, value in variables.items()}
-
-
-def _as_nodes(nodes: str | Sequence[str] | None) -> list[str]:
-    names = nodes.split(",") if isinstance(nodes, str) else nodes or ()
-    return [name.strip() for name in names if name.strip()]
-
-
-def _as_command(role: str, cmd: str | None) -> str | None:
-    """Return a module and its arguments; None for the servers that Helmsman's worker replaces."""
-    if not cmd or "areal.infra.rpc." in cmd:
-        return None
-    program, *rest = cmd.split(maxsplit=2)
-    if rest[:1] == ["-m"] and program.rpartition("/")[2].startswith("python"):
-        cmd = rest[1]
-    elif program.startswith("python") or "/" in program:
-        raise WorkerCreationError(role, f"cmd is {cmd!r}; expected 'python -m module arguments'")
-    return f"{cmd} --port {{port}}"
-
-
-def _ignored(spec: Any) -> set[str]:
-    """Return the fields with another value than their default that have no effect."""
-    fields = [each for each in dataclasses.fields(spec) if each.name not in _MAPPED]
-    return {each.name for each in fields if getattr(spec, each.name) != each.default}
-
-
 # --- errors ---------------------------------------------------------------------------------------
 
 
-class SchedulerError(Exception):
+@dataclass_transform(eq_default=False)
+class SchedulerError(errors.HelmsmanError):
     """Base of AReaL's errors; ``__cause__`` is Helmsman's error."""
 
-    template: ClassVar[str] = ""
-
-    def __str__(self) -> str:
-        return self.template.format_map(vars(self)) if self.template else super().__str__()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        names = getattr(self, "__dataclass_fields__", ())
-        return (type(self), tuple(getattr(self, name) for name in names) or self.args)
+    def __init__(self, *values: Any, **fields: Any) -> None:
+        named = dict(zip(self.field_names, values, strict=False))
+        super().__init__(*values[len(named) :], **named, **fields)
 
 
-@dataclass(eq=False)
 class WorkerCreationError(SchedulerError):
     """Workers that did not start, or an invalid job."""
 
@@ -184,7 +109,6 @@ class WorkerCreationError(SchedulerError):
     template = "worker {worker_key!r} cannot be created: {reason}{details}"
 
 
-@dataclass(eq=False)
 class WorkerFailedError(SchedulerError):
     """A worker process that has died; a signal is a negative exit code."""
 
@@ -194,7 +118,6 @@ class WorkerFailedError(SchedulerError):
     template = "worker {worker_id!r} has exited with code {exit_code}: {stderr}"
 
 
-@dataclass(eq=False)
 class WorkerNotFoundError(SchedulerError):
     """An unknown worker or role."""
 
@@ -202,7 +125,6 @@ class WorkerNotFoundError(SchedulerError):
     template = "no worker or role {worker_id!r}"
 
 
-@dataclass(eq=False)
 class EngineCreationError(SchedulerError):
     """An engine whose constructor raised or took too long, or whose name is in use."""
 
@@ -212,7 +134,6 @@ class EngineCreationError(SchedulerError):
     template = "no engine was created on worker {worker_id!r}: {reason}"
 
 
-@dataclass(eq=False)
 class EngineCallError(SchedulerError):
     """A call without a result. It was sent once: ``attempt`` is always 1."""
 
@@ -223,7 +144,6 @@ class EngineCallError(SchedulerError):
     template = "the call of {method!r} on worker {worker_id!r} failed: {reason}"
 
 
-@dataclass(eq=False)
 class WorkerTimeoutError(SchedulerError):
     """Workers that did not answer in time."""
 
@@ -232,7 +152,6 @@ class WorkerTimeoutError(SchedulerError):
     template = "worker {worker_key!r} did not answer within {timeout} s"
 
 
-@dataclass(eq=False)
 class EngineImportError(SchedulerError):
     """An engine's import path that the worker cannot resolve."""
 
@@ -262,35 +181,32 @@ def _areal_errors(worker: str, method: str = "") -> Iterator[None]:
     """Raise AReaL's errors for Helmsman's; ``worker`` is a worker or a role."""
     try:
         yield
+    except errors.WorkerNotFoundError as error:
+        raise WorkerNotFoundError(error.name) from error
+    except errors.WorkerFailedError as error:
+        code = -(error.exit_signal or 1) if error.exit_code is None else error.exit_code
+        raise WorkerFailedError(error.worker_id, code, str(error)) from error
+    except errors.EngineImportError as error:
+        raise EngineImportError(error.engine_path, error.reason) from error
+    except (errors.JobError, errors.StartError) as error:
+        raise WorkerCreationError(error.role or worker, str(error)) from error
+    except (errors.CallError, errors.EngineNotFoundError) as error:
+        if isinstance(error, errors.CallTimeoutError) and not method:
+            raise WorkerTimeoutError(worker, error.limit_s) from error
+        if method == "__init__":
+            raise EngineCreationError(worker, str(error)) from error
+        raise EngineCallError(worker, method, str(error)) from error
+    except SchedulerError:
+        raise
     except errors.HelmsmanError as error:
-        raise _as_areal_error(error, str(error), worker, method) from error
-
-
-def _as_areal_error(error: Any, reason: str, worker: str, method: str) -> SchedulerError:
-    match error:
-        case errors.WorkerNotFoundError():
-            return WorkerNotFoundError(error.name)
-        case errors.WorkerFailedError():
-            code = -(error.exit_signal or 1) if error.exit_code is None else error.exit_code
-            return WorkerFailedError(error.worker_id, code, reason)
-        case errors.EngineImportError():
-            return EngineImportError(error.engine_path, error.reason)
-        case errors.JobError() | errors.StartError():
-            return WorkerCreationError(error.role or worker, reason)
-        case errors.CallTimeoutError() if not method:
-            return WorkerTimeoutError(worker, error.limit_s)
-        case errors.CallError() | errors.EngineNotFoundError():
-            if method == "__init__":
-                return EngineCreationError(worker, reason)
-            return EngineCallError(worker, method, reason)
-    return SchedulerError(reason)
+        raise SchedulerError(str(error)) from error
 
 
 # --- schedulers -----------------------------------------------------------------------------------
 
 
 class Scheduler(Closing):
-    """AReaL's Scheduler on one of Helmsman's.
+    """AReaL's Scheduler on one of Helmsman's; its methods raise SchedulerErrors.
 
     Args:
         scheduler: The scheduler that does the work; it belongs to this one.
@@ -304,8 +220,7 @@ class Scheduler(Closing):
         startup_timeout: float,
         n_gpus_per_node: int | None = None,
     ) -> None:
-        self.helmsman = scheduler
-        self.startup_timeout = startup_timeout
+        self.helmsman, self.startup_timeout = scheduler, startup_timeout
         self._n_gpus_per_node = n_gpus_per_node
         self._has_explained_retries = False
 
@@ -319,15 +234,10 @@ class Scheduler(Closing):
         self.helmsman.close()
 
     def create_workers(self, job: Any, *_: Any, **__: Any) -> list[str]:
-        """Start a job's workers and return their ids. Other arguments have no effect.
-
-        Raises:
-            WorkerCreationError: The job is invalid or cannot start. Nothing of it remains.
-            WorkerNotFoundError: The role to colocate with does not exist.
-        """
-        ours = isinstance(job, helmsman.Job)
+        """Start a job's workers, all or none, and return their ids; other arguments are ignored."""
         with _areal_errors(job.role):
-            return self.helmsman.create_workers(job if ours else _as_job(job))
+            ours = isinstance(job, helmsman.Job)
+            return self.helmsman.create_workers(job if ours else self._as_job(job))
 
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
         """Return a role's workers in rank order, once each has answered.
@@ -335,9 +245,6 @@ class Scheduler(Closing):
         Args:
             role: The role.
             timeout: Limit in seconds; ``startup_timeout`` if None.
-
-        Raises:
-            SchedulerError: A WorkerNotFoundError, WorkerFailedError or WorkerTimeoutError.
         """
         with _areal_errors(role):
             limit_s = self.startup_timeout if timeout is None else timeout
@@ -351,11 +258,11 @@ class Scheduler(Closing):
             role: The role; None for all roles.
             reverse_order: Whether to end rank 0 last.
         """
-        with _areal_errors(role or ""):
-            try:
+        try:
+            with _areal_errors(role or ""):
                 self.helmsman.delete_workers(role, reverse_order)
-            except errors.RoleNotFoundError as error:
-                log.warning("delete_workers(%r) has nothing to delete: %s", role, error)
+        except WorkerNotFoundError as error:
+            log.warning("delete_workers(%r) has nothing to delete: %s", role, error.__cause__)
 
     def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
         """Start a sibling process for each worker of a role; return their ids.
@@ -364,12 +271,9 @@ class Scheduler(Closing):
             role: Name of the new role.
             target_role: The role whose workers get siblings, on the same nodes and devices.
             command: Module that each sibling runs with ``--port``, its ``worker_ports[0]``.
-
-        Raises:
-            SchedulerError: A WorkerNotFoundError or WorkerCreationError.
         """
         with _areal_errors(role):
-            return self.helmsman.fork_workers(role, target_role, _as_command(role, command))
+            return self.helmsman.fork_workers(role, target_role, self._as_command(role, command))
 
     async def set_worker_env(self, worker_id: str, env: Mapping[str, Any]) -> None:
         """Set environment variables in a worker, before its engines are created."""
@@ -387,10 +291,6 @@ class Scheduler(Closing):
             engine_name: Name of the engine; the worker's id if None.
             *args: Positional arguments of the engine.
             **kwargs: Named arguments of the engine.
-
-        Raises:
-            EngineCreationError: The constructor raised or took too long, or the name is in use.
-            SchedulerError: An EngineImportError, WorkerNotFoundError or WorkerFailedError.
         """
         spec = EngineSpec(target=engine, kwargs=kwargs)
         with _areal_errors(worker_id, "__init__"):
@@ -410,44 +310,90 @@ class Scheduler(Closing):
                 rpc_meta: {"broadcast": bool} and other options of Helmsman's call_engine.
                 http_timeout: limit in seconds, 7200 by default. max_retries, retry_delay: no
                 effect, since a failed attempt may have run and is never sent again.
-
-        Raises:
-            EngineCallError: The method raised, does not exist or took too long.
-            SchedulerError: A WorkerNotFoundError or WorkerFailedError.
         """
+        call = self.helmsman.call_engine
         with _areal_errors(worker_id, method):
-            return self.helmsman.call_engine(
-                worker_id, method, engine_name, *args, **self._options(**kwargs)
-            )
+            return call(worker_id, method, engine_name, *args, **self._options(kwargs))
 
     async def async_call_engine(
         self, worker_id: str, method: str, engine_name: str | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """Await call_engine; the arguments and errors are the same."""
+        call = self.helmsman.async_call_engine
         with _areal_errors(worker_id, method):
-            return await self.helmsman.async_call_engine(
-                worker_id, method, engine_name, *args, **self._options(**kwargs)
-            )
+            return await call(worker_id, method, engine_name, *args, **self._options(kwargs))
 
-    def _options(
-        self,
-        *,
-        rpc_meta: Mapping[str, Any] | None = None,
-        http_timeout: float | None = None,
-        max_retries: int = 1,
-        retry_delay: float = 0.0,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Return Helmsman's options of a call; ``kwargs`` are the method's."""
-        if max_retries > 1 and not self._has_explained_retries:
+    def _options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return Helmsman's options of a call; the other arguments are the method's."""
+        meta, limit_s = kwargs.pop("rpc_meta", None) or {}, kwargs.pop("http_timeout", None)
+        num_retries, delay_s = kwargs.pop("max_retries", 1), kwargs.pop("retry_delay", 0.0)
+        if num_retries > 1 and not self._has_explained_retries:
             self._has_explained_retries = True
             log.warning(
                 "max_retries=%d, retry_delay=%g: no effect, since a failed call may have run and "
                 "is never sent again. Catch EngineCallError to call the method again.",
-                max_retries,
-                retry_delay,
+                num_retries,
+                delay_s,
             )
-        return {"rpc_meta": {**(rpc_meta or {}), "kwargs": kwargs}, "rpc_timeout": http_timeout}
+        return {"rpc_meta": {**meta, "kwargs": kwargs}, "rpc_timeout": limit_s}
+
+    # --- jobs and commands ------------------------------------------------------------------------
+
+    def _as_job(self, job: Any) -> helmsman.Job:
+        """Convert a job of AReaL's fields, and log the fields that have no effect."""
+        given = getattr(job, "scheduling_strategy", None) or SchedulingStrategy()
+        kind = str(getattr(given.type, "value", given.type))  # its enumeration, or a string
+        if kind not in ("separation", "colocation"):
+            expected = "expected 'separation' or 'colocation'"
+            raise ValueError(f"job {job.role!r}: scheduling_strategy.type is {kind!r}; {expected}")
+        tasks, colocated = list(job.tasks) or [_DEFAULTS], kind == "colocation"
+        ignored = {
+            each.name
+            for spec in filter(is_dataclass, tasks)
+            for each in fields(spec)
+            if each.name not in _MAPPED and getattr(spec, each.name) != each.default
+        }
+        if ignored:
+            names = ", ".join(sorted(ignored))
+            log.warning("job %r: these fields of its specs have no effect: %s", job.role, names)
+        return helmsman.Job(
+            role=job.role,
+            replicas=job.replicas,
+            tasks=[self._as_spec(job.role, spec, has_devices=not colocated) for spec in tasks],
+            scheduling_strategy=helmsman.SchedulingStrategy(
+                type=cast(Any, kind),
+                target=given.target if colocated else None,
+                fork=colocated and bool(getattr(given, "fork", True)),
+            ),
+        )
+
+    def _as_spec(self, role: str, spec: Any, *, has_devices: bool) -> helmsman.SchedulingSpec:
+        value = {name: getattr(spec, name, getattr(_DEFAULTS, name)) for name in _MAPPED}
+        value["gpu"] *= has_devices  # a colocated worker has its target's
+        value["port_count"] = max(2, value["port_count"])
+        value["env_vars"] = _as_texts(value["env_vars"] or {})
+        value["cmd"] = self._as_command(role, value["cmd"])
+        for name in ("nodelist", "exclude"):
+            nodes = value[name] or ()
+            names = nodes.split(",") if isinstance(nodes, str) else nodes
+            value[name] = [each.strip() for each in names if each.strip()]
+        return helmsman.SchedulingSpec(**value)
+
+    def _as_command(self, role: str, cmd: str | None) -> str | None:
+        """Return a module and its arguments; None for servers that Helmsman's worker replaces."""
+        if not cmd or "areal.infra.rpc." in cmd:
+            return None
+        program, *rest = cmd.split(maxsplit=2)
+        if rest[:1] == ["-m"] and program.rpartition("/")[2].startswith("python"):
+            cmd = rest[1]
+        elif program.startswith("python") or "/" in program:
+            reason = f"cmd is {cmd!r}; expected 'python -m module arguments'"
+            raise WorkerCreationError(role, reason)
+        return f"{cmd} --port {{port}}"
+
+
+def _as_texts(variables: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in variables.items()}
 
 
 class LocalScheduler(Scheduler):

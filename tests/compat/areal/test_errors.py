@@ -27,6 +27,6 @@ def test_error_has_attributes_and_survives_pickling(
 ) -> None:
     loaded = pickle.loads(pickle.dumps(error))
     assert str(loaded) == str(error)
-    assert attributes.items() <= vars(loaded).items()
+    assert {name: getattr(loaded, name) for name in attributes} == attributes
     for value in attributes.values():
         assert value is None or str(value) in str(error)
