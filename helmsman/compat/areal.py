@@ -46,8 +46,8 @@ class SchedulingSpec:
     additional_bash_cmds: list[str] | None = None
     container_type: str = ""
     mount: str = ""
-    nodelist: str | Sequence[str] | None = None
-    exclude: str | Sequence[str] | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
     ray_placement_strategy: str = "shared"
 
 
@@ -78,14 +78,65 @@ class Job:
 
 @dataclass
 class Worker:
-    """A running worker."""
+    """A running worker. ``engine_ports`` is empty, as in AReaL."""
 
     id: str
     ip: str
     worker_ports: list[str] = field(default_factory=list)
     """Its leased ports, at least two: the first for its ``cmd``, the second as a master port."""
     engine_ports: list[str] = field(default_factory=list)
-    """Empty, as in AReaL."""
+
+
+def _as_job(job: Any) -> helmsman.Job:
+    """Convert a job of AReaL's fields, and log the fields that have no effect."""
+    given = getattr(job, "scheduling_strategy", None) or SchedulingStrategy()
+    kind = str(getattr(given.type, "value", given.type))  # its enumeration, or a string
+    if kind not in ("separation", "colocation"):
+        expected = "expected 'separation' or 'colocation'"
+        raise ValueError(f"job {job.role!r}: scheduling_strategy.type is {kind!r}; {expected}")
+    tasks, colocated = list(job.tasks) or [_DEFAULTS], kind == "colocation"
+    ignored = {
+        each.name
+        for spec in filter(is_dataclass, tasks)
+        for each in fields(spec)
+        if each.name not in _MAPPED and getattr(spec, each.name) != each.default
+    }
+    if ignored:
+        names = ", ".join(sorted(ignored))
+        log.warning("job %r: these fields of its specs have no effect: %s", job.role, names)
+    return helmsman.Job(
+        role=job.role,
+        replicas=job.replicas,
+        tasks=[_as_spec(job.role, spec, has_devices=not colocated) for spec in tasks],
+        scheduling_strategy=helmsman.SchedulingStrategy(
+            type=cast(Any, kind),
+            target=given.target if colocated else None,
+            fork=colocated and bool(getattr(given, "fork", True)),
+        ),
+    )
+
+
+def _as_spec(role: str, spec: Any, *, has_devices: bool) -> helmsman.SchedulingSpec:
+    value = {name: getattr(spec, name, getattr(_DEFAULTS, name)) for name in _MAPPED}
+    value["gpu"] *= has_devices  # a colocated worker has its target's
+    value["port_count"] = max(2, value["port_count"])
+    value["env_vars"] = {key: str(each) for key, each in (value["env_vars"] or {}).items()}
+    value["cmd"] = _as_command(role, value["cmd"])
+    for name in ("nodelist", "exclude"):
+        value[name] = [each.strip() for each in (value[name] or "").split(",") if each.strip()]
+    return helmsman.SchedulingSpec(**value)
+
+
+def _as_command(role: str, cmd: str | None) -> str | None:
+    """Return a module and its arguments; None for servers that Helmsman's worker replaces."""
+    if not cmd or "areal.infra.rpc." in cmd:
+        return None
+    program, *rest = cmd.split(maxsplit=2)
+    if rest[:1] == ["-m"] and program.rpartition("/")[2].startswith("python"):
+        cmd = rest[1]
+    elif program.startswith("python") or "/" in program:
+        raise WorkerCreationError(role, f"cmd is {cmd!r}; expected 'python -m module arguments'")
+    return f"{cmd} --port {{port}}"
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -160,20 +211,11 @@ class EngineImportError(SchedulerError):
     template = "the engine {import_path!r} cannot be imported: {reason}"
 
 
-class WorkerConfigurationError(SchedulerError):
-    """Never raised: workers are configured as they start."""
-
-
 class PortAllocationError(SchedulerError):
-    """Never raised: WorkerCreationError is."""
+    """Never raised, under none of its names: WorkerCreationError or WorkerFailedError is."""
 
 
-class GPUAllocationError(SchedulerError):
-    """Never raised: WorkerCreationError is."""
-
-
-class RPCConnectionError(SchedulerError):
-    """Never raised: a lost connection is a WorkerFailedError."""
+WorkerConfigurationError = GPUAllocationError = RPCConnectionError = PortAllocationError
 
 
 @contextlib.contextmanager
@@ -196,8 +238,6 @@ def _areal_errors(worker: str, method: str = "") -> Iterator[None]:
         if method == "__init__":
             raise EngineCreationError(worker, str(error)) from error
         raise EngineCallError(worker, method, str(error)) from error
-    except SchedulerError:
-        raise
     except errors.HelmsmanError as error:
         raise SchedulerError(str(error)) from error
 
@@ -211,18 +251,13 @@ class Scheduler(Closing):
     Args:
         scheduler: The scheduler that does the work; it belongs to this one.
         startup_timeout: Limit of ``get_workers`` in seconds.
-        n_gpus_per_node: Number of accelerators per node; the observed number when None.
     """
 
-    def __init__(
-        self,
-        scheduler: helmsman.Scheduler,
-        startup_timeout: float,
-        n_gpus_per_node: int | None = None,
-    ) -> None:
+    _n_gpus_per_node: int | None = None
+    _has_explained_retries = False
+
+    def __init__(self, scheduler: helmsman.Scheduler, startup_timeout: float) -> None:
         self.helmsman, self.startup_timeout = scheduler, startup_timeout
-        self._n_gpus_per_node = n_gpus_per_node
-        self._has_explained_retries = False
 
     @property
     def n_gpus_per_node(self) -> int:
@@ -235,29 +270,19 @@ class Scheduler(Closing):
 
     def create_workers(self, job: Any, *_: Any, **__: Any) -> list[str]:
         """Start a job's workers, all or none, and return their ids; other arguments are ignored."""
+        ours = job if isinstance(job, helmsman.Job) else _as_job(job)
         with _areal_errors(job.role):
-            ours = isinstance(job, helmsman.Job)
-            return self.helmsman.create_workers(job if ours else self._as_job(job))
+            return self.helmsman.create_workers(ours)
 
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
-        """Return a role's workers in rank order, once each has answered.
-
-        Args:
-            role: The role.
-            timeout: Limit in seconds; ``startup_timeout`` if None.
-        """
+        """Return a role's workers in rank order, once each has answered within ``timeout`` s."""
         with _areal_errors(role):
             limit_s = self.startup_timeout if timeout is None else timeout
             found = self.helmsman.get_workers(role, limit_s)
         return [Worker(each.id, each.ip, list(each.engine_ports)) for each in found]
 
     def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
-        """End a role's workers; an unknown role is logged as a warning.
-
-        Args:
-            role: The role; None for all roles.
-            reverse_order: Whether to end rank 0 last.
-        """
+        """End the workers of a role, or of all; an unknown role is logged as a warning."""
         try:
             with _areal_errors(role or ""):
                 self.helmsman.delete_workers(role, reverse_order)
@@ -265,33 +290,24 @@ class Scheduler(Closing):
             log.warning("delete_workers(%r) has nothing to delete: %s", role, error.__cause__)
 
     def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
-        """Start a sibling process for each worker of a role; return their ids.
+        """Start a sibling process for each worker of ``target_role``; return their ids.
 
-        Args:
-            role: Name of the new role.
-            target_role: The role whose workers get siblings, on the same nodes and devices.
-            command: Module that each sibling runs with ``--port``, its ``worker_ports[0]``.
+        Each runs ``command``, a module, with its ``worker_ports[0]`` as ``--port``.
         """
+        command = _as_command(role, command)
         with _areal_errors(role):
-            return self.helmsman.fork_workers(role, target_role, self._as_command(role, command))
+            return self.helmsman.fork_workers(role, target_role, command)
 
     async def set_worker_env(self, worker_id: str, env: Mapping[str, Any]) -> None:
         """Set environment variables in a worker, before its engines are created."""
+        texts = {name: str(value) for name, value in env.items()}
         with _areal_errors(worker_id, "set_worker_env"):
-            await self.helmsman.set_worker_env(worker_id, _as_texts(env))
+            await self.helmsman.set_worker_env(worker_id, texts)
 
     async def create_engine(
         self, worker_id: str, engine: Any, engine_name: str | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        """Build an engine in a worker.
-
-        Args:
-            worker_id: The worker.
-            engine: Import path 'package.module.Class', or a class.
-            engine_name: Name of the engine; the worker's id if None.
-            *args: Positional arguments of the engine.
-            **kwargs: Named arguments of the engine.
-        """
+        """Build an engine, a class or its import path; it has the worker's id as default name."""
         spec = EngineSpec(target=engine, kwargs=kwargs)
         with _areal_errors(worker_id, "__init__"):
             await self.helmsman.create_engine(worker_id, spec, engine_name, *args)
@@ -306,10 +322,9 @@ class Scheduler(Closing):
             method: Name of the method.
             engine_name: Name of the engine; the worker's id if None.
             *args: Positional arguments of the method.
-            **kwargs: Named arguments of the method, ``timeout`` included; and these of the call.
-                rpc_meta: {"broadcast": bool} and other options of Helmsman's call_engine.
-                http_timeout: limit in seconds, 7200 by default. max_retries, retry_delay: no
-                effect, since a failed attempt may have run and is never sent again.
+            **kwargs: Named arguments of the method, and these of the call: http_timeout, its limit
+                in seconds, 7200 by default; rpc_meta, options of Helmsman's call_engine such as
+                {"broadcast": False}; max_retries and retry_delay, which have no effect.
         """
         call = self.helmsman.call_engine
         with _areal_errors(worker_id, method):
@@ -326,74 +341,15 @@ class Scheduler(Closing):
     def _options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return Helmsman's options of a call; the other arguments are the method's."""
         meta, limit_s = kwargs.pop("rpc_meta", None) or {}, kwargs.pop("http_timeout", None)
-        num_retries, delay_s = kwargs.pop("max_retries", 1), kwargs.pop("retry_delay", 0.0)
+        num_retries, _ = kwargs.pop("max_retries", 1), kwargs.pop("retry_delay", None)
         if num_retries > 1 and not self._has_explained_retries:
             self._has_explained_retries = True
             log.warning(
-                "max_retries=%d, retry_delay=%g: no effect, since a failed call may have run and "
-                "is never sent again. Catch EngineCallError to call the method again.",
+                "max_retries=%d has no effect: a failed call may have run and is never sent again. "
+                "Catch EngineCallError to call the method again.",
                 num_retries,
-                delay_s,
             )
         return {"rpc_meta": {**meta, "kwargs": kwargs}, "rpc_timeout": limit_s}
-
-    # --- jobs and commands ------------------------------------------------------------------------
-
-    def _as_job(self, job: Any) -> helmsman.Job:
-        """Convert a job of AReaL's fields, and log the fields that have no effect."""
-        given = getattr(job, "scheduling_strategy", None) or SchedulingStrategy()
-        kind = str(getattr(given.type, "value", given.type))  # its enumeration, or a string
-        if kind not in ("separation", "colocation"):
-            expected = "expected 'separation' or 'colocation'"
-            raise ValueError(f"job {job.role!r}: scheduling_strategy.type is {kind!r}; {expected}")
-        tasks, colocated = list(job.tasks) or [_DEFAULTS], kind == "colocation"
-        ignored = {
-            each.name
-            for spec in filter(is_dataclass, tasks)
-            for each in fields(spec)
-            if each.name not in _MAPPED and getattr(spec, each.name) != each.default
-        }
-        if ignored:
-            names = ", ".join(sorted(ignored))
-            log.warning("job %r: these fields of its specs have no effect: %s", job.role, names)
-        return helmsman.Job(
-            role=job.role,
-            replicas=job.replicas,
-            tasks=[self._as_spec(job.role, spec, has_devices=not colocated) for spec in tasks],
-            scheduling_strategy=helmsman.SchedulingStrategy(
-                type=cast(Any, kind),
-                target=given.target if colocated else None,
-                fork=colocated and bool(getattr(given, "fork", True)),
-            ),
-        )
-
-    def _as_spec(self, role: str, spec: Any, *, has_devices: bool) -> helmsman.SchedulingSpec:
-        value = {name: getattr(spec, name, getattr(_DEFAULTS, name)) for name in _MAPPED}
-        value["gpu"] *= has_devices  # a colocated worker has its target's
-        value["port_count"] = max(2, value["port_count"])
-        value["env_vars"] = _as_texts(value["env_vars"] or {})
-        value["cmd"] = self._as_command(role, value["cmd"])
-        for name in ("nodelist", "exclude"):
-            nodes = value[name] or ()
-            names = nodes.split(",") if isinstance(nodes, str) else nodes
-            value[name] = [each.strip() for each in names if each.strip()]
-        return helmsman.SchedulingSpec(**value)
-
-    def _as_command(self, role: str, cmd: str | None) -> str | None:
-        """Return a module and its arguments; None for servers that Helmsman's worker replaces."""
-        if not cmd or "areal.infra.rpc." in cmd:
-            return None
-        program, *rest = cmd.split(maxsplit=2)
-        if rest[:1] == ["-m"] and program.rpartition("/")[2].startswith("python"):
-            cmd = rest[1]
-        elif program.startswith("python") or "/" in program:
-            reason = f"cmd is {cmd!r}; expected 'python -m module arguments'"
-            raise WorkerCreationError(role, reason)
-        return f"{cmd} --port {{port}}"
-
-
-def _as_texts(variables: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(value) for name, value in variables.items()}
 
 
 class LocalScheduler(Scheduler):
@@ -456,5 +412,6 @@ class RayScheduler(Scheduler):
     ) -> None:
         if exp_config is not None:
             n_gpus_per_node = exp_config.cluster.n_gpus_per_node
+        self._n_gpus_per_node = n_gpus_per_node
         options.setdefault("timeouts", helmsman.Timeouts(start_s=startup_timeout))
-        super().__init__(helmsman.RayScheduler(**options), startup_timeout, n_gpus_per_node)
+        super().__init__(helmsman.RayScheduler(**options), startup_timeout)

@@ -192,7 +192,7 @@ class Cluster:
         of_ray = getattr(worker_cls, "__ray_metadata__", None)
         for method, function in inspect.getmembers(getattr(of_ray, "modified_class", worker_cls)):
             if declared := getattr(function, BIND_WORKER_METHOD_FLAG, None):
-                setattr(self, method, functools.partial(self._call, method, **declared))
+                setattr(self, method, functools.partial(self._call, method, declared))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "resource_manager": None}
@@ -218,35 +218,28 @@ class Cluster:
     # --- calls ------------------------------------------------------------------------------------
 
     def _call(
-        self,
-        method: str,
-        /,
-        *args: Any,
-        dispatch_mode: Mode,
-        execute_mode: Execute,
-        blocking: bool = True,
-        **kwargs: Any,
+        self, method: str, modes: Any, /, *args: Any, blocking: bool = True, **kwargs: Any
     ) -> Any:
+        mode: Mode = modes["dispatch_mode"]
         if method == "initialize":  # It sets the coordinates for good.
             self.initialized, self._rank_infos = True, []
         ranks: Any = self
-        if dispatch_mode in _CUT:  # asked once, and before the call, which would delay the answer
+        if mode in _CUT:  # asked once, and before the call, which would delay the answer
             infos = self.worker_rank_info
             ranks = SimpleNamespace(
                 world_size=len(infos), dp_size=infos[0].dp_size, get_rank_info=infos.__getitem__
             )
-        args, kwargs = _dispatched(dispatch_mode, ranks, *args, **kwargs)
-        if execute_mode is Execute.RANK_ZERO:
+        args, kwargs = _dispatched(mode, ranks, *args, **kwargs)
+        if modes["execute_mode"] is Execute.RANK_ZERO:
             first = {name: value[0] for name, value in kwargs.items()}
             call = self.helmsman.execute_rank_zero_async
             pending = call(method, *(each[0] for each in args), **first)
             return pending.awaited() if blocking else pending
         future = self._each_its_own(method, args, kwargs)
         if blocking:
-            return _collected(dispatch_mode, ranks, future.awaited())
-        if dispatch_mode in (*_JOINED, Dispatch.ONE_TO_ALL_ONE):
-            counts = _counts(dispatch_mode, ranks)
-            return [ObjectRefWrap(*pair) for pair in zip(future, counts, strict=True)]
+            return _collected(mode, ranks, future.awaited())
+        if mode in (*_JOINED, Dispatch.ONE_TO_ALL_ONE):
+            return list(map(ObjectRefWrap, future, _counts(mode, ranks)))
         return list(future)
 
     def _each_its_own(
@@ -293,11 +286,10 @@ _JOINED = (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
 _CUT = (*_JOINED, Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL)
 
 
-def _dispatched(mode: Mode, cluster: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+def _dispatched(mode: Mode, cluster: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the arguments with a value for each rank."""
     if isinstance(mode, Mapping):
-        given: tuple[Any, dict[str, Any]] = mode["dispatch_fn"](cluster, *args, **kwargs)
-        return given
+        return mode["dispatch_fn"](cluster, *args, **kwargs)
     if mode is Dispatch.ALL_TO_ALL:
         return args, kwargs
     shares = functools.partial(_shares, mode, cluster)

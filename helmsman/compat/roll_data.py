@@ -23,10 +23,6 @@ class DataProto:
         batch: A TensorDict of batch size (N,), or name -> tensor (N, ...); None for no tensors.
         non_tensor_batch: Name -> array (N, ...) of any dtype.
         meta_info: Entries that apply to all rows.
-
-    Raises:
-        BackendNotInstalledError: The package tensordict is missing.
-        ValueError: The columns have different lengths.
     """
 
     def __init__(
@@ -43,13 +39,7 @@ class DataProto:
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: Any = None) -> DataProto:
-        """Return rows of columns.
-
-        Args:
-            data: Name -> tensor (N, ...), array (N, ...), or list of N objects, which becomes an
-                array of objects.
-            meta_info: Entries that apply to all rows.
-        """
+        """Return rows of tensors, arrays, and lists of objects, which become arrays of objects."""
         tensors = {name: each for name, each in data.items() if kind_of(each) == "tensor"}
         others = {name: _objects(each) for name, each in data.items() if name not in tensors}
         return cls(tensors, others, meta_info)
@@ -58,7 +48,7 @@ class DataProto:
     def from_dict(
         cls, tensors: Mapping[str, Any], non_tensors: Any = None, meta_info: Any = None
     ) -> DataProto:
-        """Return rows of tensors, and of other columns as those of ``from_single_dict``."""
+        """Return rows of tensors, and of arrays or lists of objects."""
         return cls.from_single_dict({**tensors, **(non_tensors or {})}, meta_info)
 
     @classmethod
@@ -158,12 +148,9 @@ class DataProto:
     def concat(
         data: Sequence[DataProto], *, global_keys: Collection[str] = ("metrics",)
     ) -> DataProto:
-        """Return all rows. Metadata is that of the first part, but for entries that are merged.
+        """Return all rows, with the first part's metadata, but for ``metrics`` and ``global_keys``.
 
-        Args:
-            data: The parts.
-            global_keys: Entries that are merged, beside ``metrics``: all their values become one
-                list; of dicts, those of each name.
+        All values of such an entry become one list; of dicts, those of each name.
         """
         meta = dict(data[0].meta_info)
         for name in {*global_keys, "metrics"}:
