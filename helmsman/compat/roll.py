@@ -215,8 +215,6 @@ class Cluster:
             return getattr(self.worker_rank_info[0], name)
         return getattr(self.helmsman, name)
 
-    # --- calls ------------------------------------------------------------------------------------
-
     def _call(
         self, method: str, modes: Any, /, *args: Any, blocking: bool = True, **kwargs: Any
     ) -> Any:
