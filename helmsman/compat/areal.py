@@ -9,8 +9,10 @@ reach all ranks of it, unless ``rpc_meta`` is ``{"broadcast": False}``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import getpass
 import logging
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -30,8 +32,9 @@ log = logging.getLogger(__name__)
 class SchedulingSpec:
     """The resources and environment of one worker, with AReaL's defaults.
 
-    ``cmd`` is 'python -m module arguments', in which Helmsman's worker replaces AReaL's servers.
-    Commas separate nodes. ``mem`` and the fields of containers and Slurm have no effect.
+    ``cmd`` is 'python -m module arguments'. Helmsman's worker replaces AReaL's rpc_server; other
+    modules get AReaL's options, such as --port, --role and --worker-index. Commas separate nodes.
+    ``mem`` and the fields of containers and Slurm have no effect.
     """
 
     cpu: float = 8
@@ -52,6 +55,14 @@ class SchedulingSpec:
 
 
 _DEFAULTS = SchedulingSpec()
+_NAMES = {  # of AReaL's options that commands get: their place in an experiment, their default
+    "experiment_name": ("experiment_name", None),
+    "trial_name": ("trial_name", None),
+    "name_resolve_type": ("cluster.name_resolve.type", "nfs"),
+    "nfs_record_root": ("cluster.name_resolve.nfs_record_root", "/tmp/areal/name_resolve"),
+    "etcd3_addr": ("cluster.name_resolve.etcd3_addr", "localhost:2379"),
+    "fileroot": ("cluster.fileroot", None),
+}
 _MAPPED = vars(_DEFAULTS).keys() & {*helmsman.SchedulingSpec.__struct_fields__} - {"mem"}
 
 
@@ -87,7 +98,7 @@ class Worker:
     engine_ports: list[str] = field(default_factory=list)
 
 
-def _as_job(job: Any) -> helmsman.Job:
+def _as_job(job: Any, names: Mapping[str, Any]) -> helmsman.Job:
     """Convert a job of AReaL's fields, and log the fields that have no effect."""
     given = getattr(job, "scheduling_strategy", None) or SchedulingStrategy()
     kind = str(getattr(given.type, "value", given.type))  # its enumeration, or a string
@@ -95,6 +106,7 @@ def _as_job(job: Any) -> helmsman.Job:
         expected = "expected 'separation' or 'colocation'"
         raise ValueError(f"job {job.role!r}: scheduling_strategy.type is {kind!r}; {expected}")
     tasks, colocated = list(job.tasks) or [_DEFAULTS], kind == "colocation"
+    names = {"role": job.role, **names}
     ignored = {
         each.name
         for spec in filter(is_dataclass, tasks)
@@ -102,12 +114,12 @@ def _as_job(job: Any) -> helmsman.Job:
         if each.name not in _MAPPED and getattr(spec, each.name) != each.default
     }
     if ignored:
-        names = ", ".join(sorted(ignored))
-        log.warning("job %r: these fields of its specs have no effect: %s", job.role, names)
+        listed = ", ".join(sorted(ignored))
+        log.warning("job %r: these fields of its specs have no effect: %s", job.role, listed)
     return helmsman.Job(
         role=job.role,
         replicas=job.replicas,
-        tasks=[_as_spec(job.role, spec, has_devices=not colocated) for spec in tasks],
+        tasks=[_as_spec(spec, names, has_devices=not colocated) for spec in tasks],
         scheduling_strategy=helmsman.SchedulingStrategy(
             type=cast(Any, kind),
             target=given.target if colocated else None,
@@ -116,27 +128,43 @@ def _as_job(job: Any) -> helmsman.Job:
     )
 
 
-def _as_spec(role: str, spec: Any, *, has_devices: bool) -> helmsman.SchedulingSpec:
+def _as_spec(spec: Any, names: Mapping[str, Any], *, has_devices: bool) -> helmsman.SchedulingSpec:
     value = {name: getattr(spec, name, getattr(_DEFAULTS, name)) for name in _MAPPED}
     value["gpu"] *= has_devices  # a colocated worker has its target's
     value["port_count"] = max(2, value["port_count"])
     value["env_vars"] = {key: str(each) for key, each in (value["env_vars"] or {}).items()}
-    value["cmd"] = _as_command(role, value["cmd"])
+    value["cmd"] = _as_command(value["cmd"], names)
     for name in ("nodelist", "exclude"):
         value[name] = [each.strip() for each in (value[name] or "").split(",") if each.strip()]
     return helmsman.SchedulingSpec(**value)
 
 
-def _as_command(role: str, cmd: str | None) -> str | None:
-    """Return a module and its arguments; None for servers that Helmsman's worker replaces."""
-    if not cmd or "areal.infra.rpc." in cmd:
+def _as_command(cmd: str | None, names: Mapping[str, Any]) -> str | None:
+    """Return a module with AReaL's options; None for the server that Helmsman's worker replaces."""
+    if not cmd or "areal.infra.rpc.rpc_server" in cmd:
         return None
     program, *rest = cmd.split(maxsplit=2)
     if rest[:1] == ["-m"] and program.rpartition("/")[2].startswith("python"):
         cmd = rest[1]
     elif program.startswith("python") or "/" in program:
-        raise WorkerCreationError(role, f"cmd is {cmd!r}; expected 'python -m module arguments'")
-    return f"{cmd} --port {{port}}"
+        reason = f"cmd is {cmd!r}; expected 'python -m module arguments'"
+        raise WorkerCreationError(names["role"], reason)
+    for name, value in {"port": "{port}", "worker_index": "{index}", **names}.items():
+        cmd += f" --{name.replace('_', '-')} {shlex.quote(str(value))}"
+    return cmd
+
+
+def _names_of(exp_config: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Take the names of an experiment from its configuration, or from a scheduler's options."""
+    given = {name: options.pop(name, default) for name, (_, default) in _NAMES.items()}
+    if exp_config is None:
+        return given
+    return {
+        name: functools.reduce(
+            lambda at, part: getattr(at, part, None), path.split("."), exp_config
+        )
+        for name, (path, _) in _NAMES.items()
+    }
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -253,6 +281,7 @@ class Scheduler(Closing):
         startup_timeout: Limit of ``get_workers`` in seconds.
     """
 
+    _names: Mapping[str, Any] = {}
     _n_gpus_per_node: int | None = None
     _has_explained_retries = False
 
@@ -270,7 +299,7 @@ class Scheduler(Closing):
 
     def create_workers(self, job: Any, *_: Any, **__: Any) -> list[str]:
         """Start a job's workers, all or none, and return their ids; other arguments are ignored."""
-        ours = job if isinstance(job, helmsman.Job) else _as_job(job)
+        ours = job if isinstance(job, helmsman.Job) else _as_job(job, self._names)
         with _areal_errors(job.role):
             return self.helmsman.create_workers(ours)
 
@@ -294,7 +323,7 @@ class Scheduler(Closing):
 
         Each runs ``command``, a module, with its ``worker_ports[0]`` as ``--port``.
         """
-        command = _as_command(role, command)
+        command = _as_command(command, {"role": role, **self._names})
         with _areal_errors(role):
             return self.helmsman.fork_workers(role, target_role, command)
 
@@ -317,14 +346,9 @@ class Scheduler(Closing):
     ) -> Any:
         """Call a method of an engine, once, and return its result.
 
-        Args:
-            worker_id: The worker.
-            method: Name of the method.
-            engine_name: Name of the engine; the worker's id if None.
-            *args: Positional arguments of the method.
-            **kwargs: Named arguments of the method, and these of the call: http_timeout, its limit
-                in seconds, 7200 by default; rpc_meta, options of Helmsman's call_engine such as
-                {"broadcast": False}; max_retries and retry_delay, which have no effect.
+        These named arguments are the call's: ``http_timeout``, its limit in seconds, 7200 by
+        default; ``rpc_meta``, options of Helmsman's call_engine such as {"broadcast": False};
+        ``max_retries`` and ``retry_delay``, which have no effect. The others are the method's.
         """
         call = self.helmsman.call_engine
         with _areal_errors(worker_id, method):
@@ -339,7 +363,7 @@ class Scheduler(Closing):
             return await call(worker_id, method, engine_name, *args, **self._options(kwargs))
 
     def _options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return Helmsman's options of a call; the other arguments are the method's."""
+        """Return the options and the named arguments of a call as Helmsman takes them."""
         meta, limit_s = kwargs.pop("rpc_meta", None) or {}, kwargs.pop("http_timeout", None)
         num_retries, _ = kwargs.pop("max_retries", 1), kwargs.pop("retry_delay", None)
         if num_retries > 1 and not self._has_explained_retries:
@@ -362,8 +386,8 @@ class LocalScheduler(Scheduler):
         startup_timeout: Limit in seconds for starting workers, and for ``get_workers``.
         health_check_interval: No effect.
         exp_config: Experiment whose names and ``cluster.fileroot`` are used.
-        **options: AReaL's experiment_name, trial_name and fileroot; its options for offloading and
-            name resolution, which have no effect; and arguments of Helmsman's LocalScheduler.
+        **options: AReaL's experiment_name, trial_name and fileroot; its options of name resolution,
+            for commands; enable_tms_offload, without effect; those of Helmsman's LocalScheduler.
     """
 
     def __init__(
@@ -376,12 +400,9 @@ class LocalScheduler(Scheduler):
         exp_config: Any = None,
         **options: Any,
     ) -> None:
-        root, *names = (options.pop(n, None) for n in ("fileroot", "experiment_name", "trial_name"))
-        if exp_config is not None:
-            root = exp_config.cluster.fileroot
-            names = [exp_config.experiment_name, exp_config.trial_name]
-        for name in ("enable_tms_offload", "name_resolve_type", "nfs_record_root", "etcd3_addr"):
-            options.pop(name, None)
+        self._names = _names_of(exp_config, options)
+        options.pop("enable_tms_offload", None)
+        root, *names = (self._names[n] for n in ("fileroot", "experiment_name", "trial_name"))
         if log_dir is None and root and all(names):
             log_dir = Path(root, "logs", getpass.getuser(), *names)
         if gpu_devices is not None:
@@ -410,6 +431,7 @@ class RayScheduler(Scheduler):
         n_gpus_per_node: int | None = None,
         **options: Any,
     ) -> None:
+        self._names = _names_of(exp_config, options)
         if exp_config is not None:
             n_gpus_per_node = exp_config.cluster.n_gpus_per_node
         self._n_gpus_per_node = n_gpus_per_node
