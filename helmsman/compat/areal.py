@@ -176,7 +176,7 @@ class SchedulerError(errors.HelmsmanError):
 
     def __init__(self, *values: Any, **fields: Any) -> None:
         named = dict(zip(self.field_names, values, strict=False))
-        super().__init__(*values[len(named) :], **named, **fields)
+        super().__init__(", ".join(map(str, values[len(named) :])), **named, **fields)
 
 
 class WorkerCreationError(SchedulerError):
@@ -321,7 +321,7 @@ class Scheduler(Closing):
     def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
         """Start a sibling process for each worker of ``target_role``; return their ids.
 
-        Each runs ``command``, a module, with its ``worker_ports[0]`` as ``--port``.
+        Each runs ``command``, a module, which gets AReaL's options as a task's ``cmd`` does.
         """
         command = _as_command(command, {"role": role, **self._names})
         with _areal_errors(role):

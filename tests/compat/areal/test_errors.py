@@ -20,6 +20,7 @@ from helmsman.compat import areal
         (areal.WorkerTimeoutError("a", 3.0), {"worker_key": "a", "timeout": 3.0}),
         (areal.EngineImportError("no.Engine", "why"), {"import_path": "no.Engine"}),
         (areal.PortAllocationError("no ports"), {}),
+        (areal.RPCConnectionError("a/0", "host", 1, "why"), {}),
     ],
 )
 def test_error_has_attributes_and_survives_pickling(

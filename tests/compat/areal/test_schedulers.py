@@ -11,6 +11,7 @@ import shlex
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -29,6 +30,15 @@ from helmsman.compat.areal import (
 
 pytestmark = pytest.mark.slow
 HERE = "tests.compat.areal.engines"
+RESOLVE = SimpleNamespace(
+    type="nfs", nfs_record_root="/tmp/areal/name_resolve", etcd3_addr="localhost:2379"
+)
+EXPERIMENT = SimpleNamespace(
+    experiment_name="it's",
+    trial_name=None,
+    cluster=SimpleNamespace(n_gpus_per_node=2, fileroot=None, name_resolve=RESOLVE),
+)
+"""The same names as those of the scheduler on processes, from a configuration."""
 
 
 def make(kind: str, log_dir: Path) -> Scheduler:
@@ -40,7 +50,7 @@ def make(kind: str, log_dir: Path) -> Scheduler:
         address="local",
         num_cpus=64,
         num_gpus=2,
-        experiment_name="it's",
+        exp_config=EXPERIMENT,
     )
 
 
@@ -324,5 +334,11 @@ def test_command_gets_options() -> None:
     given = shlex.split(job.tasks[0].cmd or "")
     assert given[:4] == ["my.server", "--verbose", "--port", "{port}"]
     assert given[4:] == ["--worker-index", "{index}", "--role", "r"]
+    guard, server = (
+        SchedulingSpec(cmd=f"python -m areal.infra.rpc.{each}") for each in ("guard", "rpc_server")
+    )
+    job = converted(Job("r", 2, [guard, server]))  # type: ignore[arg-type]
+    assert (job.tasks[0].cmd or "").startswith("areal.infra.rpc.guard --port")
+    assert job.tasks[1].cmd is None, "a worker of Helmsman is one"
     with pytest.raises(areal.WorkerCreationError, match="expected 'python -m module arguments'"):
         converted(Job("r", 1, [SchedulingSpec(cmd="python script.py")]))  # type: ignore[arg-type]
