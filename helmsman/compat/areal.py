@@ -240,7 +240,7 @@ class EngineImportError(SchedulerError):
 
 
 class PortAllocationError(SchedulerError):
-    """Never raised, under none of its names: WorkerCreationError or WorkerFailedError is."""
+    """Never raised, like its other names below: WorkerCreationError or WorkerFailedError is."""
 
 
 WorkerConfigurationError = GPUAllocationError = RPCConnectionError = PortAllocationError

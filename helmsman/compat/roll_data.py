@@ -84,11 +84,9 @@ class DataProto:
         meta_info_keys: Names = None,
     ) -> DataProto:
         """Return the named columns and entries, which share memory; None names all of a kind."""
-        return DataProto(
-            _chosen(self._tensors(), batch_keys),
-            _chosen(self.non_tensor_batch, non_tensor_batch_keys),
-            _chosen(self.meta_info, meta_info_keys),
-        )
+        values = (self._tensors(), self.non_tensor_batch, self.meta_info)
+        keys = (batch_keys, non_tensor_batch_keys, meta_info_keys)
+        return DataProto(*map(_chosen, values, keys))
 
     def pop(
         self,
