@@ -260,6 +260,10 @@ class Cluster:
 
     execute_all = execute_all_async
 
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call rank 0, and return its pending result."""
+        return self.helmsman.execute_rank_zero_async(method_name, *args, **kwargs)
+
 
 class WorkerProxy:
     """One worker: ``proxy.method.remote(...)`` calls it, and returns its pending result."""
