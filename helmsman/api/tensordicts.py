@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from helmsman.api.columns import Column, Ragged, kind_of
 from helmsman.api.extras import needed_by
-
-if TYPE_CHECKING:
-    pass
-
 
 _META = "meta"
 

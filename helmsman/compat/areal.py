@@ -9,13 +9,14 @@ reach all ranks of it, unless ``rpc_meta`` is ``{"broadcast": False}``.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import getpass
 import logging
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast, dataclass_transform
 
 import helmsman
 from helmsman.api import errors
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 class SchedulingSpec:
     """The resources and environment of one worker, with AReaL's defaults.
 
+    ``cmd`` is 'python -m module arguments'. Helmsman's worker replaces AReaL's rpc_server; other
+    modules get AReaL's options, such as --port, --role and --worker-index. Commas separate nodes.
     ``mem`` and the fields of containers and Slurm have no effect.
     """
 
@@ -42,19 +45,24 @@ class SchedulingSpec:
     task_type: str = "worker"
     env_vars: dict[str, str] = field(default_factory=dict)
     cmd: str | None = None
-    """'python -m module arguments'. AReaL's own servers are replaced by Helmsman's worker."""
     srun_additional_args: str = ""
     additional_bash_cmds: list[str] | None = None
     container_type: str = ""
     mount: str = ""
-    nodelist: str | Sequence[str] | None = None
-    """Nodes, separated by commas."""
-    exclude: str | Sequence[str] | None = None
-    """Nodes, separated by commas."""
+    nodelist: str | None = None
+    exclude: str | None = None
     ray_placement_strategy: str = "shared"
 
 
 _DEFAULTS = SchedulingSpec()
+_NAMES = {  # of AReaL's options that commands get: their place in an experiment, their default
+    "experiment_name": ("experiment_name", None),
+    "trial_name": ("trial_name", None),
+    "name_resolve_type": ("cluster.name_resolve.type", "nfs"),
+    "nfs_record_root": ("cluster.name_resolve.nfs_record_root", "/tmp/areal/name_resolve"),
+    "etcd3_addr": ("cluster.name_resolve.etcd3_addr", "localhost:2379"),
+    "fileroot": ("cluster.fileroot", None),
+}
 _MAPPED = vars(_DEFAULTS).keys() & {*helmsman.SchedulingSpec.__struct_fields__} - {"mem"}
 
 
@@ -81,100 +89,96 @@ class Job:
 
 @dataclass
 class Worker:
-    """A running worker."""
+    """A running worker. ``engine_ports`` is empty, as in AReaL."""
 
     id: str
     ip: str
     worker_ports: list[str] = field(default_factory=list)
     """Its leased ports, at least two: the first for its ``cmd``, the second as a master port."""
     engine_ports: list[str] = field(default_factory=list)
-    """Empty, as in AReaL."""
 
 
-def _as_job(job: Any) -> helmsman.Job:
+def _as_job(job: Any, names: Mapping[str, Any]) -> helmsman.Job:
     """Convert a job of AReaL's fields, and log the fields that have no effect."""
     given = getattr(job, "scheduling_strategy", None) or SchedulingStrategy()
     kind = str(getattr(given.type, "value", given.type))  # its enumeration, or a string
     if kind not in ("separation", "colocation"):
-        raise ValueError(
-            f"job {job.role!r}: scheduling_strategy.type is {kind!r}; expected 'separation' or "
-            "'colocation'"
-        )
-    colocated = kind == "colocation"
-    strategy = helmsman.SchedulingStrategy(
-        type=cast(Any, kind),
-        target=given.target if colocated else None,
-        fork=colocated and bool(getattr(given, "fork", True)),
-    )
-    tasks = list(job.tasks) or [SchedulingSpec()]
-    if ignored := sorted(set().union(*map(_ignored, filter(dataclasses.is_dataclass, tasks)))):
-        names = ", ".join(ignored)
-        log.warning("job %r: these fields of its specs have no effect: %s", job.role, names)
+        expected = "expected 'separation' or 'colocation'"
+        raise ValueError(f"job {job.role!r}: scheduling_strategy.type is {kind!r}; {expected}")
+    tasks, colocated = list(job.tasks) or [_DEFAULTS], kind == "colocation"
+    names = {"role": job.role, **names}
+    ignored = {
+        each.name
+        for spec in filter(is_dataclass, tasks)
+        for each in fields(spec)
+        if each.name not in _MAPPED and getattr(spec, each.name) != each.default
+    }
+    if ignored:
+        listed = ", ".join(sorted(ignored))
+        log.warning("job %r: these fields of its specs have no effect: %s", job.role, listed)
     return helmsman.Job(
         role=job.role,
         replicas=job.replicas,
-        tasks=[_as_spec(job.role, spec, has_devices=not colocated) for spec in tasks],
-        scheduling_strategy=strategy,
+        tasks=[_as_spec(spec, names, has_devices=not colocated) for spec in tasks],
+        scheduling_strategy=helmsman.SchedulingStrategy(
+            type=cast(Any, kind),
+            target=given.target if colocated else None,
+            fork=colocated and bool(getattr(given, "fork", True)),
+        ),
     )
 
 
-def _as_spec(role: str, spec: Any, *, has_devices: bool) -> helmsman.SchedulingSpec:
-    value: dict[str, Any] = {
-        name: getattr(spec, name, getattr(_DEFAULTS, name)) for name in _MAPPED
-    }
+def _as_spec(spec: Any, names: Mapping[str, Any], *, has_devices: bool) -> helmsman.SchedulingSpec:
+    value = {name: getattr(spec, name, getattr(_DEFAULTS, name)) for name in _MAPPED}
     value["gpu"] *= has_devices  # a colocated worker has its target's
     value["port_count"] = max(2, value["port_count"])
-    value["env_vars"] = _as_texts(value["env_vars"] or {})
-    value["cmd"] = _as_command(role, value["cmd"])
+    value["env_vars"] = {key: str(each) for key, each in (value["env_vars"] or {}).items()}
+    value["cmd"] = _as_command(value["cmd"], names)
     for name in ("nodelist", "exclude"):
-        value[name] = _as_nodes(value[name])
+        value[name] = [each.strip() for each in (value[name] or "").split(",") if each.strip()]
     return helmsman.SchedulingSpec(**value)
 
 
-def _as_texts(variables: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(value) for name, value in variables.items()}
-
-
-def _as_nodes(nodes: str | Sequence[str] | None) -> list[str]:
-    names = nodes.split(",") if isinstance(nodes, str) else nodes or ()
-    return [name.strip() for name in names if name.strip()]
-
-
-def _as_command(role: str, cmd: str | None) -> str | None:
-    """Return a module and its arguments; None for the servers that Helmsman's worker replaces."""
-    if not cmd or "areal.infra.rpc." in cmd:
+def _as_command(cmd: str | None, names: Mapping[str, Any]) -> str | None:
+    """Return a module with AReaL's options; None for the server that Helmsman's worker replaces."""
+    if not cmd or "areal.infra.rpc.rpc_server" in cmd:
         return None
     program, *rest = cmd.split(maxsplit=2)
     if rest[:1] == ["-m"] and program.rpartition("/")[2].startswith("python"):
         cmd = rest[1]
     elif program.startswith("python") or "/" in program:
-        raise WorkerCreationError(role, f"cmd is {cmd!r}; expected 'python -m module arguments'")
-    return f"{cmd} --port {{port}}"
+        reason = f"cmd is {cmd!r}; expected 'python -m module arguments'"
+        raise WorkerCreationError(names["role"], reason)
+    for name, value in {"port": "{port}", "worker_index": "{index}", **names}.items():
+        cmd += f" --{name.replace('_', '-')} {shlex.quote(str(value))}"
+    return cmd
 
 
-def _ignored(spec: Any) -> set[str]:
-    """Return the fields with another value than their default that have no effect."""
-    fields = [each for each in dataclasses.fields(spec) if each.name not in _MAPPED]
-    return {each.name for each in fields if getattr(spec, each.name) != each.default}
+def _names_of(exp_config: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Take the names of an experiment from its configuration, or from a scheduler's options."""
+    given = {name: options.pop(name, default) for name, (_, default) in _NAMES.items()}
+    if exp_config is None:
+        return given
+    return {
+        name: functools.reduce(
+            lambda at, part: getattr(at, part, None), path.split("."), exp_config
+        )
+        for name, (path, _) in _NAMES.items()
+    }
 
 
 # --- errors ---------------------------------------------------------------------------------------
 
 
-class SchedulerError(Exception):
+@dataclass_transform(eq_default=False)
+class SchedulerError(errors.HelmsmanError):
     """Base of AReaL's errors; ``__cause__`` is Helmsman's error."""
 
-    template: ClassVar[str] = ""
-
-    def __str__(self) -> str:
-        return self.template.format_map(vars(self)) if self.template else super().__str__()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        names = getattr(self, "__dataclass_fields__", ())
-        return (type(self), tuple(getattr(self, name) for name in names) or self.args)
+    def __init__(self, *values: Any, **fields: Any) -> None:
+        named = dict(zip(self.field_names, values, strict=False))
+        super().__init__(", ".join(map(str, values[len(named) :])), **named, **fields)
 
 
-@dataclass(eq=False)
 class WorkerCreationError(SchedulerError):
     """Workers that did not start, or an invalid job."""
 
@@ -184,7 +188,6 @@ class WorkerCreationError(SchedulerError):
     template = "worker {worker_key!r} cannot be created: {reason}{details}"
 
 
-@dataclass(eq=False)
 class WorkerFailedError(SchedulerError):
     """A worker process that has died; a signal is a negative exit code."""
 
@@ -194,7 +197,6 @@ class WorkerFailedError(SchedulerError):
     template = "worker {worker_id!r} has exited with code {exit_code}: {stderr}"
 
 
-@dataclass(eq=False)
 class WorkerNotFoundError(SchedulerError):
     """An unknown worker or role."""
 
@@ -202,7 +204,6 @@ class WorkerNotFoundError(SchedulerError):
     template = "no worker or role {worker_id!r}"
 
 
-@dataclass(eq=False)
 class EngineCreationError(SchedulerError):
     """An engine whose constructor raised or took too long, or whose name is in use."""
 
@@ -212,7 +213,6 @@ class EngineCreationError(SchedulerError):
     template = "no engine was created on worker {worker_id!r}: {reason}"
 
 
-@dataclass(eq=False)
 class EngineCallError(SchedulerError):
     """A call without a result. It was sent once: ``attempt`` is always 1."""
 
@@ -223,7 +223,6 @@ class EngineCallError(SchedulerError):
     template = "the call of {method!r} on worker {worker_id!r} failed: {reason}"
 
 
-@dataclass(eq=False)
 class WorkerTimeoutError(SchedulerError):
     """Workers that did not answer in time."""
 
@@ -232,7 +231,6 @@ class WorkerTimeoutError(SchedulerError):
     template = "worker {worker_key!r} did not answer within {timeout} s"
 
 
-@dataclass(eq=False)
 class EngineImportError(SchedulerError):
     """An engine's import path that the worker cannot resolve."""
 
@@ -241,20 +239,11 @@ class EngineImportError(SchedulerError):
     template = "the engine {import_path!r} cannot be imported: {reason}"
 
 
-class WorkerConfigurationError(SchedulerError):
-    """Never raised: workers are configured as they start."""
-
-
 class PortAllocationError(SchedulerError):
-    """Never raised: WorkerCreationError is."""
+    """Never raised, like its other names below: WorkerCreationError or WorkerFailedError is."""
 
 
-class GPUAllocationError(SchedulerError):
-    """Never raised: WorkerCreationError is."""
-
-
-class RPCConnectionError(SchedulerError):
-    """Never raised: a lost connection is a WorkerFailedError."""
+WorkerConfigurationError = GPUAllocationError = RPCConnectionError = PortAllocationError
 
 
 @contextlib.contextmanager
@@ -262,52 +251,42 @@ def _areal_errors(worker: str, method: str = "") -> Iterator[None]:
     """Raise AReaL's errors for Helmsman's; ``worker`` is a worker or a role."""
     try:
         yield
+    except errors.WorkerNotFoundError as error:
+        raise WorkerNotFoundError(error.name) from error
+    except errors.WorkerFailedError as error:
+        code = -(error.exit_signal or 1) if error.exit_code is None else error.exit_code
+        raise WorkerFailedError(error.worker_id, code, str(error)) from error
+    except errors.EngineImportError as error:
+        raise EngineImportError(error.engine_path, error.reason) from error
+    except (errors.JobError, errors.StartError) as error:
+        raise WorkerCreationError(error.role or worker, str(error)) from error
+    except (errors.CallError, errors.EngineNotFoundError) as error:
+        if isinstance(error, errors.CallTimeoutError) and not method:
+            raise WorkerTimeoutError(worker, error.limit_s) from error
+        if method == "__init__":
+            raise EngineCreationError(worker, str(error)) from error
+        raise EngineCallError(worker, method, str(error)) from error
     except errors.HelmsmanError as error:
-        raise _as_areal_error(error, str(error), worker, method) from error
-
-
-def _as_areal_error(error: Any, reason: str, worker: str, method: str) -> SchedulerError:
-    match error:
-        case errors.WorkerNotFoundError():
-            return WorkerNotFoundError(error.name)
-        case errors.WorkerFailedError():
-            code = -(error.exit_signal or 1) if error.exit_code is None else error.exit_code
-            return WorkerFailedError(error.worker_id, code, reason)
-        case errors.EngineImportError():
-            return EngineImportError(error.engine_path, error.reason)
-        case errors.JobError() | errors.StartError():
-            return WorkerCreationError(error.role or worker, reason)
-        case errors.CallTimeoutError() if not method:
-            return WorkerTimeoutError(worker, error.limit_s)
-        case errors.CallError() | errors.EngineNotFoundError():
-            if method == "__init__":
-                return EngineCreationError(worker, reason)
-            return EngineCallError(worker, method, reason)
-    return SchedulerError(reason)
+        raise SchedulerError(str(error)) from error
 
 
 # --- schedulers -----------------------------------------------------------------------------------
 
 
 class Scheduler(Closing):
-    """AReaL's Scheduler on one of Helmsman's.
+    """AReaL's Scheduler on one of Helmsman's; its methods raise SchedulerErrors.
 
     Args:
         scheduler: The scheduler that does the work; it belongs to this one.
         startup_timeout: Limit of ``get_workers`` in seconds.
-        n_gpus_per_node: Number of accelerators per node; the observed number when None.
     """
 
-    def __init__(
-        self,
-        scheduler: helmsman.Scheduler,
-        startup_timeout: float,
-        n_gpus_per_node: int | None = None,
-    ) -> None:
-        self.helmsman = scheduler
-        self.startup_timeout = startup_timeout
-        self._n_gpus_per_node = n_gpus_per_node
-        self._has_explained_retries = False
+    _names: Mapping[str, Any] = {}
+    _n_gpus_per_node: int | None = None
+    _has_explained_retries = False
+
+    def __init__(self, scheduler: helmsman.Scheduler, startup_timeout: float) -> None:
+        self.helmsman, self.startup_timeout = scheduler, startup_timeout
 
     @property
     def n_gpus_per_node(self) -> int:
@@ -319,79 +298,45 @@ class Scheduler(Closing):
         self.helmsman.close()
 
     def create_workers(self, job: Any, *_: Any, **__: Any) -> list[str]:
-        """Start a job's workers and return their ids. Other arguments have no effect.
-
-        Raises:
-            WorkerCreationError: The job is invalid or cannot start. Nothing of it remains.
-            WorkerNotFoundError: The role to colocate with does not exist.
-        """
-        ours = isinstance(job, helmsman.Job)
+        """Start a job's workers, all or none, and return their ids; other arguments are ignored."""
+        ours = job if isinstance(job, helmsman.Job) else _as_job(job, self._names)
         with _areal_errors(job.role):
-            return self.helmsman.create_workers(job if ours else _as_job(job))
+            return self.helmsman.create_workers(ours)
 
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
-        """Return a role's workers in rank order, once each has answered.
-
-        Args:
-            role: The role.
-            timeout: Limit in seconds; ``startup_timeout`` if None.
-
-        Raises:
-            SchedulerError: A WorkerNotFoundError, WorkerFailedError or WorkerTimeoutError.
-        """
+        """Return a role's workers in rank order, once each has answered within ``timeout`` s."""
         with _areal_errors(role):
             limit_s = self.startup_timeout if timeout is None else timeout
             found = self.helmsman.get_workers(role, limit_s)
         return [Worker(each.id, each.ip, list(each.engine_ports)) for each in found]
 
     def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
-        """End a role's workers; an unknown role is logged as a warning.
-
-        Args:
-            role: The role; None for all roles.
-            reverse_order: Whether to end rank 0 last.
-        """
-        with _areal_errors(role or ""):
-            try:
+        """End the workers of a role, or of all; an unknown role is logged as a warning."""
+        try:
+            with _areal_errors(role or ""):
                 self.helmsman.delete_workers(role, reverse_order)
-            except errors.RoleNotFoundError as error:
-                log.warning("delete_workers(%r) has nothing to delete: %s", role, error)
+        except WorkerNotFoundError as error:
+            log.warning("delete_workers(%r) has nothing to delete: %s", role, error.__cause__)
 
     def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
-        """Start a sibling process for each worker of a role; return their ids.
+        """Start a sibling process for each worker of ``target_role``; return their ids.
 
-        Args:
-            role: Name of the new role.
-            target_role: The role whose workers get siblings, on the same nodes and devices.
-            command: Module that each sibling runs with ``--port``, its ``worker_ports[0]``.
-
-        Raises:
-            SchedulerError: A WorkerNotFoundError or WorkerCreationError.
+        Each runs ``command``, a module, which gets AReaL's options as a task's ``cmd`` does.
         """
+        command = _as_command(command, {"role": role, **self._names})
         with _areal_errors(role):
-            return self.helmsman.fork_workers(role, target_role, _as_command(role, command))
+            return self.helmsman.fork_workers(role, target_role, command)
 
     async def set_worker_env(self, worker_id: str, env: Mapping[str, Any]) -> None:
         """Set environment variables in a worker, before its engines are created."""
+        texts = {name: str(value) for name, value in env.items()}
         with _areal_errors(worker_id, "set_worker_env"):
-            await self.helmsman.set_worker_env(worker_id, _as_texts(env))
+            await self.helmsman.set_worker_env(worker_id, texts)
 
     async def create_engine(
         self, worker_id: str, engine: Any, engine_name: str | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        """Build an engine in a worker.
-
-        Args:
-            worker_id: The worker.
-            engine: Import path 'package.module.Class', or a class.
-            engine_name: Name of the engine; the worker's id if None.
-            *args: Positional arguments of the engine.
-            **kwargs: Named arguments of the engine.
-
-        Raises:
-            EngineCreationError: The constructor raised or took too long, or the name is in use.
-            SchedulerError: An EngineImportError, WorkerNotFoundError or WorkerFailedError.
-        """
+        """Build an engine, a class or its import path; it has the worker's id as default name."""
         spec = EngineSpec(target=engine, kwargs=kwargs)
         with _areal_errors(worker_id, "__init__"):
             await self.helmsman.create_engine(worker_id, spec, engine_name, *args)
@@ -401,53 +346,34 @@ class Scheduler(Closing):
     ) -> Any:
         """Call a method of an engine, once, and return its result.
 
-        Args:
-            worker_id: The worker.
-            method: Name of the method.
-            engine_name: Name of the engine; the worker's id if None.
-            *args: Positional arguments of the method.
-            **kwargs: Named arguments of the method, ``timeout`` included; and these of the call.
-                rpc_meta: {"broadcast": bool} and other options of Helmsman's call_engine.
-                http_timeout: limit in seconds, 7200 by default. max_retries, retry_delay: no
-                effect, since a failed attempt may have run and is never sent again.
-
-        Raises:
-            EngineCallError: The method raised, does not exist or took too long.
-            SchedulerError: A WorkerNotFoundError or WorkerFailedError.
+        These named arguments are the call's: ``http_timeout``, its limit in seconds, 7200 by
+        default; ``rpc_meta``, options of Helmsman's call_engine such as {"broadcast": False};
+        ``max_retries`` and ``retry_delay``, which have no effect. The others are the method's.
         """
+        call = self.helmsman.call_engine
         with _areal_errors(worker_id, method):
-            return self.helmsman.call_engine(
-                worker_id, method, engine_name, *args, **self._options(**kwargs)
-            )
+            return call(worker_id, method, engine_name, *args, **self._options(kwargs))
 
     async def async_call_engine(
         self, worker_id: str, method: str, engine_name: str | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """Await call_engine; the arguments and errors are the same."""
+        call = self.helmsman.async_call_engine
         with _areal_errors(worker_id, method):
-            return await self.helmsman.async_call_engine(
-                worker_id, method, engine_name, *args, **self._options(**kwargs)
-            )
+            return await call(worker_id, method, engine_name, *args, **self._options(kwargs))
 
-    def _options(
-        self,
-        *,
-        rpc_meta: Mapping[str, Any] | None = None,
-        http_timeout: float | None = None,
-        max_retries: int = 1,
-        retry_delay: float = 0.0,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Return Helmsman's options of a call; ``kwargs`` are the method's."""
-        if max_retries > 1 and not self._has_explained_retries:
+    def _options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the options and the named arguments of a call as Helmsman takes them."""
+        meta, limit_s = kwargs.pop("rpc_meta", None) or {}, kwargs.pop("http_timeout", None)
+        num_retries, _ = kwargs.pop("max_retries", 1), kwargs.pop("retry_delay", None)
+        if num_retries > 1 and not self._has_explained_retries:
             self._has_explained_retries = True
             log.warning(
-                "max_retries=%d, retry_delay=%g: no effect, since a failed call may have run and "
-                "is never sent again. Catch EngineCallError to call the method again.",
-                max_retries,
-                retry_delay,
+                "max_retries=%d has no effect: a failed call may have run and is never sent again. "
+                "Catch EngineCallError to call the method again.",
+                num_retries,
             )
-        return {"rpc_meta": {**(rpc_meta or {}), "kwargs": kwargs}, "rpc_timeout": http_timeout}
+        return {"rpc_meta": {**meta, "kwargs": kwargs}, "rpc_timeout": limit_s}
 
 
 class LocalScheduler(Scheduler):
@@ -460,8 +386,8 @@ class LocalScheduler(Scheduler):
         startup_timeout: Limit in seconds for starting workers, and for ``get_workers``.
         health_check_interval: No effect.
         exp_config: Experiment whose names and ``cluster.fileroot`` are used.
-        **options: AReaL's experiment_name, trial_name and fileroot; its options for offloading and
-            name resolution, which have no effect; and arguments of Helmsman's LocalScheduler.
+        **options: AReaL's experiment_name, trial_name and fileroot; its options of name resolution,
+            for commands; enable_tms_offload, without effect; those of Helmsman's LocalScheduler.
     """
 
     def __init__(
@@ -474,12 +400,9 @@ class LocalScheduler(Scheduler):
         exp_config: Any = None,
         **options: Any,
     ) -> None:
-        root, *names = (options.pop(n, None) for n in ("fileroot", "experiment_name", "trial_name"))
-        if exp_config is not None:
-            root = exp_config.cluster.fileroot
-            names = [exp_config.experiment_name, exp_config.trial_name]
-        for name in ("enable_tms_offload", "name_resolve_type", "nfs_record_root", "etcd3_addr"):
-            options.pop(name, None)
+        self._names = _names_of(exp_config, options)
+        options.pop("enable_tms_offload", None)
+        root, *names = (self._names[n] for n in ("fileroot", "experiment_name", "trial_name"))
         if log_dir is None and root and all(names):
             log_dir = Path(root, "logs", getpass.getuser(), *names)
         if gpu_devices is not None:
@@ -508,7 +431,9 @@ class RayScheduler(Scheduler):
         n_gpus_per_node: int | None = None,
         **options: Any,
     ) -> None:
+        self._names = _names_of(exp_config, options)
         if exp_config is not None:
             n_gpus_per_node = exp_config.cluster.n_gpus_per_node
+        self._n_gpus_per_node = n_gpus_per_node
         options.setdefault("timeouts", helmsman.Timeouts(start_s=startup_timeout))
-        super().__init__(helmsman.RayScheduler(**options), startup_timeout, n_gpus_per_node)
+        super().__init__(helmsman.RayScheduler(**options), startup_timeout)

@@ -118,11 +118,10 @@ class Worker(GroupWorker):
         self.worker_config = worker_config
         self.cluster_name, _, number = context.worker_id.rpartition("/")
         self.worker_name = f"{self.cluster_name}-{number}"
-        self.rank, self.world_size = self.rank_info.rank, self.rank_info.world_size
+        self.rank, self.world_size = rank, size = self.rank_info.rank, self.rank_info.world_size
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.master_addr = os.environ.get("MASTER_ADDR", context.node)
         self.master_port = int(os.environ.get("MASTER_PORT", 0))
-        size, rank = self.world_size, self.rank
         self.rank_info = RankInfo(world_size=size, dp_size=size, rank=rank, dp_rank=rank)
         self._node = context.node
 
@@ -190,11 +189,10 @@ class Cluster:
             ]
             for rank, devices in self.helmsman.rank_to_devices.items()
         }
-        actual = getattr(worker_cls, "__ray_metadata__", None)
-        actual = worker_cls if actual is None else actual.modified_class
-        for method in dir(actual):
-            if declared := getattr(getattr(actual, method, None), BIND_WORKER_METHOD_FLAG, None):
-                setattr(self, method, functools.partial(self._call, method, **declared))
+        of_ray = getattr(worker_cls, "__ray_metadata__", None)
+        for method, function in inspect.getmembers(getattr(of_ray, "modified_class", worker_cls)):
+            if declared := getattr(function, BIND_WORKER_METHOD_FLAG, None):
+                setattr(self, method, functools.partial(self._call, method, declared))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "resource_manager": None}
@@ -217,42 +215,29 @@ class Cluster:
             return getattr(self.worker_rank_info[0], name)
         return getattr(self.helmsman, name)
 
-    # --- calls ------------------------------------------------------------------------------------
-
     def _call(
-        self,
-        method: str,
-        /,
-        *args: Any,
-        dispatch_mode: Mode,
-        execute_mode: Execute,
-        blocking: bool = True,
-        **kwargs: Any,
+        self, method: str, modes: Any, /, *args: Any, blocking: bool = True, **kwargs: Any
     ) -> Any:
+        mode: Mode = modes["dispatch_mode"]
         if method == "initialize":  # It sets the coordinates for good.
             self.initialized, self._rank_infos = True, []
         ranks: Any = self
-        if dispatch_mode in _CUT:  # asked once, and before the call, which would delay the answer
+        if mode in _CUT:  # asked once, and before the call, which would delay the answer
             infos = self.worker_rank_info
             ranks = SimpleNamespace(
                 world_size=len(infos), dp_size=infos[0].dp_size, get_rank_info=infos.__getitem__
             )
-        if isinstance(dispatch_mode, Mapping):
-            dispatch, collect = dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"]
-        else:
-            dispatch = functools.partial(_dispatched, dispatch_mode)
-            collect = functools.partial(_collected, dispatch_mode)
-        args, kwargs = dispatch(ranks, *args, **kwargs)
-        if execute_mode is Execute.RANK_ZERO:
+        args, kwargs = _dispatched(mode, ranks, *args, **kwargs)
+        if modes["execute_mode"] is Execute.RANK_ZERO:
             first = {name: value[0] for name, value in kwargs.items()}
-            pending = self.workers[0].call(method, *(each[0] for each in args), **first)
+            call = self.helmsman.execute_rank_zero_async
+            pending = call(method, *(each[0] for each in args), **first)
             return pending.awaited() if blocking else pending
         future = self._each_its_own(method, args, kwargs)
         if blocking:
-            return collect(ranks, future.awaited())
-        if dispatch_mode in (*_JOINED, Dispatch.ONE_TO_ALL_ONE):
-            counts = _counts(dispatch_mode, ranks)
-            return [ObjectRefWrap(*pair) for pair in zip(future, counts, strict=True)]
+            return _collected(mode, ranks, future.awaited())
+        if mode in (*_JOINED, Dispatch.ONE_TO_ALL_ONE):
+            return list(map(ObjectRefWrap, future, _counts(mode, ranks)))
         return list(future)
 
     def _each_its_own(
@@ -266,8 +251,7 @@ class Cluster:
         """Call all ranks; if every argument is a list as long as the ranks, each gets its entry."""
         values, size = [*args, *kwargs.values()], self.world_size
         if not all(isinstance(each, list) and len(each) == size for each in values):
-            args = tuple([each] * size for each in args)
-            kwargs = {name: [each] * size for name, each in kwargs.items()}
+            args, kwargs = dispatch_one_to_all(self, *args, **kwargs)
         return list(self._each_its_own(method_name, args, kwargs))
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -276,6 +260,10 @@ class Cluster:
 
     execute_all = execute_all_async
 
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call rank 0, and return its pending result."""
+        return self.helmsman.execute_rank_zero_async(method_name, *args, **kwargs)
+
 
 class WorkerProxy:
     """One worker: ``proxy.method.remote(...)`` calls it, and returns its pending result."""
@@ -283,15 +271,15 @@ class WorkerProxy:
     def __init__(self, cluster: Any, rank: int) -> None:
         self._cluster, self.rank = cluster, rank
 
-    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the worker."""
-        (future,) = self._cluster.execute_on_async([self.rank], method, *args, **kwargs)
-        return future
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return SimpleNamespace(remote=functools.partial(self.call, name))
+
+        def remote(*args: Any, **kwargs: Any) -> Any:
+            (future,) = self._cluster.execute_on_async([self.rank], name, *args, **kwargs)
+            return future
+
+        return SimpleNamespace(remote=remote)
 
 
 # --- dispatch -------------------------------------------------------------------------------------
@@ -300,20 +288,20 @@ _JOINED = (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
 _CUT = (*_JOINED, Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL)
 
 
-def _dispatched(
-    mode: Dispatch, cluster: Any, *args: Any, **kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _dispatched(mode: Mode, cluster: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the arguments with a value for each rank."""
+    if isinstance(mode, Mapping):
+        return mode["dispatch_fn"](cluster, *args, **kwargs)
     if mode is Dispatch.ALL_TO_ALL:
         return args, kwargs
-    if mode in (Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE):
-        rule: Callable[[Any], list[Any]] = lambda value: [value] * cluster.world_size  # noqa: E731
-    else:
-        infos = [cluster.get_rank_info(rank) for rank in range(cluster.world_size)]
-        rule = functools.partial(_shares, mode, cluster.dp_size, infos)
-    return tuple(map(rule, args)), {name: rule(value) for name, value in kwargs.items()}
+    shares = functools.partial(_shares, mode, cluster)
+    return tuple(map(shares, args)), {name: shares(value) for name, value in kwargs.items()}
 
 
-def _shares(mode: Dispatch, num_parts: int, infos: Sequence[Any], value: Any) -> list[Any]:
+def _shares(mode: Dispatch, cluster: Any, value: Any) -> list[Any]:
+    if mode not in _CUT:
+        return [value] * cluster.world_size
+    num_parts, shares = cluster.dp_size, []
     if isinstance(value, (list, tuple)):
         size, rest = divmod(len(value), num_parts)
         if rest:
@@ -321,49 +309,42 @@ def _shares(mode: Dispatch, num_parts: int, infos: Sequence[Any], value: Any) ->
         parts: Sequence[Any] = [value[size * k : size * (k + 1)] for k in range(num_parts)]
     else:
         parts = value.chunk(num_parts)
-    has_meta = isinstance(value, Batch) or hasattr(value, "meta_info")
-    only_first = mode is not Dispatch.DP_MP_COMPUTE and has_meta
-    return [
-        _meta_of(parts[info.dp_rank])
-        if only_first and (info.tp_rank or info.cp_rank or info.pp_rank)
-        else parts[info.dp_rank]
-        for info in infos
-    ]
+    for info in map(cluster.get_rank_info, range(cluster.world_size)):
+        part = parts[info.dp_rank]
+        if mode is not Dispatch.DP_MP_COMPUTE and (info.tp_rank or info.cp_rank or info.pp_rank):
+            if isinstance(part, Batch):
+                part = Batch({}, part.meta)
+            elif hasattr(part, "meta_info"):
+                part = type(part)(batch=None, meta_info=part.meta_info)
+        shares.append(part)
+    return shares
 
 
-def _meta_of(rows: Any) -> Any:
-    if isinstance(rows, Batch):
-        return Batch({}, rows.meta)
-    return type(rows)(batch=None, meta_info=rows.meta_info)
-
-
-def _counts(mode: Dispatch | Mapping[str, Any], cluster: Any) -> list[bool]:
+def _counts(mode: Mode, cluster: Any) -> list[bool]:
     """Return whether the result of each rank is part of the call's."""
-    ranks = range(cluster.world_size)
     if mode is Dispatch.ONE_TO_ALL_ONE:
-        return [rank == 0 for rank in ranks]
+        return [rank == 0 for rank in range(cluster.world_size)]
     return [
         not info.tp_rank and not info.cp_rank and info.is_pipeline_last_stage
-        for info in map(cluster.get_rank_info, ranks)
+        for info in map(cluster.get_rank_info, range(cluster.world_size))
     ]
 
 
-def _collected(mode: Dispatch, cluster: Any, results: list[Any]) -> Any:
+def _collected(mode: Mode, cluster: Any, results: list[Any]) -> Any:
+    if isinstance(mode, Mapping):
+        return mode["collect_fn"](cluster, results)
     if mode is Dispatch.ONE_TO_ALL_ONE:
         return results[0]
     if mode not in _JOINED:
         return results
-    return _joined(list(itertools.compress(results, _counts(mode, cluster))))
-
-
-def _joined(results: list[Any]) -> Any:
-    if isinstance(results[0], list):
-        return [row for result in results for row in result]
-    if hasattr(results[0], "concat"):
-        return type(results[0]).concat(results)
+    parts = list(itertools.compress(results, _counts(mode, cluster)))
+    if isinstance(parts[0], list):
+        return [row for part in parts for row in part]
+    if hasattr(parts[0], "concat"):
+        return type(parts[0]).concat(parts)
     raise ValueError(
         "a method that splits rows must return rows: a list, or an object with chunk and concat; "
-        f"got {type(results[0]).__name__}"
+        f"got {type(parts[0]).__name__}"
     )
 
 

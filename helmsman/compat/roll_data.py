@@ -12,7 +12,6 @@ import numpy
 
 from helmsman.api.batch import Batch
 from helmsman.api.columns import kind_of
-from helmsman.api.extras import needed_by
 
 Names: TypeAlias = str | Sequence[str] | None
 
@@ -24,10 +23,6 @@ class DataProto:
         batch: A TensorDict of batch size (N,), or name -> tensor (N, ...); None for no tensors.
         non_tensor_batch: Name -> array (N, ...) of any dtype.
         meta_info: Entries that apply to all rows.
-
-    Raises:
-        BackendNotInstalledError: The package tensordict is missing.
-        ValueError: The columns have different lengths.
     """
 
     def __init__(
@@ -37,22 +32,14 @@ class DataProto:
         meta_info: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(batch, dict):
-            with needed_by("DataProto", "tensordict"):
-                from tensordict import TensorDict
-            batch = TensorDict(batch, [len(next(iter(batch.values())))]) if batch else None
+            batch = Batch(batch).to_tensordict() if batch else None
         self.batch = batch
         self.non_tensor_batch, self.meta_info = dict(non_tensor_batch or {}), dict(meta_info or {})
         self.check_consistency()
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: Any = None) -> DataProto:
-        """Return rows of columns.
-
-        Args:
-            data: Name -> tensor (N, ...), array (N, ...), or list of N objects, which becomes an
-                array of objects.
-            meta_info: Entries that apply to all rows.
-        """
+        """Return rows of tensors, arrays, and lists of objects, which become arrays of objects."""
         tensors = {name: each for name, each in data.items() if kind_of(each) == "tensor"}
         others = {name: _objects(each) for name, each in data.items() if name not in tensors}
         return cls(tensors, others, meta_info)
@@ -61,13 +48,7 @@ class DataProto:
     def from_dict(
         cls, tensors: Mapping[str, Any], non_tensors: Any = None, meta_info: Any = None
     ) -> DataProto:
-        """Return rows of tensors and of other columns.
-
-        Args:
-            tensors: Name -> tensor (N, ...).
-            non_tensors: Name -> array (N, ...) or list of N objects.
-            meta_info: Entries that apply to all rows.
-        """
+        """Return rows of tensors, and of arrays or lists of objects."""
         return cls.from_single_dict({**tensors, **(non_tensors or {})}, meta_info)
 
     @classmethod
@@ -102,21 +83,10 @@ class DataProto:
         non_tensor_batch_keys: Names = None,
         meta_info_keys: Names = None,
     ) -> DataProto:
-        """Return some columns and entries, which share memory with these.
-
-        Args:
-            batch_keys: Names of tensors; None for all, as for the others.
-            non_tensor_batch_keys: Names of other columns.
-            meta_info_keys: Names of entries.
-
-        Raises:
-            KeyError: A name does not exist.
-        """
-        return DataProto(
-            _chosen(self._tensors(), batch_keys),
-            _chosen(self.non_tensor_batch, non_tensor_batch_keys),
-            _chosen(self.meta_info, meta_info_keys),
-        )
+        """Return the named columns and entries, which share memory; None names all of a kind."""
+        values = (self._tensors(), self.non_tensor_batch, self.meta_info)
+        keys = (batch_keys, non_tensor_batch_keys, meta_info_keys)
+        return DataProto(*map(_chosen, values, keys))
 
     def pop(
         self,
@@ -124,16 +94,7 @@ class DataProto:
         non_tensor_batch_keys: Names = None,
         meta_info_keys: Names = None,
     ) -> DataProto:
-        """Remove columns and entries, and return them.
-
-        Args:
-            batch_keys: Names of tensors; None for none, as for the others.
-            non_tensor_batch_keys: Names of other columns.
-            meta_info_keys: Names of entries.
-
-        Raises:
-            KeyError: A name does not exist; nothing is removed.
-        """
+        """Remove the named columns and entries, all or none of them, and return them."""
         popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         for name in popped._tensors():
             del self.batch[name]
@@ -143,24 +104,12 @@ class DataProto:
         return popped
 
     def rename(self, old_keys: Names = None, new_keys: Names = None) -> DataProto:
-        """Rename columns in place, and return these rows.
-
-        Args:
-            old_keys: Their names.
-            new_keys: As many new names.
-
-        Raises:
-            ValueError: There are not as many new names, or a new name is taken.
-        """
+        """Rename columns in place to as many new names, and return these rows."""
         names = dict(zip(_listed(old_keys), _listed(new_keys), strict=True))
         return self._become(self.rows.rename(names))
 
     def union(self, other: DataProto) -> DataProto:
-        """Add another's columns and entries in place, and return these rows.
-
-        Raises:
-            ValueError: Both have a name with different values.
-        """
+        """Add another's columns and entries in place, unless values differ; return these rows."""
         return self._become(self.rows.union(other.rows))
 
     def reorder(self, indices: Any) -> None:
@@ -168,12 +117,7 @@ class DataProto:
         self._become(self.rows.reorder(indices))
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Return new rows, each of these several times.
-
-        Args:
-            repeat_times: How often.
-            interleave: Whether copies of a row follow each other, instead of all rows.
-        """
+        """Return copies of the rows: of each together if ``interleave``, else of all in turn."""
         return self.from_rows(self.rows.repeat(repeat_times, interleave=interleave))
 
     def to(self, device: Any) -> DataProto:
@@ -190,31 +134,21 @@ class DataProto:
         return [*map(self.from_rows, self.rows.chunk(chunks, "uneven"))]
 
     def group_by(self, keys: str | Sequence[str]) -> dict[str, DataProto]:
-        """Group rows by the texts of their values in some columns, joined by '|'.
-
-        Raises:
-            KeyError: A column does not exist.
-        """
-        rows = self.rows
-        if missing := [name for name in _listed(keys) if name not in rows]:
-            known = ", ".join(rows.columns)
-            raise KeyError(f"Grouping key {missing[0]!r} is not a column; there are {known}")
-        texts = [numpy.asarray(rows[name]).astype(str).tolist() for name in _listed(keys)]
+        """Group rows by the texts of their values in some columns, joined by '|'."""
+        columns = self.rows.select(*_listed(keys)).columns.values()
+        texts = [numpy.asarray(column).astype(str).tolist() for column in columns]
         groups: dict[str, list[int]] = {}
         for row, values in enumerate(zip(*texts, strict=True)):
             groups.setdefault("|".join(values), []).append(row)
-        return {text: self.from_rows(rows.take(chosen)) for text, chosen in groups.items()}
+        return {text: self[rows] for text, rows in groups.items()}
 
     @staticmethod
     def concat(
         data: Sequence[DataProto], *, global_keys: Collection[str] = ("metrics",)
     ) -> DataProto:
-        """Return all rows. Metadata is that of the first part, but for entries that are merged.
+        """Return all rows, with the first part's metadata, but for ``metrics`` and ``global_keys``.
 
-        Args:
-            data: The parts.
-            global_keys: Entries that are merged, beside ``metrics``: all their values become one
-                list; of dicts, those of each name.
+        All values of such an entry become one list; of dicts, those of each name.
         """
         meta = dict(data[0].meta_info)
         for name in {*global_keys, "metrics"}:
@@ -233,23 +167,13 @@ class DataProto:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Return new rows, with copies of the last one appended, and the number of these copies.
-
-    Args:
-        data: The rows.
-        size_divisor: Divides the number of the new rows.
-    """
+    """Return new rows with copies of the last one appended, and the number of these copies."""
     rows = data.rows.pad(size_divisor)
     return DataProto.from_single_dict(rows.columns, rows.meta), rows.num_padding
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Return the rows without the last ones; they share memory.
-
-    Args:
-        data: The rows.
-        pad_size: Number of rows to leave out.
-    """
+    """Return the rows without the last ``pad_size``; they share memory."""
     return DataProto.from_rows(data.rows[: len(data) - pad_size])
 
 

@@ -162,8 +162,8 @@ def test_command_binds_ports(scheduler: Scheduler, role: str) -> None:
         port_count=2,
         env_vars={"CONTRACT_CMD": "a b,c=d"},
     )
-    one = SchedulingSpec(cmd="http.server --bind '127.0.0.1' {port}")
-    worker, _ = scheduler.create_workers(Job(role=role, replicas=2, tasks=[two, one]))
+    one = SchedulingSpec(cmd="http.server --bind '127.0.0.1' --directory /no/{index} {port}")
+    worker, other = scheduler.create_workers(Job(role=role, replicas=2, tasks=[two, one]))
     ports, (port,) = leased(scheduler, role)
     assert answers(ports[1])
     assert answers(port)
@@ -171,6 +171,8 @@ def test_command_binds_ports(scheduler: Scheduler, role: str) -> None:
         environment = dict(entry.split("=", 1) for entry in file.read().split("\0") if "=" in entry)
     assert environment["HELMSMAN_PORTS"] == f"{ports[0]},{ports[1]}"
     assert environment["CONTRACT_CMD"] == "a b,c=d"
+    with open(f"/proc/{scheduler.call_engine(other, 'pid', 'command')}/cmdline") as file:
+        assert "/no/1" in file.read().split("\0"), "the worker's number in its role"
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,8 @@ class RoleLifecycle:
 
         async def run(worker_id: str, spec: SchedulingSpec) -> None:
             client = self._roles.client(worker_id)
-            args = (spec.cmd, client.engine_ports, spec.cmd_ready, client.node, limit_s)
+            command = (spec.cmd or "").replace("{index}", str(rank_of(worker_id)))
+            args = (command, client.engine_ports, spec.cmd_ready, client.node, limit_s)
             await self._calls.create_engine(worker_id, _COMMAND_ENGINE, "command", args, {})
 
         specs = {each: jobs[each.rpartition("/")[0]].spec(rank_of(each)) for each in worker_ids}

@@ -126,8 +126,7 @@ def _with_ports(part: str, command: str, ports: Sequence[str]) -> str:
         if index >= len(ports):
             raise ValueError(
                 f"the command {command!r} asks for {match[0]}, but the worker has {len(ports)} "
-                "leased ports; "
-                f"set SchedulingSpec.port_count to {index + 1}"
+                f"leased ports; set SchedulingSpec.port_count to {index + 1}"
             )
         return ports[index]
 

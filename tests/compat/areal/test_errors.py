@@ -20,6 +20,7 @@ from helmsman.compat import areal
         (areal.WorkerTimeoutError("a", 3.0), {"worker_key": "a", "timeout": 3.0}),
         (areal.EngineImportError("no.Engine", "why"), {"import_path": "no.Engine"}),
         (areal.PortAllocationError("no ports"), {}),
+        (areal.RPCConnectionError("a/0", "host", 1, "why"), {}),
     ],
 )
 def test_error_has_attributes_and_survives_pickling(
@@ -27,6 +28,6 @@ def test_error_has_attributes_and_survives_pickling(
 ) -> None:
     loaded = pickle.loads(pickle.dumps(error))
     assert str(loaded) == str(error)
-    assert attributes.items() <= vars(loaded).items()
+    assert {name: getattr(loaded, name) for name in attributes} == attributes
     for value in attributes.values():
         assert value is None or str(value) in str(error)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
+import json
 import logging
+import shlex
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,13 +30,27 @@ from helmsman.compat.areal import (
 
 pytestmark = pytest.mark.slow
 HERE = "tests.compat.areal.engines"
+RESOLVE = SimpleNamespace(
+    type="nfs", nfs_record_root="/tmp/areal/name_resolve", etcd3_addr="localhost:2379"
+)
+EXPERIMENT = SimpleNamespace(
+    experiment_name="it's",
+    trial_name=None,
+    cluster=SimpleNamespace(n_gpus_per_node=2, fileroot=None, name_resolve=RESOLVE),
+)
+"""The same names as those of the scheduler on processes, from a configuration."""
 
 
 def make(kind: str, log_dir: Path) -> Scheduler:
     if kind == "local":
-        return LocalScheduler([0, 1], str(log_dir), startup_timeout=120.0)
+        return LocalScheduler([0, 1], str(log_dir), startup_timeout=120.0, experiment_name="it's")
     return RayScheduler(
-        startup_timeout=120.0, log_dir=log_dir, address="local", num_cpus=64, num_gpus=2
+        startup_timeout=120.0,
+        log_dir=log_dir,
+        address="local",
+        num_cpus=64,
+        num_gpus=2,
+        exp_config=EXPERIMENT,
     )
 
 
@@ -203,6 +221,31 @@ def test_slow_constructor_raises_creation_error(
     scheduler.delete_workers("slow")
 
 
+def test_commands_receive_options_of_areal(scheduler: Scheduler) -> None:
+    """The process of each worker, and of each worker's fork, answers with its options."""
+    spec = SchedulingSpec(cpu=1, cmd=f"python -m {HERE.replace('engines', 'options')}")
+    scheduler.create_workers(Job("gateway", 2, [spec]))
+    scheduler.fork_workers("beside", "gateway", HERE.replace("engines", "options"))
+    for role in ("gateway", "beside"):
+        for index, worker in enumerate(scheduler.get_workers(role)):
+            where = (worker.ip, int(worker.worker_ports[0]))
+            with socket.create_connection(where, timeout=30) as answer:
+                given = json.loads(answer.makefile().read())
+            assert given == {
+                "port": worker.worker_ports[0],
+                "experiment_name": "it's",
+                "trial_name": "None",
+                "role": role,
+                "worker_index": str(index),
+                "name_resolve_type": "nfs",
+                "nfs_record_root": "/tmp/areal/name_resolve",
+                "etcd3_addr": "localhost:2379",
+                "fileroot": "None",
+            }
+    scheduler.delete_workers("beside")
+    scheduler.delete_workers("gateway")
+
+
 def test_delete_unknown_role_warns(scheduler: Scheduler, caplog: pytest.LogCaptureFixture) -> None:
     scheduler.delete_workers("unknown")
     assert "delete_workers('unknown') has nothing to delete" in caplog.text
@@ -285,9 +328,17 @@ def test_job_with_unknown_strategy() -> None:
         converted(TheirJob("r", 1, [TheirSpec()], TheirStrategy("beside")))
 
 
-def test_command_gets_port() -> None:
+def test_command_gets_options() -> None:
     spec = SchedulingSpec(cmd="python3 -m my.server --verbose")
     job = converted(Job("r", 1, [spec]))  # type: ignore[arg-type]
-    assert job.tasks[0].cmd == "my.server --verbose --port {port}"
+    given = shlex.split(job.tasks[0].cmd or "")
+    assert given[:4] == ["my.server", "--verbose", "--port", "{port}"]
+    assert given[4:] == ["--worker-index", "{index}", "--role", "r"]
+    guard, server = (
+        SchedulingSpec(cmd=f"python -m areal.infra.rpc.{each}") for each in ("guard", "rpc_server")
+    )
+    job = converted(Job("r", 2, [guard, server]))  # type: ignore[arg-type]
+    assert (job.tasks[0].cmd or "").startswith("areal.infra.rpc.guard --port")
+    assert job.tasks[1].cmd is None, "a worker of Helmsman is one"
     with pytest.raises(areal.WorkerCreationError, match="expected 'python -m module arguments'"):
         converted(Job("r", 1, [SchedulingSpec(cmd="python script.py")]))  # type: ignore[arg-type]

@@ -90,6 +90,7 @@ def test_cluster_execute_by_name(start: Callable[..., Cluster]) -> None:
     assert cluster.execute_all_sync("add", [1, 10]) == [1, 11], "each rank gets its entry"
     assert get(cluster.execute_all_async("add", x=1)) == [2, 12]
     assert cluster.execute_rank_zero_sync("add", 1) == 3
+    assert cluster.execute_rank_zero("add", x=0).result(60) == 3
     assert get(cluster.workers[1].add.remote(1)) == 13
     (name, role, size, port), other = cluster.execute_all_sync("names")
     assert (name, role, size) == ("worker0-0", "worker0", 2) and 0 < port < 1 << 16

@@ -96,7 +96,7 @@ def test_group_by() -> None:
         "t1": [1.0, 3.0],
     }
     assert [*make().group_by(["text", "score"])] == ["t0|0.0", "t1|1.0", "t0|2.0", "t1|3.0"]
-    with pytest.raises(KeyError, match="'absent' is not a column; there are ids, score, text"):
+    with pytest.raises(KeyError, match="no column 'absent'; there are ids, score, text"):
         make().group_by("absent")
 
 
