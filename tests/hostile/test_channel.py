@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 from helmsman.api.errors import ProtocolError
 from helmsman.controller._transport.channel import Channel
 from helmsman.rpc_server._server.authenticated_server import MAX_PENDING_OF_HOST
-from helmsman.rpc_server._wire.auth import connect
+from helmsman.rpc_server._wire.auth import HANDSHAKE_LIMIT_S, connect
 from helmsman.rpc_server._wire.codec import Payload
 from helmsman.rpc_server._wire.messages import Reply
 from tests.contract.helpers import LIMIT_S, wait_until
@@ -185,16 +184,14 @@ async def test_channel_listener_reflects_proof(make_worker: MakeWorker) -> None:
 
 @pytest.mark.parametrize("mode", ["tls", "plain", "unix"])
 async def test_channel_admits_beside_held_connections(make_worker: MakeWorker, mode: str) -> None:
+    """None waits for a held connection, which would take its whole handshake limit."""
     worker = make_worker(mode)
     for kind in KINDS:
         async with peers_of_kind(kind, worker.address, tls=mode == "tls"):
-            took_s = []
             for _ in range(NUM_LEGITIMATE):
-                started = time.monotonic()
-                sock = await connect(worker.address, worker.key, LIMIT_S, tls=mode == "tls")
-                took_s.append(time.monotonic() - started)
+                async with asyncio.timeout(HANDSHAKE_LIMIT_S):
+                    sock = await connect(worker.address, worker.key, LIMIT_S, tls=mode == "tls")
                 sock.close()
-            assert max(took_s) < 1.0
             together = [
                 connect(worker.address, worker.key, LIMIT_S, tls=mode == "tls")
                 for _ in range(NUM_LEGITIMATE)
