@@ -1,13 +1,12 @@
 """A run's control socket: answers other processes of the same user while the script runs.
 
 The kernel removes its abstract address however the script ends. Each side checks by SO_PEERCRED
-that the other belongs to this user.
+that the other belongs to this user. The end of a message is the end of its sender's stream.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import socket
@@ -30,7 +29,6 @@ _SILENT_S = 5.0
 """A client that sends or reads nothing for this long is dropped."""
 _BESIDE_S = 4.0
 """Longest wait for an answer beyond the query's limit: a blocked event loop is noticed late."""
-_LENGTH = struct.Struct("!Q")
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,28 +108,27 @@ class ControlSocket:
 
     def _serve(self, peer: socket.socket) -> None:
         try:
-            with peer, peer.makefile("rwb") as stream:
+            with peer, peer.makefile("rb") as stream:
                 peer.settimeout(_SILENT_S)
-                query = msgspec.msgpack.decode(_receive(stream, _REQUEST_BYTES), type=Query)
+                query = msgspec.msgpack.decode(stream.read(_REQUEST_BYTES), type=Query)
                 try:
                     answer = self._answer(query)
                 except Exception as error:  # noqa: BLE001 - reported to the client
                     kind = "" if isinstance(error, HelmsmanError) else f"{type(error).__name__}: "
                     answer = Refusal(refused=f"{kind}{error}")
-                _send(stream, answer)
-        except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
+                peer.sendall(msgspec.msgpack.encode(answer))
+        except (OSError, msgspec.MsgspecError) as error:
             log.debug("a query of the control socket ended: %s", error)
         finally:
             self._free.release()
 
 
 def ask(run_id: str, query: Query) -> bytes:
-    """Send a query to a run on this machine; returns the answer in msgpack.
+    """Send a query to a run on this machine; returns the answer in msgpack, b'' if the run ended.
 
     Raises:
         OSError: The run has no socket, did not answer a few seconds after ``query.limit_s``, or
             another user's process listens there.
-        EOFError: The run closed the connection.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(query.limit_s + _BESIDE_S)
@@ -141,9 +138,10 @@ def ask(run_id: str, query: Query) -> bytes:
             raise ConnectionRefusedError(f"run {run_id} has no control socket here") from error
         if not _is_own(peer):
             raise PermissionError(f"the control socket of run {run_id} belongs to another user")
-        with peer.makefile("rwb") as stream:
-            _send(stream, query)
-            return _receive(stream, 1 << 30)
+        peer.sendall(msgspec.msgpack.encode(query))
+        peer.shutdown(socket.SHUT_WR)
+        with peer.makefile("rb") as stream:
+            return stream.read()
 
 
 def _address(run_id: str) -> str:
@@ -156,20 +154,3 @@ def _address(run_id: str) -> str:
 def _is_own(peer: socket.socket) -> bool:
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
-
-
-def _send(stream: io.BufferedRWPair, message: object) -> None:
-    content = msgspec.msgpack.encode(message)
-    stream.write(_LENGTH.pack(len(content)) + content)
-    stream.flush()
-
-
-def _receive(stream: io.BufferedRWPair, limit: int) -> bytes:
-    header = stream.read(_LENGTH.size)
-    length = _LENGTH.unpack(header)[0] if len(header) == _LENGTH.size else 0
-    if length > limit:
-        raise ValueError(f"a message of {length} bytes; expected at most {limit}")
-    content = stream.read(length)
-    if not content or len(content) < length:
-        raise EOFError("the other side closed the connection")
-    return content

@@ -154,14 +154,14 @@ def ask_run(run: FoundRun, query: Query, kind: type[T]) -> T:
     """
     try:
         answer = ask(run.run_id, query)
-    except (OSError, EOFError, ValueError) as error:
+        with contextlib.suppress(msgspec.MsgspecError):
+            raise HelmsmanError(msgspec.msgpack.decode(answer, type=Refusal).refused)
+        return msgspec.msgpack.decode(answer, type=kind)
+    except (OSError, msgspec.MsgspecError) as error:
         raise RunSilentError(
             f"run {run.run_id} does not answer: {error}. helmsman why {run.run_id} observes its "
             "processes."
         ) from error
-    with contextlib.suppress(msgspec.MsgspecError):
-        raise HelmsmanError(msgspec.msgpack.decode(answer, type=Refusal).refused)
-    return msgspec.msgpack.decode(answer, type=kind)
 
 
 def take_stacks(run: FoundRun, role: str | None) -> dict[str, str]:

@@ -33,10 +33,10 @@ from helmsman.controller._aio.event_loop import (
     run_in_executor,
     run_on_loop,
 )
+from helmsman.controller._node.activity import CallAccount, CallAccounts
 from helmsman.controller._node.driver_log import story
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
-from helmsman.controller._transport.call_accounts import CallAccount, CallAccounts
 from helmsman.controller._transport.kept_calls import KeptCalls
 from helmsman.rpc_server._wire.codec import Payload, decode, encode, is_plain
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
