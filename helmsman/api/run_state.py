@@ -20,9 +20,6 @@ class Frame(msgspec.Struct, frozen=True):
     text: str = ""
     """Source line, without indentation; '' if it is not available."""
 
-    def __str__(self) -> str:
-        return f"{self.function} at {self.file.rpartition('/')[2]}:{self.line}"
-
 
 class StackTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Stack of a thread or of an asyncio task, outermost frame first."""

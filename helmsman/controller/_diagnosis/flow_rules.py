@@ -19,14 +19,10 @@ def placement(evidence: Evidence) -> Iterator[Finding]:
     """A start waits for resources that others hold."""
     for phase in evidence.now.phases:
         if phase.kind == "placement" and phase.waits_for and phase.age_s > _PENDING_S:
-            yield Finding(
-                "placement pending",
-                phase.detail,
-                f"The placement of {phase.detail} waits for resources: {phase.waits_for}.",
-                "End the holders, request less, or add nodes; helmsman plan shows the change that "
-                "would make it fit.",
-                since_s=phase.age_s,
-            )
+            cause = f"The placement of {phase.detail} waits for resources: {phase.waits_for}."
+            step = "End the holders, request less, or add nodes; helmsman plan shows the change "
+            step += "that would make it fit."
+            yield Finding("placement pending", phase.detail, cause, step, since_s=phase.age_s)
 
 
 def weight_sync(evidence: Evidence) -> Iterator[Finding]:
@@ -36,7 +32,7 @@ def weight_sync(evidence: Evidence) -> Iterator[Finding]:
             continue
         late = {
             worker.id: f"{call.name} on {worker.id} has run for {seconds(call.age_s)}"
-            + (f" and {worker.wait}" if worker.wait is not None else "")
+            + (f" and {worker.wait.text}" if worker.wait is not None else "")
             for worker in evidence.workers
             for call in worker.now.calls
             if call.name.endswith(_SYNC_METHODS)
@@ -89,11 +85,7 @@ def _straggler(evidence: Evidence, rollout: RolloutSnapshot) -> Iterator[Finding
     ids = sorted({each.instance_id for each in late})
     if not late or rollout.num_in_flight > max(2 * len(late), 1):
         return
-    doing = []
-    for worker in evidence.workers:
-        if worker.id in ids and worker.stack is not None:
-            state = "is idle" if worker.is_idle else "computes"
-            doing.append(f"{worker.id} {worker.wait or state + at(worker.stack)}")
+    doing = [f"{e.id} {e.doing}" for e in evidence.workers if e.id in ids and e.stack is not None]
     first = late[0]
     yield Finding(
         "straggler",
@@ -123,7 +115,7 @@ def script_waits(evidence: Evidence) -> Iterator[Finding]:
         return
     earlier = {signature(each) for each in before.stacks}
     shown = [
-        f"{each.thread} {wait_of(each) or 'waits' + at(each)}"
+        f"{each.thread} {wait.text if (wait := wait_of(each)) else 'waits' + at(each)}"
         for each in run.script.stacks
         if each.frames and signature(each) in earlier and _is_unbounded(each)
     ]

@@ -90,20 +90,12 @@ _WAYS = {
 
 
 class Wait(NamedTuple):
-    """What a stack waits for."""
+    """The wait of a stack."""
 
     kind: str
-    site: Frame
-    """Innermost frame in the user's code, else innermost frame."""
-    what: str = ""
-    """Name of the collective; '' for other kinds."""
-
-    def __str__(self) -> str:
-        return f"{_WAYS[self.kind].verb} {self.what}".rstrip() + f" at {place(self.site)}"
-
-    @property
-    def next_step(self) -> str:
-        return _WAYS[self.kind].next_step
+    text: str
+    """Its description: 'waits in all_reduce at train.py:210 (all_reduce(x))'."""
+    next_step: str
 
 
 def site_of(stack: StackTrace | None) -> Frame | None:
@@ -124,28 +116,35 @@ def at(stack: StackTrace | None) -> str:
 
 def wait_of(stack: StackTrace | None) -> Wait | None:
     """Return the wait of a stack; None if it computes, or waits in an unknown way."""
-    site = site_of(stack)
-    if stack is None or site is None:
+    kind = _kind_of(stack.frames) if stack is not None and stack.frames else ""
+    if not kind:
         return None
-    for number, frame in reversed(list(enumerate(stack.frames))):
+    kind, _, collective = kind.partition(":")
+    verb = f"{_WAYS[kind].verb} {collective}".rstrip()
+    return Wait(kind, verb + at(stack), _WAYS[kind].next_step)
+
+
+def _kind_of(frames: Sequence[Frame]) -> str:
+    """Return the kind of the wait of these frames, 'collective:' with its name; '' for none."""
+    for number, frame in reversed(list(enumerate(frames))):
         if "torch/distributed/" in frame.file and _COLLECTIVE_NAME.fullmatch(frame.function):
-            return Wait("collective", site, frame.function)
-        below = stack.frames[number + 1 :]
+            return f"collective:{frame.function}"
+        below = frames[number + 1 :]
         called = _COLLECTIVE_CALL.search(frame.text)
         if called and (not below or any("/torch/" in each.file for each in below)):
-            return Wait("collective", site, called[1])
+            return f"collective:{called[1]}"
         if frame.file.endswith("torch/utils/data/dataloader.py"):
             # It waits for its processes, unless it executes the user's code.
             if all(_LIBRARY.search(each.file) for each in below):
-                return Wait("loader", site)
+                return "loader"
             break
-    inner = [f"{each.file}:{each.function}" for each in stack.frames[-4:]]
+    inner = [f"{each.file}:{each.function}" for each in frames[-4:]]
     for kind, way in _WAYS.items():
         if any(re.search(way.inner, each) for each in inner) or re.search(
-            way.line, stack.frames[-1].text
+            way.line, frames[-1].text
         ):
-            return Wait(kind, site)
-    return None
+            return kind
+    return ""
 
 
 def place(frame: Frame) -> str:
