@@ -79,16 +79,14 @@ def _logs(options: argparse.Namespace) -> None:
         print(logs.coloured(source, line, colour=sys.stdout.isatty()), flush=options.follow)
 
     if options.address:
-        parts = runs.on_all(
-            runs.attach(options.address), _lines_here, options.run_id, options.chosen
-        )
-        found, others = logs.merge(parts), " on any node"
+        found = logs.merge(_take_all(options, _read, options.chosen, alive=False))
+        others = " on any node"
     else:
         run = _find_recorded(options)
         if options.follow:
             for source, line in logs.follow(run.log_dir, options.chosen, options.lines):
                 show(source, line)
-        found = logs.read_lines(run.log_dir, options.chosen)
+        found = _read(run, options.chosen)
         known = ", ".join(sorted(logs.find_logs(run.log_dir)))
         others = f"; the run has logs of {known or 'no worker'}"
     if not found:
@@ -100,12 +98,8 @@ def _logs(options: argparse.Namespace) -> None:
         show(source, line)
 
 
-def _lines_here(name: str, chosen: str | None) -> list[logs.Line]:
-    """Return the lines of the logs that a run has on this node."""
-    try:
-        return logs.read_lines(find_run(name).log_dir, chosen)
-    except RunNotFoundError:
-        return []
+def _read(run: FoundRun, chosen: str | None) -> list[logs.Line]:
+    return logs.read_lines(run.log_dir, chosen)
 
 
 def _stacks(options: argparse.Namespace) -> None:
@@ -126,16 +120,21 @@ def _why(options: argparse.Namespace) -> int:
 
 
 def _take(options: argparse.Namespace, take: Callable[..., T], *arguments: Any) -> T:
-    """Return ``take(run, *arguments)`` of the run here, or on a node of the cluster."""
+    return _take_all(options, take, *arguments)[0]
+
+
+def _take_all(
+    options: argparse.Namespace, take: Callable[..., T], *arguments: Any, alive: bool = True
+) -> list[T]:
+    """Return ``take(run, *arguments)`` of the run here, or on the nodes of the cluster."""
     if not options.address:
-        return take(find_run(options.run_id, alive=True), *arguments)
-    nodes = runs.attach(options.address)
-    answers: list[T | None] = runs.on_all(nodes, runs.take_here, take, options.run_id, *arguments)
-    for answer in answers:
-        if answer is not None:
-            return answer
+        return [take(find_run(options.run_id, alive=alive), *arguments)]
+    nodes, run_id = runs.attach(options.address), options.run_id
+    answers = runs.on_all(nodes, runs.take_here, take, run_id, alive, *arguments)
+    if found := [each for each in answers if each is not None]:
+        return found
     raise RunNotFoundError(
-        f"no run {options.run_id or 'that is alive'} of this user on the nodes of the cluster."
+        f"no run {run_id or 'that is alive'} of this user on the nodes of the cluster."
     )
 
 
@@ -248,10 +247,6 @@ def _argument(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, A
     return names, options
 
 
-def _flag(*names: str, help: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return _argument(*names, action="store_true", help=help)
-
-
 _ID = "id of the run, or the beginning of it"
 _ARGUMENTS = {
     "RUN": _argument("run_id", metavar="RUN", help=_ID),
@@ -268,21 +263,21 @@ _ARGUMENTS = {
     "N": _argument("number", type=int, metavar="N"),
     "--run": _argument("--run", dest="run_id", metavar="RUN", help=_ID),
     "--address": _argument("--address", help="a Ray cluster that has the run"),
-    "--all": _flag("--all", help="all threads of all processes"),
-    "--follow": _flag("-f", "--follow", help="go on with new lines"),
+    "--all": _argument("--all", action="store_true", help="all threads of all processes"),
+    "--follow": _argument("-f", "--follow", action="store_true", help="go on with new lines"),
     "--host": _argument("--host", default="127.0.0.1", help="address (default %(default)s)"),
-    "--json": _flag("--json", help="print the result as JSON"),
+    "--json": _argument("--json", action="store_true", help="print the result as JSON"),
     "--lines": _argument(
         "-n", "--lines", type=int, default=1000, metavar="N", help="last N (default 1000; 0: all)"
     ),
-    "--no-debugger": _flag("--no-debugger", help="only run it"),
+    "--no-debugger": _argument("--no-debugger", action="store_true", help="only run it"),
     "--out": _argument("-o", "--out", metavar="FILE", help="default: %(default)s"),
     "--port": _argument("--port", type=int, help="default: %(default)s; 0: any free one"),
     "--timeout": _argument(
         "--timeout", type=float, default=300.0, metavar="S", help="seconds (default %(default)g)"
     ),
-    "--watch": _flag("--watch", help="repeat until interrupted"),
-    "--yes": _flag("--yes", help="do not ask for confirmation"),
+    "--watch": _argument("--watch", action="store_true", help="repeat until interrupted"),
+    "--yes": _argument("--yes", action="store_true", help="do not ask for confirmation"),
 }
 _ACTIONS = {
     "drain": "Send an instance no more requests; those that run continue elsewhere.",

@@ -34,10 +34,9 @@ def fetch_files(run: FoundRun) -> list[str]:
     answers, by_node = _missing(run)
     wanted = [id_ for ids in by_node.values() for id_ in ids][: _MOST_WORKERS if answers else 0]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        fetched = pool.map(lambda node: _fetch(run, node, by_node[node], {*wanted}), by_node)
-        left = zip(by_node, list(fetched), strict=True)
+        left = list(pool.map(lambda node: _fetch(run, node, by_node[node], {*wanted}), by_node))
     texts = []
-    for node, ids in left:
+    for node, ids in zip(by_node, left, strict=True):
         has_older = any(_has_recording(run.log_dir / FETCHED, each) for each in ids)
         if ids:
             texts.append(
@@ -61,27 +60,25 @@ def _missing(run: FoundRun) -> tuple[bool, dict[str, list[str]]]:
         answers = snapshot.answered_by == "script"
         workers += [(each.worker_id, str(each.pid), each.node) for each in snapshot.workers]
     scripts = {path.name.split(".")[1] for path in run.log_dir.glob(f"{SCRIPT}.*{SUFFIX}")}
-    found: dict[str, dict[str, None]] = {}
+    found: dict[str, list[str]] = {}
     for worker_id, pid, node in workers:
         # Inline workers are threads of the script, which records for them.
         if pid not in scripts and not _has_recording(run.log_dir, worker_id):
-            found.setdefault(node, {})[worker_id] = None
-    return answers, {node: list(ids) for node, ids in found.items()}
+            found.setdefault(node, []).append(worker_id)
+    return answers, {node: list(dict.fromkeys(ids)) for node, ids in found.items()}
 
 
 def _fetch(run: FoundRun, node: str, worker_ids: list[str], wanted: set[str]) -> list[str]:
     """Copy the files of workers on one node; returns those whose files could not be copied."""
-    left: list[str] = []
-    for number, worker_id in enumerate(worker_ids):
-        query, files = Query(kind="files", target=worker_id, node=node, limit_s=_ANSWER_S), {}
-        if worker_id in wanted:
-            try:
-                files = ask_run(run, query, dict[str, bytes])
-            except HelmsmanError:  # no process of the run answers there
-                return left + worker_ids[number:]
-        if not files:
-            left.append(worker_id)
-            continue
+    left = [each for each in worker_ids if each not in wanted]
+    asked = [each for each in worker_ids if each in wanted]
+    for number, worker_id in enumerate(asked):
+        query = Query(kind="files", target=worker_id, node=node, limit_s=_ANSWER_S)
+        try:
+            files = ask_run(run, query, dict[str, bytes])
+        except HelmsmanError:  # no process of the run answers there
+            return left + asked[number:]
+        left += [] if files else [worker_id]
         with private_directory(run.log_dir, FETCHED) as folder:
             for name in filter(lambda each: is_file_of(worker_id, each), files):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,6 @@ from helmsman.controller._schedulers.run_view import SCRIPT
 
 _LAST_S = 60.0
 _MOST_LINES, _MOST_CALLS = 200, 20
-_TIME = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d+) ")
 _CLOSED = re.compile(r"run \S+ is closed")
 _ENDS = re.compile(
     r"was ended by (?!close|delete_workers|restart)|exited with code [1-9]|has ended;|"
@@ -69,15 +69,12 @@ def postmortem(log_dir: Path) -> tuple[str, bool]:
 
 
 def _lines(log_dir: Path) -> list[_Line]:
-    found: list[_Line] = []
-    at = dict[str, float]()
-    for _, source, text in read_lines(log_dir, None):
-        if match := _TIME.match(text):
-            moment = time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S"))
-            at[source] = moment + float(f"0.{match[2]}")
-        if source in at:
+    found = []
+    for at, source, text in read_lines(log_dir):
+        if at:
             rank = 0 if _ENDS.search(text) else 1 if _FAILS.search(text) else 2
-            found.append(_Line(at[source], source, text[:300], rank))
+            moment = datetime.fromisoformat(at).timestamp()
+            found.append(_Line(moment, source, text[:300], rank))
     return found
 
 

@@ -136,11 +136,11 @@ def take_two(run: FoundRun, role: str | None = None, apart_s: float = 1.0) -> li
     return [take_snapshot(run, role, reports=True), before]
 
 
-def take_here(take: Callable[..., T], name: str | None, *arguments: Any) -> T | None:
+def take_here(take: Callable[..., T], name: str | None, alive: bool, *arguments: Any) -> T | None:
     """Return ``take(run, *arguments)`` of a run whose script runs here; None without one."""
     try:
-        run = find_run(name, alive=True)
-        return None if run.is_node else take(run, *arguments)
+        run = find_run(name, alive=alive)
+        return None if alive and run.is_node else take(run, *arguments)
     except RunNotFoundError:
         return None
 

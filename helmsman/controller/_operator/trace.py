@@ -6,6 +6,7 @@ to their execution. Source: the format's specification by Google, "Trace Event F
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ def write_trace(log_dir: Path, out: Path) -> int:
     timeline = read_timeline(log_dir)
     if timeline is None:
         raise RunNotFoundError(f"{log_dir} has no recordings of a run.")
-    trace = _Trace(timeline)
+    events = _Trace(timeline).events
     begin_unix_ns = timeline.begin_ns + timeline.clock_ahead_ns
-    content = {"traceEvents": trace.events, "otherData": {"begin_unix_ns": begin_unix_ns}}
+    content = {"traceEvents": events, "otherData": {"begin_unix_ns": begin_unix_ns}}
     out.write_bytes(msgspec.json.encode(content))
-    return len(trace.events)
+    return len(events)
 
 
 class _Trace:
@@ -39,9 +40,9 @@ class _Trace:
         self.events: list[dict[str, Any]] = []
         self._begin_ns, self._end_ns = timeline.begin_ns, timeline.end_ns
         self._pids: dict[str, int] = {}
-        self._lanes: dict[tuple[int, str], list[int]] = {}
-        """(process, kind) -> for each lane, the end of its last slice."""
-        self._tids: dict[tuple[int, str], int] = {}
+        self._lanes: dict[tuple[int, str], dict[int, int]] = {}
+        """(process, kind) -> id of a lane -> the end of its last slice."""
+        self._tids = itertools.count(1)
         script, requests = self._process(SCRIPT), self._process("requests")
         self._add_spans(timeline.phases, "phase", script)
         self._add_spans(timeline.sent, "call", script)
@@ -50,20 +51,22 @@ class _Trace:
             end_ns = span.end_ns or self._end_ns
             tid = self._lane(requests, "request", span.begin_ns, end_ns)
             args = {"number": span.number, "instance": span.process, "end": span.name}
+            where = {"cat": "request", "args": args}
             sent_ns = end_ns if span.sent_ns is None else span.sent_ns
             if sent_ns > span.begin_ns:
-                self._slice("queued", "request", requests, tid, span.begin_ns, sent_ns, args)
+                self._add("X", "queued", requests, tid, span.begin_ns, sent_ns, **where)
             if span.sent_ns is not None:
-                self._slice(span.process, "request", requests, tid, sent_ns, end_ns, args)
+                self._add("X", span.process, requests, tid, sent_ns, end_ns, **where)
         for process, pid, at_ns, text in timeline.marks:
             name = SCRIPT if process == SCRIPT else f"{process} (pid {pid})"
-            self._add("i", text, self._process(name), at_ns=at_ns, s="p")
+            self._add("i", text, self._process(name), 0, at_ns, s="p")
 
-    def _add(
-        self, ph: str, name: str, pid: int, tid: int = 0, at_ns: int | None = None, **more: Any
-    ) -> None:
-        if at_ns is not None:
-            more["ts"] = (at_ns - self._begin_ns) / 1000
+    def _add(self, ph: str, name: str, pid: int, tid: int = 0, *ns: int, **more: Any) -> None:
+        """Add an event without a time, at a time, or with a begin and an end."""
+        if ns:
+            more["ts"] = (ns[0] - self._begin_ns) / 1000
+        if len(ns) > 1:
+            more["dur"] = max(ns[1] - ns[0], 1) / 1000
         self.events.append({"ph": ph, "name": name, "pid": pid, "tid": tid, **more})
 
     def _process(self, name: str) -> int:
@@ -75,20 +78,13 @@ class _Trace:
 
     def _lane(self, pid: int, kind: str, begin_ns: int, end_ns: int) -> int:
         """Return the first lane of a kind that is free at the begin of a span."""
-        ends = self._lanes.setdefault((pid, kind), [])
-        number = next((n for n, free_at in enumerate(ends) if free_at <= begin_ns), len(ends))
-        ends[number : number + 1] = [end_ns]
-        lane = f"{kind} {number}" if number else kind
-        if (pid, lane) not in self._tids:
-            tid = self._tids[pid, lane] = len(self._tids) + 1
-            self._add("M", "thread_name", pid, tid, args={"name": lane})
-        return self._tids[pid, lane]
-
-    def _slice(
-        self, name: str, kind: str, pid: int, tid: int, begin_ns: int, end_ns: int, args: Any
-    ) -> None:
-        dur = max(end_ns - begin_ns, 1) / 1000
-        self._add("X", name, pid, tid, begin_ns, cat=kind, args=args, dur=dur)
+        ends = self._lanes.setdefault((pid, kind), {})
+        tid = next((tid for tid, free_at in ends.items() if free_at <= begin_ns), None)
+        if tid is None:
+            tid, name = next(self._tids), f"{kind} {len(ends)}" if ends else kind
+            self._add("M", "thread_name", pid, tid, args={"name": name})
+        ends[tid] = end_ns
+        return tid
 
     def _add_spans(self, spans: Iterable[Span], kind: str, script: int | None = None) -> None:
         for span in spans:
@@ -100,7 +96,7 @@ class _Trace:
             args |= {"unfinished": True} if span.end_ns is None else {}
             args |= {"failed": True} if not span.ok else {}
             title = span.name if kind == "phase" else span.name.rpartition(".")[2]
-            self._slice(title, kind, pid, tid, span.begin_ns, end_ns, args)
+            self._add("X", title, pid, tid, span.begin_ns, end_ns, cat=kind, args=args)
             if kind != "phase":
                 flow = {"bp": "e", "cat": "flow", "id": f"{span.process} {span.number}"}
                 self._add("s" if script else "f", "call", pid, tid, span.begin_ns, **flow)
