@@ -97,14 +97,15 @@ class Activity:
 
         self._phases[key] = describe
         name = self.recorder.name(f"{kind} {detail}".strip())
-        self.recorder.note(Kind.PHASE, name, key)
+        slot = self.recorder.note(Kind.PHASE, name, key, 0.0, since)
         try:
             with _span(kind, detail):
                 yield
         finally:
             del self._phases[key]
-            self.recorder.note(Kind.PHASE_END, name, key)
-            self._durations[kind].add(time.monotonic() - since)
+            now = time.monotonic()
+            self.recorder.finish(slot, now, Kind.PHASE, name, key, since)
+            self._durations[kind].add(now - since)
 
     def phases(self, *, explain: bool) -> list[PhaseSnapshot]:
         """Return the open phases, oldest first; explaining waits may take a cluster query each."""

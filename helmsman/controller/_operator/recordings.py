@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from helmsman.controller._operator.logs import files_of
 from helmsman.controller._schedulers.run_view import SCRIPT
-from helmsman.rpc_server._process.recorder import SUFFIX, Event, Kind, Recording, read_recording
+from helmsman.rpc_server._process.recorder import SUFFIX, Kind, Recording, read_recording
 
 
 class Span(NamedTuple):
@@ -59,60 +59,57 @@ def read_timeline(log_dir: Path, *, only_script: bool = False) -> Timeline | Non
         return None
     script = next((e for e in reversed(recordings) if e.title == SCRIPT), recordings[0])
     own = script if script.title == SCRIPT else script._replace(events=[])
-    sent = _spans(own, Kind.SENT, Kind.REPLIED)
-    run, marks, times = list[Span](), list[tuple[str, int, int, str]](), list[int]()
+    sent, run, marks, times = list[Span](), list[Span](), list[tuple[str, int, int, str]](), []
+    for span in _spans(own, Kind.SENT):
+        worker, _, method = span.name.partition(" ")
+        sent.append(span._replace(process=worker, name=method))
     for each in recordings:
         shift = 0 if each is script else _shift(script, each, sent)
         if each.title != SCRIPT:
-            run += _spans(each, Kind.BEGUN, Kind.DONE, shift)
+            run += _spans(each, Kind.BEGUN, shift)
         for event in each.events:
             if event.kind in (Kind.WEIGHTS, Kind.STATE):
                 version = f" has weight version {event.number}"
                 text = event.name + (version if event.kind is Kind.WEIGHTS else "")
                 marks.append((each.title, each.pid, event.at_ns + shift, text))
-        last_ns = max(each.events[-1].at_ns, each.alive_ns)
-        times += [each.events[0].at_ns + shift, last_ns + shift]
+        last_ns = max(event.end_ns or event.at_ns for event in each.events)
+        times += [each.events[0].at_ns + shift, max(last_ns, each.alive_ns) + shift]
     return Timeline(
         clock_ahead_ns=script.clock_ahead_ns,
         begin_ns=min(times),
         end_ns=max(times),
         sent=sent,
         run=run,
-        phases=_spans(own, Kind.PHASE, Kind.PHASE_END),
-        requests=_spans(own, Kind.QUEUED, Kind.ENDED),
+        phases=_spans(own, Kind.PHASE),
+        requests=_requests(own),
         marks=marks,
     )
 
 
-def _spans(recording: Recording, begin: Kind, end: Kind, shift: int = 0) -> list[Span]:
-    """Pair the begins and ends of operations by number."""
-    assigned: dict[int, Event] = {}
-    found: dict[int, tuple[Event, Event | None]] = {}
-    ended: list[tuple[Event, Event | None]] = []
-    for event in recording.events:
-        if event.kind is begin:
-            found[event.number] = event, None
-        elif event.kind is Kind.ASSIGNED:
-            assigned[event.number] = event
-        elif event.kind is end and event.number in found:
-            ended.append((found.pop(event.number)[0], event))
+def _spans(recording: Recording, kind: Kind, shift: int = 0) -> list[Span]:
+    """Return the calls or phases of a process, oldest first."""
     spans = []
-    for first, last in [*ended, *found.values()]:
-        process, name, at_ns = recording.title, first.name, first.at_ns + shift
-        span = Span(process, recording.pid, name, first.number, at_ns, None)
-        if last is not None:
-            ok = end is not Kind.REPLIED or bool(last.value)
-            span = span._replace(end_ns=last.at_ns + shift, ok=ok, value=last.value)
-        if begin is Kind.SENT:
-            worker, _, method = name.partition(" ")
-            span = span._replace(process=worker, name=method)
-        elif begin is Kind.QUEUED:
-            name = f"{last.name}, {last.value:.0f} tokens" if last is not None else "open"
-            sent = assigned.get(first.number)
-            process, sent_ns = (sent.name, sent.at_ns) if sent is not None else ("", None)
-            span = span._replace(process=process, name=name, sent_ns=sent_ns)
-        spans.append(span)
-    return sorted(spans, key=lambda each: each.begin_ns)
+    for e in recording.events:
+        if e.kind is kind:
+            end_ns = e.end_ns + shift if e.end_ns is not None else None
+            about = recording.title, recording.pid, e.name, e.number
+            spans.append(Span(*about, e.at_ns + shift, end_ns, e.ok))
+    return spans
+
+
+def _requests(recording: Recording) -> list[Span]:
+    """Return the generation requests of a script, oldest first."""
+    found: dict[int, Span] = {}
+    for event in recording.events:
+        number, at_ns, span = event.number, event.at_ns, found.get(event.number)
+        if event.kind is Kind.QUEUED:
+            found[number] = Span("", recording.pid, "open", number, at_ns, None)
+        elif span is not None and event.kind is Kind.ASSIGNED:
+            found[number] = span._replace(process=event.name, sent_ns=at_ns)
+        elif span is not None and event.kind is Kind.ENDED:
+            name = f"{event.name}, {event.value:.0f} tokens"
+            found[number] = span._replace(name=name, end_ns=at_ns, value=event.value)
+    return list(found.values())
 
 
 def _shift(script: Recording, worker: Recording, sent: Sequence[Span]) -> int:
@@ -123,7 +120,7 @@ def _shift(script: Recording, worker: Recording, sent: Sequence[Span]) -> int:
     """
     asked = {span.number: span for span in sent if span.process == worker.title}
     lower, upper = [], []
-    for span in _spans(worker, Kind.BEGUN, Kind.DONE):
+    for span in _spans(worker, Kind.BEGUN):
         if (outer := asked.get(span.number)) is not None:
             lower.append(outer.begin_ns - span.begin_ns)
             if outer.end_ns is not None and span.end_ns is not None:
