@@ -43,7 +43,7 @@ def postmortem(log_dir: Path) -> tuple[str, bool]:
         raise RunNotFoundError(f"{log_dir} has no logs and no recordings of a run.")
     ended_at = max((each.at for each in lines), default=0.0)
     if timeline is not None:
-        ended_at = max(ended_at, (timeline.end_ns + timeline.clock_ahead_ns) / 1e9)
+        ended_at = max(ended_at, timeline.end_at)
     is_closed = any(_CLOSED.search(each.text) for each in lines)
     end = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended_at))
     parts = [

@@ -47,6 +47,11 @@ class Timeline(NamedTuple):
     marks: list[tuple[str, int, int, str]]
     """(process, pid, time, text) of changes of states and weight versions."""
 
+    @property
+    def end_at(self) -> float:
+        """Time of the last event in seconds since the epoch."""
+        return (self.end_ns + self.clock_ahead_ns) / 1e9
+
 
 def read_timeline(log_dir: Path, *, only_script: bool = False) -> Timeline | None:
     """Read all recorders of a run, or the script's, since workers may be many; None without any."""

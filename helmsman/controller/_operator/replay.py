@@ -70,8 +70,8 @@ def replay(calls: dict[int, KeptCall], number: int, *, debugger: bool) -> Any:
             if each.request.verb is Verb.CREATE_ENGINE:
                 engines[each.request.engine_name] = _construct(each)
             elif each.request.verb is Verb.CALL:
-                _call(engines, each, _settled)
-        return _call(engines, call, _debugged if debugger else _settled)
+                _call(engines, each)
+        return _call(engines, call, debugger=debugger)
 
 
 def _construct(call: KeptCall) -> Any:
@@ -83,10 +83,13 @@ def _construct(call: KeptCall) -> Any:
     return construct(kind, spec.rank_info, args, {**spec.kwargs, **kwargs})
 
 
-def _call(engines: dict[str | None, Any], call: KeptCall, run: Callable[..., Any]) -> Any:
-    engine = engines[call.request.engine_name or call.worker_id]
+def _call(engines: dict[str | None, Any], call: KeptCall, *, debugger: bool = False) -> Any:
+    method = getattr(engines[call.request.engine_name or call.worker_id], call.request.method)
     args, kwargs = _arguments(call)
-    return run(getattr(engine, call.request.method), *args, **kwargs)
+    if not debugger:
+        return _settled(method, *args, **kwargs)
+    is_async = inspect.iscoroutinefunction(method)
+    return pdb.Pdb().runcall(*([_settled] if is_async else []), method, *args, **kwargs)
 
 
 def _settled(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -95,12 +98,6 @@ def _settled(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     outcome = method(*args, **kwargs)
     return asyncio.run(result()) if inspect.isawaitable(outcome) else outcome
-
-
-def _debugged(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if inspect.iscoroutinefunction(method):
-        return pdb.Pdb().runcall(_settled, method, *args, **kwargs)
-    return pdb.Pdb().runcall(method, *args, **kwargs)
 
 
 def _arguments(call: KeptCall) -> Any:

@@ -101,10 +101,7 @@ def _all_runs() -> list[FoundRun]:
 
 def _ended(run_id: str, log_dir: Path) -> FoundRun:
     """Return a run whose record was removed at its normal end."""
-    record = RunRecord(
-        run_id=run_id, pid=0, host="", command="", scheduler="", log_dir=str(log_dir), since=0.0
-    )
-    return FoundRun(record, is_alive=False)
+    return FoundRun(RunRecord(run_id=run_id, log_dir=str(log_dir)), is_alive=False)
 
 
 def take_snapshot(run: FoundRun, role: str | None = None, reports: bool = False) -> RunSnapshot:
