@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _MOST_CLIENTS = 8
 _REQUEST_BYTES = 1 << 16
 _SILENT_S = 5.0
-"""A client that sends or reads nothing for this long is dropped."""
+"""A client that sends or reads nothing for this long is dropped; more clients wait for that."""
 _BESIDE_S = 4.0
 """Longest wait for an answer beyond the query's limit: a blocked event loop is noticed late."""
 
@@ -55,9 +55,9 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControlSocket:
-    """Answers queries on the Unix socket of a run, each on a thread of its own.
+    """Answers queries on the Unix socket of a run, on a few threads of its own.
 
-    ``answer`` is called on that thread; msgspec must be able to encode its result.
+    ``answer`` is called on these threads; msgspec must be able to encode its result.
 
     Raises:
         OSError: The socket cannot be created.
@@ -65,13 +65,13 @@ class ControlSocket:
 
     def __init__(self, run_id: str, answer: Callable[[Query], Any]) -> None:
         self._answer = answer
-        self._free = threading.BoundedSemaphore(_MOST_CLIENTS)
         self._is_closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.bind(_address(run_id))
             self._listener.listen(_MOST_CLIENTS)
-            threading.Thread(target=self._accept, name="helmsman-control", daemon=True).start()
+            for _ in range(_MOST_CLIENTS):
+                threading.Thread(target=self._accept, name="helmsman-query", daemon=True).start()
         except BaseException:
             self._listener.close()
             raise
@@ -89,38 +89,24 @@ class ControlSocket:
         while not self._is_closed:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:
-                if self._listener.fileno() < 0:
-                    return
-                time.sleep(0.1)  # too many open files
+            except OSError:  # it is closed, or too many files are open
+                time.sleep(0.1)
                 continue
-            if not _is_own(peer) or not self._free.acquire(blocking=False):
-                peer.close()
-                continue
-            thread = threading.Thread(
-                target=self._serve, args=(peer,), name="helmsman-query", daemon=True
-            )
             try:
-                thread.start()
-            except RuntimeError:  # no thread can be started
-                self._free.release()
-                peer.close()
+                with peer, peer.makefile("rb") as stream:
+                    peer.settimeout(_SILENT_S)
+                    if _is_own(peer):
+                        query = msgspec.msgpack.decode(stream.read(_REQUEST_BYTES), type=Query)
+                        peer.sendall(self._answered(query))
+            except (OSError, msgspec.MsgspecError) as error:
+                log.debug("a query of the control socket ended: %s", error)
 
-    def _serve(self, peer: socket.socket) -> None:
+    def _answered(self, query: Query) -> bytes:
         try:
-            with peer, peer.makefile("rb") as stream:
-                peer.settimeout(_SILENT_S)
-                query = msgspec.msgpack.decode(stream.read(_REQUEST_BYTES), type=Query)
-                try:
-                    answer = self._answer(query)
-                except Exception as error:  # noqa: BLE001 - reported to the client
-                    kind = "" if isinstance(error, HelmsmanError) else f"{type(error).__name__}: "
-                    answer = Refusal(refused=f"{kind}{error}")
-                peer.sendall(msgspec.msgpack.encode(answer))
-        except (OSError, msgspec.MsgspecError) as error:
-            log.debug("a query of the control socket ended: %s", error)
-        finally:
-            self._free.release()
+            return msgspec.msgpack.encode(self._answer(query))
+        except Exception as error:  # noqa: BLE001 - reported to the client
+            kind = "" if isinstance(error, HelmsmanError) else f"{type(error).__name__}: "
+            return msgspec.msgpack.encode(Refusal(refused=f"{kind}{error}"))
 
 
 def ask(run_id: str, query: Query) -> bytes:

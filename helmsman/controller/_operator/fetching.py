@@ -14,8 +14,7 @@ from helmsman.controller._node.control_socket import Query
 from helmsman.controller._operator.logs import FETCHED, read_lines
 from helmsman.controller._operator.runs import FoundRun, ask_run, take_snapshot
 from helmsman.controller._schedulers.run_view import SCRIPT
-from helmsman.rpc_server._host.files import is_file_of
-from helmsman.rpc_server._process.recorder import SUFFIX
+from helmsman.rpc_server._process.recorder import SUFFIX, is_file_of
 from helmsman.rpc_server._process.safe_files import private_directory
 
 _STARTED = re.compile(r"(\S+/\d+) \(pid (\d+), ([^)\s]+)\)")

@@ -69,11 +69,9 @@ def examine_script(node: str, log_dir: str) -> ProcessReport:
 
 def thread_stack_of(name: str) -> StackTrace | None:
     """Return the stack of a thread of this process by name; None if there is none."""
-    frames = sys._current_frames()
-    for thread in threading.enumerate():
-        if thread.name == name and thread.ident in frames:
-            return _stack(name, frames_of(frames[thread.ident]))
-    return None
+    frames, named = sys._current_frames(), (e for e in threading.enumerate() if e.name == name)
+    found = (frames[each.ident] for each in named if each.ident in frames)
+    return next((_stack(name, frames_of(frame)) for frame in found), None)
 
 
 def _tasks_of(frame: FrameType) -> Iterable[asyncio.Task[object]]:
@@ -91,10 +89,9 @@ def _stack(thread: str, frames: list[FrameType], running: Running | None = None)
         file, line = frame.f_code.co_filename, frame.f_lineno
         text = linecache.getline(file, line, frame.f_globals).strip()
         found.append(Frame(file, line, frame.f_code.co_name, text[:200]))
-    if running is None:
-        return StackTrace(thread=thread, frames=found)
-    running_s = time.monotonic() - running.since
-    return StackTrace(thread=thread, frames=found, call=running.name, running_s=running_s)
+    call = running.name if running is not None else ""
+    running_s = time.monotonic() - running.since if running is not None else None
+    return StackTrace(thread=thread, frames=found, call=call, running_s=running_s)
 
 
 def _report(node: str, log_dir: str, stacks: list[StackTrace]) -> ProcessReport:

@@ -11,10 +11,12 @@ import functools
 import itertools
 import mmap
 import os
+import re
 import struct
 import threading
 import time
 from enum import IntEnum
+from pathlib import Path
 from typing import NamedTuple
 
 from helmsman.rpc_server._process.pulse import CallRecord, shown_name
@@ -35,6 +37,8 @@ _ALIVE_AT, _NAMES_AT = 240, 256
 _SLOTS_AT = _NAMES_AT + NUM_NAMES * _NAME.size
 _FIRST_VALUE = _SLOTS_AT // 8 + 3
 FILE_BYTES = _SLOTS_AT + NUM_SLOTS * _SLOT.size
+_MOST_RECORDINGS, _LOG_BYTES = 2, 1 << 20
+"""Of a worker, for a controller on another node."""
 _LAST_CHANCE = NUM_SLOTS - 256
 """A slot counts as overwritten after this many further ones, since other threads write, too."""
 
@@ -237,6 +241,29 @@ def read_recording(path: str | os.PathLike[str]) -> Recording | None:
     found.sort(key=lambda each: each.at_ns)
     (alive,) = struct.unpack_from("=d", content, _ALIVE_AT)
     return Recording(_text(title), pid, wall - monotonic, int(alive * 1e9), found)
+
+
+def is_file_of(worker_id: str, name: str) -> bool:
+    """Return whether a file's name is that of a recording or of the log of a worker."""
+    stem = re.escape(worker_id.replace("/", "-"))
+    return re.fullmatch(rf"{stem}(\.\d+{re.escape(SUFFIX)}|\.log)", name) is not None
+
+
+def read_files(log_dir: str, worker_id: str) -> dict[str, bytes]:
+    """Return the newest recordings of a worker of this node and the end of its log by file name.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    paths = [each for each in Path(log_dir).iterdir() if is_file_of(worker_id, each.name)]
+    newest = sorted(paths, key=lambda each: (each.suffix == SUFFIX, -each.stat().st_mtime))
+    found = {}
+    for path in newest[: 1 + _MOST_RECORDINGS]:
+        with os.fdopen(open_regular(path), "rb") as file:
+            limit = FILE_BYTES if path.suffix == SUFFIX else _LOG_BYTES
+            file.seek(max(file.seek(0, os.SEEK_END) - limit, 0))
+            found[path.name] = file.read(limit)
+    return found
 
 
 def _text(padded: bytes) -> str:
