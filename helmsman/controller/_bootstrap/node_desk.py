@@ -53,13 +53,7 @@ class NodeDesk:
             self._socket.close()
 
     def note(self, text: str, *, missing: str = "", is_apart: bool = False) -> None:
-        """Set what the supervisor does from now on.
-
-        Args:
-            text: A predicate, such as 'runs the script'.
-            missing: Nodes that have not joined.
-            is_apart: Whether the connection to the head is not there.
-        """
+        """Set what the supervisor does from now on; the arguments are fields of NodeSnapshot."""
         if text != self._node.doing:
             self._began = time.monotonic()
         self._node = msgspec.structs.replace(

@@ -72,42 +72,38 @@ def recorded_collectives(evidence: Evidence) -> Iterator[Finding]:
 
     They also show collectives that no Python stack shows: those of NCCL, and asynchronous ones.
     """
-    for ranks in evidence.groups.values():
-        groups: dict[str, list[tuple[WorkerEvidence, CollectiveState]]] = {}
+    groups: dict[tuple[str, str], list[tuple[WorkerEvidence, CollectiveState]]] = {}
+    for role, ranks in evidence.groups.items():
         for worker in ranks:
             for state in worker.now.report.collectives if worker.now.report is not None else ():
-                groups.setdefault(state.group, []).append((worker, state))
-        for members in groups.values():
-            yield from _recorded(members)
-
-
-def _recorded(members: Sequence[tuple[WorkerEvidence, CollectiveState]]) -> Iterator[Finding]:
-    number = max(state.number for _, state in members)
-    inside = [(w, s) for w, s in members if s.number == number and not s.is_done]
-    waiting = [worker for worker, _ in inside]
-    waited_s, median_s = max((s.age_s for _, s in inside), default=0.0), _median(waiting)
-    if waited_s < _STRUCTURAL_S or not is_long(waited_s, median_s, first_s=FLOOR_S):
-        return
-    kinds: dict[str, list[str]] = {}
-    for worker, state in inside:
-        has_equal_sizes = state.name.rpartition(":")[2] in ("all_reduce", "broadcast")
-        sizes = f" of shapes {state.sizes}" if has_equal_sizes else ""
-        kinds.setdefault(f"{state.name}{sizes}", []).append(worker.id)
-    wanted = max(kinds, key=lambda kind: len(kinds[kind]))
-    text = f"collective {number} of group {inside[0][1].group!r}, {wanted}"
-    source = "torch's flight recorder shows the last collective of each rank"
-    for kind, ids in kinds.items():
-        if kind != wanted:
-            cause = f"{named(kinds[wanted])} entered {text}; {named(ids)} entered {kind}."
-            both = [*ids, *kinds[wanted]]
-            rule = "collective mismatch"
-            yield Finding(rule, named(ids), cause, _BRANCH, both, [source], waited_s)
-    for worker, state in members:
-        if state.number < number and _is_absent(worker, waited_s, median_s):
-            shown = [source, f"its last one is {state.number}, {state.name}"]
-            # The others wait in calls that no stack explains.
-            explained = [worker.id, *(each.id for each in waiting)]
-            yield _absent(worker, waiting, text, waited_s, shown, explained)
+                groups.setdefault((role, state.group), []).append((worker, state))
+    for members in groups.values():
+        number = max(state.number for _, state in members)
+        inside = [(w, s) for w, s in members if s.number == number and not s.is_done]
+        waiting = [worker for worker, _ in inside]
+        waited_s, median_s = max((s.age_s for _, s in inside), default=0.0), _median(waiting)
+        if waited_s < _STRUCTURAL_S or not is_long(waited_s, median_s, first_s=FLOOR_S):
+            continue
+        kinds: dict[str, list[str]] = {}
+        for worker, state in inside:
+            has_equal_sizes = state.name.rpartition(":")[2] in ("all_reduce", "broadcast")
+            sizes = f" of shapes {state.sizes}" if has_equal_sizes else ""
+            kinds.setdefault(f"{state.name}{sizes}", []).append(worker.id)
+        wanted = max(kinds, key=lambda kind: len(kinds[kind]))
+        text = f"collective {number} of group {inside[0][1].group!r}, {wanted}"
+        source = "torch's flight recorder shows the last collective of each rank"
+        for kind, ids in kinds.items():
+            if kind != wanted:
+                cause = f"{named(kinds[wanted])} entered {text}; {named(ids)} entered {kind}."
+                both = [*ids, *kinds[wanted]]
+                rule = "collective mismatch"
+                yield Finding(rule, named(ids), cause, _BRANCH, both, [source], waited_s)
+        for worker, state in members:
+            if state.number < number and _is_absent(worker, waited_s, median_s):
+                shown = [source, f"its last one is {state.number}, {state.name}"]
+                # The others wait in calls that no stack explains.
+                explained = [worker.id, *(each.id for each in waiting)]
+                yield _absent(worker, waiting, text, waited_s, shown, explained)
 
 
 def nccl_ranks(evidence: Evidence) -> Iterator[Finding]:

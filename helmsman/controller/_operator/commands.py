@@ -24,8 +24,8 @@ from helmsman.controller._node.control_socket import Query
 from helmsman.controller._operator import logs, metrics, replay, runs, ui
 from helmsman.controller._operator.fetching import fetch_files
 from helmsman.controller._operator.postmortem import postmortem
+from helmsman.controller._operator.recordings import write_trace
 from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run
-from helmsman.controller._operator.trace import write_trace
 
 T = TypeVar("T")
 

@@ -27,8 +27,7 @@ _ANSWER_S = 6.0
 def fetch_files(run: FoundRun) -> list[str]:
     """Copy the recordings and logs of workers on other nodes into the log directory of a live run.
 
-    Returns:
-        For each node with files that are still missing, a text with a command that copies them.
+    Returns a text with a command to copy them for each node whose files are still missing.
     """
     answers, by_node = _missing(run)
     wanted = [id_ for ids in by_node.values() for id_ in ids][: _MOST_WORKERS if answers else 0]

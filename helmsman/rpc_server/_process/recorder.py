@@ -151,17 +151,9 @@ class Recorder:
     def note(
         self, kind: int, name: int, number: int = 0, value: float = 0.0, at: float | None = None
     ) -> int:
-        """Record an event.
+        """Record an event as of ``at``, a ``time.monotonic()``, or of now.
 
-        Args:
-            kind: A Kind.
-            name: Number of its name; see ``name``.
-            number: Its number.
-            value: Its value.
-            at: Its ``time.monotonic()``; now when None.
-
-        Returns:
-            The slot, for ``finish``.
+        ``kind`` is a Kind, whose comment describes the others. Returns the slot, for ``finish``.
         """
         if at is None:
             at = time.monotonic()
