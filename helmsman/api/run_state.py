@@ -33,25 +33,6 @@ class StackTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the call began."""
 
 
-class ChildProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A direct child of a process, such as a worker of a DataLoader."""
-
-    pid: int
-    state: str
-    """State in /proc: R, S, D, T, Z, ..."""
-    command: str
-
-
-class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a node. Sizes are in bytes; a path's free space is what this user can write."""
-
-    node: str
-    """Address of the node."""
-    memory_available: int
-    disks: dict[str, tuple[int, int]]
-    """Path -> (free, total): shared memory, temporary files and logs."""
-
-
 class CollectiveState(msgspec.Struct, frozen=True, kw_only=True):
     """The collective that a process entered last in a process group, by torch's flight recorder."""
 
@@ -95,8 +76,16 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds by which the node's clock was set since its start; negative if it was set back."""
     stacks: list[StackTrace]
     """Of the threads and tasks that execute calls; of a script, its main thread and its tasks."""
-    children: list[ChildProcess] = []
-    node: NodeReport
+    children: dict[int, tuple[str, str]] = {}
+    """Pid of a direct child, such as a worker of a DataLoader -> (state in /proc, command)."""
+    node: str = ""
+    """Address of its node; '' if it is unknown."""
+    memory_available: int
+    """Bytes of memory that its node has left."""
+    disks: dict[str, tuple[int, int]]
+    """Path on its node -> (free, total) bytes: shared memory, temporary files and logs. Free is the
+    space that this user can write.
+    """
     collectives: list[CollectiveState] = []
     nccl_ranks: list[NcclRank] = []
     """From rank 0, while a collective of it waits."""

@@ -171,7 +171,8 @@ def _absent(
 def blocked_calls(evidence: Evidence) -> Iterator[Finding]:
     """A call takes much longer than earlier ones and makes no progress."""
     for worker in evidence.busy:
-        call, kind = worker.call, worker.wait.kind if worker.wait is not None else ""
+        call, report = worker.call, worker.now.report
+        kind = worker.wait.kind if worker.wait is not None else ""
         if call is None or not (worker.answers and worker.is_in_call):
             continue
         is_alone = kind != "collective" or worker.now.world_size == 1
@@ -181,10 +182,9 @@ def blocked_calls(evidence: Evidence) -> Iterator[Finding]:
         if not is_long(call.age_s, call.median_s, first_s=first_s):
             continue
         shown = [
-            f"child process {each.pid} is {_STATES.get(each.state, each.state)}: "
-            f"{each.command[:80]}"
-            for each in (worker.now.report.children if worker.now.report is not None else ())
-            if each.state in "TZ" or kind in ("loader", "message", "process")
+            f"child process {pid} is {_STATES.get(state, state)}: {command[:80]}"
+            for pid, (state, command) in (report.children if report is not None else {}).items()
+            if state in "TZ" or kind in ("loader", "message", "process")
         ]
         name = f"{call.name} on {worker.id}"
         yield Finding(

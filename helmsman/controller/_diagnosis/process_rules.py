@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from helmsman.api.run_state import NodeReport, StackTrace
+from helmsman.api.run_state import ProcessReport, StackTrace
 from helmsman.controller._diagnosis.evidence import Evidence, Finding, WorkerEvidence, seconds
 from helmsman.controller._diagnosis.stacks import at, named, place, site_of
 
@@ -148,22 +148,19 @@ def silent_nodes(evidence: Evidence) -> Iterator[Finding]:
 def nodes(evidence: Evidence) -> Iterator[Finding]:
     """A disk, shared memory or memory is full, or a clock was set."""
     run = evidence.now
-    reports: dict[str, NodeReport] = {}
-    jumps: dict[str, float] = {}
+    reports: dict[str, ProcessReport] = {}
     for worker in run.workers:
         report = worker.report
         if report is None:
             continue
-        reports[worker.node], jumps[worker.node] = report.node, report.clock_jump_s
+        reports[worker.node] = report
         swapped = report.swap_bytes
         if swapped > max(_SWAPPED_SHARE * (report.rss_bytes + swapped), _LOW_BYTES):
             cause = f"{swapped >> 20} MiB of {worker.worker_id} on {worker.node} are swapped out."
             step = "Reduce the memory of the node's processes."
             yield Finding("swapping", worker.worker_id, cause, step, [worker.worker_id])
     if run.script is not None:
-        own = run.script.node.node or f"the script's node {run.host}"
-        reports.setdefault(own, run.script.node)
-        jumps.setdefault(run.host if own not in jumps else own, run.script.clock_jump_s)
+        reports.setdefault(run.script.node or f"the script's node {run.host}", run.script)
     for node, state in reports.items():
         for path, (free, total) in state.disks.items():
             if total and free < max(_LOW_BYTES, _LOW_SHARE * total):
@@ -174,8 +171,7 @@ def nodes(evidence: Evidence) -> Iterator[Finding]:
             cause = f"{node} has {state.memory_available >> 20} MiB of memory left."
             step = "Reduce batch or cache sizes, or the number of workers on the node."
             yield Finding("memory full", node, cause, step)
-    for node, jump_s in jumps.items():
-        if abs(jump_s) > _CLOCK_S:
+        if abs(jump_s := state.clock_jump_s) > _CLOCK_S:
             set_by = f"{'ahead' if jump_s > 0 else 'back'} by {seconds(abs(jump_s))}"
             cause = f"The clock of {node} was set {set_by} during the run."
             step = "Helmsman's own limits use a monotonic clock; check code that uses time.time(), "

@@ -38,27 +38,37 @@ class Span(NamedTuple):
     """When a generation request was sent last."""
 
 
-class Timeline(NamedTuple):
+class Timeline:
     """Events of all processes of a run on the script's clock."""
 
-    clock_ahead_ns: int
-    """Wall clock minus the script's monotonic clock."""
-    begin_ns: int
-    end_ns: int
-    """Times of the first and last event."""
-    sent: list[Span]
-    """Calls as the script saw them; ``process`` is the worker, ``name`` the method."""
-    run: list[Span]
-    """Calls as the workers executed them."""
-    phases: list[Span]
-    requests: list[Span]
-    marks: list[tuple[str, int, int, str]]
-    """(process, pid, time, text) of changes of states and weight versions."""
-
-    @property
-    def end_at(self) -> float:
-        """Time of the last event in seconds since the epoch."""
-        return (self.end_ns + self.clock_ahead_ns) / 1e9
+    def __init__(self, recordings: Sequence[Recording]) -> None:
+        script = next((e for e in reversed(recordings) if e.title == SCRIPT), recordings[0])
+        own = script if script.title == SCRIPT else script._replace(events=[])
+        self.clock_ahead_ns = script.clock_ahead_ns
+        """Wall clock minus the script's monotonic clock."""
+        self.phases, self.requests = _spans(own, Kind.PHASE), _requests(own)
+        self.sent, self.run = list[Span](), list[Span]()
+        """Calls as the script saw them, and as the workers executed them."""
+        for span in _spans(own, Kind.SENT):
+            worker, _, method = span.name.partition(" ")
+            self.sent.append(span._replace(process=worker, name=method))
+        self.marks: list[tuple[str, int, int, str]] = []
+        """(process, pid, time, text) of changes of states and weight versions."""
+        times = []
+        for each in recordings:
+            shift = 0 if each is script else _shift(script, each, self.sent)
+            self.run += _spans(each, Kind.BEGUN, shift) if each.title != SCRIPT else []
+            for event in each.events:
+                if event.kind in (Kind.WEIGHTS, Kind.STATE):
+                    version = f" has weight version {event.number}"
+                    text = event.name + (version if event.kind is Kind.WEIGHTS else "")
+                    self.marks.append((each.title, each.pid, event.at_ns + shift, text))
+            last_ns = max(event.end_ns or event.at_ns for event in each.events)
+            times += [each.events[0].at_ns + shift, max(last_ns, each.alive_ns) + shift]
+        self.begin_ns, self.end_ns = min(times), max(times)
+        """Times of the first and last event."""
+        self.end_at = (self.end_ns + self.clock_ahead_ns) / 1e9
+        """The latter in seconds since the epoch."""
 
 
 def read_timeline(log_dir: Path, *, only_script: bool = False) -> Timeline | None:
@@ -68,35 +78,7 @@ def read_timeline(log_dir: Path, *, only_script: bool = False) -> Timeline | Non
         with contextlib.suppress(OSError):
             if (found := read_recording(path)) is not None and found.events:
                 recordings.append(found)
-    if not recordings:
-        return None
-    script = next((e for e in reversed(recordings) if e.title == SCRIPT), recordings[0])
-    own = script if script.title == SCRIPT else script._replace(events=[])
-    sent, run, marks, times = list[Span](), list[Span](), list[tuple[str, int, int, str]](), []
-    for span in _spans(own, Kind.SENT):
-        worker, _, method = span.name.partition(" ")
-        sent.append(span._replace(process=worker, name=method))
-    for each in recordings:
-        shift = 0 if each is script else _shift(script, each, sent)
-        if each.title != SCRIPT:
-            run += _spans(each, Kind.BEGUN, shift)
-        for event in each.events:
-            if event.kind in (Kind.WEIGHTS, Kind.STATE):
-                version = f" has weight version {event.number}"
-                text = event.name + (version if event.kind is Kind.WEIGHTS else "")
-                marks.append((each.title, each.pid, event.at_ns + shift, text))
-        last_ns = max(event.end_ns or event.at_ns for event in each.events)
-        times += [each.events[0].at_ns + shift, max(last_ns, each.alive_ns) + shift]
-    return Timeline(
-        clock_ahead_ns=script.clock_ahead_ns,
-        begin_ns=min(times),
-        end_ns=max(times),
-        sent=sent,
-        run=run,
-        phases=_spans(own, Kind.PHASE),
-        requests=_requests(own),
-        marks=marks,
-    )
+    return Timeline(recordings) if recordings else None
 
 
 def _spans(recording: Recording, kind: Kind, shift: int = 0) -> list[Span]:

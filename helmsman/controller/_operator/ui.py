@@ -79,7 +79,8 @@ def _last_of(run: FoundRun, timeline: Timeline | None) -> RunSnapshot:
 
 def _recent(timeline: Timeline | None, shown_s: float, *, is_alive: bool) -> dict[str, Any]:
     """Return the spans of the last seconds, in nanoseconds of the script's clock."""
-    timeline = timeline or Timeline(0, 0, 0, [], [], [], [], [])
+    if timeline is None:
+        return {"begin": 0, "end": 0, "calls": [], "phases": [], "requests": []}
     end_ns = time.monotonic_ns() if is_alive else timeline.end_ns
     begin_ns = max(end_ns - int(shown_s * 1e9), timeline.begin_ns)
     recent: dict[str, Any] = {"begin": begin_ns, "end": end_ns}

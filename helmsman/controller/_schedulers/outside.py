@@ -12,7 +12,7 @@ from helmsman.api.workers import WorkerHealth
 from helmsman.controller._node.run_registry import RunRecord
 from helmsman.controller._schedulers.run_view import SCRIPT
 from helmsman.controller._transport.health import as_health
-from helmsman.rpc_server._host.examination import observe_node
+from helmsman.rpc_server._host.examination import node_facts
 from helmsman.rpc_server._process.guardian import mark_of, process_of, process_table, run_members
 from helmsman.rpc_server._process.pulse import Seen, observe, pages_of, read
 from helmsman.rpc_server._process.stack_dump import dump_stacks
@@ -114,5 +114,5 @@ def observed_report(
         cpu_s=seen.cpu_s if seen is not None else 0.0,
         rss_bytes=seen.rss_bytes if seen is not None else 0,
         stacks=dump_stacks(pid),
-        node=observe_node("", log_dir),
+        **node_facts(log_dir),
     )

@@ -15,9 +15,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from helmsman.api.run_state import ChildProcess, Frame, NodeReport, ProcessReport, StackTrace
+from helmsman.api.run_state import Frame, ProcessReport, StackTrace
 from helmsman.rpc_server._host.collectives import last_collectives, waiting_nccl_ranks
 from helmsman.rpc_server._host.threads import (
     EngineLoop,
@@ -30,6 +32,7 @@ from helmsman.rpc_server._process.guardian import process_of
 
 _MOST_FRAMES = 60
 _MOST_TASKS = 50
+_THREADS = Path("/proc/self/task")
 _CLOCK_AHEAD_S = time.time() - time.monotonic()
 """Changes only when the node's clock is set."""
 
@@ -106,30 +109,28 @@ def _report(node: str, log_dir: str, stacks: list[StackTrace]) -> ProcessReport:
         clock_jump_s=time.time() - time.monotonic() - _CLOCK_AHEAD_S,
         stacks=stacks,
         children=_children(int(time.monotonic())),
-        node=observe_node(node, log_dir),
+        node=node,
+        **node_facts(log_dir),
         collectives=collectives,
         nccl_ranks=waiting_nccl_ranks(collectives),
     )
 
 
-def observe_node(node: str, log_dir: str) -> NodeReport:
-    """Report on this node, and on the disk of a run's logs."""
+def node_facts(log_dir: str) -> dict[str, Any]:
+    """Return the fields of a report about this node, and about the disk of a run's logs."""
     disks = {}
     for path in ("/dev/shm", tempfile.gettempdir(), log_dir):
         with contextlib.suppress(OSError):
             usage = shutil.disk_usage(path)
             disks[path] = (usage.free, usage.total)
-    available = _sizes("/proc/meminfo").get("MemAvailable", 0)
-    return NodeReport(node=node, memory_available=available, disks=disks)
+    return {"memory_available": _sizes("/proc/meminfo").get("MemAvailable", 0), "disks": disks}
 
 
-def _read(path: str) -> str:
+def _read(path: str | Path) -> str:
     """Return the text of a file of /proc; '' if there is none."""
-    try:
-        with open(path, errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(errors="replace")
+    return ""
 
 
 def _sizes(path: str) -> dict[str, int]:
@@ -138,26 +139,18 @@ def _sizes(path: str) -> dict[str, int]:
     return {name: int(size) << 10 for name, size in found}
 
 
-def _of_threads(name: str) -> list[str]:
-    """Return the content of a file of /proc for each thread of this process."""
-    try:
-        return [_read(f"/proc/self/task/{each}/{name}") for each in os.listdir("/proc/self/task")]
-    except OSError:
-        return []
-
-
 def _runnable_s() -> float:
     """Return the time that the threads spent in the run queue."""
-    found = [each.split() for each in _of_threads("schedstat")]
+    found = [_read(each).split() for each in _THREADS.glob("*/schedstat")]
     return sum(int(fields[1]) for fields in found if len(fields) > 1) / 1e9
 
 
 @functools.lru_cache(maxsize=1)
-def _children(second: int) -> list[ChildProcess]:
+def _children(second: int) -> dict[int, tuple[str, str]]:
     """Return the direct children, once a second: inline workers share one process."""
-    found = []
-    for pid in map(int, " ".join(_of_threads("children")).split()):
+    found = {}
+    for pid in map(int, " ".join(map(_read, _THREADS.glob("*/children"))).split()):
         command = _read(f"/proc/{pid}/cmdline")[:200].replace("\0", " ").strip()
         if (process := process_of(pid)) is not None:
-            found.append(ChildProcess(pid=pid, state=process.state, command=command))
+            found[pid] = process.state, command
     return found
