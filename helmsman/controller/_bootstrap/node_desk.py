@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from pathlib import Path
 
 import msgspec
 
@@ -18,6 +16,7 @@ from helmsman.controller._node.control_socket import ControlSocket, Query
 from helmsman.controller._node.run_registry import UP, record_here
 from helmsman.controller._schedulers.outside import observe_workers, observed_report
 from helmsman.controller._schedulers.run_view import SCRIPT
+from helmsman.rpc_server._host.examination import proc_text
 from helmsman.rpc_server._process.guardian import family, process_of
 
 _RAY = ("gcs_server", "raylet")
@@ -69,7 +68,9 @@ class NodeDesk:
                 "helmsman up, which answers status, why and stacks. helmsman runs lists all runs"
             )
         pids = family(os.getpid(), plan.tag)
-        named = {name: pid for pid in pids if (name := _name_of(pid)) in _RAY}
+        named = {
+            name: pid for pid in pids if (name := proc_text(f"/proc/{pid}/comm").strip()) in _RAY
+        }
         named |= {SCRIPT: script} if script is not None else {}
         found = {name: each for name, pid in named.items() if (each := process_of(pid))}
         workers = observe_workers(pids, plan.address, log_dir, reports=query.reports)
@@ -92,9 +93,3 @@ def _answering(worker: WorkerSnapshot) -> WorkerSnapshot:
     if health is not None and (health.stuck_s or 0.0) < _STUCK_S:
         health = msgspec.structs.replace(health, stuck_s=None, process_state=None)
     return msgspec.structs.replace(worker, health=health)
-
-
-def _name_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""

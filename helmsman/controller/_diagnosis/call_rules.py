@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from helmsman.api.run_state import CollectiveState, NcclRank
 from helmsman.controller._diagnosis.evidence import (
     FLOOR_S,
+    STATES,
     Evidence,
     Finding,
     WorkerEvidence,
@@ -20,13 +21,6 @@ _STRUCTURAL_S = 5.0
 """Ranks that wait for each other are a finding after this time."""
 _EXTERNAL_S = 15.0
 """The first call of a method is long after this if it waits for something outside its process."""
-_STATES = {
-    "T": "stopped",
-    "Z": "a zombie",
-    "S": "asleep",
-    "R": "running",
-    "D": "waiting for a disk",
-}
 _SAME_ORDER = "Every rank must call the same collectives with the same shapes, in the same order"
 _BRANCH = f"{_SAME_ORDER}; look for a branch that depends on the rank or on its data."
 
@@ -182,7 +176,7 @@ def blocked_calls(evidence: Evidence) -> Iterator[Finding]:
         if not is_long(call.age_s, call.median_s, first_s=first_s):
             continue
         shown = [
-            f"child process {pid} is {_STATES.get(state, state)}: {command[:80]}"
+            f"child process {pid} is {STATES.get(state, state)}: {command[:80]}"
             for pid, (state, command) in (report.children if report is not None else {}).items()
             if state in "TZ" or kind in ("loader", "message", "process")
         ]

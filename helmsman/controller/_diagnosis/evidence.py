@@ -9,6 +9,16 @@ from helmsman.controller._diagnosis.stacks import at, signature, wait_of
 
 FLOOR_S = 10.0
 """A call is not long before this, however short earlier ones were."""
+STATES = {
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": "a zombie",
+    "gone": "gone",
+    "S": "asleep",
+    "R": "running",
+    "D": "waiting for a disk",
+}
+"""State of a process in /proc -> its description; it does not run in the first four."""
 BUSY = 0.3
 """A process that uses more than this share of a core between the snapshots makes progress."""
 
@@ -53,8 +63,10 @@ def usual(median_s: float | None) -> str:
     return "its first one" if median_s is None else f"the median is {seconds(median_s)}"
 
 
-def seconds(value: float) -> str:
-    """Format a duration."""
+def seconds(value: float | None) -> str:
+    """Format a duration; '' for None."""
+    if value is None:
+        return ""
     if value < 1:
         return f"{value * 1000:.0f} ms"
     if value < 120:

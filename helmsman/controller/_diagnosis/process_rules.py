@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from helmsman.api.run_state import ProcessReport, StackTrace
-from helmsman.controller._diagnosis.evidence import Evidence, Finding, WorkerEvidence, seconds
+from helmsman.controller._diagnosis.evidence import (
+    STATES,
+    Evidence,
+    Finding,
+    WorkerEvidence,
+    seconds,
+)
 from helmsman.controller._diagnosis.stacks import at, named, place, site_of
 
 _STUCK_S = 2.0
@@ -15,7 +21,7 @@ _LOW_SHARE, _LOW_BYTES = 0.005, 64 << 20
 _LOW_MEMORY_BYTES = 256 << 20
 _SWAPPED_SHARE = 0.2
 _CLOCK_S = 5.0
-_STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "a zombie", "gone": "gone"}
+_HALTED = ("T", "t", "Z", "gone")
 _IN_C = {
     "running": "computes in C code that holds the interpreter lock",
     "disk": "waits for a disk or for swapped memory",
@@ -32,10 +38,10 @@ def script_process(evidence: Evidence) -> Iterator[Finding]:
     since_s, state = run.script_stuck_s, run.script_state
     stack = run.script.stacks[0] if run.script and run.script.stacks else None
     process = f"The script's process {run.pid}"
-    if state in _STATES:
+    if state in _HALTED:
         step = "Attach to or end the process that holds it."
         step = _continue(run.pid) if state == "T" else step
-        cause = f"{process} is {_STATES[state]}."
+        cause = f"{process} is {STATES[state]}."
         yield Finding("script stopped", "script", cause, step, since_s=since_s)
     elif since_s is not None and since_s < _STUCK_S:
         cause = f"{process} runs, but does not answer on its control socket."
@@ -71,10 +77,10 @@ def supervised_node(evidence: Evidence) -> Iterator[Finding]:
         return
     here = f"rank {node.rank} of {node.count}"
     for name, (pid, state) in node.processes.items():
-        if state in _STATES:
+        if state in _HALTED:
             step = f"Look at the output of helmsman up on {run.host}."
             step = _continue(pid) if state == "T" else step
-            cause = f"The {name} of {here} is {_STATES[state]}: process {pid} on {run.host}."
+            cause = f"The {name} of {here} is {STATES[state]}: process {pid} on {run.host}."
             yield Finding("process stopped", name, cause, step)
     if node.since_s < _NODE_S or not (node.is_apart or node.missing):
         return
@@ -106,7 +112,7 @@ def worker_processes(evidence: Evidence) -> Iterator[Finding]:
         calls = ", ".join(each.name for each in now.calls[:4])
         calls = f"; open calls: {calls}" if calls else ""
         if now.process_state in ("Z", "gone") or now.state == "failed":
-            how = f"its process {now.pid} is {_STATES.get(now.process_state, 'dead')}"
+            how = f"its process {now.pid} is {STATES.get(now.process_state, 'dead')}"
             cause = f"{id_} is dead: {f'it {now.error}' if now.error else how}{calls}."
             step = f"helmsman logs shows its last output ({now.log_path})."
             yield Finding("worker dead", id_, cause, step, [id_])

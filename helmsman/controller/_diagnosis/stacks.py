@@ -24,6 +24,7 @@ _COLLECTIVE_CALL = re.compile(
     rf"\b(?:dist|distributed|torch\.distributed|c10d|group|pg)\.({_COLLECTIVES})\("
 )
 _LIBRARY = re.compile(r"/(?:site-packages|dist-packages)/|/lib/python3\.\d+/|^<")
+_MOST_NAMES = 6
 _OWN = re.compile(r"/helmsman/(?:api|controller|rpc_server|engines|recipes|compat)/")
 
 
@@ -40,10 +41,7 @@ class _Way(NamedTuple):
 
 _WAYS = {
     "collective": _Way("waits in"),
-    "loader": _Way(
-        "waits for a DataLoader",
-        "Check the DataLoader's worker processes and the data's storage.",
-    ),
+    "loader": _Way("waits for a DataLoader", "Check its worker processes and the data's storage."),
     "name lookup": _Way(
         "waits for a name lookup",
         "Check /etc/resolv.conf and the name server of the node.",
@@ -169,7 +167,7 @@ def grouped(
     return sorted(groups.values(), key=lambda group: -len(group[0]))
 
 
-def named(names: Iterable[str], most: int = 6) -> str:
+def named(names: Iterable[str]) -> str:
     """Format worker ids, ranges of one role together: 'actor/0-14, actor/16'."""
     by_role: dict[str, list[int]] = {}
     parts = []
@@ -185,5 +183,5 @@ def named(names: Iterable[str], most: int = 6) -> str:
             numbers = [number for _, number in pairs]
             last = f"-{numbers[-1]}" if len(numbers) > 1 else ""
             parts.append(f"{role}/{numbers[0]}{last}")
-    more = f" and {len(parts) - most} more" if len(parts) > most else ""
-    return ", ".join(parts[:most]) + more
+    more = f" and {len(parts) - _MOST_NAMES} more" if len(parts) > _MOST_NAMES else ""
+    return ", ".join(parts[:_MOST_NAMES]) + more

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from helmsman.api.plan import aligned
 from helmsman.api.run_state import RolloutSnapshot, RunSnapshot, StackTrace, WorkerSnapshot
 from helmsman.controller._diagnosis.diagnosis import Diagnosis
-from helmsman.controller._diagnosis.evidence import seconds
+from helmsman.controller._diagnosis.evidence import seconds, usual
 from helmsman.controller._diagnosis.stacks import at, grouped, named, wait_of
 from helmsman.controller._node.observation import size
 
@@ -48,16 +48,13 @@ def status_text(run: RunSnapshot, earlier: RunSnapshot | None = None) -> str:
         lines += [f"head: {node.head}"] if node.head else []
         lines += [f"{name}: pid {pid}, {state}" for name, (pid, state) in node.processes.items()]
     if run.answered_by == "observation":
-        stuck = f" for {seconds(run.script_stuck_s)}" if run.script_stuck_s is not None else ""
-        lines.append(
-            f"THE SCRIPT DOES NOT ANSWER{stuck}; its process is in state {run.script_state}"
-        )
+        state = f"its process is in state {run.script_state}"
+        lines.append(f"THE SCRIPT DOES NOT ANSWER {seconds(run.script_stuck_s)}; {state}")
     if run.facts:
         lines.append("  ".join(f"{name} {value}" for name, value in run.facts.items()))
     for phase in run.phases:
-        usual = f"; median {seconds(phase.median_s)}" if phase.median_s is not None else ""
         name = f"{phase.kind} {phase.detail}".rstrip()
-        lines.append(f"phase: {name} ({seconds(phase.age_s)}{usual})")
+        lines.append(f"phase: {name} ({seconds(phase.age_s)}; {usual(phase.median_s)})")
     head = ("worker", "state", "node", "devices", "call", "for", "median", "memory", "restarts")
     groups: dict[object, list[WorkerSnapshot]] = {}
     for each in run.workers:
@@ -86,8 +83,8 @@ def _row(workers: Sequence[WorkerSnapshot]) -> tuple[str, ...]:
         first.node if len(nodes) == 1 else f"{len(nodes)} nodes",
         ",".join(first.devices) if len(workers) == 1 else str(sum(len(e.devices) for e in workers)),
         _call(first) + more,
-        seconds(call.age_s) if call is not None else "",
-        seconds(call.median_s) if call is not None and call.median_s is not None else "",
+        seconds(call.age_s if call is not None else None),
+        seconds(call.median_s if call is not None else None),
         size(sum(sizes.values())) if any(sizes.values()) else "",
         str(sum(each.num_restarts for each in workers) or ""),
     )

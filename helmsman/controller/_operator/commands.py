@@ -46,23 +46,21 @@ def add_commands(commands: Any) -> None:
 
 def _status(options: argparse.Namespace) -> int:
     """Show a run: step, workers, calls, requests and weight versions."""
-    snapshot = _take(options, runs.take_snapshot)
-    text = _json(snapshot) if options.json else status_text(snapshot)
-    if not options.watch:
-        print(text)
-        return OK if is_healthy(snapshot) else NO
-    with _screen() as show:
+    earlier = None
+    with _screen(options.watch) as show:
         while True:
-            show(text)
+            snapshot = _take(options, runs.take_snapshot)
+            show(_json(snapshot) if options.json else status_text(snapshot, earlier))
+            if not options.watch:
+                return OK if is_healthy(snapshot) else NO
             time.sleep(_WATCH_S)
-            earlier, snapshot = snapshot, _take(options, runs.take_snapshot)
-            text = _json(snapshot) if options.json else status_text(snapshot, earlier)
+            earlier = snapshot
 
 
 @contextlib.contextmanager
-def _screen() -> Iterator[Callable[[str], None]]:
+def _screen(is_whole: bool) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows a text in place of the one before, or below it without rich."""
-    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+    if not is_whole or not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         yield functools.partial(print, flush=True)
         return
     from rich.live import Live
@@ -76,7 +74,9 @@ def _logs(options: argparse.Namespace) -> None:
     """Show the logs of a run, of its script and all workers, in the order of time."""
 
     def show(source: str, line: str) -> None:
-        print(logs.coloured(source, line, colour=sys.stdout.isatty()), flush=options.follow)
+        colour = logs.COLOURS[sum(source.encode()) % len(logs.COLOURS)]
+        source = f"\x1b[{colour}m[{source}]\x1b[0m" if sys.stdout.isatty() else f"[{source}]"
+        print(source, line, flush=options.follow)
 
     if options.address:
         found = logs.merge(_take_all(options, _read, options.chosen, alive=False))

@@ -18,7 +18,7 @@ FETCHED = "fetched"
 _TIME = re.compile(r"^(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?)")
 _WORKER_LOG = re.compile(r"(.+)-(\d+)\.log")
 _POLL_S = 0.2
-_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 Line = tuple[str, str, str]
 """Time, source, text. A source is a worker id, or 'script' for driver.log."""
@@ -95,11 +95,3 @@ def follow(log_dir: Path, chosen: str | None, num_lines: int) -> Iterator[tuple[
         new = merge([*log.lines(whole=False)] for log in logs.values())
         yield from ((source, line) for _, source, line in new[-num_lines if is_first else 0 :])
         time.sleep(_POLL_S)
-
-
-def coloured(source: str, line: str, *, colour: bool) -> str:
-    """Format a line with its source."""
-    if not colour:
-        return f"[{source}] {line}"
-    number = _COLOURS[sum(source.encode()) % len(_COLOURS)]
-    return f"\x1b[{number}m[{source}]\x1b[0m {line}"

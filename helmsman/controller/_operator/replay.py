@@ -68,19 +68,17 @@ def replay(calls: dict[int, KeptCall], number: int, *, debugger: bool) -> Any:
     with within(WorkerContext(worker_id=call.worker_id, node="127.0.0.1")):
         for each in [calls[before] for before in call.before]:
             if each.request.verb is Verb.CREATE_ENGINE:
-                engines[each.request.engine_name] = _construct(each)
+                engine, args, kwargs = _arguments(each)
+                name = each.request.engine_name
+                spec = engine if isinstance(engine, EngineSpec) else EngineSpec(target=engine)
+                kind: Any = spec.target
+                if isinstance(kind, str):
+                    kind = import_engine(each.worker_id, str(name), kind)
+                kwargs = {**spec.kwargs, **kwargs}
+                engines[name] = construct(kind, spec.rank_info, args, kwargs)
             elif each.request.verb is Verb.CALL:
                 _call(engines, each)
         return _call(engines, call, debugger=debugger)
-
-
-def _construct(call: KeptCall) -> Any:
-    engine, args, kwargs = _arguments(call)
-    spec = engine if isinstance(engine, EngineSpec) else EngineSpec(target=engine)
-    kind: Any = spec.target
-    if isinstance(kind, str):
-        kind = import_engine(call.worker_id, str(call.request.engine_name), kind)
-    return construct(kind, spec.rank_info, args, {**spec.kwargs, **kwargs})
 
 
 def _call(engines: dict[str | None, Any], call: KeptCall, *, debugger: bool = False) -> Any:

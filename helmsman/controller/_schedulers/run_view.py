@@ -223,11 +223,8 @@ class RunView(RunReporter):
             error = str(report if failed else failures.get(name, "")).partition("\n")[0]
             report = None if failed else report
             workers.append(self._worker(each, client, health.get(name), report, error))
-        described = [
-            describe()
-            for name, (describe, _) in list(self._described.items())
-            if role in (None, name)
-        ]
+        names = [name for name in list(self._described) if role in (None, name)]
+        described = [self._described[name][0]() for name in names]
         return workers, [each for each in described if each is not None]
 
     def _worker(

@@ -126,7 +126,7 @@ def node_facts(log_dir: str) -> dict[str, Any]:
     return {"memory_available": _sizes("/proc/meminfo").get("MemAvailable", 0), "disks": disks}
 
 
-def _read(path: str | Path) -> str:
+def proc_text(path: str | Path) -> str:
     """Return the text of a file of /proc; '' if there is none."""
     with contextlib.suppress(OSError):
         return Path(path).read_text(errors="replace")
@@ -135,13 +135,13 @@ def _read(path: str | Path) -> str:
 
 def _sizes(path: str) -> dict[str, int]:
     """Return the sizes of a file of /proc in bytes by name."""
-    found = re.findall(r"^(\w+):\s+(\d+) kB", _read(path), re.MULTILINE)
+    found = re.findall(r"^(\w+):\s+(\d+) kB", proc_text(path), re.MULTILINE)
     return {name: int(size) << 10 for name, size in found}
 
 
 def _runnable_s() -> float:
     """Return the time that the threads spent in the run queue."""
-    found = [_read(each).split() for each in _THREADS.glob("*/schedstat")]
+    found = [proc_text(each).split() for each in _THREADS.glob("*/schedstat")]
     return sum(int(fields[1]) for fields in found if len(fields) > 1) / 1e9
 
 
@@ -149,8 +149,8 @@ def _runnable_s() -> float:
 def _children(second: int) -> dict[int, tuple[str, str]]:
     """Return the direct children, once a second: inline workers share one process."""
     found = {}
-    for pid in map(int, " ".join(map(_read, _THREADS.glob("*/children"))).split()):
-        command = _read(f"/proc/{pid}/cmdline")[:200].replace("\0", " ").strip()
+    for pid in map(int, " ".join(map(proc_text, _THREADS.glob("*/children"))).split()):
+        command = proc_text(f"/proc/{pid}/cmdline")[:200].replace("\0", " ").strip()
         if (process := process_of(pid)) is not None:
             found[pid] = process.state, command
     return found

@@ -59,16 +59,15 @@ def dump_stacks(pid: int, limit_s: float = 1.0) -> list[StackTrace]:
     if path is None:
         return []
     with contextlib.suppress(OSError):
-        begin = size = os.stat(path).st_size
+        begin = before = os.stat(path).st_size
         os.kill(pid, _signal_number())
-        deadline, changed_at = time.monotonic() + limit_s, 0.0
+        deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
-            now = os.stat(path).st_size
-            if now != size:
-                size, changed_at = now, time.monotonic()
-            elif changed_at and time.monotonic() > changed_at + _QUIET_S:
+            time.sleep(_QUIET_S)
+            size = os.stat(path).st_size
+            if begin < size == before:
                 break
-            time.sleep(0.01)
+            before = size
         with open(path, "rb") as file:
             file.seek(begin)
             return _parse(file.read().decode(errors="replace"), _THREAD, _FRAME)
