@@ -9,7 +9,7 @@ import msgspec
 
 from helmsman.api.environment import masked_command
 from helmsman.api.errors import HelmsmanError
-from helmsman.api.run_state import NodeSnapshot, RunSnapshot, WorkerSnapshot
+from helmsman.api.run_state import NodeSnapshot, RunSnapshot
 from helmsman.controller._bootstrap.async_utils import StatusPrinter
 from helmsman.controller._bootstrap.node_plan import NodePlan
 from helmsman.controller._node.control_socket import ControlSocket, Query
@@ -20,7 +20,6 @@ from helmsman.rpc_server._host.examination import proc_text
 from helmsman.rpc_server._process.guardian import family, process_of
 
 _RAY = ("gcs_server", "raylet")
-_STUCK_S = 1.0
 
 
 class NodeDesk:
@@ -83,13 +82,5 @@ class NodeDesk:
                 since_s=time.monotonic() - self._began,
                 processes={name: (each.pid, each.state) for name, each in found.items()},
             ),
-            workers=[_answering(each) for each in workers if query.role in (None, each.role)],
+            workers=[each for each in workers if query.role in (None, each.role)],
         )
-
-
-def _answering(worker: WorkerSnapshot) -> WorkerSnapshot:
-    """A worker whose page shows a recent beat counts as one that answers."""
-    health = worker.health
-    if health is not None and (health.stuck_s or 0.0) < _STUCK_S:
-        health = msgspec.structs.replace(health, stuck_s=None, process_state=None)
-    return msgspec.structs.replace(worker, health=health)

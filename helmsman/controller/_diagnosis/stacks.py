@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from helmsman.api.run_state import Frame, StackTrace
@@ -154,17 +154,6 @@ def signature(stack: StackTrace | None) -> tuple[tuple[str, int, str], ...]:
     """Return a key that equal stacks share; () for none."""
     frames = stack.frames if stack is not None else ()
     return tuple((each.file, each.line, each.function) for each in frames)
-
-
-def grouped(
-    stacks: Mapping[str, Sequence[StackTrace]],
-) -> list[tuple[list[str], Sequence[StackTrace]]]:
-    """Return (processes, stacks) of groups of processes with equal stacks, the largest first."""
-    groups: dict[object, tuple[list[str], Sequence[StackTrace]]] = {}
-    for name, found in stacks.items():
-        key = tuple((each.thread if not each.call else "", signature(each)) for each in found)
-        groups.setdefault(key, ([], found))[0].append(name)
-    return sorted(groups.values(), key=lambda group: -len(group[0]))
 
 
 def named(names: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from helmsman.api.plan import aligned
 from helmsman.api.run_state import RolloutSnapshot, RunSnapshot, StackTrace, WorkerSnapshot
 from helmsman.controller._diagnosis.diagnosis import Diagnosis
 from helmsman.controller._diagnosis.evidence import seconds, usual
-from helmsman.controller._diagnosis.stacks import at, grouped, named, wait_of
+from helmsman.controller._diagnosis.stacks import at, named, signature, wait_of
 from helmsman.controller._node.observation import size
 
 _MOST_ROWS = 40
@@ -48,8 +48,9 @@ def status_text(run: RunSnapshot, earlier: RunSnapshot | None = None) -> str:
         lines += [f"head: {node.head}"] if node.head else []
         lines += [f"{name}: pid {pid}, {state}" for name, (pid, state) in node.processes.items()]
     if run.answered_by == "observation":
+        stuck = f" for {seconds(run.script_stuck_s)}" if run.script_stuck_s is not None else ""
         state = f"its process is in state {run.script_state}"
-        lines.append(f"THE SCRIPT DOES NOT ANSWER {seconds(run.script_stuck_s)}; {state}")
+        lines.append(f"THE SCRIPT DOES NOT ANSWER{stuck}; {state}")
     if run.facts:
         lines.append("  ".join(f"{name} {value}" for name, value in run.facts.items()))
     for phase in run.phases:
@@ -141,7 +142,12 @@ def stacks_text(run: RunSnapshot) -> str:
     heads, parts = [], []
     if run.script is not None:
         parts.append(stack_text("script", [each for each in run.script.stacks if each.frames]))
-    for names, stacks in grouped(found):
+    groups: dict[object, list[str]] = {}
+    for name, stacks in found.items():
+        key = tuple((each.thread if not each.call else "", signature(each)) for each in stacks)
+        groups.setdefault(key, []).append(name)
+    for names in sorted(groups.values(), key=len, reverse=True):
+        stacks = found[names[0]]
         running = next((each for each in stacks if each.call), None)
         doing = "have no call"
         if running is not None:

@@ -19,8 +19,7 @@ from helmsman.rpc_server._process.safe_files import private_directory
 
 _STARTED = re.compile(r"(\S+/\d+) \(pid (\d+), ([^)\s]+)\)")
 """A worker in a line of driver.log about a start."""
-_AT_ONCE = 4
-_MOST_WORKERS = 128
+_AT_ONCE, _MOST_OF_NODE = 4, 64
 _ANSWER_S = 6.0
 
 
@@ -30,9 +29,9 @@ def fetch_files(run: FoundRun) -> list[str]:
     Returns a text with a command to copy them for each node whose files are still missing.
     """
     answers, by_node = _missing(run)
-    wanted = [id_ for ids in by_node.values() for id_ in ids][: _MOST_WORKERS if answers else 0]
+    most = _MOST_OF_NODE if answers else 0
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        left = list(pool.map(lambda node: _fetch(run, node, by_node[node], {*wanted}), by_node))
+        left = list(pool.map(lambda node: _fetch(run, node, by_node[node], most), by_node))
     texts = []
     for node, ids in zip(by_node, left, strict=True):
         has_older = any(_has_recording(run.log_dir / FETCHED, each) for each in ids)
@@ -66,16 +65,15 @@ def _missing(run: FoundRun) -> tuple[bool, dict[str, list[str]]]:
     return answers, {node: list(dict.fromkeys(ids)) for node, ids in found.items()}
 
 
-def _fetch(run: FoundRun, node: str, worker_ids: list[str], wanted: set[str]) -> list[str]:
+def _fetch(run: FoundRun, node: str, worker_ids: list[str], most: int) -> list[str]:
     """Copy the files of workers on one node; returns those whose files could not be copied."""
-    left = [each for each in worker_ids if each not in wanted]
-    asked = [each for each in worker_ids if each in wanted]
-    for number, worker_id in enumerate(asked):
+    left = worker_ids[most:]
+    for number, worker_id in enumerate(worker_ids[:most]):
         query = Query(kind="files", target=worker_id, node=node, limit_s=_ANSWER_S)
         try:
             files = ask_run(run, query, dict[str, bytes])
         except HelmsmanError:  # no process of the run answers there
-            return left + asked[number:]
+            return left + worker_ids[number:most]
         left += [] if files else [worker_id]
         with private_directory(run.log_dir, FETCHED) as folder:
             for name in filter(lambda each: is_file_of(worker_id, each), files):

@@ -49,11 +49,6 @@ class FoundRun(NamedTuple):
     def log_dir(self) -> Path:
         return Path(self.record.log_dir)
 
-    @property
-    def is_node(self) -> bool:
-        """Whether it is a node of `helmsman up`, rather than the run of a script."""
-        return self.record.scheduler == UP
-
 
 def find_run(name: str | None, *, alive: bool = False) -> FoundRun:
     """Find a run by id, by the beginning of an id, or by its log directory.
@@ -75,7 +70,7 @@ def find_run(name: str | None, *, alive: bool = False) -> FoundRun:
     elif name is not None:
         found = [each for each in runs if each.run_id.startswith(name)]
     else:
-        scripts = [each for each in runs if not each.is_node]
+        scripts = [each for each in runs if each.record.scheduler != UP]
         found = [each for each in scripts if each.is_alive] or ([] if alive else scripts[:1])
         found = found or [each for each in runs if each.is_alive]
     chosen = [each for each in found if each.is_alive or not alive]
@@ -126,10 +121,10 @@ def take_snapshot(run: FoundRun, role: str | None = None, reports: bool = False)
     return observe_run(run.record, reports=reports)
 
 
-def take_two(run: FoundRun, role: str | None = None, apart_s: float = 1.0) -> list[RunSnapshot]:
-    """Return two snapshots with reports, the later one first."""
+def take_two(run: FoundRun, role: str | None = None) -> list[RunSnapshot]:
+    """Return two snapshots with reports, a second apart, the later one first."""
     before = take_snapshot(run, role, reports=True)
-    time.sleep(apart_s)
+    time.sleep(1.0)
     return [take_snapshot(run, role, reports=True), before]
 
 
@@ -137,7 +132,7 @@ def take_here(take: Callable[..., T], name: str | None, alive: bool, *arguments:
     """Return ``take(run, *arguments)`` of a run whose script runs here; None without one."""
     try:
         run = find_run(name, alive=alive)
-        return None if alive and run.is_node else take(run, *arguments)
+        return None if alive and run.record.scheduler == UP else take(run, *arguments)
     except RunNotFoundError:
         return None
 

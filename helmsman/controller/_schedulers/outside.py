@@ -62,6 +62,9 @@ def observe_workers(
                 continue
             seen = read(observe(page, pid))
             health = as_health(seen) if seen is not None else None
+            if health is not None and seen is not None and seen.stuck_s < _STUCK_S:
+                # A recent beat counts as an answer.
+                health = msgspec.structs.replace(health, stuck_s=None, process_state=None)
             found[worker_id] = WorkerSnapshot(
                 worker_id=worker_id,
                 role=worker_id.rpartition("/")[0],
