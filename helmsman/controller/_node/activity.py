@@ -69,12 +69,8 @@ class Activity:
 
     def durations(self) -> list[MethodDurations]:
         """Return the durations of all methods that were called."""
-        found = []
-        for (role, method), each in list(self._calls.items()):
-            count, median_s = each.count, each.median_s
-            if median_s is not None:
-                found.append(MethodDurations(role, method, count, median_s))
-        return found
+        found = [(key, each.count, each.median_s) for key, each in list(self._calls.items())]
+        return [MethodDurations(*key, n, median) for key, n, median in found if median is not None]
 
     @contextlib.contextmanager
     def phase(
@@ -99,7 +95,11 @@ class Activity:
         name = self.recorder.name(f"{kind} {detail}".strip())
         slot = self.recorder.note(Kind.PHASE, name, key, 0.0, since)
         try:
-            with _span(kind, detail):
+            with contextlib.ExitStack() as span:  # the parent of spans that the script opens in it
+                if SDK in sys.modules:
+                    attributes = {"helmsman.detail": detail} if detail else None
+                    text = f"helmsman {kind}"
+                    span.enter_context(_tracer().start_as_current_span(text, attributes=attributes))
                 yield
         finally:
             del self._phases[key]
@@ -110,11 +110,6 @@ class Activity:
     def phases(self, *, explain: bool) -> list[PhaseSnapshot]:
         """Return the open phases, oldest first; explaining waits may take a cluster query each."""
         return [describe(explain) for describe in list(self._phases.values())]
-
-    @property
-    def idle_s(self) -> float | None:
-        """Seconds since a call last began or ended; None before the first."""
-        return time.monotonic() - self.last_at if self.last_at else None
 
 
 class CallAccount:
@@ -142,7 +137,13 @@ class CallAccount:
         self._durations.add(now - started)
         self._recorder.finish(slot, now if ok else -now, _SENT, self._label, request_id, started)
         if SDK in sys.modules:
-            _record_span(self._worker_id, self._method, now - started, ok=ok)
+            end_ns = time.time_ns()
+            times = {"start_time": end_ns - int((now - started) * 1e9)}
+            attributes = {"helmsman.worker": self._worker_id, "helmsman.ok": ok}
+            span = _tracer().start_span(
+                f"helmsman call {self._method}", attributes=attributes, **times
+            )
+            span.end(end_ns)
 
 
 class CallAccounts(dict[str, CallAccount]):
@@ -153,26 +154,6 @@ class CallAccounts(dict[str, CallAccount]):
 
     def __missing__(self, method: str) -> CallAccount:
         return self.setdefault(method, CallAccount(*self._about, method))
-
-
-def _span(kind: str, detail: str) -> contextlib.AbstractContextManager[Any]:
-    """Open a span for a phase; it is the parent of spans that the script opens in it."""
-    if SDK not in sys.modules:
-        return contextlib.nullcontext()
-    attributes = {"helmsman.detail": detail} if detail else None
-    span: contextlib.AbstractContextManager[Any] = _tracer().start_as_current_span(
-        f"helmsman {kind}", attributes=attributes
-    )
-    return span
-
-
-def _record_span(worker_id: str, method: str, seconds: float, *, ok: bool) -> None:
-    """Record a span for a call that has just ended; only with the SDK."""
-    end_ns = time.time_ns()
-    attributes = {"helmsman.worker": worker_id, "helmsman.ok": ok}
-    start_ns = end_ns - int(seconds * 1e9)
-    name = f"helmsman call {method}"
-    _tracer().start_span(name, start_time=start_ns, attributes=attributes).end(end_ns)
 
 
 def _tracer() -> Any:

@@ -248,13 +248,12 @@ def _argument(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, A
 
 
 _ID = "id of the run, or the beginning of it"
+_DIR = f"{_ID}, or its log directory"
 _ARGUMENTS = {
     "RUN": _argument("run_id", metavar="RUN", help=_ID),
     "RUN?": _argument("run_id", nargs="?", metavar="RUN", help=f"{_ID}; default: the one alive"),
-    "DIR": _argument("run_id", metavar="RUN", help=f"{_ID}, or its log directory"),
-    "DIR?": _argument(
-        "run_id", nargs="?", metavar="RUN", help=f"{_ID}, or its log directory; default: the last"
-    ),
+    "DIR": _argument("run_id", metavar="RUN", help=_DIR),
+    "DIR?": _argument("run_id", nargs="?", metavar="RUN", help=f"{_DIR}; default: the last"),
     "ROLE": _argument("target", metavar="ROLE"),
     "ROLE?": _argument("role", nargs="?", metavar="ROLE", help="only this role, or 'script'"),
     "WORKER": _argument("target", metavar="WORKER"),
@@ -267,15 +266,11 @@ _ARGUMENTS = {
     "--follow": _argument("-f", "--follow", action="store_true", help="go on with new lines"),
     "--host": _argument("--host", default="127.0.0.1", help="address (default %(default)s)"),
     "--json": _argument("--json", action="store_true", help="print the result as JSON"),
-    "--lines": _argument(
-        "-n", "--lines", type=int, default=1000, metavar="N", help="last N (default 1000; 0: all)"
-    ),
+    "--lines": _argument("-n", "--lines", type=int, default=1000, help="last lines; 0: all"),
     "--no-debugger": _argument("--no-debugger", action="store_true", help="only run it"),
     "--out": _argument("-o", "--out", metavar="FILE", help="default: %(default)s"),
     "--port": _argument("--port", type=int, help="default: %(default)s; 0: any free one"),
-    "--timeout": _argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="seconds (default %(default)g)"
-    ),
+    "--timeout": _argument("--timeout", type=float, default=300.0, metavar="S", help="seconds"),
     "--watch": _argument("--watch", action="store_true", help="repeat until interrupted"),
     "--yes": _argument("--yes", action="store_true", help="do not ask for confirmation"),
 }

@@ -38,7 +38,12 @@ def postmortem(log_dir: Path) -> tuple[str, bool]:
     Raises:
         RunNotFoundError: The directory has neither logs nor recordings.
     """
-    lines, timeline = _lines(log_dir), read_timeline(log_dir)
+    lines = [
+        _Line(datetime.fromisoformat(at).timestamp(), source, text[:300], _rank(text))
+        for at, source, text in read_lines(log_dir)
+        if at
+    ]
+    timeline = read_timeline(log_dir)
     if not lines and timeline is None:
         raise RunNotFoundError(f"{log_dir} has no logs and no recordings of a run.")
     ended_at = max((each.at for each in lines), default=0.0)
@@ -46,11 +51,8 @@ def postmortem(log_dir: Path) -> tuple[str, bool]:
         ended_at = max(ended_at, timeline.end_at)
     is_closed = any(_CLOSED.search(each.text) for each in lines)
     end = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended_at))
-    parts = [
-        f"The run was closed normally at {end}."
-        if is_closed
-        else f"The run ended at {end} without being closed; its last sign of life."
-    ]
+    parts = [f"The run ended at {end} without being closed; its last sign of life."]
+    parts = [f"The run was closed normally at {end}."] if is_closed else parts
     last = [each for each in lines if each.at >= ended_at - _LAST_S]
     causes = [each for each in last if each.rank < 2]
     if causes:
@@ -68,14 +70,8 @@ def postmortem(log_dir: Path) -> tuple[str, bool]:
     return "\n".join(parts), is_closed
 
 
-def _lines(log_dir: Path) -> list[_Line]:
-    found = []
-    for at, source, text in read_lines(log_dir):
-        if at:
-            rank = 0 if _ENDS.search(text) else 1 if _FAILS.search(text) else 2
-            moment = datetime.fromisoformat(at).timestamp()
-            found.append(_Line(moment, source, text[:300], rank))
-    return found
+def _rank(text: str) -> int:
+    return 0 if _ENDS.search(text) else 1 if _FAILS.search(text) else 2
 
 
 def _in_flight(timeline: Timeline) -> list[str]:

@@ -43,8 +43,8 @@ def _page() -> str:
 def write_report(run: FoundRun, out: Path) -> None:
     """Write the page with all data of a run, which may have ended. Raises OSError."""
     data = _state_of(run, _REPORT_S)
-    known = take_snapshot(run, reports=True) if run.is_alive else data["snapshot"]
-    data["details"] = {e.worker_id: _detail(run, e) for e in known.workers[:_MOST_DETAILS]}
+    workers = _snapshot(run, reports=True).workers[:_MOST_DETAILS]
+    data["details"] = {each.worker_id: _detail(run, each) for each in workers}
     content = msgspec.json.encode(data).decode().replace("<", "\\u003c")
     out.write_text(_page().replace(_PLACEHOLDER, _PLACEHOLDER.replace("null", content)))
 
@@ -54,7 +54,7 @@ def _state_of(run: FoundRun, shown_s: float = _SHOWN_S) -> dict[str, Any]:
     timeline = read_timeline(run.log_dir, only_script=True)
     lines = (text for _, _, text in read_lines(run.log_dir, SCRIPT))
     errors = [text for text in lines if any(level in text for level in _BAD)]
-    snapshot = take_snapshot(run) if run.is_alive else _last_of(run, timeline)
+    snapshot = _snapshot(run, timeline)
     return {
         "alive": run.is_alive,
         "snapshot": snapshot,
@@ -64,8 +64,12 @@ def _state_of(run: FoundRun, shown_s: float = _SHOWN_S) -> dict[str, Any]:
     }
 
 
-def _last_of(run: FoundRun, timeline: Timeline | None) -> RunSnapshot:
-    """Return what is known of a run that has ended."""
+def _snapshot(
+    run: FoundRun, timeline: Timeline | None = None, role: str | None = None, reports: bool = False
+) -> RunSnapshot:
+    """Return the state of a run that is alive, or what is known of one that has ended."""
+    if run.is_alive:
+        return take_snapshot(run, role, reports)
     ended_at = timeline.end_at if timeline is not None else time.time()
     about: dict[str, Any] = {"node": "", "pid": None, "state": "ended", "log_path": ""}
     workers = [
@@ -93,9 +97,7 @@ def _recent(timeline: Timeline | None, shown_s: float, *, is_alive: bool) -> dic
 
 def _worker_detail(run: FoundRun, worker_id: str) -> dict[str, Any]:
     """Return the stacks and the last log lines of a worker; HelmsmanError if there is none."""
-    role = worker_id.rpartition("/")[0]
-    known = take_snapshot(run, role, reports=True) if run.is_alive else _last_of(run, None)
-    for each in known.workers:
+    for each in _snapshot(run, role=worker_id.rpartition("/")[0], reports=True).workers:
         if each.worker_id == worker_id:
             return _detail(run, each)
     raise RunNotFoundError(f"run {run.run_id} has no worker {worker_id!r}.")

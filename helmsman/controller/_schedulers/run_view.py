@@ -169,7 +169,7 @@ class RunView(RunReporter):
             "script",
             script=script,
             loop_stack=loop_stack,
-            idle_s=activity.idle_s,
+            idle_s=time.monotonic() - activity.last_at if activity.last_at else None,
             longest_idle_s=activity.longest_idle_s,
             workers=workers,
             rollouts=rollouts,

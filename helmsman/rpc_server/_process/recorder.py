@@ -223,7 +223,7 @@ def read_recording(path: str | os.PathLike[str]) -> Recording | None:
     names = [_text(text) for (text,) in _NAME.iter_unpack(content[_NAMES_AT:_SLOTS_AT])]
     found = []
     for number, kind, name, event, at, value, again in _SLOT.iter_unpack(content[_SLOTS_AT:]):
-        if not number or number != again or kind not in _KINDS or name >= NUM_NAMES:
+        if not number or number != again or not 0 < kind <= len(Kind) or name >= NUM_NAMES:
             continue
         shown = Event(int(at * 1e9), Kind(kind), names[name], event, value)
         if kind in _LASTING:
@@ -262,6 +262,5 @@ def _text(padded: bytes) -> str:
     return padded.rstrip(b"\0").decode(errors="replace")
 
 
-_KINDS = frozenset(Kind)
 assert _SLOT.size == 40
 assert _SLOTS_AT % 8 == 0
