@@ -24,6 +24,7 @@ RULES: Sequence[Callable[[Evidence], Iterator[Finding]]] = (
     call_rules.nccl_ranks,
     flow_rules.weight_sync,
     flow_rules.rollouts,
+    flow_rules.stragglers,
     call_rules.blocked_calls,
     flow_rules.script_waits,
     call_rules.slow_calls,

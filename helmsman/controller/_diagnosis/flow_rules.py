@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from helmsman.api.run_state import RolloutSnapshot, StackTrace
@@ -38,20 +39,15 @@ def weight_sync(evidence: Evidence) -> Iterator[Finding]:
             if call.name.endswith(_SYNC_METHODS)
         }
         waits = f"{named(late)} have not finished their part" if late else "requests have not ended"
-        yield Finding(
-            "weight sync stuck",
-            named(late) or phase.detail,
-            f"The weight sync from {phase.detail} has not ended for {seconds(phase.age_s)}: "
-            f"{waits}.",
-            "helmsman stacks shows the threads of these workers.",
-            list(late),
-            [usual(phase.median_s), *list(late.values())[:8]],
-            phase.age_s,
-        )
+        subject, open_s = named(late) or phase.detail, seconds(phase.age_s)
+        cause = f"The weight sync from {phase.detail} has not ended for {open_s}: {waits}."
+        step = "helmsman stacks shows the threads of these workers."
+        shown = [usual(phase.median_s), *list(late.values())[:8]]
+        yield Finding("weight sync stuck", subject, cause, step, [*late], shown, phase.age_s)
 
 
 def rollouts(evidence: Evidence) -> Iterator[Finding]:
-    """Requests cannot start, or one of them is a straggler."""
+    """Requests cannot start."""
     is_syncing = any(each.kind == "weight sync" for each in evidence.now.phases)
     for rollout in evidence.now.rollouts:
         oldest_s = rollout.requests[0].age_s if rollout.requests else 0.0
@@ -61,7 +57,6 @@ def rollouts(evidence: Evidence) -> Iterator[Finding]:
             if reason:
                 text = f"{cause}: {reason}."
                 yield Finding("rollout starved", rollout.role, text, step, since_s=oldest_s)
-        yield from _straggler(evidence, rollout)
 
 
 def _not_started(rollout: RolloutSnapshot, *, is_syncing: bool) -> tuple[str, str]:
@@ -77,27 +72,20 @@ def _not_started(rollout: RolloutSnapshot, *, is_syncing: bool) -> tuple[str, st
     return f"no instance is healthy ({states})", "helmsman logs shows their failures."
 
 
-def _straggler(evidence: Evidence, rollout: RolloutSnapshot) -> Iterator[Finding]:
-    median_s = rollout.median_s
-    if median_s is None or rollout.num_done < 3:
-        return
-    late = [e for e in rollout.requests if e.instance_id and is_long(e.age_s, median_s, factor=8.0)]
-    ids = sorted({each.instance_id for each in late})
-    if not late or rollout.num_in_flight > max(2 * len(late), 1):
-        return
-    doing = [f"{e.id} {e.doing}" for e in evidence.workers if e.id in ids and e.stack is not None]
-    first = late[0]
-    yield Finding(
-        "straggler",
-        named(ids),
-        f"{len(late)} of {rollout.num_in_flight} requests in flight are stragglers: "
-        f"{first.request_id} on {first.instance_id} has been open for {seconds(first.age_s)}; "
-        f"{usual(median_s)}.",
-        "RequestOptions(deadline_s=...) bounds a request; abort() returns its tokens so far.",
-        ids,
-        doing,
-        first.age_s,
-    )
+def stragglers(evidence: Evidence) -> Iterator[Finding]:
+    """A few requests take much longer than the others."""
+    for rollout in evidence.now.rollouts:
+        median_s, opened = rollout.median_s, [e for e in rollout.requests if e.instance_id]
+        late = [e for e in opened if is_long(e.age_s, median_s, factor=8.0, first_s=math.inf)]
+        if not late or rollout.num_done < 3 or rollout.num_in_flight > max(2 * len(late), 1):
+            continue
+        ids, first = sorted({each.instance_id for each in late}), late[0]
+        doing = [f"{e.id} {e.doing}" for e in evidence.workers if e.id in ids and e.stack]
+        cause = f"{len(late)} of {rollout.num_in_flight} requests in flight are stragglers: "
+        cause += f"{first.request_id} on {first.instance_id} has been open for "
+        cause += f"{seconds(first.age_s)}; {usual(median_s)}."
+        step = "RequestOptions(deadline_s=...) bounds a request; abort() returns its tokens so far."
+        yield Finding("straggler", named(ids), cause, step, ids, doing, first.age_s)
 
 
 def script_waits(evidence: Evidence) -> Iterator[Finding]:
@@ -120,15 +108,11 @@ def script_waits(evidence: Evidence) -> Iterator[Finding]:
         if each.frames and signature(each) in earlier and _is_unbounded(each)
     ]
     if shown:
-        yield Finding(
-            "script waits",
-            "script",
-            f"The script waits for something outside Helmsman: {shown[0]}. No call or request is "
-            "open.",
-            "Give the wait a timeout; helmsman stacks RUN script shows all threads.",
-            evidence=[*shown[1:8], f"no call has begun or ended for {seconds(age_s)}"],
-            since_s=age_s,
-        )
+        cause = f"The script waits for something outside Helmsman: {shown[0]}. No call or request "
+        cause += "is open."
+        step = "Give the wait a timeout; helmsman stacks RUN script shows all threads."
+        shown = [*shown[1:8], f"no call has begun or ended for {seconds(age_s)}"]
+        yield Finding("script waits", "script", cause, step, [], shown, age_s)
 
 
 def _is_unbounded(stack: StackTrace) -> bool:

@@ -49,7 +49,7 @@ def _status(options: argparse.Namespace) -> int:
     earlier = None
     with _screen(options.watch) as show:
         while True:
-            snapshot = _take(options, runs.take_snapshot)
+            snapshot = _take(options, runs.take_snapshot)[0]
             show(_json(snapshot) if options.json else status_text(snapshot, earlier))
             if not options.watch:
                 return OK if is_healthy(snapshot) else NO
@@ -79,7 +79,7 @@ def _logs(options: argparse.Namespace) -> None:
         print(source, line, flush=options.follow)
 
     if options.address:
-        found = logs.merge(_take_all(options, _read, options.chosen, alive=False))
+        found = logs.merge(_take(options, _read, options.chosen, alive=False))
         others = " on any node"
     else:
         run = _find_recorded(options)
@@ -105,25 +105,21 @@ def _read(run: FoundRun, chosen: str | None) -> list[logs.Line]:
 def _stacks(options: argparse.Namespace) -> None:
     """Show the Python stacks of a run's processes, equal ones together."""
     if options.all:
-        for worker_id, text in _take(options, runs.take_stacks, options.role).items():
+        for worker_id, text in _take(options, runs.take_stacks, options.role)[0].items():
             print(f"{worker_id}:\n{text}\n")
     else:
-        print(stacks_text(_take(options, runs.take_snapshot, options.role, True)))
+        print(stacks_text(_take(options, runs.take_snapshot, options.role, True)[0]))
 
 
 def _why(options: argparse.Namespace) -> int:
     """Explain why a run hangs, or what it waits for; exit code 1 for a problem."""
-    now, before = _take(options, runs.take_two, options.role)
+    ((now, before),) = _take(options, runs.take_two, options.role)
     diagnosis = diagnose_run(now, before)
     print(_json(diagnosis) if options.json else why_text(diagnosis))
     return OK if diagnosis.is_healthy else NO
 
 
-def _take(options: argparse.Namespace, take: Callable[..., T], *arguments: Any) -> T:
-    return _take_all(options, take, *arguments)[0]
-
-
-def _take_all(
+def _take(
     options: argparse.Namespace, take: Callable[..., T], *arguments: Any, alive: bool = True
 ) -> list[T]:
     """Return ``take(run, *arguments)`` of the run here, or on the nodes of the cluster."""
@@ -266,11 +262,15 @@ _ARGUMENTS = {
     "--follow": _argument("-f", "--follow", action="store_true", help="go on with new lines"),
     "--host": _argument("--host", default="127.0.0.1", help="address (default %(default)s)"),
     "--json": _argument("--json", action="store_true", help="print the result as JSON"),
-    "--lines": _argument("-n", "--lines", type=int, default=1000, help="last lines; 0: all"),
+    "--lines": _argument(
+        "-n", "--lines", type=int, default=1000, help="last lines; default 1000; 0: all"
+    ),
     "--no-debugger": _argument("--no-debugger", action="store_true", help="only run it"),
     "--out": _argument("-o", "--out", metavar="FILE", help="default: %(default)s"),
     "--port": _argument("--port", type=int, help="default: %(default)s; 0: any free one"),
-    "--timeout": _argument("--timeout", type=float, default=300.0, metavar="S", help="seconds"),
+    "--timeout": _argument(
+        "--timeout", type=float, default=300.0, help="seconds; default %(default)g"
+    ),
     "--watch": _argument("--watch", action="store_true", help="repeat until interrupted"),
     "--yes": _argument("--yes", action="store_true", help="do not ask for confirmation"),
 }

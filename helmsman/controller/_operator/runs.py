@@ -181,21 +181,13 @@ def attach(address: str | None) -> Sequence[Mapping[str, Any]]:
     return alive_nodes()
 
 
-def start_on(
-    node: Mapping[str, Any], function: Callable[..., Any], *arguments: Any, **keywords: Any
-) -> Any:
-    """Run a function on a node; returns the reference of its result."""
+def on_all(nodes: Sequence[Mapping[str, Any]], function: Callable[..., T], *args: Any) -> list[T]:
+    """Run a function on all nodes at once; returns the results in their order."""
     import ray
 
     from helmsman.controller._ray_backend.placement_groups import on_node
 
     task: Any = ray.remote(num_cpus=0, max_retries=0)(function)
-    return task.options(scheduling_strategy=on_node(node["NodeID"])).remote(*arguments, **keywords)
-
-
-def on_all(nodes: Sequence[Mapping[str, Any]], function: Callable[..., T], *args: Any) -> list[T]:
-    """Run a function on all nodes at once; returns the results in their order."""
-    import ray
-
-    started = [start_on(node, function, *args) for node in nodes]
+    places = [on_node(node["NodeID"]) for node in nodes]
+    started = [task.options(scheduling_strategy=place).remote(*args) for place in places]
     return [ray.get(each, timeout=_NODE_ANSWER_S) for each in started]

@@ -183,7 +183,7 @@ class CallLog:
     ``is_serial`` tells whether a call ends before the next one begins.
     """
 
-    def __init__(self, recorder: Recorder, shown: CallRecord | None, *, is_serial: bool) -> None:
+    def __init__(self, recorder: Recorder, shown: CallRecord, *, is_serial: bool) -> None:
         self._recorder, self._shown, self._is_serial = recorder, shown, is_serial
         self._names: dict[str, tuple[int, bytes]] = {}
         """Name of a call -> its number in the recorder, and its text on the page."""
@@ -194,15 +194,14 @@ class CallLog:
         if found is None:
             found = self._names[name] = self._recorder.name(name), shown_name(name)
         number, text = found
-        if self._shown is not None:
-            self._shown.begun(text, since)
+        self._shown.begun(text, since)
         if type(request_id) is int:
             return self._recorder.note(_BEGUN, number, request_id, 0.0, since)
         return 0
 
     def ended(self, slot: int, name: str, request_id: object, since: float) -> None:
         """Note the end of a call; the arguments are the result and those of ``begun``."""
-        if self._is_serial and self._shown is not None:
+        if self._is_serial:
             self._shown.ended()
         if type(request_id) is int:
             number, _ = self._names[name]
