@@ -177,17 +177,6 @@ class PhaseSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """For a start: the holders of the resources that it waits for."""
 
 
-class MethodDurations(msgspec.Struct, frozen=True):
-    """Durations of the calls of a method in a role."""
-
-    role: str
-    method: str
-    num_calls: int
-    """Calls with an outcome."""
-    median_s: float
-    """Median of the last 32."""
-
-
 class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """State of a node of `helmsman up`, as its supervisor sees it."""
 
@@ -242,8 +231,8 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: list[RolloutSnapshot] = []
     phases: list[PhaseSnapshot] = []
     """Oldest first."""
-    durations: list[MethodDurations] = []
-    """Of the calls so far."""
+    durations: dict[str, dict[str, tuple[int, float]]] = {}
+    """Role -> method -> (calls with an outcome, median duration of the last 32 in seconds)."""
     facts: dict[str, str] = {}
     """Further figures by name, such as the step of a recipe."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from helmsman.api.run_state import RolloutSnapshot, StackTrace
+from helmsman.api.run_state import RolloutSnapshot
 from helmsman.controller._diagnosis.evidence import BUSY, Evidence, Finding, is_long, seconds, usual
 from helmsman.controller._diagnosis.stacks import at, named, signature, wait_of
 
@@ -102,22 +102,17 @@ def script_waits(evidence: Evidence) -> Iterator[Finding]:
     if is_busy or not is_long(age_s, run.longest_idle_s or None):
         return
     earlier = {signature(each) for each in before.stacks}
-    shown = [
-        f"{each.thread} {wait.text if (wait := wait_of(each)) else 'waits' + at(each)}"
-        for each in run.script.stacks
-        if each.frames and signature(each) in earlier and _is_unbounded(each)
-    ]
+    shown = []
+    for each in run.script.stacks:
+        if each.frames and signature(each) in earlier:
+            wait, line = wait_of(each), each.frames[-1].text
+            awaits = each.thread.startswith("task") and "await " in line
+            is_endless = wait.kind != "sleep" if wait is not None else awaits
+            if is_endless:
+                shown.append(f"{each.thread} {wait.text if wait else 'waits' + at(each)}")
     if shown:
         cause = f"The script waits for something outside Helmsman: {shown[0]}. No call or request "
         cause += "is open."
         step = "Give the wait a timeout; helmsman stacks RUN script shows all threads."
         shown = [*shown[1:8], f"no call has begun or ended for {seconds(age_s)}"]
         yield Finding("script waits", "script", cause, step, [], shown, age_s)
-
-
-def _is_unbounded(stack: StackTrace) -> bool:
-    """Whether a stack waits for an event that may never come."""
-    wait = wait_of(stack)
-    if wait is not None:
-        return wait.kind != "sleep"
-    return stack.thread.startswith("task") and "await " in stack.frames[-1].text

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from helmsman.api.run_state import MethodDurations, PhaseSnapshot
+from helmsman.api.run_state import PhaseSnapshot
 from helmsman.rpc_server._process.recorder import Kind, Recorder
 
 _REMEMBERED = 32
@@ -67,10 +67,13 @@ class Activity:
         with self._lock:
             return self._calls.setdefault((role, method), Durations())
 
-    def durations(self) -> list[MethodDurations]:
-        """Return the durations of all methods that were called."""
-        found = [(key, each.count, each.median_s) for key, each in list(self._calls.items())]
-        return [MethodDurations(*key, n, median) for key, n, median in found if median is not None]
+    def durations(self) -> dict[str, dict[str, tuple[int, float]]]:
+        """Return the durations of all methods that were called, as a RunSnapshot has them."""
+        found: dict[str, dict[str, tuple[int, float]]] = {}
+        for (role, method), each in list(self._calls.items()):
+            if (median_s := each.median_s) is not None:
+                found.setdefault(role, {})[method] = each.count, median_s
+        return found
 
     @contextlib.contextmanager
     def phase(

@@ -22,7 +22,6 @@ from helmsman.controller._diagnosis.diagnosis import diagnose_run
 from helmsman.controller._diagnosis.texts import is_healthy, stacks_text, status_text, why_text
 from helmsman.controller._node.control_socket import Query
 from helmsman.controller._operator import logs, metrics, replay, runs, ui
-from helmsman.controller._operator.fetching import fetch_files
 from helmsman.controller._operator.postmortem import postmortem
 from helmsman.controller._operator.recordings import write_trace
 from helmsman.controller._operator.runs import FoundRun, RunNotFoundError, find_run
@@ -136,7 +135,7 @@ def _take(
 
 def _find_recorded(options: argparse.Namespace) -> FoundRun:
     run = find_run(options.run_id)
-    for each in fetch_files(run):
+    for each in logs.fetch_files(run):
         print(f"helmsman: {each}", file=sys.stderr)
     return run
 

@@ -58,21 +58,22 @@ def samples(run: RunSnapshot) -> dict[tuple[str, tuple[str, ...]], float]:
             found["helmsman_calls_in_flight", key] += 1
             oldest = "helmsman_oldest_call_seconds", key
             found[oldest] = max(found[oldest], call.age_s)
-    for usual in run.durations:
-        found["helmsman_calls_total", (usual.role, usual.method)] = usual.num_calls
-        found["helmsman_call_median_seconds", (usual.role, usual.method)] = usual.median_s
+    for role, methods in run.durations.items():
+        for method, (num_calls, median_s) in methods.items():
+            found["helmsman_calls_total", (role, method)] = num_calls
+            found["helmsman_call_median_seconds", (role, method)] = median_s
     for phase in run.phases:
         found["helmsman_phase_seconds", (phase.kind,)] = phase.age_s
     for rollout in run.rollouts:
-        role = (rollout.role,)
-        found["helmsman_requests_queued", role] = rollout.num_queued
-        found["helmsman_requests_in_flight", role] = rollout.num_in_flight
-        found["helmsman_requests_total", role] = rollout.num_done
-        found["helmsman_generated_tokens_total", role] = rollout.num_tokens_done
+        of = (rollout.role,)
+        found["helmsman_requests_queued", of] = rollout.num_queued
+        found["helmsman_requests_in_flight", of] = rollout.num_in_flight
+        found["helmsman_requests_total", of] = rollout.num_done
+        found["helmsman_generated_tokens_total", of] = rollout.num_tokens_done
         if rollout.median_s is not None:
-            found["helmsman_request_median_seconds", role] = rollout.median_s
+            found["helmsman_request_median_seconds", of] = rollout.median_s
         if rollout.version is not None:
-            found["helmsman_weight_version", role] = rollout.version
+            found["helmsman_weight_version", of] = rollout.version
         for health in rollout.instances.values():
             found["helmsman_instances", (rollout.role, health)] += 1
     return found

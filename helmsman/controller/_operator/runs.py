@@ -53,10 +53,8 @@ class FoundRun(NamedTuple):
 def find_run(name: str | None, *, alive: bool = False) -> FoundRun:
     """Find a run by id, by the beginning of an id, or by its log directory.
 
-    Args:
-        name: None for the only run of a script that is alive, else the one that ended last, else
-            the node of `helmsman up`.
-        alive: Only runs that are alive.
+    Without a name, it is the only run of a script that is alive, else the one that ended last, else
+    the node of `helmsman up`.
 
     Raises:
         RunNotFoundError: There is no such run, or there are several.

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 SCRIPT = "script"
 """Stands for the worker id of the script's process."""
 _Describe = Callable[[], RolloutSnapshot | None]
+_Operated = Callable[[], Operated | None]
 _MOST_CALLS = 20
 _LOOP_S = 1.0
 """Longer than this, the background loop is considered blocked."""
@@ -66,7 +67,7 @@ class RunView(RunReporter):
         self._run, self._roles = run, roles
         self._record = record_here(run.id, scheduler, run.log_dir)
         self._shares_process, self._scale = shares_process, scale
-        self._described: dict[str, tuple[_Describe, Callable[[], Operated | None]]] = {}
+        self._described: dict[str, tuple[_Describe, _Operated]] = {}
         self.hang_policy = HangPolicy()
 
     @checked
@@ -90,10 +91,7 @@ class RunView(RunReporter):
 
     @checked
     def describe_by(
-        self,
-        role: str,
-        describe: _Describe,
-        operated: Callable[[], Operated | None] = lambda: None,
+        self, role: str, describe: _Describe, operated: _Operated = lambda: None
     ) -> None:
         self._described[role] = describe, operated
 
