@@ -31,13 +31,9 @@ class NodeDesk:
         self._record = msgspec.structs.replace(
             record_here(plan.run_id, UP, plan.folder), command=command
         )
-        self._node = NodeSnapshot(
-            rank=plan.identity.rank,
-            count=plan.identity.count,
-            doing="starts",
-            since_s=0.0,
-            head=f"{plan.identity.head}:{plan.control_port}" if plan.control_port else "",
-        )
+        rank, count = plan.identity.rank, plan.identity.count
+        head = f"{plan.identity.head}:{plan.control_port}" if plan.control_port else ""
+        self._node = NodeSnapshot(rank=rank, count=count, doing="starts", since_s=0.0, head=head)
         self.script_pid: int | None = None
         self._socket: ControlSocket | None = None
         try:

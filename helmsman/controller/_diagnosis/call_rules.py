@@ -180,18 +180,16 @@ def blocked_calls(evidence: Evidence) -> Iterator[Finding]:
             for pid, (state, command) in (report.children if report is not None else {}).items()
             if state in "TZ" or kind in ("loader", "message", "process")
         ]
-        name = f"{call.name} on {worker.id}"
-        yield Finding(
-            f"waits: {kind}" if kind else "no progress",
-            worker.id,
-            f"{name} {worker.doing} and has not ended for {seconds(call.age_s)}.",
+        cause = f"{call.name} on {worker.id} {worker.doing} and has not ended for "
+        cause += f"{seconds(call.age_s)}."
+        step = (
             worker.wait.next_step
             if worker.wait is not None
-            else "helmsman stacks shows all threads.",
-            [worker.id],
-            [usual(call.median_s), *shown[:8]],
-            call.age_s,
+            else "helmsman stacks shows all threads."
         )
+        shown = [usual(call.median_s), *shown[:8]]
+        rule = f"waits: {kind}" if kind else "no progress"
+        yield Finding(rule, worker.id, cause, step, [worker.id], shown, call.age_s)
 
 
 def slow_calls(evidence: Evidence) -> Iterator[Finding]:

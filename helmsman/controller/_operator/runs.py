@@ -108,10 +108,8 @@ def take_snapshot(run: FoundRun, role: str | None = None, reports: bool = False)
     """
     if not run.is_alive:
         raise RunNotFoundError(f"run {run.run_id} has ended")
-    if run.record.host != socket.gethostname():
-        raise RunNotFoundError(
-            f"run {run.run_id} belongs to host {run.record.host}; use the command there"
-        )
+    if (host := run.record.host) != socket.gethostname():
+        raise RunNotFoundError(f"run {run.run_id} belongs to host {host}; use the command there")
     if not is_stuck(run.record):
         query = Query(kind="snapshot", role=role, reports=reports, limit_s=_ANSWER_S)
         with contextlib.suppress(RunSilentError):

@@ -177,10 +177,7 @@ class RunView(RunReporter):
         )
 
     def _stacks(self, role: str | None, limit_s: float) -> dict[str, str]:
-        """Return the stacks of all threads by worker id, or why a worker did not answer.
-
-        Without a role, the script's come first, under SCRIPT.
-        """
+        """Return the stacks of all threads by worker id or SCRIPT, or why one did not answer."""
         found = {SCRIPT: all_stacks()} if role in (None, SCRIPT) else {}
         clients = {client.worker_id: client for client in self._chosen(role)}
         if not self._shares_process:

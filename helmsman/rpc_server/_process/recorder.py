@@ -136,17 +136,12 @@ class Recorder:
 
     def name(self, text: str) -> int:
         """Return the number of a name; that of '(other)' if the table is full."""
-        found = self._names.get(text)
-        if found is not None:
-            return found
         with self._lock:
-            number = self._names.get(text, len(self._names))
-            if number >= NUM_NAMES:
-                return 0
-            offset = _NAMES_AT + number * _NAME.size
-            _NAME.pack_into(self._page, offset, text.encode(errors="replace"))
-            self._names[text] = number
-            return number
+            if text not in self._names and (number := len(self._names)) < NUM_NAMES:
+                offset = _NAMES_AT + number * _NAME.size
+                _NAME.pack_into(self._page, offset, text.encode(errors="replace"))
+                self._names[text] = number
+            return self._names.get(text, 0)
 
     def note(
         self, kind: int, name: int, number: int = 0, value: float = 0.0, at: float | None = None
