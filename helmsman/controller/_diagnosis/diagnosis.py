@@ -41,13 +41,9 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """What the run does or waits for now."""
 
     @property
-    def problems(self) -> list[Finding]:
-        return [each for each in self.findings if each.is_problem]
-
-    @property
     def is_healthy(self) -> bool:
         """Whether there is no problem."""
-        return not self.problems
+        return not any(each.is_problem for each in self.findings)
 
 
 def diagnose_run(now: RunSnapshot, before: RunSnapshot) -> Diagnosis:

@@ -20,13 +20,9 @@ _MOST_ROWS = 40
 def is_healthy(run: RunSnapshot) -> bool:
     """Return whether the script, or the node's supervisor, and all workers answer."""
     node = run.node
-    states = [state for _, state in node.processes.values()] if node is not None else []
-    return (
-        run.answered_by != "observation"
-        and not (node is not None and node.is_apart)
-        and not {*states} & {*"TtZ"}
-        and all(map(is_well, run.workers))
-    )
+    if node is not None and (node.is_apart or {s for _, s in node.processes.values()} & {*"TtZ"}):
+        return False
+    return run.answered_by != "observation" and all(map(is_well, run.workers))
 
 
 def is_well(worker: WorkerSnapshot) -> bool:
@@ -177,9 +173,9 @@ def stack_text(name: str, stacks: Sequence[StackTrace]) -> str:
 
 def why_text(diagnosis: Diagnosis) -> str:
     """Format a diagnosis."""
-    problems = diagnosis.problems
-    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}, causes first."
-    lines = [f"run {diagnosis.run_id}: {count if problems else 'no problem found.'}"]
+    number = sum(each.is_problem for each in diagnosis.findings)
+    count = f"{number} problem{'s' if number > 1 else ''}, causes first."
+    lines = [f"run {diagnosis.run_id}: {count if number else 'no problem found.'}"]
     for each in diagnosis.findings:
         if not each.is_problem:
             lines += ["", f"note: {each.cause}"]

@@ -149,20 +149,10 @@ class CallAccount:
             span.end(end_ns)
 
 
-class CallAccounts(dict[str, CallAccount]):
-    """Accounts of the calls to a worker by method; of a run, if its activity is given."""
-
-    def __init__(self, worker_id: str, role: str = "", activity: Activity | None = None) -> None:
-        self._about = activity or _NO_RUN, role, worker_id
-
-    def __missing__(self, method: str) -> CallAccount:
-        return self.setdefault(method, CallAccount(*self._about, method))
-
-
 def _tracer() -> Any:
     trace: Any = sys.modules["opentelemetry.trace"]  # the SDK has imported it
     return trace.get_tracer("helmsman")
 
 
-_NO_RUN = Activity(Recorder(""))
+NO_RUN = Activity(Recorder(""))
 """Of workers without a run; no file has its events."""

@@ -83,13 +83,12 @@ def read_timeline(log_dir: Path, *, only_script: bool = False) -> Timeline | Non
 
 def _spans(recording: Recording, kind: Kind, shift: int = 0) -> list[Span]:
     """Return the calls or phases of a process, oldest first."""
-    spans = []
-    for e in recording.events:
-        if e.kind is kind:
-            end_ns = e.end_ns + shift if e.end_ns is not None else None
-            about = recording.title, recording.pid, e.name, e.number
-            spans.append(Span(*about, e.at_ns + shift, end_ns, e.ok))
-    return spans
+    about = recording.title, recording.pid
+    return [
+        Span(*about, e.name, e.number, e.at_ns + shift, e.end_ns and e.end_ns + shift, e.ok)
+        for e in recording.events
+        if e.kind is kind
+    ]
 
 
 def _requests(recording: Recording) -> list[Span]:

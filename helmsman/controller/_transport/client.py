@@ -33,7 +33,7 @@ from helmsman.controller._aio.event_loop import (
     run_in_executor,
     run_on_loop,
 )
-from helmsman.controller._node.activity import CallAccount, CallAccounts
+from helmsman.controller._node.activity import NO_RUN, CallAccount
 from helmsman.controller._node.driver_log import story
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
@@ -86,7 +86,10 @@ class WorkerClient:
         """Role -> next step after the death of a worker, where a controller has a better one than
         the default.
         """
-        self.accounts = CallAccounts(worker_id)
+        self.account_of: Callable[[str], CallAccount] = functools.cache(
+            functools.partial(CallAccount, NO_RUN, "", worker_id)
+        )
+        """Returns the account of the calls of a method."""
         self.kept_calls: KeptCalls | None = None
         self._timeouts = timeouts
         self.in_flight: dict[int, PendingCall] = {}
@@ -180,7 +183,7 @@ class WorkerClient:
 
     def begins(self, request_id: int, call: PendingCall) -> None:
         """Count a call that is about to be sent; ``settled`` follows."""
-        call.account = account = self.accounts[call.method]
+        call.account = account = self.account_of(call.method)
         call.slot = account.begun(request_id, call.started)
         self.in_flight[request_id] = call
         if self.kept_calls is not None:

@@ -180,15 +180,12 @@ class CallLog:
 
     def __init__(self, recorder: Recorder, shown: CallRecord, *, is_serial: bool) -> None:
         self._recorder, self._shown, self._is_serial = recorder, shown, is_serial
-        self._names: dict[str, tuple[int, bytes]] = {}
-        """Name of a call -> its number in the recorder, and its text on the page."""
+        self._named = functools.cache(lambda name: (recorder.name(name), shown_name(name)))
+        """Returns the number of a call's name in the recorder, and its text on the page."""
 
     def begun(self, name: str, request_id: object, since: float) -> int:
         """Note a begin; returns the slot in the recorder, 0 if only the page shows the call."""
-        found = self._names.get(name)
-        if found is None:
-            found = self._names[name] = self._recorder.name(name), shown_name(name)
-        number, text = found
+        number, text = self._named(name)
         self._shown.begun(text, since)
         if type(request_id) is int:
             return self._recorder.note(_BEGUN, number, request_id, 0.0, since)
@@ -199,7 +196,7 @@ class CallLog:
         if self._is_serial:
             self._shown.ended()
         if type(request_id) is int:
-            number, _ = self._names[name]
+            number, _ = self._named(name)
             self._recorder.finish(slot, time.monotonic(), _BEGUN, number, request_id, since)
 
 
