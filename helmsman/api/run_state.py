@@ -83,9 +83,7 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     memory_available: int
     """Bytes of memory that its node has left."""
     disks: dict[str, tuple[int, int]]
-    """Path on its node -> (free, total) bytes: shared memory, temporary files and logs. Free is the
-    space that this user can write.
-    """
+    """Path on its node -> (bytes that this user can write, total bytes)."""
     collectives: list[CollectiveState] = []
     nccl_ranks: list[NcclRank] = []
     """From rank 0, while a collective of it waits."""
@@ -160,9 +158,7 @@ class RolloutSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     requests: list[RequestSnapshot]
     """Oldest open requests, at most 20."""
     num_behind: dict[int, int] = {}
-    """Weight versions between a sample's oldest token and ``version`` -> number of such samples
-    among the last 1,024.
-    """
+    """Versions that a sample's oldest token is behind -> number among the last 1,024 samples."""
 
 
 class PhaseSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,9 +206,7 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch, as all times of day here."""
     taken_at: float
     answered_by: str = "script"
-    """'script'; 'observation' if the script's process did not answer; 'supervisor' for a node of
-    `helmsman up`.
-    """
+    """'script'; 'observation' if it did not answer; 'supervisor' for a node of `helmsman up`."""
     script: ProcessReport | None = None
     """None if it was not requested or the script did not answer."""
     loop_stack: StackTrace | None = None
@@ -262,8 +256,7 @@ class HangPolicy(msgspec.Struct, frozen=True, kw_only=True):
     its standard input), or a function.
     """
     floor_s: float = 60.0
-    """An operation is not overdue before this; the first one of its kind not before 15 times this.
-    """
+    """No operation is overdue before this; the first of its kind not before 15 times this."""
     factor: float = 10.0
     """An operation is overdue from this multiple of the median of earlier ones."""
 

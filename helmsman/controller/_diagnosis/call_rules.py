@@ -23,7 +23,6 @@ _EXTERNAL_S = 15.0
 """The first call of a method is long after this if it waits for something outside its process."""
 _SAME_ORDER = "Every rank must call the same collectives with the same shapes, in the same order"
 _BRANCH = f"{_SAME_ORDER}; look for a branch that depends on the rank or on its data."
-
 _NETWORK = (
     "Check the network between the nodes: NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME or "
     "GLOO_SOCKET_IFNAME, and the devices' links."

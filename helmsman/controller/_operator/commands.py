@@ -104,7 +104,8 @@ def _read(run: FoundRun, chosen: str | None) -> list[logs.Line]:
 def _stacks(options: argparse.Namespace) -> None:
     """Show the Python stacks of a run's processes, equal ones together."""
     if options.all:
-        for worker_id, text in _take(options, runs.take_stacks, options.role)[0].items():
+        query = Query(kind="stacks", role=options.role, limit_s=runs.ANSWER_S)
+        for worker_id, text in _take(options, runs.ask_run, query, dict[str, str])[0].items():
             print(f"{worker_id}:\n{text}\n")
     else:
         print(stacks_text(_take(options, runs.take_snapshot, options.role, True)[0]))

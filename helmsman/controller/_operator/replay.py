@@ -25,10 +25,7 @@ from helmsman.rpc_server._wire.messages import Verb
 
 
 def kept_calls(log_dir: Path) -> dict[int, KeptCall]:
-    """Return the kept calls of a run by number.
-
-    Only files of this user are read, since ``replay`` unpickles their arguments.
-    """
+    """Return a run's kept calls by number; only of this user, since replay unpickles arguments."""
     found = {}
     try:
         with private_directory(log_dir, FOLDER, create=False) as folder:

@@ -21,7 +21,7 @@ from helmsman.controller._schedulers.outside import complete, is_stuck, observe_
 
 T = TypeVar("T")
 
-_ANSWER_S = 2.0
+ANSWER_S = 2.0
 """Limit for the answer of a script; after it, its process is observed."""
 _NODE_ANSWER_S = 60.0
 
@@ -111,7 +111,7 @@ def take_snapshot(run: FoundRun, role: str | None = None, reports: bool = False)
     if (host := run.record.host) != socket.gethostname():
         raise RunNotFoundError(f"run {run.run_id} belongs to host {host}; use the command there")
     if not is_stuck(run.record):
-        query = Query(kind="snapshot", role=role, reports=reports, limit_s=_ANSWER_S)
+        query = Query(kind="snapshot", role=role, reports=reports, limit_s=ANSWER_S)
         with contextlib.suppress(RunSilentError):
             return complete(ask_run(run, query, RunSnapshot), reports=reports)
     return observe_run(run.record, reports=reports)
@@ -150,11 +150,6 @@ def ask_run(run: FoundRun, query: Query, kind: type[T]) -> T:
             f"run {run.run_id} does not answer: {error}. helmsman why {run.run_id} observes its "
             "processes."
         ) from error
-
-
-def take_stacks(run: FoundRun, role: str | None) -> dict[str, str]:
-    """Return the stacks of all threads by worker id."""
-    return ask_run(run, Query(kind="stacks", role=role, limit_s=_ANSWER_S), dict[str, str])
 
 
 def attach(address: str | None) -> Sequence[Mapping[str, Any]]:

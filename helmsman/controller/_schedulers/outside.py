@@ -84,9 +84,8 @@ def observe_workers(
 
 def complete(snapshot: RunSnapshot, *, reports: bool) -> RunSnapshot:
     """Add observations of the workers on this machine that did not answer the script."""
-    return msgspec.structs.replace(
-        snapshot, workers=[_completed(snapshot, each, reports=reports) for each in snapshot.workers]
-    )
+    workers = [_completed(snapshot, each, reports=reports) for each in snapshot.workers]
+    return msgspec.structs.replace(snapshot, workers=workers)
 
 
 def _completed(run: RunSnapshot, worker: WorkerSnapshot, *, reports: bool) -> WorkerSnapshot:

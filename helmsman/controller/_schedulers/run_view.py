@@ -152,7 +152,9 @@ class RunView(RunReporter):
         forbid_blocking()
         script = None
         if reports and role in (None, SCRIPT):
-            script = examine_script(self._own_node(), str(self._run.log_dir))
+            known = ((e.node, mark_of(e.pid)) for e in self._roles.clients() if e.pid)
+            own = (node for node, mark in known if mark and mark.run_id == self._run.id)
+            script = examine_script(next(own, ""), str(self._run.log_dir))
         loop_stack = None
         asked = submit(self._workers(role, timeout, reports=reports))
         try:
@@ -186,11 +188,6 @@ class RunView(RunReporter):
                 found |= {name: str(each) for name, each in asked.result(limit_s + _LOOP_S).items()}
         return found
 
-    def _own_node(self) -> str:
-        """Return the address of this node, if a worker runs on it; else ''."""
-        known = ((each.node, mark_of(each.pid)) for each in self._roles.clients() if each.pid)
-        return next((node for node, mark in known if mark and mark.run_id == self._run.id), "")
-
     def _chosen(self, role: str | None) -> dict[WorkerClient, Role]:
         """Return the workers of a role, or all; those shared by roles only once."""
         if role not in (None, SCRIPT):
@@ -214,7 +211,7 @@ class RunView(RunReporter):
         workers = []
         for client, each in chosen.items():
             name, report = client.worker_id, found.get(client.worker_id)
-            failed = isinstance(report, errors.CallError)
+            failed = isinstance(report, BaseException)
             error = str(report if failed else failures.get(name, "")).partition("\n")[0]
             report = None if failed else report
             workers.append(self._worker(each, client, health.get(name), report, error))
@@ -258,12 +255,6 @@ async def ask_all(
     clients: Mapping[str, WorkerClient], verb: Verb, limit_s: float | None = None
 ) -> dict[str, Any]:
     """Send a control verb to workers; returns their answers or errors by worker id."""
-
-    async def ask(client: WorkerClient) -> Any:
-        try:
-            return await client.control(verb, limit_s=limit_s)
-        except errors.CallError as error:
-            return error
-
-    answers = await asyncio.gather(*map(ask, clients.values()))
+    asked = (client.control(verb, limit_s=limit_s) for client in clients.values())
+    answers = await asyncio.gather(*asked, return_exceptions=True)
     return dict(zip(clients, answers, strict=True))

@@ -211,7 +211,8 @@ def read_recording(path: str | os.PathLike[str]) -> Recording | None:
     if len(content) < FILE_BYTES or not content.startswith(_MAGIC):
         return None
     _, pid, monotonic, wall, title = _HEADER.unpack_from(content)
-    names = [_text(text) for (text,) in _NAME.iter_unpack(content[_NAMES_AT:_SLOTS_AT])]
+    texts = [title, *(name for (name,) in _NAME.iter_unpack(content[_NAMES_AT:_SLOTS_AT]))]
+    title, *names = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
     found = []
     for number, kind, name, event, at, value, again in _SLOT.iter_unpack(content[_SLOTS_AT:]):
         if not number or number != again or not 0 < kind <= len(Kind) or name >= NUM_NAMES:
@@ -223,7 +224,7 @@ def read_recording(path: str | os.PathLike[str]) -> Recording | None:
         found.append(shown)
     found.sort(key=lambda each: each.at_ns)
     (alive,) = struct.unpack_from("=d", content, _ALIVE_AT)
-    return Recording(_text(title), pid, wall - monotonic, int(alive * 1e9), found)
+    return Recording(title, pid, wall - monotonic, int(alive * 1e9), found)
 
 
 def is_file_of(worker_id: str, name: str) -> bool:
@@ -247,10 +248,6 @@ def read_files(log_dir: str, worker_id: str) -> dict[str, bytes]:
             file.seek(max(file.seek(0, os.SEEK_END) - limit, 0))
             found[path.name] = file.read(limit)
     return found
-
-
-def _text(padded: bytes) -> str:
-    return padded.rstrip(b"\0").decode(errors="replace")
 
 
 assert _SLOT.size == 40
