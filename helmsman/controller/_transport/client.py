@@ -86,9 +86,7 @@ class WorkerClient:
         """Role -> next step after the death of a worker, where a controller has a better one than
         the default.
         """
-        self.account_of: Callable[[str], CallAccount] = functools.cache(
-            functools.partial(CallAccount, NO_RUN, "", worker_id)
-        )
+        self.account_of = functools.cache(functools.partial(CallAccount, NO_RUN, "", worker_id))
         """Returns the account of the calls of a method."""
         self.kept_calls: KeptCalls | None = None
         self._timeouts = timeouts
