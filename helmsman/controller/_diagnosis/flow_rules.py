@@ -91,9 +91,10 @@ def stragglers(evidence: Evidence) -> Iterator[Finding]:
 def script_waits(evidence: Evidence) -> Iterator[Finding]:
     """The script itself waits, without a limit, while no worker has anything to do."""
     run, before = evidence.now, evidence.before.script
-    if run.script is None or before is None or evidence.busy or run.loop_stack:
-        return
-    if any(each.num_in_flight or each.num_queued for each in run.rollouts):
+    if run.script is None or before is None or run.answered_by == "observation":
+        return  # script_process explains a script that does not answer
+    is_open = any(each.num_in_flight or each.num_queued for each in run.rollouts)
+    if evidence.busy or run.loop_stack or is_open:
         return
     if any(each.kind in ("placement", "create_workers", "weight sync") for each in run.phases):
         return
